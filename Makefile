@@ -1,0 +1,128 @@
+# make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
+# make test   C tests under sanitizers, then the Python tests
+# make build  .venv in which `import stillframe` works
+# make lint   ruff, mypy, clang-format (make format applies what ruff and clang-format ask for)
+# make bench  what a save costs beside its peers, and what the machine could do at best
+# make tsan, make valgrind   the C tests under those
+# make clean  removes what was built; make distclean removes .venv too
+#
+# Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
+# PYTHON=python3.12, CC=clang CXX=clang++, ARGS='arguments of the demo, of pytest, of a benchmark'.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+ifeq ($(origin CC),default)
+CC := cc
+endif
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+export CC CXX
+
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check
+WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
+
+.PHONY: build demo test bench lint format asan tsan valgrind clean distclean
+.DELETE_ON_ERROR:
+
+# ---- the package --------------------------------------------------------------------------
+
+# Named after the switches of setup.py, so that other switches build anew.
+comma   := ,
+BUILT   := build/built$(subst $(comma),-,$(STILLFRAME_SANITIZE:%=-%)$(WERROR)$(STILLFRAME_COVERAGE:%=-coverage%))
+SOURCES := $(wildcard csrc/core/* csrc/python/* csrc/torch/*)
+
+build: $(BUILT)
+
+$(BUILT): $(VENV)/.requirements pyproject.toml setup.py $(SOURCES)
+	@rm -f build/built*
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	$(PY) -c 'import stillframe'
+	@touch $@
+
+# torch first and alone: its wheel decides what the rest has to fit. Everything is pinned.
+$(VENV)/.requirements: requirements.txt | $(VENV)/bin/pip
+	$(PIP) install --constraint requirements.txt $$(grep '^torch==' requirements.txt)
+	$(PIP) install --requirement requirements.txt
+	@touch $@
+
+$(VENV)/bin/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "stillframe needs Python 3.11 or later; '$(PYTHON)' is not there (make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "stillframe needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1) (make PYTHON=...)" >&2; exit 1; }
+	@for compiler in '$(CC)' '$(CXX)'; do \
+		command -v $${compiler%% *} >/dev/null || { \
+		echo "stillframe needs a C and a C++ compiler; '$$compiler' is not there (make CC=... CXX=...)" >&2; exit 1; }; done
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+demo: build
+	$(PY) -m stillframe demo $(ARGS)
+
+test: build asan
+	$(PY) -m pytest $(ARGS)
+
+bench: build
+	$(PY) benchmarks/limits.py $(ARGS)
+	$(PY) benchmarks/vs_peers.py $(ARGS)
+
+lint: $(VENV)/.requirements
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
+
+format: $(VENV)/.requirements
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FORMATTED)
+
+# ---- the C tests: programs of their own, each in a process of its own -----------------------
+
+C_FORMATTED := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp tests/c/*.c tests/c/*.h)
+C_HEADERS   := $(wildcard csrc/core/*.h tests/c/*.h)
+C_CORE      := $(patsubst csrc/core/%.c,%.o,$(wildcard csrc/core/*.c))
+C_TESTS     := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+C_FLAGS     := -std=c11 -D_GNU_SOURCE -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
+	       -Wstrict-prototypes -Wmissing-prototypes -Wconversion $(WERROR)
+C_RUN        = $(PYTHON) tests/c/run.py
+
+# $(1): the variant's name, $(2): its flags. The core is compiled once for all of its tests.
+define variant
+C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
+.PHONY: programs-$(1)
+programs-$(1): $$(C_PROGRAMS_$(1))
+build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
+	@mkdir -p $$(@D)
+	$(CC) $(C_FLAGS) $(2) -c $$< -o $$@
+build/$(1)/test_%: tests/c/test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
+	$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -o $$@
+endef
+$(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
+$(eval $(call variant,tsan,-fsanitize=thread))
+$(eval $(call variant,plain,))
+
+asan:
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
+	@$(C_RUN) asan $(C_PROGRAMS_asan)
+
+tsan:
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-tsan
+	@$(C_RUN) tsan $(C_PROGRAMS_tsan)
+
+valgrind:
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain
+	@$(C_RUN) valgrind $(C_PROGRAMS_plain)
+
+# ---------------------------------------------------------------------------------------------
+
+clean:
+	rm -rf build dist python/*.egg-info python/stillframe/*.so
+
+distclean: clean
+	rm -rf $(VENV)

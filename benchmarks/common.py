@@ -1,0 +1,275 @@
+"""What the benchmark scripts share: sizes, statistics, ticks, states, output.
+
+Nothing here imports torch at module level: the parent process of a benchmark stays small, and
+only the processes that save pay for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BenchError(Exception):
+    """A benchmark cannot run here, or a measured process failed; the text says why."""
+
+
+# ---- sizes and formats ---------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int:
+    """`160MB`, `1.07e9`, `4GiB` -> bytes. Raises argparse.ArgumentTypeError otherwise."""
+    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]i?b)?\s*", text.lower())
+    try:
+        nbytes = int(float(match.group(1)) * units[match.group(2) or ""]) if match else 0
+    except ValueError:
+        nbytes = 0
+    if nbytes <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size (try 160MB, 1.07GB or 4GiB)")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Decimal units, three digits: `160 MB`, `1.07 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and the unit that suits: `1.62 ms`, `123 ms`, `15.2 s`."""
+    return format_times([seconds])
+
+
+def format_times(seconds: Sequence[float]) -> str:
+    """The first value as `format_seconds`, the others in brackets and the same unit.
+
+    `126 ms (107..146)`: a median with the smallest and the largest value.
+    """
+    middle = abs(seconds[0])
+    scale, unit = (1e3, "ms") if middle < 1.0 else (1.0, "s")
+    digits = 0 if middle * scale >= 100 else 1 if middle * scale >= 10 else 2
+    first, *others = (f"{value * scale:.{digits}f}" for value in seconds)
+    return f"{first} {unit}" + (f" ({'..'.join(others)})" if others else "")
+
+
+# ---- statistics ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """The values of one figure over the rounds of one run."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Series:
+        return cls(tuple(float(v) for v in values))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, from the median absolute deviation.
+
+        One disturbed round hardly moves it: 1.4826 x MAD estimates the deviation of a normal
+        distribution, and the median of n values has 1.2533 / sqrt(n) of it.
+        """
+        middle = self.median
+        deviation = statistics.median(abs(v - middle) for v in self.values)
+        return 1.2533 * 1.4826 * deviation / math.sqrt(len(self.values))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "n": len(self.values),
+            "values": list(self.values),
+        }
+
+
+# ---- the main thread's ticks ---------------------------------------------------------------
+
+
+class Stamp:
+    """The moment at which another thread finished: `at_ns` is 0 until then.
+
+    The finishing thread calls it (any arguments), so a main thread that watches it reads one
+    attribute and takes no lock.
+    """
+
+    __slots__ = ("at_ns",)
+
+    def __init__(self) -> None:
+        self.at_ns = 0
+
+    def __call__(self, *_: object) -> None:
+        self.at_ns = time.perf_counter_ns()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """`count` ticks in `elapsed_ns`; `worst_ns` is the longest gap between two of them."""
+
+    count: int
+    elapsed_ns: int
+    worst_ns: int
+
+    @property
+    def rate(self) -> float:
+        return self.count / max(self.elapsed_ns, 1)
+
+
+IDLE_TICK_S = 0.001  # what an idle main thread sleeps between two ticks
+
+
+def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
+    """Ticks from `start_ns` until `stop` is stamped, or until the clock passes `until_ns`.
+
+    busy: pure Python without a pause, which wants the interpreter lock all the time; the loop's
+    own work is what is counted, and the interpreter's switch interval stays as it is.
+    Otherwise the thread sleeps 1 ms a tick, and a gap is what it overslept.
+    """
+    clock, sleep, pause_ns = time.perf_counter_ns, time.sleep, int(IDLE_TICK_S * 1e9)
+    count = worst = 0
+    now = last = start_ns
+    if busy:
+        while not stop.at_ns and now < until_ns:
+            now = clock()
+            if now - last > worst:
+                worst = now - last
+            last = now
+            count += 1
+    else:
+        while not stop.at_ns and now < until_ns:
+            sleep(IDLE_TICK_S)
+            now = clock()
+            if now - last - pause_ns > worst:
+                worst = now - last - pause_ns
+            last = now
+            count += 1
+    return Ticks(count, now - start_ns, worst)
+
+
+# ---- states --------------------------------------------------------------------------------
+
+TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
+
+
+class Training:
+    """A residual MLP under AdamW whose parameters, exp_avg and exp_avg_sq total `nbytes`.
+
+    nr_params weights of equal shape (width, width), one a layer, float32; the optimizer's step
+    scalars come on top (4 bytes a parameter).
+    """
+
+    def __init__(self, nbytes: int, nr_params: int) -> None:
+        import torch
+
+        torch.manual_seed(1)
+        width = max(8, round((nbytes / (3 * nr_params * 4)) ** 0.5))
+        self.model = torch.nn.Sequential(*(_residual(width) for _ in range(nr_params)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.nbytes = 3 * nr_params * width * width * 4
+        self._width = width
+        self._data: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def step(self, batch: int) -> None:
+        """One real step: forward, backward, AdamW; `batch` rows of (batch, width)."""
+        import torch
+
+        if batch not in self._data:
+            self._data[batch] = (
+                torch.randn(batch, self._width),
+                torch.randn(batch, self._width),
+            )
+        x, y = self._data[batch]
+        self.optimizer.zero_grad()
+        loss: Any = torch.nn.functional.mse_loss(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+
+    def tree(self) -> dict[str, Any]:
+        """What a training loop saves."""
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+
+def _residual(width: int) -> torch.nn.Module:
+    import torch
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(width, width, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 0.1 * torch.relu(self.linear(x))
+
+    return Residual()
+
+
+def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, torch.Tensor]:
+    """A dict of float32 tensors that no optimizer owns; `nbytes` in all."""
+    import torch
+
+    numel = max(1, nbytes // (4 * nr_tensors))
+    return {f"tensor{i}": torch.randn(numel) for i in range(nr_tensors)}
+
+
+# ---- output --------------------------------------------------------------------------------
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:
+    """One table on stdout; a row of None is left empty.
+
+    A row whose cells after the first are all empty is a heading.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = sys.stdout.isatty()
+    console = Console(width=400, force_terminal=terminal, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        last = number == len(columns) - 1
+        table.add_column(column, justify="left" if number == 0 or last else "right", no_wrap=True)
+    for row in rows:
+        if row is None:
+            table.add_row()
+            continue
+        heading = not any(row[1:])
+        cells = [Text(row[0], style="bold" if heading else "")]
+        for cell in row[1:]:
+            style = "red" if "MISSED" in cell else "green" if cell.endswith("met") else ""
+            cells.append(Text(cell, style=style))
+        table.add_row(*cells)
+    with console.capture() as capture:
+        console.print(table)
+    print(title)
+    print("\n".join(line.rstrip() for line in capture.get().strip("\n").split("\n")))
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Saves `document`; a parent that is missing is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"saved as {path}", file=sys.stderr)

@@ -1,0 +1,197 @@
+"""What can this machine do at best? The raw limits that a save is measured against.
+
+    python benchmarks/limits.py --dir DIR
+
+Three figures for the same number of bytes: a copy from memory to memory; a write past the page
+cache (O_DIRECT, 4 MiB a call, one thread, into a fallocated file) with fdatasync; a write
+through the page cache with fsync. README.md says how each is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from common import (
+    BenchError,
+    Series,
+    format_size,
+    format_times,
+    parse_size,
+    print_table,
+    write_json,
+)
+from machine import (
+    add_directory_options,
+    check_memory,
+    facts_lines,
+    machine_facts,
+    scratch_directory,
+)
+
+CALL_BYTES = 4 << 20  # bytes a write call
+PAGE_BYTES = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the interpreter lock in its calls
+_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcpy.restype = ctypes.c_void_p
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def make_buffer(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory with every page touched and bytes that do not compress.
+
+    nbytes is rounded up to a page. The whole length is distinct memory: a short buffer written
+    again and again would come from the cache, as a checkpoint never does.
+    """
+    nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    buffer = mmap.mmap(-1, nbytes)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    pattern = os.urandom(8 << 20)
+    for off in range(0, nbytes, len(pattern)):
+        buffer[off : off + len(pattern)] = pattern[: nbytes - off]
+    return buffer
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
+    """Seconds to copy all of `source` into `target` (as long, touched), in `nr_threads` parts."""
+    nbytes, src, dst = len(source), _address(source), _address(target)
+    part = -(-nbytes // nr_threads)
+
+    def copy(off: int) -> None:
+        _libc.memcpy(dst + off, src + off, min(part, nbytes - off))
+
+    if nr_threads == 1:
+        start = time.perf_counter()
+        copy(0)
+        return time.perf_counter() - start
+    threads = [threading.Thread(target=copy, args=(i * part,)) for i in range(nr_threads)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def write_seconds(path: Path, source: mmap.mmap, *, direct: bool) -> float:
+    """Seconds to write `source` to the new file `path` and have it on the disk.
+
+    Counted: fallocate, the writes, fdatasync (fsync for the buffered way). Not counted: open,
+    close, and the removal, which follows. OSError with EINVAL where the filesystem has no
+    O_DIRECT.
+    """
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+    try:
+        with memoryview(source) as view:
+            start = time.perf_counter()
+            if direct and _libc.fallocate(fd, 0, 0, len(source)) != 0:
+                code = ctypes.get_errno()
+                if code != errno.EOPNOTSUPP:
+                    raise OSError(code, os.strerror(code), str(path))
+            off = 0
+            while off < len(source):
+                off += os.pwrite(fd, view[off : off + CALL_BYTES], off)
+            if direct:
+                os.fdatasync(fd)
+            else:
+                os.fsync(fd)
+            return time.perf_counter() - start
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+class RawDisk:
+    """The raw writes of `nbytes`, for scripts that measure them between their own rounds."""
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._directory = directory
+        self._source = make_buffer(nbytes)
+
+    def direct(self) -> float:
+        """Seconds; falls back to nan where the filesystem has no O_DIRECT."""
+        try:
+            return write_seconds(self._directory / "raw.direct", self._source, direct=True)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return float("nan")
+            raise
+
+    def buffered(self) -> float:
+        """Seconds."""
+        return write_seconds(self._directory / "raw.buffered", self._source, direct=False)
+
+
+def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> Series:
+    """Seconds a copy of `nbytes`, warm: the first copy is thrown away."""
+    source, target = make_buffer(nbytes), make_buffer(nbytes)
+    values = [copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
+    return Series.of(values[1:])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--state", type=parse_size, default=1_070_000_000, help="bytes (1.07GB)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="160 MB, three rounds")
+    add_directory_options(parser)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.state, args.rounds = min(args.state, 160_000_000), 3
+    nbytes = -(-args.state // PAGE_BYTES) * PAGE_BYTES
+    try:
+        check_memory(3 * nbytes)
+        with scratch_directory(
+            args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * nbytes
+        ) as directory:
+            facts = machine_facts(directory)
+            series = {"memcpy, one thread": measure_copy(nbytes, args.rounds)}
+            cores = len(os.sched_getaffinity(0))
+            if cores > 1:
+                series["memcpy, two threads"] = measure_copy(nbytes, args.rounds, 2)
+            disk = RawDisk(directory, nbytes)
+            pairs = [(disk.direct(), disk.buffered()) for _ in range(args.rounds)]
+            series["O_DIRECT write + fdatasync"] = Series.of([pair[0] for pair in pairs])
+            series["buffered write + fsync"] = Series.of([pair[1] for pair in pairs])
+    except BenchError as error:
+        print(f"limits.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("limits.py: interrupted; its files are removed", file=sys.stderr)
+        return 130
+    print("\n".join(facts_lines(facts)))
+    rows = [
+        [
+            name,
+            format_times([s.median, min(s.values), max(s.values)]),
+            f"{nbytes / s.median / 1e9:.2f} GB/s",
+        ]
+        for name, s in series.items()
+    ]
+    print_table(
+        f"Raw limits, {format_size(nbytes)}, {args.rounds} rounds",
+        ["", "median (min..max)", "rate"],
+        rows,
+    )
+    if args.json:
+        figures = {name: s.to_json() for name, s in series.items()}
+        write_json(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

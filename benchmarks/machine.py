@@ -1,0 +1,235 @@
+"""The machine under a benchmark: what it is, what is free on it, who else uses it.
+
+Also the directory that is written to, and the memory of the measured process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import BenchError, format_size
+
+MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+
+
+# ---- memory of this process ----------------------------------------------------------------
+
+
+def status_bytes(key: str) -> int:
+    """`VmRSS`, `VmHWM` … of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise BenchError(f"/proc/self/status has no {key}")
+
+
+def reset_peak_rss() -> None:
+    """Makes VmHWM start again from the present RSS (proc(5): clear_refs, 5)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+# ---- who else is at work -------------------------------------------------------------------
+
+
+def _busy_seconds() -> tuple[float, float]:
+    """(user time of all processes plus time stolen by the hypervisor, user time of this one)."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    everyone = sum(int(fields[i]) for i in (0, 1, 7))  # user, nice, steal
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    return everyone / os.sysconf("SC_CLK_TCK"), own
+
+
+class Others:
+    """The share of the machine that other processes take between the making and `share()`.
+
+    User time and stolen time only: the kernel's own threads work for whoever writes, so
+    their time belongs to what is measured.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._everyone, self._own = _busy_seconds()
+
+    def share(self) -> float:
+        """0 on a quiet machine, 1 where others keep every core busy; good to about 0.02."""
+        everyone, own = _busy_seconds()
+        elapsed = (time.perf_counter() - self._start_s) * (os.cpu_count() or 1)
+        return max(0.0, (everyone - self._everyone - own + self._own) / elapsed)
+
+
+# ---- the machine ---------------------------------------------------------------------------
+
+
+def mount_of(path: Path) -> tuple[str, str, str]:
+    """(filesystem type, source, mount options) of the mount that holds `path`."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    real = str(path.resolve())
+    best, found = -1, ("unknown", "unknown", "")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        sep = fields.index("-")
+        point = fields[4].encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        score = len(point) + (10_000 if fields[2] == wanted else 0)
+        if inside and score > best:
+            best, found = score, (fields[sep + 1], fields[sep + 2], fields[5])
+    return found
+
+
+def _block_device(path: Path) -> str:
+    device = os.stat(path).st_dev
+    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    facts = []
+    for name in ("device/model", "../device/model", "queue/scheduler", "queue/rotational"):
+        with contextlib.suppress(OSError):
+            text = (node / name).read_text().strip()
+            active = re.search(r"\[(.+)\]", text)
+            facts.append(f"{name.rsplit('/', 1)[-1]} {active.group(1) if active else text}")
+    return ", ".join(facts)
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.lower().startswith(("model name", "cpu model", "cpu part")):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take: what the system and the cgroups above us leave."""
+    text = Path("/proc/meminfo").read_text()
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    left = int(match.group(1)) * 1024 if match else 0
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers:
+            continue
+        node = Path("/sys/fs/cgroup") / group.lstrip("/")
+        with contextlib.suppress(OSError, ValueError):
+            limit = (node / "memory.max").read_text().strip()
+            if limit != "max":
+                left = min(left, int(limit) - int((node / "memory.current").read_text()))
+    return left
+
+
+def machine_facts(directory: Path) -> dict[str, Any]:
+    """Everything a reader needs to judge the figures."""
+    filesystem, source, options = mount_of(directory)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_available_bytes": available_memory(),
+        "load_average_at_start": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "filesystem": filesystem,
+        "filesystem_source": source,
+        "mount_options": options,
+        "block_device": _block_device(directory),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "lightning": _version("lightning"),
+        "fsspec": _version("fsspec"),
+        "stillframe": _version("stillframe"),
+        "switch_interval_s": sys.getswitchinterval(),
+    }
+
+
+def facts_lines(facts: dict[str, Any]) -> list[str]:
+    """The machine in three lines, for the head of a table."""
+    return [
+        f"{facts['cpu']}, {facts['cores']} cores, "
+        f"{format_size(facts['memory_available_bytes'])} of memory free, "
+        f"load {facts['load_average_at_start']:.1f} at the start",
+        f"Linux {facts['kernel']}, {facts['filesystem']} on {facts['filesystem_source']}"
+        f" ({facts['block_device'] or 'device unknown'})",
+        f"Python {facts['python']}, torch {facts['torch']}, lightning {facts['lightning']}, "
+        f"stillframe {facts['stillframe'] or 'not installed'}; {facts['date']}; "
+        f"{facts['command']}",
+    ]
+
+
+# ---- the directory that is written to ------------------------------------------------------
+
+
+def add_directory_options(parser: argparse.ArgumentParser) -> None:
+    """`--dir`, `--allow-tmpfs` and `--json`, alike in every script."""
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path("."),
+        help="where the files go: a directory on the disk to measure (default: here); "
+        "a directory of its own is made there and removed at the end",
+    )
+    parser.add_argument(
+        "--allow-tmpfs", action="store_true", help="write to memory all the same (no disk figures)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also save every figure here")
+
+
+def _interrupted(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt(f"signal {signum}")
+
+
+@contextlib.contextmanager
+def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> Iterator[Path]:
+    """A fresh directory under `parent`, gone afterwards, after Ctrl-C and SIGTERM too.
+
+    Raises BenchError where `parent` is no directory, lies in memory, or has no room.
+    """
+    if not parent.is_dir():
+        raise BenchError(f"--dir {parent}: no such directory")
+    filesystem = mount_of(parent)[0]
+    if filesystem in MEMORY_FILESYSTEMS and not allow_tmpfs:
+        raise BenchError(
+            f"--dir {parent} lies on {filesystem}, which is memory: nothing there is durable and "
+            "no figure would tell about a disk. Name a directory on a disk with --dir, or pass "
+            "--allow-tmpfs."
+        )
+    free = shutil.disk_usage(parent).free
+    if free < need_bytes:
+        raise BenchError(
+            f"--dir {parent} has {format_size(free)} free, this run needs "
+            f"{format_size(need_bytes)}: name another directory or a smaller state"
+        )
+    previous = signal.signal(signal.SIGTERM, _interrupted)
+    path = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent)).resolve()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def check_memory(need_bytes: int) -> None:
+    """Raises BenchError where the run would not fit into memory."""
+    left = available_memory()
+    if left < need_bytes:
+        raise BenchError(
+            f"this run needs about {format_size(need_bytes)} of memory, {format_size(left)} are "
+            "free: choose a smaller state, or --quick"
+        )

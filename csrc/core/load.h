@@ -1,0 +1,61 @@
+/* Reading back: whether a file is a whole checkpoint. See load.c.
+ *
+ * A check is an object that runs in slices, so that its owner can answer signals in between:
+ *
+ *     sfr_check_new(fd, SFR_CHECK_BYTES, &check);
+ *     while ((rc = sfr_check_run(check, slice_ns)) == SFR_EAGAIN)
+ *             ...;
+ *     if (rc == 0)
+ *             use(sfr_check_result(check));
+ *     sfr_check_free(check);
+ *
+ * A check belongs to one thread at a time. The file's own position is not used. A file that is
+ * changed meanwhile is found damaged at worst.
+ */
+#ifndef SFR_LOAD_H
+#define SFR_LOAD_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define SFR_CHECK_BYTES 1u /* read every record and compare its CRC */
+
+/* What a file is. Only an archive has records to look at: torch's legacy format (before 1.6, or
+ * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok` as it is. */
+enum sfr_format { SFR_FORMAT_FOREIGN, SFR_FORMAT_ARCHIVE, SFR_FORMAT_LEGACY };
+
+#define SFR_CHECK_MAX_LISTED 1000u
+
+struct sfr_bad_record {
+	char *name;         /* as in the archive; control characters are shown as '?' */
+	const char *reason; /* words to go behind the name, a constant */
+};
+
+struct sfr_check_result {
+	bool ok;
+	enum sfr_format format;
+	uint64_t nbytes;       /* length of the file */
+	uint64_t nr_records;   /* that the directory names; 0 when it cannot be found */
+	uint64_t
+		nr_unchecked; /* written without a CRC, or deflated: only their structure is known */
+	uint64_t nr_bad; /* records with damage of their own; the first ones are listed */
+	uint32_t nr_listed; /* at most SFR_CHECK_MAX_LISTED */
+	const struct sfr_bad_record *bad;
+	char error[512]; /* "" when ok; otherwise what is wrong, said of the file ("it is
+				  truncated: ..."), or of its first bad record */
+};
+
+struct sfr_check;
+
+/* `fd` stays the caller's and must stay open. -ENOMEM. */
+int sfr_check_new(int fd, unsigned flags, struct sfr_check **out);
+/* 0: the verdict is there. SFR_EAGAIN: call again. -errno: the file could not be read (-EISDIR
+ * for a directory) or memory ran out; the check then has no verdict and keeps saying so. */
+int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
+/* Bytes of the file that need no further look, of `nbytes` in the result. */
+uint64_t sfr_check_done(const struct sfr_check *check);
+/* Valid until the check is freed; final once run has returned 0. */
+const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);
+void sfr_check_free(struct sfr_check *check); /* NULL is fine */
+
+#endif

@@ -1,0 +1,28 @@
+/* Which names of a long list occur twice, in 16 bytes a name. See names.c. */
+#ifndef SFR_NAMES_H
+#define SFR_NAMES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+struct sfr__named {
+	uint64_t hash, place;
+};
+
+struct sfr__names { /* zeroed is an empty list */
+	struct sfr__named *v;
+	uint64_t nr, cap;
+};
+
+/* `place` is where the caller finds the name again. -ENOMEM. */
+int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t place);
+/* Once all are there: after it, sfr__names_suspect can be called. */
+void sfr__names_sort(struct sfr__names *names);
+/* The next two places whose names have one hash, the smaller place first; *it starts as 0. The
+ * names are almost certainly the same: the caller compares them. False at the end. */
+bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
+			uint64_t *second);
+void sfr__names_fini(struct sfr__names *names);
+
+#endif

@@ -1,0 +1,505 @@
+/* A persistent pool of equal blocks.
+ *
+ * One range of address space is reserved for the whole cap, and the blocks are cut from it, so
+ * that a block's address never changes and a driver can register the range in large pieces. A
+ * block has memory from the first lease on that asks for it and keeps it between saves: the cost
+ * of a first touch is paid once, or by warm_up before training.
+ *
+ *                  take            got it
+ *     RESERVED ------------> GROWING ------> LEASED
+ *        ^ ^                 |  |  ^         |    ^
+ *        | +---- failed -----+  |  |         |    |
+ *        |                      |  | take    |    |
+ *        |      warmed, failed  |  | (more)  |    |
+ *        |                      v  |         |    |
+ *        |                      FREE <- put -+    |
+ *        |                      |  |              |
+ *        | gone                 |  +---- take ----+
+ *        |        trim          |
+ *     SHRINKING <---------------+
+ *               --- refused -->
+ *
+ *     from       to         by
+ *     RESERVED   GROWING    take_locked (get), warm_up
+ *     FREE       GROWING    the same, when the block has less memory than asked for
+ *     FREE       LEASED     take_locked, when it has enough
+ *     GROWING    LEASED     get, the memory is there
+ *     GROWING    FREE       warm_up, the memory is there; either, when there is none for more
+ *     GROWING    RESERVED   either, when the system has none and the block had none
+ *     LEASED     FREE       put
+ *     FREE       SHRINKING  trim
+ *     SHRINKING  RESERVED   trim
+ *     SHRINKING  FREE       trim, when the system refuses
+ *
+ * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
+ * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
+ * to that thread alone. Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
+ * what a thread may wait for that found the system without memory.
+ *
+ * Order: those who wait stand in a queue by `seq`, and only its head may take a block. So a small
+ * pool serves the oldest save until it has all it needs, instead of sharing itself out until
+ * nobody can go on.
+ *
+ * The table of blocks lies outside the pool's memory, which a forked child does not have.
+ */
+#include <errno.h>
+
+#include "memory.h"
+
+#define MAX_WARMERS 4 /* threads in warm_up, the caller among them */
+
+/* Singly linked by block->next, last in, first out: the block whose lines are warm. */
+struct list {
+	struct sfr__block *head;
+};
+
+struct waiter {
+	struct waiter *next;
+	uint64_t seq;
+};
+
+struct sfr__pool {
+	struct sfr__range range; /* the blocks' address space */
+	uint64_t block_bytes;
+	uint32_t nr_blocks;
+
+	pthread_mutex_t mu;
+	pthread_cond_t cv; /* a block came back, or the queue has a new head */
+	struct sfr__block *blocks;
+	uint32_t nr_known;      /* blocks above it were never used and are not in a list */
+	struct list reserved;   /* without memory */
+	struct list whole;      /* free, memory for the whole block */
+	struct list partial;    /* free, memory for a part */
+	struct waiter *waiters; /* lowest seq first */
+	uint32_t nr_waiters;
+	uint32_t nr_in_hand;
+	uint64_t nr_returned;   /* blocks that came back with their memory, ever */
+	uint64_t committed_bytes, leased_bytes;
+	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
+};
+
+/* ---- memory, without the lock --------------------------------------------- */
+
+/* Gives a block in hand memory for `want` bytes; on failure it has what it had. -errno. */
+static int grow(struct sfr__block *block, size_t want)
+{
+	int rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
+
+	if (rc == 0)
+		block->committed = want;
+	return rc;
+}
+
+/* Takes a block's memory; on failure it has it still. -errno. */
+static int shrink(struct sfr__block *block)
+{
+	int rc = sfr__memory_decommit(block->mem, block->committed);
+
+	if (rc == 0)
+		block->committed = 0;
+	return rc;
+}
+
+/* ---- lists and states, with the lock -------------------------------------- */
+
+static void push(struct list *list, struct sfr__block *block)
+{
+	block->next = list->head;
+	list->head = block;
+}
+
+static struct sfr__block *pop(struct list *list)
+{
+	struct sfr__block *block = list->head;
+
+	if (block != NULL)
+		list->head = block->next;
+	return block;
+}
+
+/* Takes out the first block with memory for `need` bytes. */
+static struct sfr__block *pop_fitting(struct list *list, size_t need)
+{
+	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
+		struct sfr__block *block = *at;
+
+		if (block->committed >= need) {
+			*at = block->next;
+			return block;
+		}
+	}
+	return NULL;
+}
+
+static bool in_hand(enum sfr__block_state state)
+{
+	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE;
+}
+
+/* Every change of a block's state. A block in hand is in no list, the others are in theirs. */
+static void move_locked(struct sfr__pool *pool, struct sfr__block *block, enum sfr__block_state to)
+{
+	enum sfr__block_state from = block->state;
+
+	pool->moves[from][to]++;
+	if (from == SFR__BLOCK_LEASED)
+		pool->leased_bytes -= block->committed;
+	if (to == SFR__BLOCK_LEASED)
+		pool->leased_bytes += block->committed;
+	pool->nr_in_hand += in_hand(to);
+	pool->nr_in_hand -= in_hand(from);
+	block->state = to;
+	if (in_hand(to))
+		return;
+	push(to == SFR__BLOCK_RESERVED                  ? &pool->reserved
+	     : block->committed == pool->block_bytes ? &pool->whole
+						     : &pool->partial,
+	     block);
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+}
+
+/* After memory was given or taken: a block in hand has `had` bytes less or more than counted. */
+static void recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had)
+{
+	pool->committed_bytes += block->committed - had;
+	sfr__budget_hold((int64_t)block->committed - (int64_t)had);
+}
+
+/* The first block that was never used; NULL when each has been. */
+static struct sfr__block *fresh_locked(struct sfr__pool *pool)
+{
+	struct sfr__block *block;
+
+	if (pool->nr_known == pool->nr_blocks)
+		return NULL;
+	block = &pool->blocks[pool->nr_known];
+	block->index = pool->nr_known++;
+	block->mem = pool->range.base + block->index * pool->block_bytes;
+	return block;
+}
+
+/* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
+static size_t memory_for(const struct sfr__pool *pool, uint64_t need)
+{
+	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
+
+	return (size_t)(want < pool->block_bytes ? want : pool->block_bytes);
+}
+
+/* Takes a block for `need` bytes: one that has the memory, the smaller first; then one that
+ * has some, so that the pool's memory stays what it was at its fullest; then one that has none.
+ * It is LEASED, or GROWING when it must have more. NULL when none is left. */
+static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
+{
+	struct sfr__block *block = pop_fitting(&pool->partial, need);
+
+	if (block == NULL)
+		block = pop(&pool->whole);
+	if (block == NULL)
+		block = pop(&pool->partial);
+	if (block == NULL)
+		block = pop(&pool->reserved);
+	if (block == NULL)
+		block = fresh_locked(pool);
+	if (block != NULL)
+		move_locked(pool, block, block->committed >= need && block->committed != 0
+						 ? SFR__BLOCK_LEASED
+						 : SFR__BLOCK_GROWING);
+	return block;
+}
+
+/* ---- the queue ------------------------------------------------------------ */
+
+static void enqueue_locked(struct sfr__pool *pool, struct waiter *me)
+{
+	struct waiter **at = &pool->waiters;
+
+	while (*at != NULL && (*at)->seq <= me->seq)
+		at = &(*at)->next;
+	me->next = *at;
+	*at = me;
+	pool->nr_waiters++;
+}
+
+static void dequeue_locked(struct sfr__pool *pool, struct waiter *me)
+{
+	struct waiter **at = &pool->waiters;
+
+	while (*at != me)
+		at = &(*at)->next;
+	*at = me->next;
+	pool->nr_waiters--;
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* the new head looks round */
+}
+
+/* Waits for its turn and takes a block. With `starved`, the system had no memory when
+ * `nr_returned` was what it is there: then only a block that has come back since, or nothing
+ * left to wait for, is worth another try. SFR_EAGAIN at the deadline. */
+static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
+		       const uint64_t *starved, struct sfr__block **out)
+{
+	struct waiter me = {.seq = seq};
+	bool late = deadline_ns == 0;
+
+	enqueue_locked(pool, &me);
+	for (;;) {
+		bool worth = starved == NULL || *starved != pool->nr_returned ||
+			     pool->nr_in_hand == 0;
+
+		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
+		if (*out != NULL || late)
+			break;
+		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+	}
+	dequeue_locked(pool, &me);
+	return *out != NULL ? 0 : SFR_EAGAIN;
+}
+
+int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
+		  struct sfr__block **out)
+{
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
+	const uint64_t *starved = NULL;
+	struct sfr__block *block;
+	int rc;
+
+	*out = NULL;
+	if (need > pool->block_bytes)
+		return -EINVAL;
+	(void)pthread_mutex_lock(&pool->mu);
+	for (;;) {
+		size_t had;
+
+		rc = wait_locked(pool, seq, need, deadline_ns, starved, &block);
+		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
+			break;
+		returned = pool->nr_returned;
+		had = block->committed;
+		(void)pthread_mutex_unlock(&pool->mu);
+		rc = grow(block, memory_for(pool, need));
+		(void)pthread_mutex_lock(&pool->mu);
+		recount_locked(pool, block, had);
+		if (rc == 0) {
+			move_locked(pool, block, SFR__BLOCK_LEASED);
+			break;
+		}
+		move_locked(pool, block, had != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+		/* Somebody's block may come back with memory enough, or has just done so. */
+		if (pool->nr_in_hand == 0 && pool->nr_returned == returned)
+			break;
+		starved = &returned;
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	if (rc == 0)
+		*out = block;
+	return rc;
+}
+
+void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	pool->nr_returned++;
+	move_locked(pool, block, SFR__BLOCK_FREE);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+/* ---- warm up and trim ------------------------------------------------------ */
+
+struct warm_up {
+	struct sfr__pool *pool;
+	struct list work;   /* blocks in hand, guarded by pool->mu */
+	uint64_t nbytes;    /* asked for, from the first block on */
+	int rc;             /* the first failure; guarded by pool->mu */
+};
+
+/* Memory that the block is to have; 0 for those behind the end. */
+static size_t warm_len(const struct warm_up *job, const struct sfr__block *block)
+{
+	uint64_t begin = block->index * job->pool->block_bytes;
+
+	return job->nbytes > begin ? memory_for(job->pool, job->nbytes - begin) : 0;
+}
+
+/* One thread's share: blocks from the list until it is empty. After a failure the rest go back
+ * as they are. */
+static void *warm_main(void *arg)
+{
+	struct warm_up *job = arg;
+	struct sfr__pool *pool = job->pool;
+	struct sfr__block *block;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = pop(&job->work)) != NULL) {
+		size_t had = block->committed;
+
+		if (job->rc == 0) {
+			int rc;
+
+			(void)pthread_mutex_unlock(&pool->mu);
+			rc = grow(block, warm_len(job, block));
+			(void)pthread_mutex_lock(&pool->mu);
+			recount_locked(pool, block, had);
+			if (rc != 0 && job->rc == 0)
+				job->rc = rc;
+		}
+		pool->nr_returned++;
+		move_locked(pool, block, block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	return NULL;
+}
+
+/* Takes the blocks out of a list that the job has work on. */
+static uint32_t collect_locked(struct warm_up *job, struct list *list)
+{
+	struct sfr__block **at = &list->head, *block;
+	uint32_t nr = 0;
+
+	while ((block = *at) != NULL) {
+		if (block->committed >= warm_len(job, block)) {
+			at = &block->next;
+			continue;
+		}
+		*at = block->next;
+		move_locked(job->pool, block, SFR__BLOCK_GROWING);
+		push(&job->work, block);
+		nr++;
+	}
+	return nr;
+}
+
+int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
+{
+	struct warm_up job = {.pool = pool, .nbytes = nbytes};
+	pthread_t threads[MAX_WARMERS - 1];
+	uint32_t nr_threads = 0, nr;
+	struct sfr__block *block;
+
+	if (job.nbytes > pool->nr_blocks * pool->block_bytes)
+		job.nbytes = pool->nr_blocks * pool->block_bytes;
+	(void)pthread_mutex_lock(&pool->mu);
+	nr = collect_locked(&job, &pool->partial) + collect_locked(&job, &pool->reserved);
+	for (; pool->nr_known * pool->block_bytes < job.nbytes; nr++) {
+		block = fresh_locked(pool);
+		move_locked(pool, block, SFR__BLOCK_GROWING);
+		push(&job.work, block);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+
+	/* Fewer threads, or none, only take longer. */
+	while (nr_threads + 1 < MAX_WARMERS && nr_threads + 1 < nr &&
+	       sfr__thread_start(&threads[nr_threads], "sfr-warm", warm_main, &job) == 0)
+		nr_threads++;
+	(void)warm_main(&job);
+	while (nr_threads > 0)
+		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+	return job.rc;
+}
+
+int sfr__pool_trim(struct sfr__pool *pool)
+{
+	struct list work = {NULL};
+	struct sfr__block *block;
+	int rc = 0;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = pop(&pool->whole)) != NULL || (block = pop(&pool->partial)) != NULL) {
+		move_locked(pool, block, SFR__BLOCK_SHRINKING);
+		push(&work, block);
+	}
+	while ((block = pop(&work)) != NULL) {
+		size_t had = block->committed;
+		int failed;
+
+		(void)pthread_mutex_unlock(&pool->mu);
+		failed = shrink(block);
+		if (rc == 0)
+			rc = failed;
+		(void)pthread_mutex_lock(&pool->mu);
+		recount_locked(pool, block, had);
+		pool->nr_returned++;
+		move_locked(pool, block, failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	return rc;
+}
+
+/* ---- the pool itself -------------------------------------------------------- */
+
+int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **out)
+{
+	struct sfr__pool *pool;
+	uint64_t nr_blocks;
+	int rc;
+
+	*out = NULL;
+	if (block_bytes == 0 || block_bytes % SFR_PAGE != 0 || pool_bytes < block_bytes)
+		return -EINVAL;
+	nr_blocks = pool_bytes / block_bytes;
+	if (nr_blocks > UINT32_MAX || pool_bytes > SIZE_MAX / 2)
+		return -EINVAL;
+	pool = sfr_sys.calloc(1, sizeof(*pool));
+	if (pool == NULL)
+		return -ENOMEM;
+	pool->block_bytes = block_bytes;
+	pool->nr_blocks = (uint32_t)nr_blocks;
+	rc = pthread_mutex_init(&pool->mu, NULL);
+	if (rc != 0) {
+		sfr_sys.free(pool);
+		return -rc;
+	}
+	rc = sfr__cond_init(&pool->cv);
+	if (rc != 0) {
+		(void)pthread_mutex_destroy(&pool->mu); /* nobody else knows it */
+		sfr_sys.free(pool);
+		return rc;
+	}
+	/* Untouched entries of a large table cost no memory. */
+	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
+	rc = pool->blocks == NULL ? -ENOMEM : sfr__memory_reserve(&pool->range, nr_blocks * block_bytes);
+	if (rc != 0) {
+		sfr__pool_free(pool);
+		return rc;
+	}
+	*out = pool;
+	return 0;
+}
+
+void sfr__pool_free(struct sfr__pool *pool)
+{
+	if (pool == NULL)
+		return;
+	sfr__memory_release(&pool->range);
+	sfr__budget_hold(-(int64_t)pool->committed_bytes);
+	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
+	(void)pthread_mutex_destroy(&pool->mu);
+	sfr_sys.free(pool->blocks);
+	sfr_sys.free(pool);
+}
+
+void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	*out = (struct sfr__pool_stats){
+		.pool_bytes = pool->nr_blocks * pool->block_bytes,
+		.block_bytes = pool->block_bytes,
+		.committed_bytes = pool->committed_bytes,
+		.leased_bytes = pool->leased_bytes,
+		.retired_bytes = 0, /* host copies always end: no block is ever given up */
+		.nr_waiters = pool->nr_waiters,
+	};
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
+			 enum sfr__block_state to)
+{
+	uint64_t nr;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	nr = pool->moves[from][to];
+	(void)pthread_mutex_unlock(&pool->mu);
+	return nr;
+}

@@ -1,0 +1,281 @@
+/* stillframe core: the public header, and its manual.
+ *
+ * The core saves one image of memory to one file without stopping whoever owns
+ * that memory. It is C11, knows neither Python nor torch, and never prints,
+ * exits or aborts. Data flows one way:
+ *
+ *     plan (image.c) -> stage (lane.c) -> write (writer.c) -> commit (file.c, log.c)
+ *
+ * and the state of a save lives in one place, its ticket (ticket.c).
+ *
+ * Conventions
+ *   - A function returns 0, or a negative code: -errno for what the operating
+ *     system said, SFR_E* for what the core itself has to say (err.c).
+ *   - sfr_x is public, sfr__x crosses files inside the core, static is local.
+ *   - `_ns` are nanoseconds of CLOCK_MONOTONIC, `len`, `off`, `nbytes` are bytes,
+ *     `nr_x` counts.
+ *   - A call that may wait takes `slice_ns`: it waits at most that long and then
+ *     returns SFR_EAGAIN; calling it again goes on where it stopped. The binding
+ *     uses slices to answer signals. SFR_FOREVER waits without bound.
+ *   - After fork() every object made before belongs to the parent: each call on
+ *     one in the child returns SFR_EFORK and touches nothing.
+ */
+#ifndef SFR_H
+#define SFR_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define SFR_FOREVER UINT64_MAX
+
+/* ---- errors (err.c) ---------------------------------------------------- */
+
+/* One list, so that enum, name and message cannot drift apart. */
+#define SFR_ERROR_LIST(X)                                                      \
+	X(SFR_EAGAIN, -1001, "the wait's time slice has passed")               \
+	X(SFR_EBUSY, -1002, "as many saves are in flight as max_in_flight allows") \
+	X(SFR_ECLOSED, -1003, "the engine is closed")                          \
+	X(SFR_EFORK, -1004, "the object belongs to the process that forked this one") \
+	X(SFR_ETORN, -1005, "a tensor changed between the call and its copy")  \
+	X(SFR_ECANCELLED, -1006, "the save was cancelled")                     \
+	X(SFR_ECORRUPT, -1007, "the file is damaged")                          \
+	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait") \
+	X(SFR_ESTATE, -1009, "the call does not fit the save's state")
+
+enum sfr_code {
+#define X(name, value, text) name = value,
+	SFR_ERROR_LIST(X)
+#undef X
+};
+
+/* What a save was doing when it failed; the text is SaveError.phase. */
+#define SFR_PHASE_LIST(X)                                                      \
+	X(SFR_PHASE_NONE, "")                                                  \
+	X(SFR_PHASE_STAGE, "stage")                                            \
+	X(SFR_PHASE_OPEN, "open")                                              \
+	X(SFR_PHASE_LOCK, "lock")                                              \
+	X(SFR_PHASE_ALLOCATE, "allocate")                                      \
+	X(SFR_PHASE_WRITE, "write")                                            \
+	X(SFR_PHASE_SYNC, "sync")                                              \
+	X(SFR_PHASE_RENAME, "rename")                                          \
+	X(SFR_PHASE_SYNC_DIR, "sync directory")                                \
+	X(SFR_PHASE_REMOVE, "remove")                                          \
+	X(SFR_PHASE_READ, "read")
+
+enum sfr_phase {
+#define X(name, text) name,
+	SFR_PHASE_LIST(X)
+#undef X
+	SFR_NR_PHASES
+};
+
+/* The first thing that went wrong; later ones do not replace it. */
+struct sfr_err {
+	int code;             /* 0, -errno or SFR_E* */
+	enum sfr_phase phase; /* what was being done */
+	int64_t index;        /* source that was torn, or -1 */
+	char note[160];       /* one more fact, or "" */
+};
+
+const char *sfr_code_name(int code);    /* "SFR_ETORN", "EIO" style; never NULL */
+const char *sfr_code_message(int code); /* never NULL */
+const char *sfr_phase_name(enum sfr_phase phase);
+
+/* ---- CRC-32 (crc.c) ---------------------------------------------------- */
+
+/* zlib's CRC-32 (polynomial 0xedb88320): crc of `len` bytes appended to what
+ * `crc` stands for; 0 starts. Any thread, no lock. */
+uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len);
+uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len);
+/* CRC of A followed by B, from crc(A), crc(B) and B's length. */
+uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b);
+const char *sfr_crc32_name(void); /* which implementation serves sfr_crc32 */
+
+/* ---- engine (engine.c) ------------------------------------------------- */
+
+struct sfr_engine;
+struct sfr_ticket;
+
+struct sfr_engine_opts {
+	uint64_t pool_bytes;    /* cap of the pool; 0 = the default cap */
+	uint64_t block_bytes;   /* multiple of 4096, > 0 */
+	uint32_t nr_writers;    /* >= 1 */
+	uint32_t max_in_flight; /* >= 1 */
+};
+
+struct sfr_stats {
+	uint64_t pool_bytes, block_bytes;
+	uint64_t committed_bytes; /* memory the pool holds from the system */
+	uint64_t leased_bytes;    /* of it, handed out at this moment */
+	uint64_t retired_bytes;   /* of it, never to be used again */
+	uint64_t saves_in_flight, saves_total;
+};
+
+/* Memory that a default pool may take: half of what the machine and the cgroup
+ * leave, divided by LOCAL_WORLD_SIZE; what default pools already took is
+ * subtracted (default caps share one budget). At least one block. */
+uint64_t sfr_default_pool_bytes(uint64_t block_bytes);
+
+/* Makes an engine; starts no thread yet. -EINVAL: an option out of range. */
+int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
+/* Waits for the engine's saves and for the process's removes, then stops its
+ * threads and gives the pool back. New saves are refused from the first call on.
+ * Idempotent. Saves still being captured by the calling thread are not waited
+ * for (a signal handler may call this in the middle of one): then threads and
+ * pool stay until the last of those has ended. */
+int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
+void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; NULL is fine */
+int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out);
+int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
+int sfr_engine_trim(struct sfr_engine *engine);
+
+/* ---- one save (ticket.c) ----------------------------------------------- */
+
+/* One storage: record data/<index> of the file. */
+struct sfr_source {
+	uint64_t addr;   /* host address of its bytes; may be 0 when nbytes is 0 */
+	uint64_t nbytes;
+	uint32_t lane;   /* SFR_CAPTURED, or the lane that copies it later */
+	uint32_t reserved;
+};
+#define SFR_CAPTURED 0u
+#define SFR_LANE_HOST 1u
+
+#define SFR_SAVE_DURABLE 1u     /* sync file and directory */
+#define SFR_SAVE_NESTED 2u      /* made inside another call of this thread: never waits for a slot */
+#define SFR_SAVE_CHECK_BYTES 4u /* checksum every deferred byte in the call and compare when staged */
+#define SFR_SAVE_NO_WAIT 8u     /* SFR_EBUSY instead of a wait for a slot */
+
+struct sfr_save_desc {
+	const char *dir;      /* real path of the directory */
+	const char *name;     /* file name in it */
+	const void *skeleton; /* data.pkl; stays valid until the save is staged or has ended */
+	uint64_t skeleton_len;
+	const struct sfr_source *sources; /* copied; the bytes stay valid until staged or ended */
+	uint32_t nr_sources;
+	uint32_t flags;
+};
+
+/* A save's states, as SaveHandle.state names them. ticket.c has the diagram. */
+#define SFR_STATE_LIST(X)                                                      \
+	X(SFR_NEW, "staging")      /* laid out; holds nothing yet */           \
+	X(SFR_CAPTURING, "staging") /* has a slot; the call copies captured bytes */ \
+	X(SFR_STAGING, "staging")  /* in the log; a lane copies deferred bytes */ \
+	X(SFR_STAGED, "staged")    /* every byte copied, both detectors passed */ \
+	X(SFR_WRITING, "writing")  /* every block written; tail and sync */    \
+	X(SFR_READY, "writing")    /* synced; waits for its turn in the log */ \
+	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */ \
+	X(SFR_ENDING, "writing")   /* failed or cancelled; copies and writes run out */ \
+	X(SFR_DURABLE, "durable")                                              \
+	X(SFR_FAILED, "failed")                                                \
+	X(SFR_CANCELLED, "cancelled")
+
+enum sfr_state {
+#define X(name, text) name,
+	SFR_STATE_LIST(X)
+#undef X
+	SFR_NR_STATES
+};
+const char *sfr_state_name(enum sfr_state state);
+
+/* Lays out the image of a save. No I/O, no wait. -ENOMEM, -EINVAL. */
+int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		 struct sfr_ticket **out);
+/* Takes one of the engine's max_in_flight slots and has a writer open the file.
+ * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. A failure here ends the
+ * ticket: only sfr_ticket_put may follow. */
+int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
+/* Copies the captured sources, takes samples of the deferred ones. SFR_EAGAIN while it
+ * waits for blocks. Other failures become the ticket's own: 0 is returned. */
+int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
+/* Appends the save to the process's log and hands it to its lanes: the moment of submission.
+ * Never waits. Fails only on SFR_ESTATE. */
+int sfr_save_launch(struct sfr_ticket *t);
+/* Gives a save up that was admitted but not launched (an exception in the caller). */
+void sfr_save_abandon(struct sfr_ticket *t);
+
+enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
+/* Waits until every deferred byte is copied (the sources are no longer read); until staged;
+ * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. */
+int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
+/* The caller's verdict on what the core cannot see (tensor version counters): given once,
+ * after SFR_WAIT_COPIED. torn_index < 0 passes; otherwise the save fails with SFR_ETORN.
+ * A second verdict is ignored and SFR_ESTATE returned. */
+int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
+/* 1: the save will end as cancelled (or already has); 0: too late. */
+int sfr_save_cancel(struct sfr_ticket *t);
+
+#define SFR_IO_UNKNOWN 0u
+#define SFR_IO_DIRECT 1u
+#define SFR_IO_BUFFERED 2u
+
+struct sfr_report {
+	enum sfr_state state;
+	struct sfr_err err;
+	uint64_t nbytes;                 /* length of the file */
+	uint64_t captured_nbytes, deferred_nbytes;
+	uint64_t written_nbytes;         /* of nbytes, so far */
+	uint64_t peak_pool_bytes;
+	uint64_t slot_wait_ns;           /* in sfr_save_admit */
+	uint64_t block_wait_ns;          /* in sfr_save_capture, for blocks */
+	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns; /* 0 = not yet */
+	uint32_t io_mode;                /* SFR_IO_* */
+	uint32_t over_slots;             /* 1: a nested save beyond max_in_flight */
+	char fallback[3][160];           /* sentences, "" when unused */
+};
+int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
+uint64_t sfr_ticket_seq(const struct sfr_ticket *t);
+
+void sfr_ticket_get(struct sfr_ticket *t);
+void sfr_ticket_put(struct sfr_ticket *t); /* NULL is fine */
+
+/* ---- the process's ordered log (log.c) --------------------------------- */
+
+/* A key is the real path of the parent, a slash, and the last component.
+ * A remove runs when every save submitted before it has ended, and only if the last of them
+ * became durable (without SFR_SAVE_DURABLE: was renamed); with no save before it, it runs.
+ * Directories are removed with what is in them. `seq_out` may be NULL. */
+int sfr_log_remove(const char *key, uint64_t *seq_out);
+/* What the name will be when the log has run out: 1 there (a save of it is pending), 0 gone
+ * (a remove of it or of a parent is pending), -1 no entry says: ask the file system. */
+int sfr_log_exists(const char *key);
+/* Waits until no save or remove of `key` submitted up to now is pending; then opens it for
+ * reading, in the log's order: *fd_out >= 0, or returns -errno of open. */
+struct sfr_log_load;
+int sfr_log_load_new(const char *key, struct sfr_log_load **out);
+int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out);
+void sfr_log_load_free(struct sfr_log_load *load);
+/* Waits until everything submitted up to the first call with *seq == 0 has ended; *seq keeps
+ * the place between slices. */
+int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
+/* Saves and removes not yet ended. */
+uint64_t sfr_log_pending(void);
+/* Ends the log's thread once the log has run out; the next save or remove starts it again. */
+int sfr_log_stop(void);
+
+/* ---- notices (notice.c) ------------------------------------------------ */
+
+#define SFR_NOTICE_COPIED 1u /* every byte copied: give sfr_save_confirm, let sources go */
+#define SFR_NOTICE_ENDED 2u  /* slot, blocks and state are settled */
+#define SFR_NOTICE_TEXT 3u   /* a sentence for the log: a remove dropped, a foreign temporary */
+#define SFR_NOTICE_STOP 4u   /* sfr_notice_stop was called */
+
+/* Takes the next notice. The caller owns one reference of *ticket (NULL for TEXT and STOP).
+ * `text` receives a TEXT's sentence. */
+int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size_t text_len,
+		    uint64_t slice_ns);
+void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
+
+/* ---- reading back (load.c) --------------------------------------------- */
+
+/* See load.h: sfr_check_fd and its result. */
+
+/* ---- fork (fork.c) ----------------------------------------------------- */
+
+/* Installs the fork handlers, once per process; every sfr_engine_new calls it. */
+int sfr_fork_init(void);
+/* Counts the forks between the first process and this one: objects remember it. */
+uint64_t sfr_fork_generation(void);
+
+#endif

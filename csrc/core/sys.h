@@ -1,0 +1,88 @@
+/* The system-call table: the only way from the core to the operating system.
+ *
+ * Every file, memory, thread and clock call of the core goes through `sfr_sys`, so that a
+ * test can make any of them fail, fall short or be slow (inject.c holds the wrappers that
+ * do it). Entries keep the calling convention of what they stand for (-1 and errno, NULL,
+ * an error number for threads). Waiting on conditions and the like is not in the table.
+ */
+#ifndef SFR_SYS_H
+#define SFR_SYS_H
+
+#include <dirent.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <time.h>
+
+struct sfr_sys {
+	/* files */
+	int (*open)(const char *path, int flags, mode_t mode);
+	int (*close)(int fd);
+	ssize_t (*pread)(int fd, void *buf, size_t len, off_t off);
+	ssize_t (*pwrite)(int fd, const void *buf, size_t len, off_t off);
+	int (*fdatasync)(int fd);
+	int (*fsync)(int fd);
+	int (*fallocate)(int fd, int mode, off_t off, off_t len);
+	int (*flock)(int fd, int op);
+	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
+	int (*fstat)(int fd, struct stat *st);
+	int (*lstat)(const char *path, struct stat *st);
+	int (*rename)(const char *from, const char *to);
+	int (*unlink)(const char *path);
+	int (*rmdir)(const char *path);
+	DIR *(*opendir)(const char *path);
+	struct dirent *(*readdir)(DIR *dir);
+	int (*closedir)(DIR *dir);
+	/* memory */
+	void *(*mmap)(void *addr, size_t len, int prot, int flags, int fd, off_t off);
+	int (*munmap)(void *addr, size_t len);
+	int (*mprotect)(void *addr, size_t len, int prot);
+	int (*madvise)(void *addr, size_t len, int advice);
+	void *(*malloc)(size_t len);
+	void *(*calloc)(size_t nr, size_t len);
+	void *(*realloc)(void *old, size_t len);
+	void (*free)(void *mem);
+	/* threads and time */
+	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
+			     void *arg);
+	int (*thread_join)(pthread_t thread, void **value);
+	int (*set_nice)(int nice); /* of the calling thread */
+	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
+	/* copies of tensor bytes: by the caller (captured) and by a lane (deferred) */
+	void (*capture_copy)(void *dst, const void *src, size_t len);
+	void (*lane_copy)(void *dst, const void *src, size_t len);
+};
+
+extern struct sfr_sys sfr_sys;
+
+/* ---- fault injection (inject.c): tests only; nothing in the product installs it ---- */
+
+struct sfr_fault {
+	const char *call; /* a member's name, e.g. "pwrite"; "*" = any call that can fail */
+	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
+	int sticky;       /* and on every later one */
+	int err;          /* errno to give; 0 = do not fail */
+	int64_t limit;    /* pread, pwrite: at most that many bytes are transferred; -1 = all,
+			     -2 = half, -3 = all but one */
+	uint64_t delay_ns; /* sleep that long first */
+};
+/* Puts counting wrappers into sfr_sys; a second time does nothing. Returns 0. Like _remove it is
+ * not to be called while other threads are inside the core; the others may be at any time. */
+int sfr_inject_install(void);
+/* Adds a fault; up to 16 act at a time, the first that is due wins. -EINVAL: an unknown call, an
+ * error for a call that cannot fail (free, readdir, closedir, thread_join, clock_gettime, the
+ * copies: those can only be slow), nth 0. -ENOSPC: too many. */
+int sfr_inject_set(const struct sfr_fault *fault);
+/* Takes one fault away that is equal to *fault; the counters stay. -ENOENT: there is none. */
+int sfr_inject_drop(const struct sfr_fault *fault);
+/* No faults; counters to zero. */
+void sfr_inject_clear(void);
+/* Calls since the last clear; "*" = all that can fail, an unknown name 0. */
+uint64_t sfr_inject_calls(const char *call);
+/* Faults that acted since the last clear. */
+uint64_t sfr_inject_hits(void);
+/* The plain table again. */
+void sfr_inject_remove(void);
+
+#endif

@@ -1,0 +1,181 @@
+/* Engine and ticket as engine.c, ticket.c, lane.c, writer.c and log.c share them.
+ *
+ * Everything in both structures is guarded by engine->mu unless a comment says otherwise.
+ */
+#ifndef SFR_TICKET_H
+#define SFR_TICKET_H
+
+#include <stdatomic.h>
+
+#include "sfr_internal.h"
+
+/* Work for a writer thread. Jobs live in their ticket, so queueing one cannot fail. */
+enum sfr__job_kind {
+	SFR__JOB_OPEN,  /* make the temporary */
+	SFR__JOB_BLOCK, /* CRC and write one staged block */
+	SFR__JOB_TAIL,  /* write the directory, sync the file */
+	SFR__JOB_CLEAN, /* the save has failed: remove the temporary, end the ticket */
+};
+struct sfr__job {
+	struct sfr__job *next;
+	struct sfr_ticket *ticket;
+	enum sfr__job_kind kind;
+	/* SFR__JOB_BLOCK */
+	struct sfr__block *block;
+	const struct sfr__run *run;
+	uint32_t blk;
+};
+
+/* One cache line of a deferred source as it was at the call. */
+struct sfr__sample {
+	uint32_t entry; /* ascending, then off ascending: the order in which the lane copies */
+	uint32_t len;
+	uint64_t off;
+	unsigned char bytes[64];
+};
+
+/* A save's or remove's place in the process's log; guarded by the log's mutex. */
+enum sfr__log_kind { SFR__LOG_SAVE, SFR__LOG_REMOVE };
+struct sfr__log_entry {
+	struct sfr__log_entry *next;
+	enum sfr__log_kind kind;
+	uint64_t seq;
+	char *key;
+	struct sfr_ticket *ticket;    /* SAVE */
+	struct sfr_log_load *loads;   /* opened when this entry has ended */
+	bool ready;                   /* SAVE: may be committed */
+	bool ended, ok;
+};
+
+struct sfr_ticket {
+	struct sfr_engine *engine; /* a reference */
+	atomic_uint refs;          /* atomic */
+	uint64_t fork_generation;  /* constant, as are the next five */
+	uint64_t seq;              /* order of admission: older saves get blocks first */
+	uint32_t flags;
+	uint32_t nr_blocks;        /* of the whole image */
+	struct sfr__image img;     /* crc and crc_len of its entries are guarded */
+	struct sfr__job *jobs;     /* nr_blocks, then OPEN, TAIL, CLEAN */
+	struct sfr__file file;     /* writers until READY, then the log's thread */
+
+	enum sfr_state state;
+	struct sfr_err err;        /* first error wins */
+
+	/* facts from which sfr__ticket_step derives the state */
+	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
+	bool lane_owns;            /* queued at, or being copied by, the lane */
+	uint32_t jobs_out;         /* queued or running */
+	uint32_t blocks_written;
+
+	/* capture position: only the capturing thread touches it */
+	uint32_t capture_blk;
+	bool capture_done;
+	pthread_t caller;
+
+	/* detectors: written by capture, read by the lane */
+	struct sfr__sample *samples;
+	uint32_t nr_samples, sample_pos;
+	uint32_t *sums;            /* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call */
+
+	struct sfr__log_entry log;
+	struct sfr__notice notice_copied, notice_ended;
+
+	uint32_t blocks_held, peak_blocks;
+	uint64_t written_nbytes;
+	uint64_t slot_wait_ns, block_wait_ns;
+	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
+	uint32_t io_mode;
+	bool over_slots;
+	char fallback[2][160];
+
+	struct sfr_ticket *lane_next;
+	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
+};
+
+struct sfr_engine {
+	pthread_mutex_t mu;
+	pthread_cond_t cv_lane;   /* lane queue or stopping */
+	pthread_cond_t cv_writer; /* writer queue or stopping */
+	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
+	atomic_uint refs;
+	uint64_t fork_generation;
+	struct sfr_engine_opts opts;
+	uint64_t pool_bytes;      /* the cap, whoever chose it; constant, as the next */
+	bool default_cap;
+	struct sfr__pool *pool;   /* NULL once closed */
+
+	bool closing, closed, started, stopping;
+	pthread_t lane;
+	pthread_t *writers;
+	uint32_t nr_writers;      /* running */
+	uint64_t close_seq;       /* log entry that close waits for, 0 = not looked up */
+
+	struct sfr_ticket *lane_head, *lane_tail;
+	struct sfr__job *job_head, *job_tail;
+	struct sfr_ticket *tickets; /* in flight */
+	uint32_t nr_in_flight;
+	uint64_t next_seq, nr_saves;
+};
+
+/* ---- save.c ---- */
+/* Leases the next block of a run, stages it and hands it to the writers. 0; SFR_EAGAIN when there
+ * is no block within the slice; else the ticket has failed with what is returned. */
+int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+		    void (*copy)(void *, const void *, size_t), bool check, uint64_t slice_ns);
+
+/* ---- ticket.c ---- */
+/* Frees a ticket nobody holds, whatever of it was made. */
+void sfr__ticket_free(struct sfr_ticket *t);
+/* The ticket's OPEN, TAIL or CLEAN job. */
+struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
+/* How often a state followed another, in the whole process; for tests. */
+unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
+/* Every change of state goes through here. */
+void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
+/* Records what went wrong (first error wins) and lets the save run out. */
+void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
+/* Derives the state from the facts and starts what follows from it. */
+void sfr__ticket_step_locked(struct sfr_ticket *t);
+/* READY -> COMMITTING; false when the save was cancelled in time. */
+bool sfr__ticket_begin_commit(struct sfr_ticket *t);
+/* The last arrow, after all I/O: slot, log and notice are settled here. */
+void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
+static inline bool sfr__ticket_failing(const struct sfr_ticket *t)
+{
+	return t->err.code != 0;
+}
+
+/* Made before a fork that this process came out of: nothing of it may be touched. */
+static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
+{
+	return t->fork_generation != sfr_fork_generation();
+}
+
+/* ---- lane.c ---- */
+/* Fills one block of a run from its sources. `copy` is capture_copy or lane_copy. Checks samples
+ * and sums of what it copied when `check`: *torn gets the source index of the first mismatch. */
+void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
+		      void (*copy)(void *, const void *, size_t), bool check, int64_t *torn);
+/* Takes samples of every deferred source. -ENOMEM. */
+int sfr__take_samples(struct sfr_ticket *t);
+void *sfr__lane_main(void *engine);
+void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
+
+/* ---- writer.c ---- */
+void *sfr__writer_main(void *engine);
+void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
+
+/* ---- engine.c ---- */
+int sfr__engine_start_locked(struct sfr_engine *engine);
+void sfr__engine_get(struct sfr_engine *engine);
+
+/* ---- log.c ---- */
+/* Starts the log's thread if it does not run. 0 or -errno. */
+int sfr__log_start(void);
+/* Appends a save; entry->key and ->ticket are set. Takes over one reference of the ticket. */
+void sfr__log_append(struct sfr__log_entry *entry);
+void sfr__log_ready(struct sfr__log_entry *entry);
+void sfr__log_ended(struct sfr__log_entry *entry, bool ok);
+uint64_t sfr__log_last_remove(void);
+
+#endif

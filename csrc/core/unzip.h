@@ -1,0 +1,59 @@
+/* Reading zip records: bytes in, a verdict out. See unzip.c; load.c does the I/O. */
+#ifndef SFR_UNZIP_H
+#define SFR_UNZIP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define SFR__UNZIP_TAIL 98u    /* zip64 end record, its locator, end record */
+#define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
+#define SFR__UNZIP_LOCAL 30u   /* fixed part of a local header */
+#define SFR__UNZIP_DESC 24u    /* longest descriptor */
+#define SFR__UNZIP_NAME_MAX 1024u
+
+#define SFR__UNZIP_DESCRIBED 0x0008u /* flag: a descriptor follows the data */
+#define SFR__UNZIP_STORED 0u
+#define SFR__UNZIP_DEFLATED 8u
+
+/* The functions return NULL, or what is wrong in words that go behind a subject ("its end
+ * record is damaged", said of the file; "its local header is missing", said of a record). The
+ * words are constants. */
+
+struct sfr__unzip_end {
+	uint64_t nr_records;
+	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
+};
+
+/* One record, as the directory describes it. */
+struct sfr__unzip_record {
+	uint64_t hdr_off;    /* of the local header; below dir_off */
+	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal when stored */
+	uint32_t crc;
+	uint32_t stamp;      /* time and date, only to be compared */
+	uint16_t flags, method;
+	uint16_t name_len, extra_len,
+		comment_len; /* what follows in the directory, in this order */
+};
+
+/* `tail`: the file's last `len` bytes, SFR__UNZIP_TAIL or the whole file if that is shorter. */
+const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
+			   struct sfr__unzip_end *end);
+/* A directory record's fixed part. Sizes and offset are final only after
+ * sfr__unzip_central_extra, which is to be called with its extra fields. */
+const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
+const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
+				     const struct sfr__unzip_end *end);
+/* The name, rec->name_len bytes: only what a name must not be. */
+const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
+/* A local header's fixed part against the directory. *extra_len: of the fields behind its name,
+ * which is as long as rec's. */
+const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
+			     size_t *extra_len);
+const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
+				   size_t extra_len, const struct sfr__unzip_record *rec);
+/* `len` bytes from the end of the data on, at most SFR__UNZIP_DESC of them needed. *desc_len:
+ * how many of them are the descriptor. */
+const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
+			    const struct sfr__unzip_record *rec, size_t *desc_len);
+
+#endif

@@ -1,0 +1,210 @@
+/* The process's log, the core's notices and fork, as functions; _core.LogLoad. */
+#include "module.h"
+
+#include <string.h>
+
+/* ---- log ---- */
+
+static PyObject *log_remove(PyObject *module, PyObject *key)
+{
+	const char *path = PyBytes_AsString(key);
+	int rc;
+
+	if (!path)
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_log_remove(path, NULL);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *log_exists(PyObject *module, PyObject *key)
+{
+	const char *path = PyBytes_AsString(key);
+
+	(void)module;
+	return path ? PyLong_FromLong(sfr_log_exists(path)) : NULL;
+}
+
+static PyObject *log_drain(PyObject *module, PyObject *timeout)
+{
+	uint64_t left, slice, seq = 0;
+	int rc;
+
+	if (sfr_py_timeout(timeout, &left) < 0)
+		return NULL;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_log_drain(&seq, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN && left > 0);
+	if (rc < 0 && rc != SFR_EAGAIN)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *log_pending(PyObject *module, PyObject *unused)
+{
+	(void)module, (void)unused;
+	return PyLong_FromUnsignedLongLong(sfr_log_pending());
+}
+
+static PyObject *log_stop(PyObject *module, PyObject *unused)
+{
+	(void)module, (void)unused;
+	Py_BEGIN_ALLOW_THREADS
+	(void)sfr_log_stop(); /* always 0 */
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+/* ---- notices ---- */
+
+static PyObject *notice_wait(PyObject *module, PyObject *unused)
+{
+	struct sfr_ticket *ticket;
+	char text[1024] = "";
+	unsigned what;
+	PyObject *id, *sentence;
+	int rc;
+
+	(void)unused;
+	/* Called on a daemon thread of the package, which no signal is delivered to. */
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	id = PyLong_FromVoidPtr(ticket);
+	/* The package keeps every ticket in flight by its id; this is only the notice's own. */
+	sfr_ticket_put(ticket);
+	sentence = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+	return id && sentence ? Py_BuildValue("(INN)", what, id, sentence) : NULL;
+}
+
+static PyObject *notice_stop(PyObject *module, PyObject *unused)
+{
+	(void)module, (void)unused;
+	sfr_notice_stop();
+	Py_RETURN_NONE;
+}
+
+static PyObject *fork_generation(PyObject *module, PyObject *unused)
+{
+	(void)module, (void)unused;
+	return PyLong_FromUnsignedLongLong(sfr_fork_generation());
+}
+
+/* ---- LogLoad ---- */
+
+struct sfr_py_load {
+	PyObject_HEAD
+	struct sfr_log_load *load;
+};
+
+static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "key", NULL };
+	struct sfr_log_load *load;
+	struct sfr_py_load *self;
+	allocfunc alloc;
+	const char *key;
+	int rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y:LogLoad", names, &key))
+		return NULL;
+	rc = sfr_log_load_new(key, &load);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(type), rc);
+	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	self = (struct sfr_py_load *)alloc(type, 0);
+	if (!self) {
+		sfr_log_load_free(load);
+		return NULL;
+	}
+	self->load = load;
+	return (PyObject *)self;
+}
+
+static void load_dealloc(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	sfr_log_load_free(((struct sfr_py_load *)object)->load);
+	release(object);
+	Py_DECREF(type);
+}
+
+static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,
+			   PyObject *kwnames)
+{
+	struct sfr_log_load *load = ((struct sfr_py_load *)object)->load;
+	uint64_t left = SFR_FOREVER, slice;
+	int rc, fd;
+
+	(void)args, (void)nargs, (void)kwnames;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_log_load_wait(load, slice, &fd);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyLong_FromLong(fd);
+}
+
+static PyMethodDef load_methods[] = {
+	{ "open", (PyCFunction)(void (*)(void))load_open, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+	  "open() -> int: waits for the saves and removes of the name that were submitted before, then "
+	  "a descriptor of what the name is at that point of the log. Once." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot load_slots[] = {
+	{ Py_tp_new, load_new },
+	{ Py_tp_dealloc, load_dealloc },
+	{ Py_tp_methods, load_methods },
+	{ Py_tp_doc, "LogLoad(key): a load's place in the log" },
+	{ 0, NULL },
+};
+
+static PyType_Spec load_spec = {
+	.name = "stillframe._core.LogLoad",
+	.basicsize = sizeof(struct sfr_py_load),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = load_slots,
+};
+
+static PyMethodDef functions[] = {
+	{ "log_remove", log_remove, METH_O, "log_remove(key): appends a remove to the log." },
+	{ "log_exists", log_exists, METH_O,
+	  "log_exists(key) -> 1 (will be there), 0 (will be gone), -1 (ask the file system)." },
+	{ "log_drain", log_drain, METH_O,
+	  "log_drain(timeout) -> bool: False when the timeout passed before all submitted had ended." },
+	{ "log_pending", log_pending, METH_NOARGS, "log_pending() -> saves and removes not ended." },
+	{ "log_stop", log_stop, METH_NOARGS, "log_stop(): ends the log's thread when it has run out." },
+	{ "notice_wait", notice_wait, METH_NOARGS, "notice_wait() -> (what, ticket id, sentence)." },
+	{ "notice_stop", notice_stop, METH_NOARGS, "notice_stop(): wakes one waiter for good." },
+	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_log(PyObject *module)
+{
+	int rc = sfr_fork_init();
+
+	if (rc < 0) {
+		sfr_py_raise(sfr_py_state(module), rc);
+		return -1;
+	}
+	if (PyModule_AddFunctions(module, functions) < 0)
+		return -1;
+	return sfr_py_add_type(module, &load_spec, &sfr_py_state(module)->load_type);
+}

@@ -1,0 +1,47 @@
+/* The extension module `stillframe._core`: thin over the core, limited API (CPython 3.11+).
+ *
+ * Each file adds its types and functions to the module with one sfr_py_add_* function.
+ * Nothing but the library call stands between releasing and taking the interpreter lock.
+ * One function turns codes into exceptions (errors.c).
+ */
+#ifndef SFR_PY_MODULE_H
+#define SFR_PY_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../core/sfr.h"
+
+/* Module state: types and the exception classes of stillframe.errors, borrowed from nowhere:
+ * strong references, visited and cleared by the module. */
+struct sfr_py_state {
+	PyTypeObject *engine_type, *ticket_type, *load_type; /* engine.c, ticket.c, log.c */
+	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
+	PyTypeObject *observer_type;                         /* observer.c */
+	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
+	PyObject *corrupt_error, *torn_error, *save_error;
+};
+struct sfr_py_state *sfr_py_state(PyObject *module);
+
+/* Raises what `code` (negative) stands for; always returns NULL. */
+PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
+
+/* Makes a type of the module and puts it into the state's slot. */
+int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
+
+/* Waits go in slices, so that signals are answered: a timeout in seconds or None becomes
+ * nanoseconds left; each turn answers signals (-1 when a handler raised) and takes a slice. */
+#define SFR_PY_SLICE_NS UINT64_C(50000000)
+int sfr_py_timeout(PyObject *timeout, uint64_t *left_ns);
+int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns);
+
+/* Each adds types and functions; 0, or -1 with an exception set. */
+int sfr_py_add_engine(PyObject *module);   /* engine.c */
+int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
+int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
+int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
+int sfr_py_add_reader(PyObject *module);   /* reader.c: sfr_check_fd, crc32 */
+int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
+int sfr_py_add_observer(PyObject *module); /* observer.c */
+
+#endif

@@ -1,0 +1,162 @@
+/* Private to observer.c, observer_table.c, observer_look.c and observer_walk.c. */
+#ifndef SFR_PY_OBSERVER_H
+#define SFR_PY_OBSERVER_H
+
+#include <time.h>
+
+#include "module.h"
+
+/* One attribute or method without arguments of torch's tensors or storages. The function behind
+ * the descriptor is called directly where the type's own table names it (15-30 ns instead of
+ * 50-100); otherwise the ordinary way is taken. */
+struct sfr_py_access {
+	getter get;
+	void *closure;
+	PyCFunction call;
+	PyObject *name;
+	int is_method;
+};
+
+/* What the observer reads of torch. Filled once a process, by the first Observer, and kept: torch
+ * itself can be loaded only once and never unloads. */
+struct sfr_py_torch {
+	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
+	PyObject *free_weak;              /* UntypedStorage._free_weak_ref */
+	PyObject *str_params;
+	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* tensors */
+	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* storages */
+	int ready;
+};
+extern struct sfr_py_torch sfr_py_torch;
+
+/* Fills sfr_py_torch; 0, or -1 with an exception set. */
+int sfr_py_torch_init(void);
+/* A new reference, or NULL with an exception set. */
+PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
+/* 0, or -1 with an exception set. */
+int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
+/* 1, 0, or -1 with an exception set. */
+int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
+/* Whether `object` is exactly a Tensor or a Parameter: subclasses may run Python code in any
+ * attribute, and nothing is known about who writes them. */
+int sfr_py_is_plain_tensor(PyObject *object);
+
+/* ---- a map from an address to a small number ---------------------------- */
+
+#define SFR_PY_NONE UINT32_MAX
+
+struct sfr_py_map {
+	uintptr_t *keys; /* 0 = free */
+	uint32_t *values;
+	size_t mask, nr;
+};
+
+/* Makes room for `nr` keys; whatever was in the map is gone. 0 or -1 (no exception set). */
+int sfr_py_map_init(struct sfr_py_map *map, size_t nr);
+void sfr_py_map_fini(struct sfr_py_map *map);
+/* The value's place, NULL when absent. */
+uint32_t *sfr_py_map_find(const struct sfr_py_map *map, uintptr_t key);
+/* `key` must be absent and the map must have been made for as many keys. */
+void sfr_py_map_add(struct sfr_py_map *map, uintptr_t key, uint32_t value);
+
+/* ---- what an optimizer owns -------------------------------------------- */
+
+struct sfr_py_refs {
+	PyObject **items; /* strong references */
+	size_t nr, cap;
+};
+
+struct sfr_py_walk {
+	struct sfr_py_refs
+		found;  /* candidates: parameters that are trained, tensors of their state */
+	struct sfr_py_refs others; /* tensors of the groups that are no candidates */
+	int stateless;             /* the state has no entry at all */
+};
+
+/* Collects what `groups` (Optimizer.param_groups) and `state` (Optimizer.state) hold. Runs no
+ * Python code and allocates no object of Python's, so nothing can change under it. Shapes that
+ * no optimizer of torch has are passed over. 0, or -1 with an exception set (no memory); the
+ * walk is to be given back in either case. */
+int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk);
+void sfr_py_walk_fini(struct sfr_py_walk *walk);
+/* A number that changes when a group, a parameter or a parameter's state is added or removed. */
+uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
+
+/* ---- the observer's data (observer.c has the states) -------------------- */
+
+#define SFR_PY_LINE 64    /* bytes of a cache line */
+#define SFR_PY_NR_LINES 3 /* looked at in each storage: start, middle, end */
+
+enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
+
+/* One storage. */
+struct sfr_py_watch {
+	PyObject *ident;      /* int: StorageImpl's address */
+	uint64_t cdata;       /* the same */
+	uint64_t addr, nbytes;
+	uintptr_t wrapper;    /* Python's object for the storage; only to prefetch */
+	uint32_t first_claim; /* chain through claim.next */
+	uint32_t nr_claims;
+	uint32_t epoch, nr_marked; /* claims met by the walk number `epoch` */
+	uint8_t verdict;
+	uint8_t nr_cycles;
+};
+
+/* One tensor over a storage. */
+struct sfr_py_claim {
+	PyObject *ref;    /* weak reference to the tensor */
+	uintptr_t tensor, impl; /* where the tensor and its TensorImpl are; only to prefetch */
+	uint64_t version; /* as recorded */
+	uint32_t watch, next;
+	uint32_t epoch;
+};
+
+struct sfr_py_table {
+	struct sfr_py_watch *watches;
+	struct sfr_py_claim *claims;
+	uint32_t nr_watches, nr_claims;
+	struct sfr_py_map by_storage, by_tensor;
+};
+
+struct sfr_py_observer {
+	PyObject_HEAD
+	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
+	PyObject *serial; /* int: this observer in `owned` */
+	struct sfr_py_table table;
+	unsigned char (*lines)[SFR_PY_NR_LINES]
+			      [SFR_PY_LINE]; /* of the storage with the same number */
+	uint32_t *armed; /* numbers of the storages recorded and not yet compared */
+	uint32_t nr_armed, nr_undecided, cursor, epoch;
+	size_t nr_passed_over; /* tensors of the last enrolment that can never be deferred */
+	uint64_t size;         /* sfr_py_walk_size at the last enrolment */
+	uint64_t credit_ns;    /* CPU time that may be spent on looking now */
+	uint64_t stepped_ns;   /* when a step ended last; at first when this was made */
+	int busy, wanted, forget, gc_was_on;
+};
+
+/* No second entry until leave(), and no garbage collection: what allocates in between runs no
+ * Python code then, and the collections that a thousand small objects would start come later. */
+void sfr_py_observer_enter(struct sfr_py_observer *self);
+void sfr_py_observer_leave(struct sfr_py_observer *self);
+/* Gives a storage its verdict. */
+void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+			    enum sfr_py_verdict verdict);
+
+/* observer_table.c. The claim of this very tensor, or NULL. */
+struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *table, PyObject *tensor);
+/* Stops watching everything. Keeps whatever exception is set. */
+void sfr_py_observer_drop(struct sfr_py_observer *self);
+/* Finds what the optimizer owns now; [serial, storage] of each storage that another observer
+ * watches is appended to `clashes`. 0, or -1 with an exception set and nothing watched. */
+int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+			  PyObject *clashes);
+
+/* observer_look.c; all between enter() and leave(). A step has ended: records undecided storages
+ * as far as the budget goes; all of them without looking at the budget after an enrolment. */
+void sfr_py_observer_record(struct sfr_py_observer *self);
+void sfr_py_observer_record_all(struct sfr_py_observer *self);
+/* The next step's gate: compares what was recorded, once, as far as the budget goes. */
+void sfr_py_observer_compare(struct sfr_py_observer *self);
+uint64_t sfr_py_clock_ns(clockid_t id);
+
+#endif

@@ -1,0 +1,111 @@
+/* What crosses the three files of the skeleton; skeleton.c has the overview.
+ *
+ *   kinds.c     what torch is made of, and which tensors are plain
+ *   skeleton.c  the collector: the pickler's persistent_id, and what it has found
+ *   splice.c    puts the plain tensors' opcodes into the finished pickle
+ */
+#ifndef SFR_PY_SKELETON_H
+#define SFR_PY_SKELETON_H
+
+#include <stdbool.h>
+
+#include "module.h"
+
+/* ---- kinds.c ------------------------------------------------------------ */
+
+/* Objects of torch that Kinds is made from; the names are its keyword arguments. */
+#define SFR_PY_PART_LIST(X)                                                           \
+	X(TENSOR, "tensor")                   /* torch.Tensor */                      \
+	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                \
+	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */        \
+	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */ \
+	X(STRIDED, "strided")                 /* torch.strided */                     \
+	X(GETSTATE, "getstate")               /* object.__getstate__ */               \
+	X(METADATA, "metadata")               /* tensor -> dict, {} without conj or neg */ \
+	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */           \
+	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */             \
+	X(DATA_PTR, "data_ptr")               /* storage -> address */                \
+	X(NBYTES, "nbytes")                   /* storage -> length */                 \
+	X(STORAGE_TUPLE, "storage_tuple")     /* (collector, storage) -> persistent id */ \
+	X(LOCATION, "location")               /* storage -> its location tag */       \
+	/* from here on getset descriptors, see sfr_py_get */                         \
+	X(LAYOUT, "layout")                                                           \
+	X(IS_CPU, "is_cpu")                                                           \
+	X(IS_CUDA, "is_cuda")                                                         \
+	X(IS_NESTED, "is_nested")                                                     \
+	X(DTYPE, "dtype")                                                             \
+	X(REQUIRES_GRAD, "requires_grad")                                             \
+	X(BACKWARD_HOOKS, "backward_hooks")                                           \
+	X(CDATA, "cdata") /* storage -> address of its StorageImpl */
+
+enum sfr_py_part {
+#define X(name, keyword) SFR_PY_##name,
+	SFR_PY_PART_LIST(X)
+#undef X
+	SFR_PY_NR_PARTS
+};
+#define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
+
+#define SFR_PY_MAX_DTYPES 32
+
+/* A dtype that has a legacy storage class. */
+struct sfr_py_dtype {
+	PyObject *dtype;
+	PyObject *storage_class; /* "FloatStorage", a str */
+	const char *name;        /* its UTF-8, as long as it */
+	uint32_t itemsize;
+};
+
+struct sfr_py_kinds {
+	PyObject_HEAD
+	PyObject *part[SFR_PY_NR_PARTS];
+	descrgetfunc get[SFR_PY_NR_PARTS]; /* of the descriptors */
+	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
+	uint32_t nr_dtypes;
+	PyObject *cpu; /* "cpu" */
+};
+
+/* One tensor that the pickler met. */
+struct sfr_py_found {
+	PyObject *object;
+	const int64_t *row; /* the bridge's words; NULL unless plain and described */
+	uint32_t storage;   /* number of its storage, likewise */
+	uint8_t dtype;      /* in kinds->dtype, when plain */
+	bool plain, parameter, requires_grad, on_host;
+};
+
+/* Fills `found` for an exact Tensor or Parameter; found->plain says whether the splice can
+ * write it. 0, or -1 with an exception (of the kinds that must come through) set. */
+int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found);
+/* The attribute behind a getset descriptor, without the search for it. A new reference. */
+PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
+/* Calls a part on one object and takes the answer as a number. 0 or -1. */
+int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+		   uint64_t *out);
+/* Adds the type Kinds. 0 or -1. */
+int sfr_py_add_kinds(PyObject *module);
+
+/* ---- splice.c ----------------------------------------------------------- */
+
+/* One storage, record data/<number>. */
+struct sfr_py_storage {
+	uint64_t identity; /* address of the StorageImpl */
+	uint64_t addr, nbytes;
+	PyObject *location; /* a str; NULL if only the general road has met the storage */
+	PyObject *dtype;    /* borrowed: what the last check of types saw; NULL: nothing yet */
+	bool on_host;
+	bool known; /* addr and nbytes are set */
+};
+
+struct sfr_py_splice {
+	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */
+	size_t len;
+	const struct sfr_py_kinds *kinds;
+	const struct sfr_py_found *found;
+	size_t nr_found;
+	const struct sfr_py_storage *storages;
+};
+/* Returns the pickle with the tensors in it as bytes, or NULL with an exception set. */
+PyObject *sfr_py_splice(const struct sfr_py_splice *job);
+
+#endif

@@ -1,0 +1,8 @@
+"""`python -m stillframe`, and the command `stillframe`."""
+
+import sys
+
+from stillframe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

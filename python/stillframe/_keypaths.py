@@ -1,0 +1,137 @@
+"""Which tensors of a pickle live in a storage, as key paths.
+
+The pickle is read with an unpickler that imports nothing and calls nothing of the object's:
+each class or function becomes a stub that keeps what it is given. So it is safe on any data,
+works without the classes, and costs no more than reading.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class _Storage:
+    """Stands for a storage: the record ``data/<key>``."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Stub:
+    """Stands for an instance of any class, or for what any function returned."""
+
+    _name = ""
+
+    def __new__(cls, *args: Any, **_kwargs: Any) -> _Stub:
+        stub = super().__new__(cls)
+        stub.args = args
+        stub.state = None
+        stub.items = {}
+        stub.elements = []
+        return stub
+
+    args: tuple[Any, ...]
+    state: Any
+    items: dict[Any, Any]
+    elements: list[Any]
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> _Stub:
+        return _Stub(self, *args)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def append(self, value: Any) -> None:
+        self.elements.append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.elements.extend(values)
+
+
+def _stub_class(name: str) -> type[_Stub]:
+    return type("_Stub", (_Stub,), {"_name": name})
+
+
+def _get_attribute(_owner: Any, name: Any) -> type[_Stub]:
+    """Stands for getattr, which protocol 2 uses for nested classes."""
+    return _stub_class(str(name))
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr":
+            return _get_attribute
+        return _stub_class(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        return _Storage(pid[2])
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of a node with their path relative to it."""
+    if isinstance(node, dict):
+        yield from ((f".{_key(key)}", value) for key, value in node.items())
+        yield from (("", key) for key in node)
+    elif isinstance(node, (list, tuple)):
+        yield from ((f".{index}", value) for index, value in enumerate(node))
+    elif isinstance(node, (set, frozenset)):
+        yield from (("", value) for value in node)
+    elif isinstance(node, _Stub):
+        yield from (("", value) for arg in node.args for value in _flat(arg))
+        yield from _children(node.items)
+        yield from _children(node.elements)
+        state = node.state if isinstance(node.state, tuple) else (node.state,)
+        for part in state:  # a tuple is (__dict__, slots)
+            yield from _children(part) if isinstance(part, dict) else [("", part)]
+
+
+def _flat(arg: Any) -> Iterator[Any]:
+    """A call's argument, or what is in it where it is a tuple: places in it tell nothing."""
+    if isinstance(arg, tuple):
+        for part in arg:
+            yield from _flat(part)
+    else:
+        yield arg
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, tuple):
+        return "(" + ", ".join(_key(part) for part in key) + ")"
+    if isinstance(key, _Stub):
+        return "?"
+    if isinstance(key, type) and issubclass(key, _Stub):
+        return key._name
+    return str(key)
+
+
+def of_storage(data: bytes, key: str) -> list[str]:
+    """Paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
+
+    A path joins dictionary keys, positions and attribute names with dots; the root is ``""``.
+    Each is given once, in the order of the tree; a shared object only at its first place.
+    """
+    paths: dict[str, None] = {}
+    seen: set[int] = set()
+    root = _Reader(io.BytesIO(data)).load()
+    stack: list[tuple[str, Any]] = [("", root)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, _Storage):
+            if node.key == key:
+                paths[path.removeprefix(".")] = None
+            continue
+        if isinstance(node, (str, bytes, int, float, type, type(None))) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        children = [(path + suffix, child) for suffix, child in _children(node)]
+        stack.extend(reversed(children))
+    return list(paths)

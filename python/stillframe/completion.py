@@ -1,0 +1,117 @@
+"""The two threads of the package that run Python: completion and callbacks.
+
+The core's lane, writers and log never touch the interpreter. What they have to say comes as notices, which the completion
+thread takes: it gives the verdict on tensor versions once the last byte is copied, lets go of the sources, and settles the
+handle when a save has ended. Users' callbacks run on a second thread, so that one that saves, waits or hangs holds up
+nobody but other callbacks.
+
+Both are daemon threads, started with the first save of a process and again in a forked child that saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stillframe import _core
+
+if TYPE_CHECKING:
+    from stillframe.handle import SaveHandle
+
+log = logging.getLogger("stillframe")
+
+# Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a handle.
+in_flight: dict[int, SaveHandle] = {}
+
+
+class _Callbacks:
+    """Runs functions one after the other on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+
+    def put(self, function: Callable[[], object]) -> None:
+        with self._lock:
+            self._queue.put(function)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sf-callbacks", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception:
+                log.exception("stillframe: a callback failed")
+
+    def finish(self) -> None:
+        """Runs what is queued and ends the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            self._queue.put(None)
+            thread.join()
+
+
+class _Completion:
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_take_notices, name="sf-completion", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            _core.notice_stop()
+            thread.join()
+
+
+def _take_notices() -> None:
+    while True:
+        what, ticket_id, sentence = _core.notice_wait()
+        if what == _core.NOTICE_STOP:
+            return
+        try:
+            if what == _core.NOTICE_TEXT:
+                log.warning("stillframe: %s", sentence)
+                continue
+            handle = in_flight.get(ticket_id)
+            if handle is None:
+                continue  # given up in the call
+            if what == _core.NOTICE_COPIED:
+                handle._after_copy()
+            else:
+                in_flight.pop(ticket_id, None)
+                handle._settle()
+            del handle
+        except Exception:
+            log.exception("stillframe: settling a save failed")
+
+
+completion = _Completion()
+callbacks = _Callbacks()
+
+
+def _forked() -> None:
+    """In the child: the threads do not exist here and the saves are the parent's."""
+    global completion, callbacks
+    completion = _Completion()
+    callbacks = _Callbacks()
+    in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

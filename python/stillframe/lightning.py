@@ -1,0 +1,30 @@
+"""The checkpoint plugin for `lightning`.
+
+    from stillframe.lightning import AsyncCheckpointIO
+    trainer = Trainer(plugins=[AsyncCheckpointIO()])
+
+Fabric takes it as well: `Fabric(plugins=[AsyncCheckpointIO()])`. Fabric has no hook for its end, so call
+`stillframe.wait_all()` when training is done.
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
+
+from stillframe._companion import CompanionHooks
+from stillframe._plugin import CheckpointPlugin, register_with_loaded_packages
+
+__all__ = ["AsyncCheckpointIO"]
+
+
+class AsyncCheckpointIO(CheckpointPlugin, CheckpointIO):
+    __doc__ = CheckpointPlugin.__doc__
+    _reader = TorchCheckpointIO
+
+
+class StillframeCompanion(CompanionHooks, Callback):
+    """Waits for the saves in flight wherever Lightning lets others write; added by the package's entry point."""
+
+
+register_with_loaded_packages(AsyncCheckpointIO)

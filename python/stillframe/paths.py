@@ -1,0 +1,135 @@
+"""Where a file goes: from a user's path to a directory, a name in it, and the key of the process's log."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from dataclasses import dataclass
+
+from stillframe import _core
+from stillframe.errors import SaveError
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    shown: str  # as the user gave it
+    directory: bytes  # real path
+    name: bytes
+
+
+def as_text(path: object) -> str:
+    """The path as a string.
+
+    Raises:
+        TypeError: It is neither a string nor an `os.PathLike` of one.
+        ValueError: It is empty, holds a null byte, or names a remote place.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
+    if _REMOTE.match(text):
+        raise ValueError(f"{text}: remote paths are not supported; give a local path")
+    if not text:
+        raise ValueError("the path is empty")
+    if "\0" in text:
+        raise ValueError("the path holds a null byte")
+    return text
+
+
+def _split(text: str, follow_link: bool) -> tuple[str, str]:
+    """Real path of the parent, last component. A link in the last component is resolved with `follow_link`."""
+    if follow_link and os.path.islink(text):
+        text = os.path.realpath(text)
+    parent, name = os.path.split(text)
+    if not name or name in (".", ".."):
+        parent, name = os.path.split(os.path.realpath(text))
+    return os.path.realpath(parent or "."), name
+
+
+def key(path: object, *, follow_link: bool) -> bytes:
+    """The path's name in the log: real path of the parent, a slash, the last component."""
+    parent, name = _split(as_text(path), follow_link)
+    return os.fsencode(os.path.join(parent, name))
+
+
+def target(path: object, *, follow_link: bool, create_parents: bool, durable: bool) -> Target:
+    """Checks that a regular file can stand at `path`.
+
+    Args:
+        follow_link: Write through a symbolic link rather than replace it.
+        create_parents: Make missing parent directories.
+        durable: Sync the parent of each directory that is made.
+
+    Raises:
+        TypeError, ValueError: See `as_text`.
+        SaveError: (phase "open") A missing parent, a directory, no regular file.
+    """
+    text = as_text(path)
+    parent, name = _split(text, follow_link)
+    try:
+        if create_parents:
+            _make_directories(parent, durable)
+        if not stat.S_ISDIR(os.stat(parent).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        _check_name(parent, name, follow_link)
+    except OSError as error:
+        strerror = error.strerror or str(error)
+        if error.errno == errno.ENOENT:
+            strerror = f"{strerror}: the parent directory {parent} is missing"
+        raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
+    return Target(text, os.fsencode(parent), os.fsencode(name))
+
+
+def _check_name(parent: str, name: str, follow_link: bool) -> None:
+    full = os.path.join(parent, name)
+    if not name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    try:
+        mode = os.lstat(full).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link):
+        return
+    if _core.log_exists(os.fsencode(full)) == 0:
+        return  # a remove of it stands in the log before this save
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    raise OSError(errno.EINVAL, "not a regular file")
+
+
+
+def _make_directories(directory: str, durable: bool) -> None:
+    """Makes what is missing of `directory`; a directory's entry is durable once its parent is synced."""
+    missing = []
+    while not os.path.isdir(directory):
+        missing.append(directory)
+        above = os.path.dirname(directory)
+        if above == directory:
+            break
+        directory = above
+    for path in reversed(missing):
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
+            continue
+        if durable:
+            _sync_directory(os.path.dirname(path))
+
+
+def _sync_directory(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)

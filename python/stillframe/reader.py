@@ -1,0 +1,94 @@
+"""Reading a checkpoint back: a check that it is whole, and then torch.load on the same open file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from stillframe import _core, engine, paths
+from stillframe.errors import CorruptCheckpointError
+
+Path: TypeAlias = str | os.PathLike[str]
+MapLocation: TypeAlias = (
+    Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
+    | torch.device
+    | str
+    | Mapping[str, str]
+    | None
+)
+
+
+def load(
+    path: Path,
+    map_location: MapLocation = None,
+    *,
+    weights_only: bool = True,
+    verify: bool = False,
+) -> Any:
+    """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
+
+    Waits for the saves and removes of the path that were submitted before. The structure of the
+    file is always checked, so one that is truncated or no checkpoint at all is refused before
+    anything of it is unpickled. Files of torch.save's legacy format have nothing to check and go
+    straight to `torch.load`.
+
+    Args:
+        path: A local file. A symbolic link is followed.
+        map_location: As for `torch.load`.
+        weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
+        verify: Reads the file once more and compares the CRC of every record first.
+
+    Returns:
+        The saved object. Its tensors own their memory: the file may be replaced or removed.
+
+    Raises:
+        CorruptCheckpointError: The file is empty, truncated, damaged or no checkpoint.
+        FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
+        TypeError, ValueError: `path` is no path, or names a remote place (`scheme://`).
+        Everything else that `torch.load` raises comes through unchanged.
+    """
+    text = paths.as_text(path)
+    fd = _open(text)
+    try:
+        return _load_fd(fd, text, map_location, weights_only=weights_only, verify=verify)
+    finally:
+        os.close(fd)
+
+
+def _open(path: str) -> int:
+    """A descriptor of what `path` is once earlier saves and removes of it have ended."""
+    return engine.open_in_order(path)
+
+
+def _load_fd(
+    fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
+) -> Any:
+    """Checks and loads an open file, which stays the caller's; `path` is for messages."""
+    check_fd(fd, path, verify=verify)
+    # One open file for the check and the load: a save that replaces the path in between changes
+    # nothing here. torch.load reads through a Python file whether it is given a path or not.
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        # A configuration of torch's may make mmap the default. Such tensors would die with the file.
+        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+def check_fd(fd: int, path: str, *, verify: bool) -> None:
+    """Raises CorruptCheckpointError unless the open file is a whole checkpoint.
+
+    Raises:
+        OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
+    """
+    try:
+        found = _core.check(fd, verify)
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), path) from None
+    if not found["ok"]:
+        more = found["num_bad"] - 1
+        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
+        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")

@@ -1,0 +1,116 @@
+"""Builds the two extension modules; everything else about the package is in pyproject.toml.
+
+    stillframe._core    the C11 core and its binding (limited API, CPython 3.11 and later)
+    stillframe._bridge  the one C++ file, on torch's stable ABI
+
+One binary of each serves many Python and torch versions. Switches, all from the environment:
+
+    STILLFRAME_SANITIZE=address,undefined   builds with these sanitizers
+    STILLFRAME_COVERAGE=1                   builds with gcov counters
+    STILLFRAME_WERROR=1                     makes warnings errors (our CI does; users should not)
+"""
+
+import hashlib
+import os
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+try:
+    from torch.utils import cpp_extension
+except ImportError:
+    cpp_extension = None
+
+PYTHON_ABI = "0x030b0000"  # CPython 3.11
+TORCH_ABI = "0x020a000000000000"  # torch 2.10
+HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+
+NO_TORCH = """
+stillframe is compiled against the torch it is going to run with, and finds none here.
+Install torch first, then build in that same environment:
+
+    pip install torch
+    pip install --no-build-isolation stillframe      (or: pip install --no-build-isolation .)
+"""
+
+
+def switches() -> tuple[list[str], list[str]]:
+    """Compiler and linker flags that the environment asks for."""
+    both: list[str] = []
+    if names := os.environ.get("STILLFRAME_SANITIZE"):
+        both += [f"-fsanitize={names}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    if os.environ.get("STILLFRAME_COVERAGE") == "1":
+        both += ["--coverage", "-O0"]
+    werror = ["-Werror"] if os.environ.get("STILLFRAME_WERROR") == "1" else []
+    return ["-g", *both, *werror], both
+
+
+def extensions() -> list[Extension]:
+    compile_flags, link_flags = switches()
+    warnings = ["-Wall", "-Wextra", "-Wshadow", "-fvisibility=hidden", *compile_flags]
+    core = Extension(
+        "stillframe._core",
+        sources=sorted(glob("csrc/core/*.c") + glob("csrc/python/*.c")),
+        depends=HEADERS,
+        define_macros=[("_GNU_SOURCE", None)],
+        extra_compile_args=[
+            *("-std=c11", "-pthread", "-Wstrict-prototypes", "-Wmissing-prototypes"),
+            *warnings,
+        ],
+        extra_link_args=["-pthread", *link_flags],
+        py_limited_api=True,
+    )
+    if cpp_extension is None:
+        return [core]
+    # -isystem: torch's headers are not ours to warn about.
+    bridge = cpp_extension.CppExtension(
+        "stillframe._bridge",
+        sources=["csrc/torch/bridge.cpp"],
+        depends=HEADERS,
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_ABI)],
+        extra_compile_args=[
+            *(f"-isystem{path}" for path in cpp_extension.include_paths()),
+            *warnings,
+        ],
+        extra_link_args=link_flags,
+        py_limited_api=True,
+    )
+    return [core, bridge]
+
+
+def signature(ext: Extension) -> str:
+    """What the binary of `ext` is made from: flags, sources, headers, torch."""
+    torch_version = cpp_extension.torch.__version__ if cpp_extension else ""
+    digest = hashlib.sha256()
+    args = (ext.extra_compile_args, ext.extra_link_args, ext.define_macros, torch_version)
+    digest.update(repr((args, os.environ.get("CC"), os.environ.get("CXX"))).encode())
+    for path in [*ext.sources, *ext.depends, __file__]:
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # type: ignore[misc]
+    """Rebuilds an extension when what it is made from has changed, whatever the file times say."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        if cpp_extension is None:
+            raise SystemExit(NO_TORCH)
+        cpp_extension.min_supported_cpython = PYTHON_ABI  # as its documentation tells one to
+        super().__init__(*args, use_ninja=False, **kwargs)
+
+    def build_extension(self, ext: Extension) -> None:
+        marker = Path("build", f"{ext.name}.signature")
+        made_from = signature(ext)
+        self.force = not marker.exists() or marker.read_text() != made_from
+        super().build_extension(ext)
+        marker.parent.mkdir(exist_ok=True)
+        marker.write_text(made_from)
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,165 @@
+/* The whole test framework of the C tests: one program a part, one static function a test.
+ *
+ *     static void a_short_write_is_gone_on_with(void) { ... CHECK(x == y); ... }
+ *     int main(void) { RUN(a_short_write_is_gone_on_with); return check_done(); }
+ *
+ * A failed check prints where it stands and is counted; the test goes on, so a check that
+ * the rest depends on is written `if (!CHECK(x)) return;`. The program exits 0 (all well),
+ * 1 (something failed) or 77 (nothing could be run here).
+ *
+ * FOR_EVERY_FAILURE runs a body again and again, with the first, the second, the third ...
+ * table call failing, until a run comes through in which the fault no longer acted: first
+ * with that one call failing, then with that call and every later one failing.
+ *
+ *     FOR_EVERY_FAILURE(run, "*", ENOMEM) {
+ *             int rc = sfr__pool_new(len, len, &pool);
+ *
+ *             CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
+ *             check_heal(&run);    (from here on nothing fails)
+ *             ...
+ *     }
+ */
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "../../csrc/core/sys.h"
+
+#define CHECK_SKIPPED 77
+#define CHECK_SECONDS 300u   /* a test that hangs dies of SIGALRM, with its name printed last */
+#define CHECK_MAX_RUNS 20000 /* of one FOR_EVERY_FAILURE: more means that it does not end */
+
+static int check__nr_checks, check__nr_failed, check__nr_tests, check__nr_skipped;
+static bool check__skip;
+
+/* Counts from several threads at once are welcome. */
+__attribute__((format(printf, 4, 5))) static inline bool
+check__that(bool ok, const char *file, int line, const char *format, ...)
+{
+	va_list args;
+
+	(void)__atomic_add_fetch(&check__nr_checks, 1, __ATOMIC_RELAXED);
+	if (ok)
+		return true;
+	(void)__atomic_add_fetch(&check__nr_failed, 1, __ATOMIC_RELAXED);
+	flockfile(stderr);
+	(void)fprintf(stderr, "%s:%d: failed: ", file, line);
+	va_start(args, format);
+	(void)vfprintf(stderr, format, args);
+	va_end(args);
+	(void)fputc('\n', stderr);
+	funlockfile(stderr);
+	return false;
+}
+
+#define CHECK(cond) check__that((cond), __FILE__, __LINE__, "%s", #cond)
+/* Integers of any kind: prints both sides. */
+#define CHECK_EQ(a, b)                                                         \
+	__extension__({                                                        \
+		long long check__a = (long long)(a), check__b = (long long)(b); \
+		check__that(check__a == check__b, __FILE__, __LINE__,          \
+			    "%s == %s (%lld, %lld)", #a, #b, check__a, check__b); \
+	})
+
+#define RUN(test) check__run(test, #test)
+static inline void check__run(void (*test)(void), const char *name)
+{
+	int before = check__nr_failed;
+
+	(void)printf("  %s", name);
+	(void)fflush(stdout);
+	check__skip = false;
+	(void)alarm(CHECK_SECONDS);
+	test();
+	(void)alarm(0);
+	check__nr_tests++;
+	check__nr_skipped += check__skip;
+	(void)printf("%s\n", check__nr_failed != before ? ": FAILED" : check__skip ? ": skipped" : "");
+	(void)fflush(stdout);
+}
+
+/* To be followed by a return from the test. */
+static inline void check_skip(const char *why)
+{
+	check__skip = true;
+	(void)printf(" (%s)", why);
+}
+
+/* Prints the summary; main returns what this returns. */
+static inline int check_done(void)
+{
+	(void)printf("%d tests, %d skipped, %d checks, %d failed\n", check__nr_tests,
+		     check__nr_skipped, check__nr_checks, check__nr_failed);
+	if (check__nr_failed != 0)
+		return EXIT_FAILURE;
+	return check__nr_tests != 0 && check__nr_skipped == check__nr_tests ? CHECK_SKIPPED : EXIT_SUCCESS;
+}
+
+/* ---- every failure ------------------------------------------------------- */
+
+struct check_runs {
+	const char *call;
+	int err;
+	int sticky; /* 0: one call fails; 1: it and every later one */
+	int nth;    /* which call, from 1; 0 before the first run */
+	bool acted; /* what check_heal saw before it cleared the counters */
+};
+
+/* Whether this run's fault has made a call fail: if so, whatever the body sees is its doing. */
+static inline bool check_acted(const struct check_runs *run)
+{
+	return run->acted || sfr_inject_hits() != 0;
+}
+
+/* Ends this run's fault: the body's calls from here on do not fail. */
+static inline void check_heal(struct check_runs *run)
+{
+	run->acted = check_acted(run);
+	sfr_inject_clear();
+}
+
+static inline struct check_runs check__runs(const char *call, int err)
+{
+	static bool installed; /* once a program, and for good: the wrappers only count */
+
+	if (!installed)
+		CHECK_EQ(sfr_inject_install(), 0);
+	installed = true;
+	return (struct check_runs){.call = call, .err = err};
+}
+
+static inline bool check__next_run(struct check_runs *run)
+{
+	struct sfr_fault fault = {.call = run->call, .err = run->err, .limit = -1};
+
+	if (run->nth != 0 && !check_acted(run)) {
+		/* One failure at least, or the loop has proved nothing. */
+		CHECK(run->nth > 1);
+		if (run->sticky++ != 0) {
+			sfr_inject_clear();
+			return false;
+		}
+		run->nth = 0;
+	}
+	if (!CHECK(run->nth < CHECK_MAX_RUNS)) {
+		sfr_inject_clear();
+		return false;
+	}
+	run->acted = false;
+	fault.nth = (uint64_t)++run->nth;
+	fault.sticky = run->sticky;
+	sfr_inject_clear();
+	return CHECK_EQ(sfr_inject_set(&fault), 0);
+}
+
+/* The body must not leave the loop by break or return. */
+#define FOR_EVERY_FAILURE(run, call, err)                                      \
+	for (struct check_runs run = check__runs(call, err); check__next_run(&run);)
+
+#endif

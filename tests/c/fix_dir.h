@@ -1,0 +1,117 @@
+/* Fixture: directories to work in, and what a test wants to know about them.
+ *
+ * Everything here goes straight to the C library, past sfr_sys: what a test looks with must
+ * neither fail nor be counted.
+ */
+#ifndef FIX_DIR_H
+#define FIX_DIR_H
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <ftw.h>
+#include <limits.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "check.h"
+
+/* One directory on the disk and one on tmpfs: their file systems differ in what they refuse. */
+static const char *const dir_bases[] = { "/var/tmp", "/dev/shm" };
+#define NR_DIR_BASES 2
+
+/* Makes an empty directory below `base`; the path is static until the next call. */
+static inline const char *dir_make(const char *base)
+{
+	static char path[PATH_MAX];
+
+	(void)snprintf(path, sizeof(path), "%s/sfr-test-XXXXXX", base);
+	if (!CHECK(mkdtemp(path)))
+		exit(EXIT_FAILURE);
+	return path;
+}
+
+static inline int dir__remove_one(const char *path, const struct stat *st, int kind, struct FTW *ftw)
+{
+	(void)st;
+	(void)kind;
+	(void)ftw;
+	return remove(path);
+}
+
+static inline void dir_remove(const char *path)
+{
+	CHECK(nftw(path, dir__remove_one, 32, FTW_DEPTH | FTW_PHYS) == 0);
+}
+
+/* "dir/name" in one of a few static buffers. */
+static inline const char *dir_path(const char *dir, const char *name)
+{
+	static char paths[8][PATH_MAX];
+	static unsigned next;
+	char *path = paths[next++ % 8];
+
+	CHECK(snprintf(path, PATH_MAX, "%s/%s", dir, name) < PATH_MAX);
+	return path;
+}
+
+static inline void file_put(const char *path, const void *bytes, size_t len)
+{
+	FILE *file = fopen(path, "wb");
+
+	if (!CHECK(file))
+		return;
+	CHECK(fwrite(bytes, 1, len, file) == len);
+	CHECK(fclose(file) == 0);
+}
+
+/* Does the file hold exactly these bytes? */
+static inline bool file_is(const char *path, const void *bytes, size_t len)
+{
+	FILE *file = fopen(path, "rb");
+	char *got = malloc(len + 1);
+	bool same = file && got && fread(got, 1, len + 1, file) == len && memcmp(got, bytes, len) == 0;
+
+	free(got);
+	if (file)
+		(void)fclose(file);
+	return same;
+}
+
+static inline bool file_exists(const char *path)
+{
+	struct stat st;
+
+	return lstat(path, &st) == 0;
+}
+
+/* Names in `dir` that begin with `prefix` (not counting "." and ".."). With `name_out`, a copy of the
+ * last of them (NAME_MAX + 1 bytes). */
+static inline int dir_count(const char *dir, const char *prefix, char *name_out)
+{
+	DIR *stream = opendir(dir);
+	struct dirent *entry;
+	int nr = 0;
+
+	if (!CHECK(stream))
+		return -1;
+	while ((entry = readdir(stream))) {
+		if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0 ||
+		    strncmp(entry->d_name, prefix, strlen(prefix)) != 0)
+			continue;
+		nr++;
+		if (name_out)
+			(void)snprintf(name_out, NAME_MAX + 1, "%s", entry->d_name);
+	}
+	(void)closedir(stream);
+	return nr;
+}
+
+#define TEMPORARIES ".stillframe-"
+
+/* Open descriptors of this process. */
+static inline int nr_fds(void)
+{
+	return dir_count("/proc/self/fd", "", NULL) - 1; /* the one that counts */
+}
+
+#endif

@@ -1,0 +1,141 @@
+/* Writes an image to a file the way lanes and writers do, on one thread: block by block, each
+ * filled by its segments alone. test_image.c and tests/unit/test_image.py share it.
+ *
+ * A source at HOLE stands for zeros that are neither read nor written: the file is left sparse
+ * there, so entries of many gigabytes cost nothing.
+ */
+#ifndef IMAGE_WRITER_H
+#define IMAGE_WRITER_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../../csrc/core/sfr_internal.h"
+
+#define HOLE UINT64_C(1)
+
+/* CRC of `len` zeros behind what `crc` stands for. */
+static inline uint32_t crc_of_zeros(uint32_t crc, uint64_t len)
+{
+	static const unsigned char zero;
+	uint32_t power = sfr_crc32(0, &zero, 1);
+
+	for (uint64_t run = 1; len != 0; len >>= 1, run <<= 1) {
+		if (len & 1)
+			crc = sfr_crc32_combine(crc, power, run);
+		power = sfr_crc32_combine(power, power, run);
+	}
+	return crc;
+}
+
+/* Fills one segment of a block; `crcs` says whether data is added to its entry's CRC. */
+static inline void fill_segment(struct sfr__image *img, const struct sfr__seg *seg, char *block,
+				bool crcs)
+{
+	char *dst = block + seg->pos;
+	struct sfr__entry *e;
+
+	if (seg->kind == SFR__SEG_PAD) {
+		memset(dst, 0, seg->len);
+		return;
+	}
+	e = &img->entries[seg->entry];
+	if (seg->kind == SFR__SEG_HEADER) {
+		sfr__image_put_header(img, seg->entry, seg->off, seg->len, dst);
+	} else if (seg->kind == SFR__SEG_DESC) {
+		sfr__image_put_desc(img, seg->entry, seg->off, seg->len, dst);
+	} else if ((uintptr_t)e->src == HOLE) {
+		memset(dst, 0, seg->len);
+		e->crc = crcs ? crc_of_zeros(e->crc, seg->len) : e->crc;
+	} else {
+		memcpy(dst, e->src + seg->off, seg->len);
+		e->crc = crcs ? sfr_crc32(e->crc, dst, seg->len) : e->crc;
+	}
+}
+
+/* A block that lies within a hole and holds nothing else. */
+static inline bool is_hole(struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+{
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	sfr__seg_iter_init(&it, img, run, blk);
+	if (!sfr__seg_next(&it, &seg) || seg.kind != SFR__SEG_DATA ||
+	    (uintptr_t)img->entries[seg.entry].src != HOLE ||
+	    seg.len != sfr__image_block_len(img, run, blk))
+		return false;
+	img->entries[seg.entry].crc = crc_of_zeros(img->entries[seg.entry].crc, seg.len);
+	return true;
+}
+
+static inline int write_runs(struct sfr__image *img, int fd)
+{
+	char *block = malloc(img->block_bytes);
+	int rc = block != NULL ? 0 : -ENOMEM;
+
+	for (uint32_t r = 0; rc == 0 && r < img->nr_runs; r++) {
+		const struct sfr__run *run = &img->runs[r];
+
+		for (uint32_t blk = 0; rc == 0 && blk < run->nr_blocks; blk++) {
+			size_t len = sfr__image_block_len(img, run, blk);
+			struct sfr__seg_iter it;
+			struct sfr__seg seg;
+
+			if (is_hole(img, run, blk))
+				continue;
+			memset(block, 0xdb, len); /* bytes that nobody fills are seen */
+			sfr__seg_iter_init(&it, img, run, blk);
+			while (sfr__seg_next(&it, &seg))
+				fill_segment(img, &seg, block, true);
+			if (pwrite(fd, block, len, (off_t)sfr__image_block_off(img, run, blk)) !=
+			    (ssize_t)len)
+				rc = -EIO;
+		}
+	}
+	free(block);
+	return rc;
+}
+
+static inline int write_tail(struct sfr__image *img, int fd)
+{
+	char *tail = malloc(img->tail_len);
+	int rc = tail != NULL ? 0 : -ENOMEM;
+
+	if (rc == 0) {
+		memset(tail, 0xdb, img->tail_len);
+		sfr__image_put_tail(img, tail);
+		if (pwrite(fd, tail, img->tail_len, (off_t)img->tail_off) != (ssize_t)img->tail_len)
+			rc = -EIO;
+	}
+	free(tail);
+	return rc;
+}
+
+/* Writes the whole file. Returns its length, or -errno. */
+static inline int64_t write_image(const char *path, const struct sfr_save_desc *desc,
+				  uint64_t block_bytes)
+{
+	struct sfr__image img;
+	int fd = -1, rc;
+	int64_t len;
+
+	rc = sfr__image_init(&img, desc, block_bytes);
+	if (rc != 0)
+		return rc;
+	len = (int64_t)img.len;
+	fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+	if (fd < 0)
+		rc = -errno;
+	if (rc == 0)
+		rc = write_runs(&img, fd);
+	if (rc == 0)
+		rc = write_tail(&img, fd);
+	if (fd >= 0)
+		(void)close(fd);
+	sfr__image_fini(&img);
+	return rc != 0 ? rc : len;
+}
+
+#endif

@@ -1,0 +1,68 @@
+"""Runs C test programs, each in a process of its own, and says how they ended.
+
+    python tests/c/run.py {asan,tsan,valgrind} PROGRAM...
+
+A program answers with its exit status: 0 passed, 77 skipped, anything else failed. Standard
+library only: it runs before anything is installed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TIMEOUT_S = {"asan": 120, "tsan": 300, "valgrind": 600}
+SKIPPED = 77
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+
+def wrapper(tool: str) -> list[str]:
+    """The command that a tool puts before a program."""
+    if tool == "valgrind":
+        if shutil.which("valgrind") is None:
+            sys.exit("make valgrind needs valgrind, which is not installed")
+        return ["valgrind", "--quiet", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
+    if tool == "tsan" and shutil.which("setarch") is not None:
+        # Its shadow memory collides with a highly randomised address space (gcc before 14).
+        return ["setarch", "-R"]
+    return []
+
+
+def run(tool: str, program: Path) -> str:
+    """Runs one program; returns "passed", "failed" or "skipped", having printed why."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [*wrapper(tool), str(program)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S[tool],
+            env={**OPTIONS, **os.environ},
+            check=False,
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        status, output = -1, (error.stdout or b"") + b"\ntimed out"
+    outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
+    print(f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s", flush=True)
+    if outcome != "passed":
+        print(output.decode(errors="replace").rstrip(), f"[exit status {status}]", sep="\n", flush=True)
+    return outcome
+
+
+def main(tool: str, programs: list[str]) -> int:
+    print(f"C tests ({tool})", flush=True)
+    outcomes = [run(tool, Path(program)) for program in programs]
+    passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))
+    print(f"{tool}: {passed} passed, {failed} failed, {skipped} skipped", flush=True)
+    return 0 if passed and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

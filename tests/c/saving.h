@@ -1,0 +1,182 @@
+/* What the tests of whole saves share: a small state, one save of it, and a look at the file. */
+#ifndef SAVING_H
+#define SAVING_H
+
+#include <fcntl.h>
+#include <limits.h>
+#include <string.h>
+
+#include "check.h"
+#include "load.h"
+#include "ticket.h"
+
+enum {
+	SAVING_BLOCK = 8192,
+	SAVING_NR = 6,
+	SAVING_LEN = 10000,
+};
+
+/* A state of SAVING_NR storages: the first two captured, the rest deferred. */
+struct saving_state {
+	unsigned char bytes[SAVING_NR][SAVING_LEN];
+	struct sfr_source sources[SAVING_NR];
+};
+
+static inline void saving_fill(struct saving_state *s, unsigned char value)
+{
+	memset(s->bytes, value, sizeof(s->bytes));
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		s->sources[i] = (struct sfr_source){
+			.addr = (uint64_t)(uintptr_t)s->bytes[i],
+			.nbytes = SAVING_LEN - i, /* no two the same */
+			.lane = i < 2 ? SFR_CAPTURED : SFR_LANE_HOST,
+		};
+}
+
+static const char saving_skeleton[] = "skeleton";
+
+static inline int saving_new(struct sfr_engine *engine, const char *dir, const char *name,
+			     const struct saving_state *s, uint32_t flags, struct sfr_ticket **t)
+{
+	const struct sfr_save_desc desc = {
+		.dir = dir,
+		.name = name,
+		.skeleton = saving_skeleton,
+		.skeleton_len = sizeof(saving_skeleton),
+		.sources = s->sources,
+		.nr_sources = SAVING_NR,
+		.flags = flags,
+	};
+
+	return sfr_save_new(engine, &desc, t);
+}
+
+/* From new to launched. */
+static inline int saving_submit(struct sfr_ticket *t)
+{
+	int rc = sfr_save_admit(t, SFR_FOREVER);
+
+	if (rc == 0)
+		rc = sfr_save_capture(t, SFR_FOREVER);
+	if (rc == 0)
+		rc = sfr_save_launch(t);
+	return rc;
+}
+
+/* Verdict and end; takes the save's notices. */
+static inline void saving_finish(struct sfr_ticket *t)
+{
+	struct sfr_ticket *who;
+	char text[256];
+	unsigned what = 0;
+
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	(void)sfr_save_confirm(t, -1); /* refused where the save has failed already */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	while (what != SFR_NOTICE_ENDED) {
+		CHECK_EQ(sfr_notice_wait(&who, &what, text, sizeof(text), SFR_FOREVER), 0);
+		sfr_ticket_put(who);
+	}
+}
+
+/* One whole save; the code it ended with. */
+static inline int saving_save(struct sfr_engine *engine, const char *dir, const char *name,
+			      const struct saving_state *s, uint32_t flags)
+{
+	struct sfr_report report;
+	struct sfr_ticket *t;
+	int rc = saving_new(engine, dir, name, s, flags, &t);
+
+	if (rc < 0)
+		return rc;
+	rc = saving_submit(t);
+	if (rc == 0) {
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK((report.state == SFR_DURABLE) == (report.err.code == 0));
+		rc = report.err.code;
+	}
+	sfr_ticket_put(t);
+	return rc;
+}
+
+/* The byte the file at dir/name is filled with; -1: there is none; -2: it is not whole. */
+static inline int saving_look(const char *dir, const char *name)
+{
+	struct sfr_check *check = NULL;
+	struct saving_state s;
+	struct sfr__image img;
+	char path[PATH_MAX];
+	unsigned char byte, same[SAVING_LEN];
+	int found = -2, fd;
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return -1;
+	saving_fill(&s, 0);
+	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = s.sources,
+					    .nr_sources = SAVING_NR };
+	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 && sfr_check_run(check, SFR_FOREVER) == 0 &&
+	    sfr_check_result(check)->ok && sfr_check_result(check)->nr_unchecked == 0 &&
+	    sfr__image_init(&img, &desc, SAVING_BLOCK) == 0) {
+		found = -3;
+		for (uint32_t i = 0; i < img.nr_entries; i++) {
+			const struct sfr__entry *entry = &img.entries[i];
+
+			if (entry->source < 0)
+				continue;
+			CHECK_EQ(pread(fd, same, entry->nbytes, (off_t)entry->data_off), entry->nbytes);
+			byte = same[0];
+			for (uint64_t k = 0; k < entry->nbytes; k++)
+				if (same[k] != byte)
+					found = -2;
+			if (found == -3)
+				found = byte;
+			else if (found != byte)
+				found = -2;
+		}
+		sfr__image_fini(&img);
+	}
+	sfr_check_free(check);
+	(void)close(fd);
+	return found;
+}
+
+/* Temporaries of ours in a directory. */
+static inline int saving_nr_temporaries(const char *dir)
+{
+	DIR *d = opendir(dir);
+	int nr = 0;
+
+	if (!d)
+		return -1;
+	for (const struct dirent *e; (e = readdir(d));)
+		nr += strncmp(e->d_name, ".stillframe-", 12) == 0;
+	(void)closedir(d);
+	return nr;
+}
+
+static inline const char *saving_dir(void)
+{
+	static char dir[PATH_MAX];
+	const char *base = getenv("TMPDIR");
+
+	(void)snprintf(dir, sizeof(dir), "%s/stillframe-test-XXXXXX", base ? base : "/tmp");
+	if (!mkdtemp(dir)) {
+		perror(dir);
+		exit(EXIT_FAILURE);
+	}
+	return dir;
+}
+
+static inline void saving_rmdir(const char *dir)
+{
+	struct sfr_err err = { .index = -1 };
+
+	(void)sfr__file_remove(dir, &err);
+}
+
+#endif

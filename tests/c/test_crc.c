@@ -1,0 +1,229 @@
+/* crc.c: every way to compute a CRC-32 gives what dividing bit by bit gives, and zlib where its
+ * header is there; over lengths and alignments around every width the ways work in. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/core/crc.h"
+#include "../../csrc/core/sfr.h"
+#include "check.h"
+
+/* Where zlib can be linked (-DHAVE_ZLIB -lz) it is the second opinion. */
+#ifdef HAVE_ZLIB
+#include <zlib.h>
+#endif
+
+static uint64_t rng_state = 0x9e3779b97f4a7c15u;
+
+static uint64_t rng(void)
+{
+	rng_state ^= rng_state << 13;
+	rng_state ^= rng_state >> 7;
+	rng_state ^= rng_state << 17;
+	return rng_state;
+}
+
+static void fill(unsigned char *p, size_t len)
+{
+	for (size_t i = 0; i < len; i++)
+		p[i] = (unsigned char)rng();
+}
+
+/* Polynomial division as it stands in the textbook. */
+static uint32_t by_bits(uint32_t crc, const unsigned char *p, size_t len)
+{
+	crc = ~crc;
+	for (size_t i = 0; i < len; i++) {
+		crc ^= p[i];
+		for (int bit = 0; bit < 8; bit++)
+			crc = crc >> 1 ^ ((crc & 1) != 0 ? 0xedb88320u : 0);
+	}
+	return ~crc;
+}
+
+static void known_values_come_out(void)
+{
+	static const struct {
+		const char *text;
+		uint32_t crc;
+	} known[] = {
+		{ "", 0x00000000 },
+		{ "a", 0xe8b7be43 },
+		{ "123456789", 0xcbf43926 }, /* the check value of every CRC catalogue */
+		{ "little", 0x19e33d85 },    /* torch writes it for the record byteorder */
+		{ "3\n", 0x55679ed1 },       /* and for version */
+		{ "The quick brown fox jumps over the lazy dog", 0x414fa339 },
+	};
+	const struct sfr__crc_way *way;
+
+	for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+		for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++)
+			CHECK_EQ(way->crc32(0, known[i].text, strlen(known[i].text)), known[i].crc);
+}
+
+static void the_portable_way_is_the_first_and_the_named_one_the_last(void)
+{
+	const struct sfr__crc_way *way = sfr__crc_way(0);
+	size_t n = 1;
+
+	if (!CHECK(way != NULL))
+		return;
+	CHECK(way->crc32 == sfr_crc32_portable);
+	while (sfr__crc_way(n) != NULL)
+		way = sfr__crc_way(n++);
+	CHECK(strcmp(way->name, sfr_crc32_name()) == 0);
+	CHECK(sfr__crc_way(n + 1) == NULL && sfr__crc_way(SIZE_MAX) == NULL);
+	(void)printf(" (%zu ways, best %s)", n, way->name);
+}
+
+static void every_way_divides_at_every_length_and_alignment(void)
+{
+	/* Exactly as long as asked for, so that a byte read too far is seen by ASAN. */
+	for (size_t len = 0; len <= 1400; len += len < 300 ? 1 : 1 + rng() % 7) {
+		for (size_t align = 0; align < 64; align += len < 80 ? 1 : 1 + rng() % 31) {
+			unsigned char *mem = malloc(align + len + 1);
+			uint32_t start = (uint32_t)rng(), want;
+			const struct sfr__crc_way *way;
+
+			if (!CHECK(mem != NULL))
+				return;
+			fill(mem, align + len);
+			want = by_bits(start, mem + align, len);
+			mem = realloc(mem, align + len + (align + len == 0));
+			for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+				CHECK_EQ(way->crc32(start, mem + align, len), want);
+			CHECK_EQ(sfr_crc32(start, mem + align, len), want);
+			free(mem);
+		}
+	}
+}
+
+/* A wrong folding constant may hide behind random data of one length: a single set bit cannot,
+ * as its CRC is one power of x. */
+static void a_single_bit_anywhere_gives_its_power_of_x(void)
+{
+	enum { LEN = 1024 };
+	unsigned char buf[LEN];
+	const struct sfr__crc_way *way;
+
+	memset(buf, 0, sizeof(buf));
+	for (size_t bit = 0; bit < 8 * LEN; bit += 3) {
+		uint32_t want;
+
+		buf[bit / 8] = (unsigned char)(1u << bit % 8);
+		want = by_bits(0, buf, LEN);
+		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+			CHECK_EQ(way->crc32(0, buf, LEN), want);
+		buf[bit / 8] = 0;
+	}
+}
+
+static void pieces_add_up_to_the_whole_in_any_split(void)
+{
+	enum { LEN = 200 * 1000 };
+	unsigned char *buf = malloc(LEN);
+
+	if (!CHECK(buf != NULL))
+		return;
+	fill(buf, LEN);
+	for (int round = 0; round < 200; round++) {
+		size_t from = rng() % 5000, to = from + rng() % (LEN - from);
+		uint32_t whole = sfr_crc32_portable(0, buf + from, to - from);
+		uint32_t chained = 0, combined = 0;
+
+		for (size_t at = from; at < to;) {
+			size_t len = rng() % (round % 2 == 0 ? 700 : 40000);
+
+			if (len > to - at)
+				len = to - at;
+			chained = sfr_crc32(chained, buf + at, len);
+			combined = sfr_crc32_combine(combined, sfr_crc32(0, buf + at, len), len);
+			at += len;
+		}
+		CHECK_EQ(chained, whole);
+		CHECK_EQ(combined, whole);
+	}
+	free(buf);
+}
+
+static void combining_with_nothing_changes_nothing(void)
+{
+	for (int round = 0; round < 100; round++) {
+		uint32_t crc = (uint32_t)rng();
+
+		CHECK_EQ(sfr_crc32_combine(crc, 0, 0), crc);
+		CHECK_EQ(sfr_crc32_combine(0, crc, rng()), crc);
+	}
+}
+
+/* Lengths that no test can write out: a run of zeros of 2^n bytes is the sum of two halves, and
+ * so up to the longest. */
+static void combine_takes_lengths_up_to_64_bits(void)
+{
+	static const unsigned char zero;
+	uint32_t run = sfr_crc32(0, &zero, 1);
+	uint32_t head = sfr_crc32(0, "head", 4);
+
+	for (int n = 0; n < 63; n++) {
+		uint32_t half = run;
+		uint64_t len = UINT64_C(1) << n;
+
+		run = sfr_crc32_combine(half, half, len);
+		/* (head + half) + half is head + (half + half). */
+		CHECK_EQ(sfr_crc32_combine(sfr_crc32_combine(head, half, len), half, len),
+			 sfr_crc32_combine(head, run, 2 * len));
+	}
+}
+
+static void combine_is_right_past_4_gib(void)
+{
+	/* From Python's zlib: "head", 5 GiB of zeros, three zeros more. */
+	const uint64_t len = UINT64_C(5) << 30;
+	const uint32_t zeros = 0x193838c3;
+	uint32_t long_crc = sfr_crc32_combine(sfr_crc32(0, "head", 4), zeros, len);
+
+	CHECK_EQ(long_crc, 0x51a3f275);
+	CHECK_EQ(sfr_crc32(long_crc, "\0\0\0", 3), 0xc42e0295);
+	CHECK_EQ(sfr_crc32_combine(sfr_crc32(0, "head", 4), sfr_crc32(zeros, "\0\0\0", 3), len + 3),
+		 0xc42e0295);
+}
+
+static void zlib_agrees(void)
+{
+#ifdef HAVE_ZLIB
+	enum { LEN = 1 << 20 };
+	unsigned char *buf = malloc(LEN + 64);
+
+	if (!CHECK(buf != NULL))
+		return;
+	fill(buf, LEN + 64);
+	for (int round = 0; round < 100; round++) {
+		size_t from = rng() % 64, len = rng() % LEN, cut = len == 0 ? 0 : rng() % len;
+		uint32_t want = (uint32_t)crc32(0, buf + from, (uInt)len);
+		uint32_t a = (uint32_t)crc32(0, buf + from, (uInt)cut);
+		uint32_t b = (uint32_t)crc32(0, buf + from + cut, (uInt)(len - cut));
+		const struct sfr__crc_way *way;
+
+		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+			CHECK_EQ(way->crc32(0, buf + from, len), want);
+		CHECK_EQ(sfr_crc32_combine(a, b, len - cut), want);
+		CHECK_EQ((uint32_t)crc32_combine(a, b, (z_off_t)(len - cut)), want);
+	}
+	free(buf);
+#else
+	check_skip("built without zlib");
+#endif
+}
+
+int main(void)
+{
+	RUN(known_values_come_out);
+	RUN(the_portable_way_is_the_first_and_the_named_one_the_last);
+	RUN(every_way_divides_at_every_length_and_alignment);
+	RUN(a_single_bit_anywhere_gives_its_power_of_x);
+	RUN(pieces_add_up_to_the_whole_in_any_split);
+	RUN(combining_with_nothing_changes_nothing);
+	RUN(combine_takes_lengths_up_to_64_bits);
+	RUN(combine_is_right_past_4_gib);
+	RUN(zlib_agrees);
+	return check_done();
+}

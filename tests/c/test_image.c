@@ -1,0 +1,601 @@
+/* image.c and zip.c: where everything in a file stands, and what headers and directory say of it.
+ * That real readers agree is tests/unit/test_image.py's to show; here are the sizes that no test
+ * can afford to write. */
+#include "check.h"
+#include "image_writer.h"
+
+#define GIB (UINT64_C(1) << 30)
+#define PAGE UINT64_C(4096)
+
+static const char skeleton[] = "a pickle, as far as the image knows";
+
+static uint64_t rng_state = 1;
+
+static uint64_t rng(void)
+{
+	rng_state = rng_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+	return rng_state >> 33;
+}
+
+static struct sfr_save_desc describe(const struct sfr_source *sources, uint32_t nr)
+{
+	return (struct sfr_save_desc){.skeleton = skeleton,
+				      .skeleton_len = sizeof(skeleton),
+				      .sources = sources,
+				      .nr_sources = nr};
+}
+
+static uint64_t get(const unsigned char *at, size_t len)
+{
+	uint64_t value = 0;
+
+	while (len-- > 0)
+		value = value << 8 | at[len];
+	return value;
+}
+
+/* ---- what must hold for every image ---------------------------------------- */
+
+static void check_entries(const struct sfr__image *img)
+{
+	for (uint32_t r = 0; r < img->nr_runs; r++) {
+		const struct sfr__run *run = &img->runs[r];
+		uint64_t off = run->off;
+
+		for (uint32_t i = 0; i < run->nr_entries; i++) {
+			const struct sfr__entry *e = &img->entries[run->first_entry + i];
+			bool zip64 = e->nbytes >= UINT32_MAX || e->hdr_off >= UINT32_MAX;
+
+			CHECK_EQ(e->hdr_off, off);
+			CHECK_EQ(e->data_off % SFR_ALIGN, 0);
+			CHECK(e->data_off - e->hdr_off < 30 + 32 + 20 + 4 + SFR_ALIGN);
+			CHECK_EQ(e->desc_len, zip64 ? 24 : 16);
+			off = e->data_off + e->nbytes + e->desc_len;
+		}
+		CHECK(off <= run->off + run->len);
+		CHECK(run->off + run->len - off < PAGE);
+	}
+}
+
+static void check_runs(const struct sfr__image *img)
+{
+	uint64_t off = 0;
+	uint32_t entry = 0;
+
+	if (!CHECK(img->nr_runs >= 1))
+		return;
+	CHECK_EQ(img->runs[0].lane, SFR_CAPTURED);
+	for (uint32_t r = 0; r < img->nr_runs; r++) {
+		const struct sfr__run *run = &img->runs[r];
+
+		CHECK(r == 0 || run->lane > run[-1].lane);
+		CHECK_EQ(run->off, off);
+		CHECK_EQ(run->len % PAGE, 0);
+		CHECK(run->len > 0);
+		CHECK_EQ(run->first_entry, entry);
+		CHECK(run->nr_entries > 0);
+		CHECK_EQ(run->nr_blocks, (run->len + img->block_bytes - 1) / img->block_bytes);
+		CHECK(run->nr_blocks == 1 ||
+		      sfr__image_block_len(img, run, 0) == img->block_bytes);
+		CHECK_EQ(sfr__image_block_off(img, run, run->nr_blocks - 1) +
+				 sfr__image_block_len(img, run, run->nr_blocks - 1),
+			 run->off + run->len);
+		off += run->len;
+		entry += run->nr_entries;
+	}
+	CHECK_EQ(entry, img->nr_entries);
+	CHECK_EQ(img->tail_off, off);
+	CHECK_EQ(img->tail_len % PAGE, 0);
+	CHECK_EQ(img->len, off + img->tail_len);
+}
+
+/* The segments of a block follow one another from its first byte to its last, and say where in
+ * the file each byte belongs. */
+static void check_block(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+{
+	uint64_t block_off = sfr__image_block_off(img, run, blk);
+	size_t pos = 0;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	sfr__seg_iter_init(&it, img, run, blk);
+	while (sfr__seg_next(&it, &seg)) {
+		uint64_t begin, len;
+
+		CHECK_EQ(seg.pos, pos);
+		CHECK(seg.len > 0);
+		pos += seg.len;
+		if (seg.kind == SFR__SEG_PAD) {
+			CHECK_EQ(block_off + pos, run->off + run->len);
+			continue;
+		}
+		const struct sfr__entry *e = &img->entries[seg.entry];
+
+		CHECK(seg.entry >= run->first_entry &&
+		      seg.entry < run->first_entry + run->nr_entries);
+		begin = seg.kind == SFR__SEG_HEADER ? e->hdr_off
+			: seg.kind == SFR__SEG_DATA ? e->data_off
+						    : e->data_off + e->nbytes;
+		len = seg.kind == SFR__SEG_HEADER ? e->data_off - e->hdr_off
+		      : seg.kind == SFR__SEG_DATA ? e->nbytes
+						  : e->desc_len;
+		CHECK_EQ(begin + seg.off, block_off + seg.pos);
+		CHECK(seg.off + seg.len <= len);
+	}
+	CHECK_EQ(pos, sfr__image_block_len(img, run, blk));
+	CHECK(!sfr__seg_next(&it, &seg));
+}
+
+/* ---- an independent reader of headers and the tail ------------------------- */
+
+/* Header of an entry that has a place: CRC and sizes are left to the descriptor. */
+static void check_header(const struct sfr__image *img, uint32_t entry)
+{
+	const struct sfr__entry *e = &img->entries[entry];
+	unsigned char h[256], d[24];
+	size_t len = (size_t)(e->data_off - e->hdr_off), name = strlen(e->name);
+	const unsigned char *extra = h + 30 + name;
+	bool zip64 = e->desc_len == 24;
+	size_t half = e->desc_len == 24 ? 8 : 4;
+
+	sfr__image_put_header(img, entry, 0, len, h);
+	CHECK_EQ(get(h, 4), 0x04034b50);
+	CHECK_EQ(get(h + 6, 2), 0x0808);
+	CHECK_EQ(get(h + 8, 2), 0);
+	for (size_t i = 10; i < 26; i++)
+		CHECK_EQ(h[i], 0);
+	CHECK_EQ(get(h + 26, 2), name);
+	CHECK(memcmp(h + 30, e->name, name) == 0);
+	CHECK_EQ(30 + name + get(h + 28, 2), len);
+	if (zip64) {
+		CHECK_EQ(get(extra, 2), 1);
+		CHECK_EQ(get(extra + 2, 2), 16);
+		CHECK_EQ(get(extra + 4, 8), e->nbytes);
+		CHECK_EQ(get(extra + 12, 8), e->nbytes);
+		extra += 20;
+	}
+	CHECK(memcmp(extra, "FB", 2) == 0);
+	CHECK_EQ(extra + 4 + get(extra + 2, 2) - h, len);
+
+	sfr__image_put_desc(img, entry, 0, e->desc_len, d);
+	CHECK_EQ(get(d, 4), 0x08074b50);
+	CHECK_EQ(get(d + 4, 4), e->crc);
+	CHECK_EQ(get(d + 8, half), e->nbytes);
+	CHECK_EQ(get(d + 8 + half, half), e->nbytes);
+}
+
+/* One record of the directory. Returns the place behind it. */
+static const unsigned char *check_central(const unsigned char *c, const char *name, uint32_t crc,
+					  uint64_t nbytes, uint64_t hdr_off)
+{
+	size_t name_len = strlen(name), extra_len = (size_t)get(c + 30, 2);
+	const unsigned char *extra = c + 46 + name_len, *end = extra + extra_len;
+	uint64_t sizes[2] = {get(c + 20, 4), get(c + 24, 4)}, off = get(c + 42, 4);
+
+	CHECK_EQ(get(c, 4), 0x02014b50);
+	CHECK_EQ(get(c + 8, 2), 0x0808);
+	CHECK_EQ(get(c + 16, 4), crc);
+	CHECK_EQ(get(c + 28, 2), name_len);
+	CHECK(memcmp(c + 46, name, name_len) == 0);
+	if (extra_len != 0) {
+		CHECK_EQ(get(extra, 2), 1);
+		CHECK_EQ(get(extra + 2, 2), extra_len - 4);
+		extra += 4;
+	}
+	/* Compressed size stands behind the size in the field, before it in the record. */
+	for (int i = 1; i >= 0; i--) {
+		if (sizes[i] == UINT32_MAX) {
+			sizes[i] = get(extra, 8);
+			extra += 8;
+		}
+	}
+	if (off == UINT32_MAX) {
+		off = get(extra, 8);
+		extra += 8;
+	}
+	CHECK_EQ(extra - end, 0);
+	CHECK_EQ(sizes[0], nbytes);
+	CHECK_EQ(sizes[1], nbytes);
+	CHECK_EQ(off, hdr_off);
+	return end;
+}
+
+static void check_tail(const struct sfr__image *img)
+{
+	unsigned char *tail = malloc(img->tail_len);
+	const unsigned char *end, *end64, *locator, *c, *id;
+	uint64_t nr = (uint64_t)img->nr_entries + 1, central_off, pad = 0;
+
+	if (!CHECK(tail != NULL))
+		return;
+	memset(tail, 0xdb, img->tail_len);
+	sfr__image_put_tail(img, tail);
+	end = tail + img->tail_len - 22;
+	CHECK_EQ(get(end, 4), 0x06054b50);
+	CHECK_EQ(get(end + 8, 2), nr < 65535 ? nr : 65535);
+	CHECK_EQ(get(end + 10, 2), nr < 65535 ? nr : 65535);
+	CHECK_EQ(get(end + 20, 2), 0);
+	locator = end - 20;
+	CHECK_EQ(get(locator, 4), 0x07064b50);
+	end64 = locator - 56;
+	CHECK_EQ(get(locator + 8, 8), img->tail_off + (uint64_t)(end64 - tail));
+	CHECK_EQ(get(end64, 4), 0x06064b50);
+	CHECK_EQ(get(end64 + 4, 8), 44);
+	CHECK_EQ(get(end64 + 24, 8), nr);
+	CHECK_EQ(get(end64 + 32, 8), nr);
+	central_off = get(end64 + 48, 8);
+	CHECK_EQ(central_off + get(end64 + 40, 8), img->tail_off + (uint64_t)(end64 - tail));
+	CHECK_EQ(get(end + 16, 4), central_off < UINT32_MAX ? central_off : UINT32_MAX);
+
+	while (pad < img->tail_len && tail[pad] == 0)
+		pad++;
+	CHECK(pad < PAGE);
+	id = tail + pad;
+	CHECK_EQ(get(id, 4), 0x04034b50);
+	id += 30 + get(id + 26, 2) + get(id + 28, 2);
+	for (int i = 0; i < 40; i++)
+		CHECK(id[i] >= '0' && id[i] <= '9');
+	CHECK_EQ(get(id + 40, 4), 0x08074b50);
+	CHECK_EQ(get(id + 44, 4), sfr_crc32(0, id, 40));
+	CHECK_EQ(get(id + 48, 4), 40);
+
+	c = tail + (central_off - img->tail_off);
+	CHECK(c == id + 40 + 16 || c == id + 40 + 24);
+	for (uint32_t i = 0; i < img->nr_entries; i++) {
+		const struct sfr__entry *e = &img->entries[i];
+
+		c = check_central(c, e->name, e->crc, e->nbytes, e->hdr_off);
+	}
+	c = check_central(c, "archive/.data/serialization_id", sfr_crc32(0, id, 40), 40,
+			  img->tail_off + pad);
+	CHECK(c == end64);
+	free(tail);
+}
+
+/* Everything above, for at most `max_blocks` blocks of each run and as many entries. */
+static void check_image(const struct sfr__image *img, uint32_t max_blocks)
+{
+	check_runs(img);
+	check_entries(img);
+	for (uint32_t r = 0; r < img->nr_runs; r++) {
+		const struct sfr__run *run = &img->runs[r];
+
+		for (uint32_t i = 0; i < run->nr_blocks && i < max_blocks; i++) {
+			check_block(img, run, i);
+			check_block(img, run, run->nr_blocks - 1 - i);
+			check_block(img, run, (uint32_t)(rng() % run->nr_blocks));
+		}
+	}
+	for (uint32_t i = 0; i < img->nr_entries && i < max_blocks; i++) {
+		check_header(img, i);
+		check_header(img, img->nr_entries - 1 - i);
+	}
+	check_tail(img);
+}
+
+/* ---- tests ----------------------------------------------------------------- */
+
+static void an_image_without_storages_has_one_run_and_torchs_records(void)
+{
+	static const char *const names[] = {"archive/data.pkl", "archive/.format_version",
+					    "archive/.storage_alignment", "archive/byteorder",
+					    "archive/version"};
+	static const char *const data[] = {skeleton, "0", "64", "little", "3\n"};
+	struct sfr_save_desc desc = describe(NULL, 0);
+	struct sfr__image img;
+
+	if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
+		return;
+	CHECK_EQ(img.nr_runs, 1);
+	CHECK_EQ(img.nr_entries, 5);
+	for (uint32_t i = 0; i < 5; i++) {
+		CHECK(strcmp(img.entries[i].name, names[i]) == 0);
+		CHECK_EQ(img.entries[i].source, -1);
+		CHECK_EQ(img.entries[i].nbytes, i == 0 ? sizeof(skeleton) : strlen(data[i]));
+		CHECK(memcmp(img.entries[i].src, data[i], (size_t)img.entries[i].nbytes) == 0);
+	}
+	CHECK_EQ(img.captured_nbytes, sizeof(skeleton));
+	CHECK_EQ(img.deferred_nbytes, 0);
+	check_image(&img, 100);
+	sfr__image_fini(&img);
+	sfr__image_fini(&img); /* twice is fine */
+}
+
+static void each_lane_has_a_run_of_its_own_in_ascending_order(void)
+{
+	struct sfr_source sources[] = {
+		{HOLE, 100, 7, 0}, {HOLE, 200, 0, 0}, {HOLE, 300, 3, 0},
+		{0, 0, 7, 0},	   {HOLE, 50, 0, 0},  {HOLE, 1, UINT32_MAX, 0},
+	};
+	static const int64_t order[] = {1, 4, 2, 0, 3, 5};
+	static const uint32_t lanes[] = {0, 3, 7, UINT32_MAX};
+	struct sfr_save_desc desc = describe(sources, 6);
+	struct sfr__image img;
+
+	if (!CHECK_EQ(sfr__image_init(&img, &desc, 2 * PAGE), 0))
+		return;
+	CHECK_EQ(img.nr_runs, 4);
+	for (uint32_t i = 0; i < 4; i++)
+		CHECK_EQ(img.runs[i].lane, lanes[i]);
+	for (uint32_t i = 0; i < 6; i++)
+		CHECK_EQ(img.entries[5 + i].source, order[i]);
+	CHECK(strcmp(img.entries[7].name, "archive/data/2") == 0);
+	CHECK_EQ(img.captured_nbytes, sizeof(skeleton) + 250);
+	CHECK_EQ(img.deferred_nbytes, 401);
+	check_image(&img, 100);
+	sfr__image_fini(&img);
+}
+
+static void random_layouts_hold_together_for_every_block_size(void)
+{
+	static const uint64_t block_sizes[] = {PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE};
+	struct sfr_source sources[60];
+
+	for (int round = 0; round < 300; round++) {
+		uint32_t nr = (uint32_t)(rng() % 60);
+		struct sfr_save_desc desc = describe(sources, nr);
+		struct sfr__image img;
+
+		for (uint32_t i = 0; i < nr; i++)
+			sources[i] = (struct sfr_source){
+				HOLE, rng() % (UINT64_C(1) << rng() % 16),
+				(uint32_t)(rng() % 3), 0};
+		desc.skeleton_len = rng() % sizeof(skeleton);
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, block_sizes[rng() % 5]), 0))
+			return;
+		for (uint32_t i = 0; i < img.nr_entries; i++)
+			img.entries[i].crc = (uint32_t)rng();
+		check_image(&img, 8);
+		sfr__image_fini(&img);
+	}
+}
+
+/* Blocks are filled by several threads in any order: what a block holds must not depend on it. */
+static void blocks_filled_in_any_order_give_the_same_file(void)
+{
+	static char bytes[60000];
+	struct sfr_source sources[9];
+	struct sfr_save_desc desc = describe(sources, 9);
+	char *files[3] = {NULL, NULL, NULL};
+
+	for (uint32_t i = 0; i < 9; i++)
+		sources[i] = (struct sfr_source){(uintptr_t)(bytes + i % 3 * 20000), 1 + rng() % 20000,
+						 (uint32_t)(i % 2), 0};
+	for (size_t i = 0; i < sizeof(bytes); i++)
+		bytes[i] = (char)rng();
+	for (int way = 0; way < 3; way++) {
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, way < 2 ? PAGE : 64 * PAGE), 0))
+			return;
+		for (uint32_t i = 0; i < img.nr_entries; i++)
+			img.entries[i].crc = sfr_crc32(0, img.entries[i].src, (size_t)img.entries[i].nbytes);
+		files[way] = malloc(img.len);
+		if (!CHECK(files[way] != NULL))
+			return;
+		memset(files[way], 0xdb, img.len);
+		sfr__image_put_tail(&img, files[way] + img.tail_off);
+		for (uint32_t r = 0; r < img.nr_runs; r++) {
+			const struct sfr__run *run = &img.runs[r];
+
+			for (uint32_t i = 0; i < run->nr_blocks; i++) {
+				uint32_t blk = way == 1 ? run->nr_blocks - 1 - i : i;
+				struct sfr__seg_iter it;
+				struct sfr__seg seg;
+
+				sfr__seg_iter_init(&it, &img, run, blk);
+				while (sfr__seg_next(&it, &seg))
+					fill_segment(&img, &seg,
+						     files[way] + sfr__image_block_off(&img, run, blk),
+						     false);
+			}
+		}
+		if (way > 0)
+			CHECK(memcmp(files[0], files[way], img.len) == 0);
+		sfr__image_fini(&img);
+	}
+	for (int way = 0; way < 3; way++)
+		free(files[way]);
+}
+
+static void a_part_of_a_header_or_descriptor_is_that_part_of_the_whole(void)
+{
+	struct sfr_source sources[] = {{HOLE, 5 * GIB, 0, 0}, {HOLE, 77, 0, 0}};
+	struct sfr_save_desc desc = describe(sources, 2);
+	char whole[256], part[256];
+	struct sfr__image img;
+
+	if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
+		return;
+	for (uint32_t i = 0; i < img.nr_entries; i++) {
+		size_t len = (size_t)(img.entries[i].data_off - img.entries[i].hdr_off);
+
+		img.entries[i].crc = (uint32_t)rng();
+		sfr__image_put_header(&img, i, 0, len, whole);
+		for (size_t cut = 0; cut <= len; cut++) {
+			sfr__image_put_header(&img, i, 0, cut, part);
+			sfr__image_put_header(&img, i, cut, len - cut, part + cut);
+			CHECK(memcmp(whole, part, len) == 0);
+		}
+		len = img.entries[i].desc_len;
+		sfr__image_put_desc(&img, i, 0, len, whole);
+		for (size_t cut = 0; cut <= len; cut++) {
+			sfr__image_put_desc(&img, i, 0, cut, part);
+			sfr__image_put_desc(&img, i, cut, len - cut, part + cut);
+			CHECK(memcmp(whole, part, len) == 0);
+		}
+	}
+	sfr__image_fini(&img);
+}
+
+static void sizes_around_4_gib_take_the_long_form_from_ffffffff_on(void)
+{
+	for (uint64_t nbytes = UINT32_MAX - UINT64_C(70); nbytes <= UINT32_MAX + UINT64_C(70); nbytes++) {
+		struct sfr_source sources[] = {{HOLE, nbytes, 0, 0}, {HOLE, 9, 0, 0}, {HOLE, 9, 1, 0}};
+		struct sfr_save_desc desc = describe(sources, 3);
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, 16 << 20), 0))
+			return;
+		CHECK_EQ(img.entries[5].desc_len, nbytes < UINT32_MAX ? 16 : 24);
+		CHECK_EQ(img.entries[7].desc_len, 24); /* behind 4 GiB */
+		check_image(&img, 3);
+		sfr__image_fini(&img);
+	}
+}
+
+/* Puts the second storage's header, and with other sizes the tail, at every place around 4 GiB. */
+static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
+{
+	bool shorter = false, longer = false;
+
+	for (uint64_t nbytes = 4 * GIB - 2000; nbytes <= 4 * GIB - 400; nbytes++) {
+		struct sfr_source sources[] = {{HOLE, nbytes, 0, 0}, {HOLE, 9, 0, 0}};
+		struct sfr_save_desc desc = describe(sources, 2);
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, 16 << 20), 0))
+			return;
+		shorter |= img.entries[6].hdr_off < UINT32_MAX;
+		longer |= img.entries[6].hdr_off >= UINT32_MAX;
+		CHECK_EQ(img.entries[6].desc_len, img.entries[6].hdr_off < UINT32_MAX ? 16 : 24);
+		check_image(&img, 2);
+		sfr__image_fini(&img);
+	}
+	CHECK(shorter && longer);
+	for (uint64_t nbytes = 4 * GIB - 5 * PAGE; nbytes <= 4 * GIB + 2 * PAGE; nbytes += 512) {
+		struct sfr_source sources[] = {{HOLE, nbytes / 2, 0, 0}, {HOLE, nbytes / 2, 1, 0}};
+		struct sfr_save_desc desc = describe(sources, 2);
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, 16 << 20), 0))
+			return;
+		check_image(&img, 2);
+		sfr__image_fini(&img);
+	}
+}
+
+static void terabytes_are_laid_out_without_being_touched(void)
+{
+	struct sfr_source sources[] = {{HOLE, UINT64_C(3) << 40, 0, 0},
+				       {HOLE, UINT64_C(5) << 40, 1, 0},
+				       {HOLE, 3, 1, 0}};
+	struct sfr_save_desc desc = describe(sources, 3);
+	struct sfr__image img;
+
+	if (!CHECK_EQ(sfr__image_init(&img, &desc, 16 << 20), 0))
+		return;
+	CHECK(img.len > UINT64_C(8) << 40);
+	check_image(&img, 100);
+	sfr__image_fini(&img);
+	/* More blocks than are counted. */
+	sources[1].nbytes = UINT64_C(1) << 45;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
+	CHECK(img.entries == NULL && img.runs == NULL);
+}
+
+static void more_than_65535_storages_have_their_directory(void)
+{
+	static const uint32_t counts[] = {65535 - 7, 65535 - 6, 65535 - 5, 65536, 200000};
+	struct sfr_source *sources = calloc(200000, sizeof(*sources));
+
+	if (!CHECK(sources != NULL))
+		return;
+	for (uint32_t i = 0; i < 200000; i++)
+		sources[i] = (struct sfr_source){HOLE, rng() % 300, (uint32_t)(rng() % 2), 0};
+	for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+		struct sfr_save_desc desc = describe(sources, counts[i]);
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
+			break;
+		CHECK_EQ(img.nr_entries, counts[i] + 5);
+		check_image(&img, 2000);
+		sfr__image_fini(&img);
+	}
+	free(sources);
+}
+
+static void the_id_is_made_from_names_and_bytes(void)
+{
+	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {HOLE, 10, 0, 0}};
+	char tail[PAGE], ids[5][40];
+
+	for (int i = 0; i < 5; i++) {
+		struct sfr_save_desc desc = describe(sources, i != 4 ? 2 : 1);
+		struct sfr__image img;
+		char *header;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
+			return;
+		img.entries[5].crc = i == 2; /* a bit of the first storage */
+		img.entries[0].crc = i == 3; /* a bit of the pickle */
+		CHECK_EQ(img.tail_len, PAGE);
+		sfr__image_put_tail(&img, tail);
+		header = memmem(tail, PAGE, "archive/.data/serialization_id", 30);
+		if (CHECK(header != NULL))
+			memcpy(ids[i], header + 34, 40);
+		sfr__image_fini(&img);
+	}
+	CHECK(memcmp(ids[0], ids[1], 40) == 0);
+	for (int i = 2; i < 5; i++)
+		CHECK(memcmp(ids[0], ids[i], 40) != 0);
+	CHECK(memcmp(ids[2], ids[3], 40) != 0);
+	CHECK(memcmp(ids[0], ids[4], 20) != 0); /* the names' half */
+}
+
+static void what_cannot_be_laid_out_is_refused(void)
+{
+	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {0, 1, 0, 0}};
+	struct sfr_save_desc desc = describe(sources, 2);
+	struct sfr__image img;
+
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL); /* null with bytes */
+	sources[1] = (struct sfr_source){0, 0, 0, 0};
+	CHECK_EQ(sfr__image_init(&img, &desc, 0), -EINVAL);
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE + 64), -EINVAL);
+	desc.skeleton = NULL;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL);
+	desc.skeleton = skeleton;
+	desc.sources = NULL;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL);
+	desc.sources = sources;
+	sources[0].nbytes = UINT64_MAX;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
+	sources[0].nbytes = UINT64_C(1) << 62;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
+	desc.skeleton_len = UINT64_MAX;
+	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EFBIG);
+	sfr__image_fini(&img); /* after a failure is fine */
+}
+
+static void without_memory_there_is_no_image_and_no_leak(void)
+{
+	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {HOLE, 10, 1, 0}};
+	struct sfr_save_desc desc = describe(sources, 2);
+
+	FOR_EVERY_FAILURE(run, "*", ENOMEM) {
+		struct sfr__image img;
+		int rc = sfr__image_init(&img, &desc, PAGE);
+
+		CHECK_EQ(rc, check_acted(&run) ? -ENOMEM : 0);
+		sfr__image_fini(&img);
+	}
+}
+
+int main(void)
+{
+	RUN(an_image_without_storages_has_one_run_and_torchs_records);
+	RUN(each_lane_has_a_run_of_its_own_in_ascending_order);
+	RUN(random_layouts_hold_together_for_every_block_size);
+	RUN(blocks_filled_in_any_order_give_the_same_file);
+	RUN(a_part_of_a_header_or_descriptor_is_that_part_of_the_whole);
+	RUN(sizes_around_4_gib_take_the_long_form_from_ffffffff_on);
+	RUN(offsets_around_4_gib_take_the_long_form_from_ffffffff_on);
+	RUN(terabytes_are_laid_out_without_being_touched);
+	RUN(more_than_65535_storages_have_their_directory);
+	RUN(the_id_is_made_from_names_and_bytes);
+	RUN(what_cannot_be_laid_out_is_refused);
+	RUN(without_memory_there_is_no_image_and_no_leak);
+	return check_done();
+}

@@ -1,0 +1,351 @@
+/* The ordered log: renames and removes in the order of submission, loads in between. */
+#include <errno.h>
+#include <sys/wait.h>
+
+#include "saving.h"
+
+static const char *dir;
+static struct saving_state one, two;
+static struct sfr_engine *engine;
+
+static const char *key(const char *name)
+{
+	static char keys[4][PATH_MAX];
+	static unsigned turn;
+	char *out = keys[turn++ % 4];
+
+	(void)snprintf(out, PATH_MAX, "%s/%s", dir, name);
+	return out;
+}
+
+static struct sfr_ticket *submit(const char *name, const struct saving_state *s)
+{
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(saving_new(engine, dir, name, s, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
+static void confirm(struct sfr_ticket *t, int64_t torn)
+{
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, torn), 0);
+}
+
+static void finish(struct sfr_ticket *t)
+{
+	saving_finish(t);
+	sfr_ticket_put(t);
+}
+
+static void drain(void)
+{
+	uint64_t seq = 0;
+
+	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_log_pending(), 0);
+}
+
+/* The sentence of the next notice that is one. */
+static const char *next_text(void)
+{
+	static char text[1024];
+	struct sfr_ticket *who;
+	unsigned what = 0;
+
+	while (what != SFR_NOTICE_TEXT) {
+		CHECK_EQ(sfr_notice_wait(&who, &what, text, sizeof(text), SFR_FOREVER), 0);
+		sfr_ticket_put(who);
+	}
+	return text;
+}
+
+static void renames_take_effect_in_the_order_of_submission_across_paths(void)
+{
+	struct sfr_ticket *a = submit("a", &one), *b = submit("b", &two);
+
+	confirm(b, -1);
+	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_ENDED, 100 * 1000 * 1000), SFR_EAGAIN); /* a is not there */
+	CHECK_EQ(saving_look(dir, "b"), -1);
+	finish(a);
+	finish(b);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_look(dir, "b"), 2);
+}
+
+static void two_saves_of_one_path_land_in_turn(void)
+{
+	struct sfr_ticket *a = submit("same", &one), *b = submit("same", &two);
+
+	confirm(b, -1);
+	finish(a);
+	finish(b);
+	CHECK_EQ(saving_look(dir, "same"), 2);
+}
+
+static void a_remove_waits_for_the_save_before_it(void)
+{
+	struct sfr_ticket *a, *b;
+
+	finish(submit("old", &one));
+	a = submit("new", &two);
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_exists(key("old")), 0);
+	CHECK_EQ(sfr_log_exists(key("new")), 1);
+	CHECK_EQ(sfr_log_exists(key("other")), -1);
+	CHECK_EQ(saving_look(dir, "old"), 1);
+	finish(a);
+	drain();
+	CHECK_EQ(saving_look(dir, "old"), -1);
+	CHECK_EQ(saving_look(dir, "new"), 2);
+	b = submit("new", &one);
+	CHECK_EQ(sfr_log_remove(key("new"), NULL), 0); /* of its own file, too */
+	finish(b);
+	drain();
+	CHECK_EQ(saving_look(dir, "new"), -1);
+}
+
+static void a_remove_is_dropped_when_the_last_save_before_it_failed(void)
+{
+	struct sfr_ticket *a, *b;
+
+	finish(submit("old", &one));
+	a = submit("new", &two);
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	confirm(a, 3); /* torn */
+	finish(a);
+	CHECK(strstr(next_text(), "was not removed") != NULL);
+	drain();
+	CHECK_EQ(saving_look(dir, "old"), 1);
+	/* Literally so: the last save failed, however long ago. */
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK(strstr(next_text(), "was not removed") != NULL);
+	CHECK_EQ(saving_look(dir, "old"), 1);
+	/* A cancelled save is no success either. */
+	b = submit("new", &two);
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_save_cancel(b), 1);
+	finish(b);
+	CHECK(strstr(next_text(), "was not removed") != NULL);
+	CHECK_EQ(saving_look(dir, "old"), 1);
+	finish(submit("new", &two));
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	drain();
+	CHECK_EQ(saving_look(dir, "old"), -1);
+}
+
+static void a_later_save_survives_an_earlier_remove_of_its_name(void)
+{
+	struct sfr_ticket *a = submit("x", &one), *b;
+
+	CHECK_EQ(sfr_log_remove(key("x"), NULL), 0);
+	b = submit("x", &two);
+	confirm(b, -1);
+	CHECK_EQ(sfr_log_exists(key("x")), 1);
+	finish(a);
+	finish(b);
+	drain();
+	CHECK_EQ(saving_look(dir, "x"), 2);
+}
+
+static void removing_a_directory_leaves_a_later_save_into_it_alone(void)
+{
+	char path[PATH_MAX];
+	struct sfr_ticket *first, *late = NULL;
+
+	CHECK_EQ(mkdir(key("tree"), 0777), 0);
+	CHECK_EQ(mkdir(key("tree/deep"), 0777), 0);
+	(void)snprintf(path, sizeof(path), "%s", key("tree"));
+	CHECK_EQ(saving_save(engine, path, "inside", &one, 0), 0);
+	first = submit("a", &one);
+	CHECK_EQ(sfr_log_remove(path, NULL), 0);
+	CHECK_EQ(sfr_log_exists(key("tree/inside")), 0);
+	CHECK_EQ(saving_new(engine, path, "late", &two, SFR_SAVE_DURABLE, &late), 0);
+	CHECK_EQ(saving_submit(late), 0);
+	confirm(late, -1);
+	finish(first);
+	finish(late);
+	drain();
+	CHECK_EQ(saving_look(path, "inside"), -1);
+	CHECK_EQ(access(key("tree/deep"), F_OK), -1);
+	CHECK_EQ(saving_look(path, "late"), 2);
+	CHECK_EQ(sfr_log_remove(path, NULL), 0);
+	drain();
+	CHECK_EQ(access(path, F_OK), -1);
+}
+
+static void a_missing_name_is_no_error_and_a_refused_one_is_told(void)
+{
+	const struct sfr_fault fault = { .call = "unlink", .nth = 1, .err = EPERM, .limit = -1 };
+
+	CHECK_EQ(sfr_log_remove(key("never"), NULL), 0);
+	drain();
+	finish(submit("kept", &one));
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_log_remove(key("kept"), NULL), 0);
+	CHECK(strstr(next_text(), "could not be removed") != NULL);
+	sfr_inject_clear();
+	CHECK_EQ(saving_look(dir, "kept"), 1);
+}
+
+static void a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later(void)
+{
+	struct sfr_ticket *other = submit("other", &one), *a, *b;
+	struct sfr_log_load *load, *missing;
+	unsigned char byte;
+	int fd;
+
+	a = submit("l", &one);
+	CHECK_EQ(sfr_log_load_new(key("l"), &load), 0);
+	b = submit("l", &two);
+	CHECK_EQ(sfr_log_remove(key("l"), NULL), 0);
+	CHECK_EQ(sfr_log_load_new(key("l"), &missing), 0);
+	confirm(other, -1);
+	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
+	confirm(a, -1);
+	confirm(b, -1);
+	finish(other);
+	finish(a);
+	finish(b);
+	drain(); /* b has replaced it and the name is gone: the load still has what it asked for */
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	CHECK(fd >= 0);
+	CHECK_EQ(pread(fd, &byte, 1, 40 * 1024), 1); /* amid the deferred storages */
+	CHECK_EQ(byte, 1);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	CHECK_EQ(sfr_log_load_wait(missing, SFR_FOREVER, &fd), -ENOENT);
+	sfr_log_load_free(missing);
+}
+
+static void a_load_of_another_path_waits_for_nobody(void)
+{
+	struct sfr_ticket *a;
+	struct sfr_log_load *load;
+	int fd;
+
+	finish(submit("there", &two));
+	a = submit("slow", &one);
+	CHECK_EQ(sfr_log_load_new(key("there"), &load), 0);
+	CHECK_EQ(sfr_log_load_wait(load, 0, &fd), 0);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	CHECK_EQ(sfr_log_load_new(key("slow"), &load), 0);
+	sfr_log_load_free(load); /* given up while it waits */
+	finish(a);
+	drain();
+}
+
+static void a_failed_save_leaves_the_name_to_what_was_before(void)
+{
+	struct sfr_ticket *a = submit("f", &one), *first = submit("first", &one);
+
+	confirm(a, 4);
+	CHECK_EQ(sfr_save_wait(a, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_log_exists(key("f")), -1);
+	finish(a);
+	finish(first);
+}
+
+/* R8: the parent's saves go on; in the child everything of the parent is refused. */
+static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
+{
+	struct sfr_ticket *t = submit("forked", &two);
+	struct sfr_log_load *load;
+	int status = -1, fd;
+	pid_t child;
+
+	CHECK_EQ(sfr_log_load_new(key("forked"), &load), 0);
+	child = fork();
+	if (child == 0) {
+		const struct sfr_engine_opts opts = { .pool_bytes = 8 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
+						      .nr_writers = 1, .max_in_flight = 1 };
+		struct sfr_engine *own = NULL;
+		struct sfr_report report;
+		struct sfr_stats stats;
+		struct sfr_ticket *u;
+
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), SFR_EFORK);
+		CHECK_EQ(sfr_save_cancel(t), SFR_EFORK);
+		CHECK_EQ(sfr_save_confirm(t, -1), SFR_EFORK);
+		CHECK_EQ(sfr_save_report(t, &report), SFR_EFORK);
+		CHECK_EQ(sfr_engine_stats(engine, &stats), SFR_EFORK);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
+		CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
+		CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
+		CHECK_EQ(saving_new(engine, dir, "no", &one, 0, &u), SFR_EFORK);
+		CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), SFR_EFORK);
+		CHECK_EQ(sfr_log_pending(), 0);
+		sfr_log_load_free(load);
+		sfr_ticket_put(t);
+		sfr_engine_put(engine);
+		CHECK_EQ(sfr_engine_new(&opts, &own), 0);
+		CHECK_EQ(saving_save(own, dir, "child", &one, SFR_SAVE_DURABLE), 0);
+		CHECK_EQ(saving_look(dir, "child"), 1);
+		CHECK_EQ(sfr_engine_close(own, SFR_FOREVER), 0);
+		sfr_engine_put(own);
+		CHECK_EQ(sfr_log_stop(), 0);
+		_exit(check_done() == 0 ? 0 : 1);
+	}
+	CHECK(child > 0);
+	CHECK_EQ(waitpid(child, &status, 0), child);
+	CHECK_EQ(status, 0);
+	finish(t);
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	CHECK_EQ(saving_look(dir, "forked"), 2);
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+}
+
+static void running_out_of_memory_is_an_error_and_loses_nothing(void)
+{
+	finish(submit("m", &one));
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
+		struct sfr_log_load *load = NULL;
+		int rc = sfr_log_load_new(key("m"), &load), fd = -1;
+
+		if (rc == 0)
+			rc = sfr_log_load_wait(load, SFR_FOREVER, &fd);
+		CHECK(rc == 0 || check_acted(&run));
+		if (fd >= 0)
+			(void)close(fd);
+		sfr_log_load_free(load);
+		rc = sfr_log_remove(key("gone"), NULL);
+		CHECK(rc == 0 || check_acted(&run));
+		check_heal(&run);
+		drain();
+	}
+	CHECK_EQ(saving_look(dir, "m"), 1);
+}
+
+int main(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 2, .max_in_flight = 4 };
+
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	RUN(renames_take_effect_in_the_order_of_submission_across_paths);
+	RUN(two_saves_of_one_path_land_in_turn);
+	RUN(a_remove_waits_for_the_save_before_it);
+	RUN(a_remove_is_dropped_when_the_last_save_before_it_failed);
+	RUN(a_later_save_survives_an_earlier_remove_of_its_name);
+	RUN(removing_a_directory_leaves_a_later_save_into_it_alone);
+	RUN(a_missing_name_is_no_error_and_a_refused_one_is_told);
+	RUN(a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later);
+	RUN(a_load_of_another_path_waits_for_nobody);
+	RUN(a_failed_save_leaves_the_name_to_what_was_before);
+	RUN(after_a_fork_the_child_is_refused_and_the_parent_goes_on);
+	RUN(running_out_of_memory_is_an_error_and_loses_nothing);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,492 @@
+/* Whole saves: states, errors, slots, detectors, close. */
+#include <errno.h>
+#include <pthread.h>
+#include <time.h>
+
+#include "saving.h"
+
+static const char *dir;
+static struct saving_state one, two;
+
+static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers, uint32_t max_in_flight)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = max_in_flight };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+static void slow(const char *call, uint64_t delay_ns)
+{
+	const struct sfr_fault fault = { .call = call, .nth = 1, .sticky = 1, .limit = -1,
+					 .delay_ns = delay_ns };
+
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+}
+
+static void a_save_is_whole_with_any_pool_and_any_number_of_writers(void)
+{
+	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
+		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
+			struct sfr_engine *engine = new_engine(nr_blocks, nr_writers, 2);
+
+			CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+			CHECK_EQ(saving_look(dir, "a"), 1);
+			CHECK_EQ(saving_save(engine, dir, "a", &two, 0), 0);
+			CHECK_EQ(saving_look(dir, "a"), 2);
+			free_engine(engine);
+		}
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+}
+
+static void two_saves_at_a_time_share_a_pool_of_one_block(void)
+{
+	struct sfr_engine *engine = new_engine(1, 2, 2);
+	struct sfr_ticket *a, *b;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &a), 0);
+	CHECK_EQ(saving_new(engine, dir, "b", &two, SFR_SAVE_DURABLE, &b), 0);
+	CHECK_EQ(saving_submit(a), 0);
+	CHECK_EQ(saving_submit(b), 0);
+	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	saving_finish(a);
+	saving_finish(b);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_look(dir, "b"), 2);
+	sfr_ticket_put(a);
+	sfr_ticket_put(b);
+	free_engine(engine);
+}
+
+static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
+{
+	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 50 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_confirm(t, 3), SFR_ESTATE);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_DURABLE);
+	CHECK(report.copied_ns && report.staged_ns >= report.copied_ns && report.ended_ns >= report.staged_ns);
+	CHECK_EQ(report.written_nbytes, report.nbytes);
+	CHECK_EQ(saving_look(dir, "a"), 2);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void a_torn_verdict_fails_the_save_and_leaves_the_old_file(void)
+{
+	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, 4), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_FAILED);
+	CHECK_EQ(report.err.code, SFR_ETORN);
+	CHECK_EQ(report.err.index, 4);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* Writes to a deferred storage while the lane has not copied it, which no version tells of. */
+static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at, int64_t *index)
+{
+	static struct saving_state s;
+	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	saving_fill(&s, 7);
+	slow("lane_copy", 30 * 1000 * 1000);
+	CHECK_EQ(saving_new(engine, dir, "torn", &s, flags, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	s.bytes[storage][at] = 8; /* the first lane copy still sleeps */
+	saving_finish(t);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	sfr_ticket_put(t);
+	free_engine(engine);
+	*index = report.err.index;
+	return report.err.code;
+}
+
+static void a_write_to_a_sampled_line_is_noticed_in_what_was_staged(void)
+{
+	int64_t index;
+
+	/* With 4 deferred storages of 157 lines each, every line is a sample. */
+	for (uint32_t storage = 2; storage < SAVING_NR; storage++) {
+		CHECK_EQ(save_with_a_write_behind(0, storage, 0, &index), SFR_ETORN);
+		CHECK_EQ(index, storage);
+		CHECK_EQ(save_with_a_write_behind(0, storage, SAVING_LEN - storage - 1, &index), SFR_ETORN);
+		CHECK_EQ(index, storage);
+	}
+	CHECK_EQ(saving_look(dir, "torn"), -1);
+}
+
+static void checking_bytes_notices_any_byte(void)
+{
+	int64_t index;
+
+	for (size_t at = 1; at < SAVING_LEN - SAVING_NR; at += 2477) {
+		CHECK_EQ(save_with_a_write_behind(SFR_SAVE_CHECK_BYTES, 3, at, &index), SFR_ETORN);
+		CHECK_EQ(index, 3);
+	}
+}
+
+static void a_write_after_the_copy_is_in_nobodys_way(void)
+{
+	static struct saving_state s;
+	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_ticket *t;
+
+	saving_fill(&s, 5);
+	slow("pwrite", 5 * 1000 * 1000);
+	CHECK_EQ(saving_new(engine, dir, "a", &s, SFR_SAVE_CHECK_BYTES, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	memset(s.bytes[0], 9, sizeof(s.bytes[0])); /* captured */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	memset(s.bytes, 9, sizeof(s.bytes));
+	saving_finish(t);
+	sfr_inject_clear();
+	CHECK_EQ(saving_look(dir, "a"), 5);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void a_save_can_be_cancelled_until_the_rename(void)
+{
+	struct sfr_engine *engine = new_engine(2, 1, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+	for (int at = 0; at < 4; at++) {
+		slow(at == 0 ? "open" : at == 1 ? "lane_copy" : at == 2 ? "pwrite" : "fdatasync", 20 * 1000 * 1000);
+		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+		CHECK_EQ(sfr_save_cancel(t), 0); /* nothing to cancel yet */
+		CHECK_EQ(saving_submit(t), 0);
+		if (at == 3) {
+			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+			CHECK_EQ(sfr_save_confirm(t, -1), 0);
+		}
+		CHECK_EQ(sfr_save_cancel(t), 1);
+		CHECK_EQ(sfr_save_cancel(t), 1);
+		saving_finish(t);
+		sfr_inject_clear();
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.state, SFR_CANCELLED);
+		CHECK_EQ(saving_look(dir, "a"), 1);
+		CHECK_EQ(saving_nr_temporaries(dir), 0);
+		sfr_ticket_put(t);
+	}
+	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_cancel(t), 0); /* too late */
+	CHECK_EQ(saving_look(dir, "a"), 2);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void a_save_may_be_abandoned_in_the_call(void)
+{
+	struct sfr_engine *engine = new_engine(8, 2, 1);
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "gone", &two, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE); /* not captured */
+	sfr_save_abandon(t);
+	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	CHECK_EQ(saving_look(dir, "gone"), -1);
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* its slot is free again */
+	free_engine(engine);
+}
+
+static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_ticket *a, *b, *c, *nested;
+	struct sfr_report report;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &a), 0);
+	CHECK_EQ(saving_submit(a), 0); /* not confirmed: it stays in flight */
+	CHECK_EQ(saving_new(engine, dir, "b", &one, 0, &b), 0);
+	CHECK_EQ(sfr_save_admit(b, 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(saving_new(engine, dir, "c", &one, SFR_SAVE_NO_WAIT, &c), 0);
+	CHECK_EQ(sfr_save_admit(c, SFR_FOREVER), SFR_EBUSY);
+	CHECK_EQ(saving_new(engine, dir, "n", &two, SFR_SAVE_NESTED, &nested), 0);
+	CHECK_EQ(saving_submit(nested), 0);
+	CHECK_EQ(sfr_save_report(nested, &report), 0);
+	CHECK_EQ(report.over_slots, 1);
+	saving_finish(a);
+	saving_finish(nested);
+	CHECK_EQ(saving_submit(b), 0);
+	saving_finish(b);
+	CHECK_EQ(sfr_save_report(b, &report), 0);
+	CHECK(report.slot_wait_ns >= 1000 * 1000);
+	CHECK_EQ(saving_look(dir, "n"), 2);
+	sfr_ticket_put(a);
+	sfr_ticket_put(b);
+	sfr_ticket_put(c);
+	sfr_ticket_put(nested);
+	free_engine(engine);
+}
+
+static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_ticket *before, *t;
+	struct sfr_stats stats;
+
+	CHECK_EQ(saving_new(engine, dir, "before", &one, 0, &before), 0);
+	CHECK_EQ(saving_submit(before), 0);
+	CHECK_EQ(sfr_engine_close(engine, 1000 * 1000), SFR_EAGAIN); /* one save is in flight */
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), SFR_ECLOSED);
+	sfr_ticket_put(t);
+	saving_finish(before);
+	CHECK_EQ(saving_look(dir, "before"), 1);
+	sfr_ticket_put(before);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_ECLOSED);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.committed_bytes, 0);
+	CHECK_EQ(stats.saves_total, 1);
+	free_engine(engine);
+}
+
+static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "late", &two, 0, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0); /* as a signal handler would */
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t), 0);
+	saving_finish(t);
+	CHECK_EQ(saving_look(dir, "late"), 2);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
+{
+	struct sfr_engine *engine = new_engine(8, 3, 2);
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	sfr_engine_put(engine); /* LeakSanitizer and TSAN would see what stays */
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+static void bad_options_are_refused(void)
+{
+	struct sfr_engine_opts opts = { .pool_bytes = 8192, .block_bytes = 8192, .nr_writers = 1,
+					.max_in_flight = 1 };
+	const struct sfr_engine_opts good = opts;
+	struct sfr_engine *engine;
+
+	opts.pool_bytes = 4096;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
+	opts = good, opts.block_bytes = 5000;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
+	opts = good, opts.block_bytes = 0;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
+	opts = good, opts.nr_writers = 0;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
+	opts = good, opts.max_in_flight = 0;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
+}
+
+static int nr_descriptors(void)
+{
+	DIR *d = opendir("/proc/self/fd");
+	int nr = -3; /* ".", "..", and the directory's own */
+
+	if (!d)
+		return -1;
+	while (readdir(d))
+		nr++;
+	(void)closedir(d);
+	return nr;
+}
+
+/* R1 to R4: whatever call fails, the path holds the old file or the new one, the error is the
+ * save's, nothing is left over, and the next save works. */
+static void every_call_may_fail(const char *call, int err)
+{
+	int before = nr_descriptors();
+
+	FOR_EVERY_FAILURE(run, call, err)
+	{
+		const struct sfr_engine_opts opts = { .pool_bytes = 3 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
+						      .nr_writers = 2, .max_in_flight = 2 };
+		struct sfr_engine *engine = NULL;
+		struct saving_state *s = &two;
+		int rc = sfr_engine_new(&opts, &engine), found;
+
+		if (rc == 0)
+			rc = saving_save(engine, dir, "every", s, SFR_SAVE_DURABLE);
+		CHECK(rc == 0 || check_acted(&run));
+		check_heal(&run);
+		found = saving_look(dir, "every");
+		CHECK(found == 1 || found == 2);
+		if (rc == 0)
+			CHECK_EQ(found, 2);
+		if (engine) {
+			CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
+			CHECK_EQ(saving_look(dir, "every"), 1);
+			free_engine(engine);
+		}
+		CHECK_EQ(saving_nr_temporaries(dir), 0);
+		CHECK_EQ(nr_descriptors(), before);
+	}
+}
+
+static void any_call_may_run_out_of_memory(void)
+{
+	every_call_may_fail("*", ENOMEM);
+}
+
+static void any_file_call_may_fail(void)
+{
+	static const char *const calls[] = { "open", "pwrite", "fdatasync", "fsync", "rename", "fallocate" };
+	static const int errs[] = { EIO, ENOSPC, EDQUOT, EACCES, EROFS };
+
+	for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++)
+		for (size_t k = 0; k < sizeof(errs) / sizeof(errs[0]); k++)
+			every_call_may_fail(calls[i], errs[k]);
+}
+
+static void a_failed_open_is_the_handles_own_error(void)
+{
+	struct sfr_engine *engine = new_engine(1, 1, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, "/nowhere/at/all", "a", &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_FAILED);
+	CHECK_EQ(report.err.code, -ENOENT);
+	CHECK_EQ(report.err.phase, SFR_PHASE_OPEN);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void *close_it(void *engine)
+{
+	return (void *)(intptr_t)sfr_engine_close(engine, SFR_FOREVER);
+}
+
+static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_ticket *a, *b;
+	pthread_t closer;
+	void *rc;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &a), 0);
+	CHECK_EQ(saving_submit(a), 0);
+	CHECK_EQ(pthread_create(&closer, NULL, close_it, engine), 0);
+	CHECK_EQ(saving_new(engine, dir, "b", &one, 0, &b), 0);
+	CHECK_EQ(sfr_save_admit(b, SFR_FOREVER), SFR_ECLOSED);
+	saving_finish(a);
+	CHECK_EQ(pthread_join(closer, &rc), 0);
+	CHECK_EQ((intptr_t)rc, 0);
+	sfr_ticket_put(a);
+	sfr_ticket_put(b);
+	free_engine(engine);
+}
+
+static void every_arrow_of_the_diagram_was_taken(void)
+{
+	static const enum sfr_state arrows[][2] = {
+		{ SFR_NEW, SFR_CAPTURING },	  { SFR_CAPTURING, SFR_STAGING },
+		{ SFR_CAPTURING, SFR_ENDING },	  { SFR_STAGING, SFR_STAGED },
+		{ SFR_STAGING, SFR_ENDING },	  { SFR_STAGED, SFR_WRITING },
+		{ SFR_STAGED, SFR_ENDING },	  { SFR_WRITING, SFR_READY },
+		{ SFR_WRITING, SFR_ENDING },	  { SFR_READY, SFR_COMMITTING },
+		{ SFR_COMMITTING, SFR_DURABLE },  { SFR_COMMITTING, SFR_FAILED },
+		{ SFR_ENDING, SFR_FAILED },	  { SFR_ENDING, SFR_CANCELLED },
+	};
+
+	for (size_t i = 0; i < sizeof(arrows) / sizeof(arrows[0]); i++)
+		if (!CHECK(sfr__ticket_arrows(arrows[i][0], arrows[i][1]) > 0))
+			(void)fprintf(stderr, "arrow %zu\n", i);
+	for (unsigned from = SFR_DURABLE; from < SFR_NR_STATES; from++)
+		for (unsigned to = 0; to < SFR_NR_STATES; to++)
+			CHECK_EQ(sfr__ticket_arrows(from, to), 0); /* an end is an end */
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	CHECK_EQ(sfr_inject_install(), 0);
+	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
+	RUN(two_saves_at_a_time_share_a_pool_of_one_block);
+	RUN(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored);
+	RUN(a_torn_verdict_fails_the_save_and_leaves_the_old_file);
+	RUN(a_write_to_a_sampled_line_is_noticed_in_what_was_staged);
+	RUN(checking_bytes_notices_any_byte);
+	RUN(a_write_after_the_copy_is_in_nobodys_way);
+	RUN(a_save_can_be_cancelled_until_the_rename);
+	RUN(a_save_may_be_abandoned_in_the_call);
+	RUN(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save);
+	RUN(a_closed_engine_refuses_saves_and_close_may_be_called_again);
+	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
+	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);
+	RUN(bad_options_are_refused);
+	RUN(a_failed_open_is_the_handles_own_error);
+	RUN(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes);
+	{
+		struct sfr_engine *engine = new_engine(8, 1, 1);
+
+		CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
+		free_engine(engine);
+	}
+	RUN(any_call_may_run_out_of_memory);
+	RUN(any_file_call_may_fail);
+	RUN(every_arrow_of_the_diagram_was_taken);
+	saving_rmdir(dir);
+	return check_done();
+}

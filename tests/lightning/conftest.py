@@ -1,0 +1,28 @@
+"""Fixtures of the Lightning tests."""
+
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():  # what the packages say about themselves on import
+    warnings.simplefilter("ignore")
+    import fix_lightning
+
+
+def pytest_collection_modifyitems(items):
+    # Lightning warns about few workers, small loaders, missing loggers and a good deal more.
+    for item in items:
+        if "lightning" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(params=fix_lightning.PACKAGES)
+def pkg(request):
+    """Each of the two packages."""
+    return fix_lightning.package(request.param)
+
+
+@pytest.fixture
+def lit():
+    """`lightning` alone, where one package is as good as two."""
+    return fix_lightning.package("lightning")

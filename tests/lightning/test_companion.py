@@ -1,0 +1,289 @@
+"""The companion callback: where it stands, what it leaves alone, and what it holds back."""
+
+import gc
+import importlib.metadata
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
+
+import stillframe
+from stillframe import gate
+from stillframe.testing import slow
+
+OUTSIDE_THE_STEP = {
+    *("setup", "teardown", "on_exception"),
+    *(
+        f"on_{what}_{edge}"
+        for edge in ("start", "end")
+        for what in (
+            *("fit", "sanity_check", "train", "train_epoch"),
+            *("validation", "validation_epoch", "validation_batch"),
+            *("test", "test_epoch", "test_batch"),
+            *("predict", "predict_epoch", "predict_batch"),
+        )
+    ),
+}
+INSIDE_THE_STEP = {
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"),
+    *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"),
+}
+
+
+def companions(run):
+    return [type(each).__name__ for each in run.callbacks].count("StillframeCompanion")
+
+
+def test_the_installed_package_brings_the_entry_points():
+    for name in PACKAGES:
+        group = "lightning.pytorch" if name == "lightning" else name
+        (point,) = importlib.metadata.entry_points(
+            group=f"{group}.callbacks_factory", name="stillframe"
+        )
+        plugin = package(name).AsyncCheckpointIO()
+        assert [type(each) for each in point.load()()] == [package(name).Companion]
+        del plugin
+
+
+def test_the_entry_points_import_neither_stillframe_nor_torch():
+    code = (
+        "import sys, importlib.metadata as m;"
+        "points = [p for p in m.entry_points(name='stillframe')"
+        " if p.group.endswith('callbacks_factory')];"
+        "assert len(points) == 2, points;"
+        "assert [p.load()() for p in points] == [[], []];"
+        "assert not {'stillframe', 'torch'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_trainer_without_a_plugin_of_ours_is_left_alone(pkg, tmp_path):
+    gc.collect()
+    assert len(sys.modules["stillframe._plugin"].live) == 0
+    assert companions(trainer(pkg, tmp_path)) == 0
+
+
+def test_it_is_first_once_the_fit_is_set_up_and_the_rest_keeps_its_order(pkg, tmp_path):
+    class Look(pkg.Callback):
+        def on_fit_start(self, trainer, module):
+            self.seen = list(trainer.callbacks)
+
+    looks = [Look(), Look()]
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=pkg.AsyncCheckpointIO(),
+        callbacks=[*looks, every_steps(pkg, tmp_path / "c", 4)],
+    )
+    before = run.callbacks
+    assert companions(run) == 1
+    run.fit(pkg.Model(), loader())
+    assert type(looks[0].seen[0]) is pkg.Companion
+    rest = [each for each in before if type(each) is not pkg.Companion]
+    assert looks[0].seen[1:] == looks[1].seen[1:] == rest
+    assert companions(run) == 1
+
+
+def test_callbacks_of_the_module_do_not_displace_it(lit, tmp_path):
+    class Look(lit.Callback):
+        def on_train_start(self, trainer, module):
+            self.seen = list(trainer.callbacks)
+
+    look = Look()
+
+    class Model(lit.Model):
+        def configure_callbacks(self):
+            return [look]
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[lit.Callback()])
+    for _ in range(2):
+        run.fit(Model(), loader())
+        assert type(look.seen[0]) is lit.Companion
+
+
+def test_every_callback_is_still_set_up(lit, tmp_path):
+    calls = []
+
+    class Count(lit.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def setup(self, trainer, module, stage):
+            calls.append(self.name)
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Count(1), Count(2)])
+    run.fit(lit.Model(), loader())
+    assert calls == [1, 2]
+
+
+def test_in_a_trainer_with_another_plugin_it_does_nothing(lit, tmp_path, monkeypatch):
+    ours = lit.AsyncCheckpointIO()  # alive, so every Trainer gets the callback
+    run = trainer(
+        lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[every_steps(lit, tmp_path, 4)]
+    )
+    order = list(run.callbacks)
+    monkeypatch.setattr(gate, "wait", lambda: pytest.fail("gated"))
+    run.fit(lit.Model(), loader())
+    assert run.callbacks == order
+    del ours
+
+
+def test_it_gates_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, monkeypatch):
+    hooks = {name for name in vars(pkg.Callback) if not name.startswith("_")} - {"state_key"}
+    assert OUTSIDE_THE_STEP | INSIDE_THE_STEP == hooks
+    overridden = {
+        name for name in hooks if getattr(pkg.Companion, name) is not getattr(pkg.Callback, name)
+    }
+    assert overridden == OUTSIDE_THE_STEP
+
+    calls = []
+    monkeypatch.setattr(gate, "wait", lambda: calls.append(True))
+    plugin = pkg.AsyncCheckpointIO()
+    companion = pkg.Companion()
+    run = types.SimpleNamespace(
+        strategy=types.SimpleNamespace(_checkpoint_io=plugin), callbacks=[companion]
+    )
+    # SimpleNamespace is neither hashable nor weakly referenced; a Trainer is both.
+    run = type("Trainer", (), vars(run))()
+    for nr, name in enumerate(sorted(OUTSIDE_THE_STEP), start=1):
+        getattr(companion, name)(run, None, *([None] if name in ("setup", "teardown") else []))
+        assert len(calls) == nr, name
+
+
+def test_it_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):
+    contents = []
+    for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
+        run = trainer(pkg, tmp_path, plugin=plugin)
+        run.fit(pkg.Model(), loader())
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        contents.append(load(tmp_path / "a.ckpt"))
+    assert contents[0]["callbacks"] == contents[1]["callbacks"]
+    assert_same(*contents)
+
+
+def test_it_can_be_pickled(pkg):
+    copy = pickle.loads(pickle.dumps(pkg.Companion()))
+    assert type(copy) is pkg.Companion
+    assert vars(copy) == {}
+
+
+def test_a_trainer_of_one_package_takes_the_plugin_of_the_other(pkg, tmp_path):
+    other = package(PACKAGES[PACKAGES[0] == pkg.name])
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=other.AsyncCheckpointIO(),
+        callbacks=[every_steps(pkg, tmp_path / "c", 2)],
+    )
+    run.fit(pkg.Model(), loader())
+    assert type(run.callbacks[0]) is pkg.Companion
+    assert load(tmp_path / "c" / "step=8.ckpt")["global_step"] == 8
+
+
+@pytest.mark.parametrize("how", ["copy_", "data"])
+def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how):
+    """An averaging callback: the average is in the weights while validation runs."""
+    expected = {}
+
+    class Averaging(pkg.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            if not hasattr(self, "average"):
+                self.average = copied(list(module.parameters()))
+            for average, parameter in zip(self.average, module.parameters(), strict=True):
+                average.lerp_(parameter.detach(), 0.1)
+
+        def swap(self, module):
+            kept = copied(list(module.parameters()))
+            for parameter, average in zip(module.parameters(), self.average, strict=True):
+                if how == "data":
+                    parameter.data.copy_(average)
+                else:
+                    with torch.no_grad():
+                        parameter.copy_(average)
+            self.average = kept
+
+        def on_validation_start(self, trainer, module):
+            if not trainer.sanity_checking:
+                self.swap(module)
+
+        on_validation_end = on_validation_start
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            expected[trainer.global_step] = copied(checkpoint["state_dict"])
+
+    with slow("lane_copy", 0.01):
+        run = trainer(
+            pkg,
+            tmp_path,
+            plugin=pkg.AsyncCheckpointIO(),
+            callbacks=[Averaging(), every_steps(pkg, tmp_path / "c", 1, save_top_k=-1)],
+            max_steps=24,
+            limit_val_batches=1,
+            val_check_interval=4,
+        )
+        run.fit(pkg.Model(), loader(), loader())
+    assert len(expected) == 24
+    for step, state in expected.items():
+        assert_same(load(tmp_path / "c" / f"step={step}.ckpt")["state_dict"], state)
+
+
+def test_a_rare_write_inside_the_step_fails_the_save_or_is_captured(lit, tmp_path):
+    expected = {}
+
+    class Rare(lit.Callback):
+        def on_train_batch_start(self, trainer, module, *args):
+            if trainer.global_step == 12:
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.mul_(0.5)
+
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            expected[trainer.global_step] = copied(checkpoint["state_dict"])
+
+    torn = None
+    with slow("lane_copy", 0.02):
+        run = trainer(
+            lit,
+            tmp_path,
+            plugin=lit.AsyncCheckpointIO(),
+            callbacks=[Rare(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)],
+            max_steps=16,
+        )
+        try:
+            run.fit(lit.Model(), loader())
+        except stillframe.TornSnapshotError as error:
+            torn = error
+    assert torn is not None
+    assert "step=12.ckpt" in str(torn)
+    assert not (tmp_path / "c" / "step=12.ckpt").exists()
+    for path in (tmp_path / "c").glob("*.ckpt"):
+        saved = load(path)
+        assert_same(saved["state_dict"], expected[saved["global_step"]])
+
+
+def test_what_is_loaded_inside_a_training_overwrites_no_save(lit, tmp_path):
+    """Restoring in the middle of a fit writes over weights that an earlier save may be copying."""
+    expected = {}
+
+    class Restore(lit.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            step = trainer.global_step
+            if step >= 6:
+                trainer.save_checkpoint(tmp_path / f"{step}.ckpt")
+                expected[step] = copied(dict(module.state_dict()))
+                loaded = trainer.strategy.load_checkpoint(tmp_path / "5.ckpt")
+                module.load_state_dict(loaded["state_dict"])
+            elif step == 5:
+                trainer.save_checkpoint(tmp_path / "5.ckpt")
+
+    with slow("lane_copy", 0.01):
+        trainer(
+            lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Restore()], max_steps=8
+        ).fit(lit.Model(), loader())
+    for step, state in expected.items():
+        assert_same(dict(load(tmp_path / f"{step}.ckpt")["state_dict"]), state)

@@ -1,0 +1,234 @@
+"""What failed is raised once, and never in place of the training's own exception."""
+
+import errno
+import logging
+import signal
+
+import pytest
+import torch
+from fix_lightning import at, every_steps, load, loader, trainer
+
+import stillframe
+from stillframe.engine import wait_for_path
+from stillframe.testing import fault, slow
+
+
+class Boom(Exception):
+    """An exception of the training."""
+
+
+def save_badly(path):
+    """An action that saves to `path` while the disk fails, and sees the save end."""
+
+    def action(trainer):
+        with fault("fdatasync", sticky=True):
+            trainer.save_checkpoint(path)
+            wait_for_path(path)
+
+    return action
+
+
+def save_well(path):
+    return lambda trainer: trainer.save_checkpoint(path)
+
+
+def boom(trainer):
+    raise Boom
+
+
+def fit(pkg, tmp_path, actions, plugin=None, callbacks=()):
+    plugin = pkg.AsyncCheckpointIO() if plugin is None else plugin
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=plugin,
+        callbacks=[at(pkg, actions), *callbacks],
+        enable_checkpointing=bool(callbacks),
+    )
+    run.fit(pkg.Model(), loader())
+    return plugin
+
+
+def test_the_next_save_raises_and_is_made_all_the_same(pkg, tmp_path):
+    bad, good = tmp_path / "bad.ckpt", tmp_path / "good.ckpt"
+    with pytest.raises(stillframe.SaveError) as caught:
+        fit(pkg, tmp_path, {2: save_badly(bad), 3: save_well(good)})
+    assert caught.value.errno == errno.EIO
+    assert caught.value.phase == "sync"
+    assert caught.value.filename == str(bad)
+    assert load(good)["global_step"] == 3
+    assert not bad.exists()
+
+
+def test_an_error_is_raised_once(lit, tmp_path):
+    third = tmp_path / "third.ckpt"
+
+    def next_save(trainer):
+        with pytest.raises(stillframe.SaveError):
+            trainer.save_checkpoint(tmp_path / "second.ckpt")
+        trainer.save_checkpoint(third)
+
+    plugin = fit(lit, tmp_path, {2: save_badly(tmp_path / "bad.ckpt"), 3: next_save})
+    assert load(third)["global_step"] == 3
+    plugin.teardown()
+    stillframe.wait_all()
+
+
+def test_errors_are_raised_oldest_first_one_a_save(lit, tmp_path):
+    seen = []
+
+    def bad_again(trainer):
+        with fault("fdatasync", sticky=True):
+            for name in ("b.ckpt", "c.ckpt"):
+                try:
+                    trainer.save_checkpoint(tmp_path / name)
+                except stillframe.SaveError as error:
+                    seen.append(error.filename)
+                wait_for_path(tmp_path / name)
+
+    with pytest.raises(stillframe.SaveError) as caught:
+        fit(lit, tmp_path, {2: save_badly(tmp_path / "a.ckpt"), 3: bad_again})
+    # The save of b raised a's, that of c raised b's, teardown raises c's.
+    assert seen == [str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]
+    assert caught.value.filename == str(tmp_path / "c.ckpt")
+
+
+def test_teardown_raises_once_names_every_error_and_leaves_the_plugin_usable(
+    pkg, tmp_path, caplog
+):
+    plugin = pkg.AsyncCheckpointIO()
+    state = {"x": torch.ones(3)}
+    # Slow, so that the first has not ended when the second is submitted.
+    with slow("pwrite", 0.2), fault("fdatasync", sticky=True):
+        plugin.save_checkpoint(state, tmp_path / "a.ckpt")
+        plugin.save_checkpoint(state, tmp_path / "b.ckpt")
+        with pytest.raises(stillframe.SaveError) as caught:
+            plugin.teardown()
+    assert caught.value.filename == str(tmp_path / "a.ckpt")
+    (note,) = caught.value.__notes__
+    assert "b.ckpt" in note
+    assert "b.ckpt" in caplog.text
+    plugin.teardown()
+    plugin.teardown()
+    stillframe.wait_all()
+    fit(pkg, tmp_path, {2: save_well(tmp_path / "good.ckpt")}, plugin=plugin)
+    assert load(tmp_path / "good.ckpt")["global_step"] == 2
+
+
+def test_fit_raises_at_its_end_what_failed_last(pkg, tmp_path):
+    plugin = pkg.AsyncCheckpointIO()
+    with pytest.raises(stillframe.SaveError):
+        fit(pkg, tmp_path, {3: save_badly(tmp_path / "bad.ckpt")}, plugin=plugin)
+    plugin.teardown()
+
+
+def test_the_exception_of_the_training_stays(pkg, tmp_path, caplog):
+    bad = tmp_path / "bad.ckpt"
+    with caplog.at_level(logging.ERROR), pytest.raises(Boom) as caught:
+        fit(pkg, tmp_path, {2: save_badly(bad), 4: boom})
+    assert caught.value.__context__ is None
+    assert "bad.ckpt" in caplog.text
+    stillframe.wait_all()
+
+
+def test_a_keyboard_interrupt_stays(lit, tmp_path, caplog):
+    def interrupt(trainer):
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
+            fit(lit, tmp_path, {2: save_badly(tmp_path / "bad.ckpt"), 4: interrupt})
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert "bad.ckpt" in caplog.text
+
+
+def test_a_save_for_an_exception_neither_fails_nor_raises_in_its_place(pkg, tmp_path, caplog):
+    states = []
+
+    class Emergency(pkg.Callback):
+        def on_exception(self, trainer, module, exception):
+            path = tmp_path / "emergency.ckpt"
+            trainer.save_checkpoint(path)
+            states.append(path.exists())  # durable on return: training has ended
+            with fault("fdatasync", sticky=True):
+                trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(Boom):
+        fit(
+            pkg,
+            tmp_path,
+            {2: save_badly(tmp_path / "bad.ckpt"), 4: boom},
+            callbacks=[Emergency(), every_steps(pkg, tmp_path / "c", 100)],
+        )
+    assert states == [True]
+    assert "bad.ckpt" in caplog.text
+    assert "failed.ckpt" in caplog.text
+
+
+def test_a_fit_inside_an_except_block_raises_all_the_same(lit, tmp_path):
+    try:
+        raise Boom
+    except Boom:
+        with pytest.raises(stillframe.SaveError):
+            fit(lit, tmp_path, {3: save_badly(tmp_path / "bad.ckpt")})
+
+
+def test_a_save_outside_training_raises_its_own_error(pkg, tmp_path):
+    run = trainer(pkg, tmp_path, plugin=pkg.AsyncCheckpointIO())
+    run.fit(pkg.Model(), loader())
+    with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
+        run.save_checkpoint(tmp_path / "bad.ckpt")
+    run.save_checkpoint(tmp_path / "good.ckpt")
+    assert load(tmp_path / "good.ckpt")["global_step"] == 8
+
+
+def test_an_object_that_cannot_be_pickled_raises_in_the_call_and_hides_no_error(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO()
+    with fault("fdatasync", sticky=True):
+        plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
+        wait_for_path(tmp_path / "bad.ckpt")
+    with pytest.raises((AttributeError, TypeError)):
+        plugin.save_checkpoint({"x": lambda: None}, tmp_path / "lambda.ckpt")
+    with pytest.raises(stillframe.SaveError):
+        plugin.teardown()
+    assert list(tmp_path.glob("*.ckpt")) == []
+
+
+def test_teardown_by_hand_while_an_exception_passes_logs(lit, tmp_path, caplog):
+    plugin = lit.AsyncCheckpointIO()
+    with caplog.at_level(logging.ERROR), pytest.raises(Boom):
+        try:
+            with fault("fdatasync", sticky=True):
+                plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
+                wait_for_path(tmp_path / "bad.ckpt")
+            raise Boom
+        finally:
+            plugin.teardown()
+    assert "bad.ckpt" in caplog.text
+
+
+def test_an_error_that_wait_all_raised_is_not_raised_again(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO()
+    with fault("fdatasync", sticky=True):
+        plugin.save_checkpoint({"x": 1}, tmp_path / "bad.ckpt")
+        with pytest.raises(stillframe.SaveError):
+            stillframe.wait_all()
+    plugin.save_checkpoint({"x": 1}, tmp_path / "good.ckpt")
+    plugin.teardown()
+
+
+def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
+    good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
+
+    def rotate(trainer):
+        with fault("fdatasync", sticky=True):
+            trainer.save_checkpoint(bad)
+            trainer.strategy.remove_checkpoint(good)
+            wait_for_path(good, follow_link=False)
+
+    with pytest.raises(stillframe.SaveError):
+        fit(lit, tmp_path, {2: save_well(good), 3: rotate})
+    assert load(good)["global_step"] == 2
+    assert not bad.exists()

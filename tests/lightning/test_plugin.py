@@ -1,0 +1,332 @@
+"""The plugin by itself: its options, its calls, its paths."""
+
+import inspect
+import os
+import pickle
+import sys
+import time
+
+import pytest
+import torch
+from fix_lightning import load
+
+import stillframe
+from stillframe.testing import slow
+
+STATE = {"x": torch.arange(12.0), "n": 3}
+
+
+def test_the_options_are_these(pkg):
+    parameters = inspect.signature(pkg.AsyncCheckpointIO).parameters
+    assert {name: each.default for name, each in parameters.items()} == {
+        "engine": None,
+        "pool_bytes": None,
+        "max_in_flight": 2,
+        "when_busy": "wait",
+        "durable": True,
+        "overlap": True,
+        "check_mutation": False,
+        "on_durable": None,
+    }
+    assert all(each.kind is each.KEYWORD_ONLY for each in parameters.values())
+
+
+def test_skipping_saves_is_refused_with_the_reason(pkg):
+    with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
+        pkg.AsyncCheckpointIO(when_busy="skip")
+
+
+@pytest.mark.parametrize(
+    "options", [{"when_busy": "later"}, {"max_in_flight": 0}, {"max_in_flight": 1.5}]
+)
+def test_an_option_out_of_range_is_refused(lit, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        lit.AsyncCheckpointIO(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pool_bytes": 64 << 20}, {"max_in_flight": 3}, {"when_busy": "raise"}]
+)
+def test_an_engine_and_options_of_an_engine_exclude_each_other(lit, options):
+    with stillframe.Engine() as engine, pytest.raises(ValueError, match="engine="):
+        lit.AsyncCheckpointIO(engine=engine, **options)
+
+
+def test_the_given_engine_is_used_and_not_closed(lit, tmp_path):
+    with stillframe.Engine() as engine:
+        plugin = lit.AsyncCheckpointIO(engine=engine)
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.teardown()
+        assert engine.stats()["saves_total"] == 1
+        plugin.save_checkpoint(STATE, tmp_path / "b.ckpt")
+        plugin.teardown()
+        assert engine.stats()["saves_total"] == 2
+
+
+def test_the_default_engine_serves_unless_options_ask_for_another(lit, tmp_path):
+    before = stillframe.default_engine().stats()["saves_total"]
+    for plugin in (lit.AsyncCheckpointIO(), lit.AsyncCheckpointIO(max_in_flight=3)):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.teardown()
+        assert load(tmp_path / "a.ckpt")["n"] == 3
+    assert stillframe.default_engine().stats()["saves_total"] == before + 1
+
+
+def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_path, monkeypatch):
+    import stillframe._plugin
+
+    made, closed = [], []
+
+    class Engine(stillframe.Engine):
+        def __init__(self, **options):
+            made.append(options)
+            super().__init__(**options)
+
+        def close(self):
+            closed.append(True)
+            return super().close()
+
+    monkeypatch.setattr(stillframe._plugin, "Engine", Engine)
+    plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
+    assert made == []
+    for turn in (1, 2):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.save_checkpoint(STATE, tmp_path / "b.ckpt")
+        assert len(made) == turn
+        plugin.teardown()
+        plugin.teardown()
+        assert len(closed) >= turn
+    assert made[0] == {"pool_bytes": 64 << 20, "max_in_flight": 2, "when_busy": "wait"}
+
+
+def test_arguments_may_be_given_by_position_or_by_name(pkg, tmp_path):
+    plugin = pkg.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, tmp_path / "trainer.ckpt", storage_options=None)
+    plugin.save_checkpoint(
+        checkpoint=STATE, path=str(tmp_path / "fabric.ckpt"), storage_options=None
+    )
+    plugin.save_checkpoint(STATE, tmp_path / "all.ckpt", None)
+    for name in ("trainer", "fabric", "all"):
+        path = tmp_path / f"{name}.ckpt"
+        loaded = (
+            plugin.load_checkpoint(path),
+            plugin.load_checkpoint(path, None),
+            plugin.load_checkpoint(path, map_location=None, weights_only=True),
+            plugin.load_checkpoint(path, weights_only=False),
+            plugin.load_checkpoint(path=path, map_location="cpu"),
+        )
+        for each in loaded:
+            assert torch.equal(each["x"], STATE["x"])
+    plugin.remove_checkpoint(tmp_path / "all.ckpt")
+    plugin.remove_checkpoint(path=str(tmp_path / "fabric.ckpt"))
+    plugin.teardown()
+    assert [path.name for path in tmp_path.iterdir()] == ["trainer.ckpt"]
+
+
+def test_loading_raises_what_lightnings_own_raises(pkg, tmp_path):
+    for path, options in ((tmp_path / "none.ckpt", {}), (tmp_path / "a.ckpt", {"no_such": 1})):
+        raised = []
+        for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
+            with pytest.raises(Exception) as caught:
+                plugin.load_checkpoint(path, **options)
+            raised.append((caught.type, str(caught.value)))
+        assert raised[0] == raised[1]
+
+
+def test_storage_options_are_refused_in_lightnings_words(pkg, tmp_path):
+    messages = []
+    for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
+        with pytest.raises(TypeError) as caught:
+            plugin.save_checkpoint(STATE, tmp_path / "a.ckpt", storage_options={"x": 1})
+        messages.append(str(caught.value).replace(type(plugin).__name__, "CLASS"))
+    assert messages[0] == messages[1]
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a.ckpt", "memory://a.ckpt", "file:///tmp/a.ckpt"])
+def test_a_remote_path_is_refused_and_never_a_local_name(lit, tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    plugin = lit.AsyncCheckpointIO()
+    with pytest.raises(ValueError, match="local"):
+        plugin.save_checkpoint(STATE, path)
+    with pytest.raises(ValueError, match="local"):
+        plugin.remove_checkpoint(path)
+    assert os.listdir() == []
+
+
+def test_a_remote_checkpoint_is_still_read_by_lightning(lit):
+    import fsspec
+
+    with fsspec.open("memory://a.ckpt", "wb") as file:
+        torch.save(STATE, file)
+    loaded = lit.AsyncCheckpointIO().load_checkpoint("memory://a.ckpt", weights_only=True)
+    assert torch.equal(loaded["x"], STATE["x"])
+
+
+def test_a_load_waits_for_the_save(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO()
+    with slow("fdatasync", 0.3):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        assert not (tmp_path / "a.ckpt").exists()
+        assert plugin.load_checkpoint(tmp_path / "a.ckpt")["n"] == 3
+    plugin.teardown()
+
+
+def test_a_remove_never_overtakes_the_save_nor_waits_for_it(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO()
+    with slow("fdatasync", 0.3):
+        begun = time.monotonic()
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.remove_checkpoint(tmp_path / "a.ckpt")
+        assert time.monotonic() - begun < 0.25
+        plugin.teardown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_path):
+    sharded = tmp_path / "sharded.ckpt"
+    (sharded / "inner").mkdir(parents=True)
+    (sharded / "inner" / "0.distcp").write_bytes(b"x")
+    plugin = lit.AsyncCheckpointIO()
+    plugin.remove_checkpoint(sharded)
+    plugin.remove_checkpoint(tmp_path / "missing.ckpt")
+    plugin.teardown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parent_directories_are_made(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, tmp_path / "a" / "b" / "c.ckpt")
+    plugin.teardown()
+    assert load(tmp_path / "a" / "b" / "c.ckpt")["n"] == 3
+
+
+def test_a_bare_file_name_is_saved_in_the_working_directory(lit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, "a.ckpt")
+    monkeypatch.chdir("/")
+    plugin.teardown()
+    assert load(tmp_path / "a.ckpt")["n"] == 3
+
+
+def test_a_link_is_replaced_and_its_target_left_alone(lit, tmp_path):
+    target, link = tmp_path / "e0.ckpt", tmp_path / "last.ckpt"
+    torch.save({"n": 0}, target)
+    link.symlink_to("e0.ckpt")
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, link)
+    plugin.teardown()
+    assert not link.is_symlink()
+    assert load(link)["n"] == 3
+    assert load(target)["n"] == 0
+
+
+def test_removing_a_link_leaves_its_target(lit, tmp_path):
+    target, link = tmp_path / "e0.ckpt", tmp_path / "last.ckpt"
+    torch.save({"n": 0}, target)
+    link.symlink_to("e0.ckpt")
+    plugin = lit.AsyncCheckpointIO()
+    plugin.remove_checkpoint(link)
+    plugin.teardown()
+    assert [path.name for path in tmp_path.iterdir()] == ["e0.ckpt"]
+
+
+def test_on_durable_is_called_with_the_path_as_given(lit, tmp_path):
+    calls = []
+    path = tmp_path / "a.ckpt"
+    plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: calls.append(each))
+    plugin.save_checkpoint(STATE, path)
+    plugin.teardown()
+    deadline = time.monotonic() + 5  # it runs on a thread of its own
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ((given, report),) = calls
+    assert given == path
+    assert report.nbytes == path.stat().st_size
+
+
+def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
+    plugin = pkg.AsyncCheckpointIO(pool_bytes=64 << 20, when_busy="raise", durable=False)
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    copy = pickle.loads(pickle.dumps(plugin))
+    plugin.teardown()
+    assert isinstance(copy, pkg.CheckpointIO)
+    copy.save_checkpoint(STATE, tmp_path / "b.ckpt")
+    copy.teardown()
+    assert load(tmp_path / "b.ckpt")["n"] == 3
+    assert vars(copy)["_engine_options"] == vars(plugin)["_engine_options"]
+    assert copy in sys.modules["stillframe._plugin"].live
+
+
+def test_a_plugin_with_an_engine_cannot_be_pickled_and_says_why(lit):
+    with stillframe.Engine() as engine:
+        plugin = lit.AsyncCheckpointIO(engine=engine)
+        with pytest.raises(TypeError, match="spawns its workers"):
+            pickle.dumps(plugin)
+
+
+def test_it_is_a_checkpoint_io_of_both_packages(pkg):
+    import lightning.fabric.plugins
+    import lightning_fabric.plugins
+
+    plugin = pkg.AsyncCheckpointIO()
+    assert isinstance(plugin, lightning.fabric.plugins.CheckpointIO)
+    assert isinstance(plugin, lightning_fabric.plugins.CheckpointIO)
+
+
+def test_it_is_none_of_lightnings_wrappers(pkg):
+    # A strategy would replace a wrapper's inner CheckpointIO.
+    assert not any("Wrapping" in base.__name__ for base in pkg.AsyncCheckpointIO.__mro__)
+
+
+def test_a_long_wait_says_so_in_one_plain_line(lit, tmp_path, capfd):
+    plugin = lit.AsyncCheckpointIO()
+    with slow("fdatasync", 1.5):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.teardown()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "stillframe" in line]
+    assert line.startswith("stillframe: waiting for 1 checkpoint to reach the disk")
+
+
+def test_a_short_wait_says_nothing(lit, tmp_path, capfd):
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_progress_bar(lit, tmp_path, monkeypatch):
+    leader, follower = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    plugin = lit.AsyncCheckpointIO()
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with slow("fdatasync", 1.5):
+            plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+            plugin.teardown()
+        terminal.flush()
+        drawn = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "waiting for 1 checkpoint" in drawn
+    assert "\x1b[" in drawn
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_with_nothing_under_way(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
+    with slow("fdatasync", 0.3):
+        plugin.save_checkpoint(STATE, tmp_path / "parent.ckpt")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                plugin.save_checkpoint(STATE, tmp_path / "child.ckpt")
+                plugin.teardown()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        plugin.teardown()
+    assert load(tmp_path / "parent.ckpt")["n"] == load(tmp_path / "child.ckpt")["n"] == 3

@@ -1,0 +1,101 @@
+"""What the gate's tests share: saves that exist only as skeletons, and small trainings."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from stillframe import gate
+from stillframe.skeleton import Skeleton
+
+NUMEL = 4096  # 16 KiB: large enough to be deferred
+_SOURCE = struct.Struct("=QQII")
+
+
+def skeleton_of(tensors: Iterable[Tensor]) -> Skeleton:
+    """A save of these tensors, as `stillframe.skeleton.build` would describe it."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    rows = bytearray()
+    for storage in storages.values():
+        rows += _SOURCE.pack(storage.data_ptr(), storage.nbytes(), 0, 0)
+    return Skeleton(
+        data=b"",
+        storages=list(storages.values()),
+        identities=list(storages),
+        rows=rows,
+        num_tensors=len(storages),
+        fallbacks=[],
+    )
+
+
+def lanes(skeleton: Skeleton) -> list[int]:
+    return [row[2] for row in _SOURCE.iter_unpack(skeleton.rows)]
+
+
+def deferred(*tensors: Tensor) -> list[bool]:
+    """For each tensor, whether a save at this moment would defer its storage."""
+    skeleton = skeleton_of(tensors)
+    deferral = gate.defer(skeleton, overlap=True)
+    deferral.close()
+    assert [i for i, lane in enumerate(lanes(skeleton)) if lane == 1] == sorted(deferral.indices)
+    chosen = {skeleton.identities[i] for i in deferral.indices}
+    return [t.untyped_storage()._cdata in chosen for t in tensors]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of the optimizer's state that are large enough to be deferred."""
+    found: list[Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() > 4096:
+            found.append(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    visit(dict(optimizer.state))
+    return found
+
+
+def param(numel: int = NUMEL) -> Parameter:
+    return Parameter(torch.randn(numel))
+
+
+def give_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                p.grad = torch.full_like(p, 0.01)
+
+
+def run_steps(
+    optimizer: torch.optim.Optimizer,
+    count: int,
+    between: Callable[[], object] | None = None,
+) -> None:
+    """Steps, with something happening after each, as a training loop has it."""
+    for _ in range(count):
+        give_gradients(optimizer)
+        optimizer.step()
+        if between is not None:
+            between()
+
+
+class FakePending:
+    """A save in flight that notes when it was waited for."""
+
+    def __init__(self, note: Callable[[], object] = lambda: None) -> None:
+        self.waits = 0
+        self.note = note
+
+    def gate(self) -> None:
+        self.waits += 1
+        self.note()

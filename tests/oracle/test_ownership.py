@@ -1,0 +1,741 @@
+"""Which storages a save may copy later: what is learned about every optimizer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fix_gate import (
+    NUMEL,
+    deferred,
+    give_gradients,
+    lanes,
+    param,
+    run_steps,
+    skeleton_of,
+    state_tensors,
+)
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import Optimizer
+
+from stillframe import gate, ownership
+
+
+@pytest.fixture(autouse=True)
+def no_left_over_steps() -> Iterator[None]:
+    """Optimizers of earlier tests that raised in a step must not be mistaken for active ones."""
+    gc.collect()
+    assert not ownership.active()
+    yield
+    gc.collect()
+
+
+def adamw(*params: nn.Parameter, **options: Any) -> AdamW:
+    return AdamW(list(params), **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
+)
+def test_parameters_and_state_are_deferred_after_two_clean_cycles(options: dict[str, Any]) -> None:
+    p = param()
+    opt = adamw(p, **options)
+    for step in range(1, 6):
+        run_steps(opt, 1)
+        wanted = step >= 3  # the gates of steps 2 and 3 found nothing changed
+        assert deferred(p, *state_tensors(opt)) == [wanted] * 3
+
+
+def test_nothing_is_deferred_with_overlap_false() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    skeleton = skeleton_of([p])
+    assert gate.defer(skeleton, overlap=False).indices == []
+    assert lanes(skeleton) == [0]
+
+
+def test_1200_storages_are_decided_by_the_fourth_gate() -> None:
+    params = [param(2048) for _ in range(400)]
+    opt = adamw(*params)
+    run_steps(opt, 3)
+    give_gradients(opt)
+    opt.step()
+    owner = ownership.find(opt)
+    assert owner is not None
+    assert owner.observer.counts() == (0, 1200, 0)
+
+
+def test_small_storages_are_captured() -> None:
+    p, q = param(1024), param(1025)  # 4096 bytes, and 4100
+    opt = adamw(p, q)
+    run_steps(opt, 4)
+    assert deferred(p, q) == [False, True]
+
+
+def test_a_small_view_of_a_large_storage_is_deferred_with_it() -> None:
+    flat = torch.randn(NUMEL)
+    p, q = nn.Parameter(flat[:10]), nn.Parameter(flat[10:])
+    opt = SGD([p, q], lr=0.1)
+    run_steps(opt, 4)
+    assert deferred(p, q) == [True, True]
+
+
+def test_a_stateless_optimizer_owns_what_had_a_gradient_at_a_step() -> None:
+    p, q = param(), param()
+    opt = SGD([p, q], lr=0.1)
+    for _ in range(4):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert deferred(p, q) == [True, False]
+    for _ in range(4):  # the save above met `q`; now it has gradients
+        q.grad = torch.ones_like(q)
+        opt.step()
+        deferred(q)
+    assert deferred(p, q) == [True, True]
+
+
+def test_a_parameter_without_state_beside_others_with_state_is_captured() -> None:
+    # A momentum encoder in Adam(self.parameters()): requires_grad, never a gradient.
+    p, encoder = param(), param()
+    opt = Adam([p, encoder])
+    for _ in range(5):
+        p.grad = torch.ones_like(p)
+        opt.step()
+        with torch.no_grad():
+            encoder.lerp_(p, 0.01)
+    assert deferred(p, encoder) == [True, False]
+
+
+def test_frozen_parameters_are_captured() -> None:
+    p, q = param(), param()
+    opt = adamw(p, q)
+    run_steps(opt, 4)
+    q.requires_grad_(False)
+    assert deferred(p, q) == [True, False]
+
+
+def test_a_frozen_parameter_over_the_same_storage_has_it_captured() -> None:
+    flat = torch.randn(2 * NUMEL)
+    p = nn.Parameter(flat[:NUMEL])
+    frozen = nn.Parameter(flat[NUMEL:], requires_grad=False)
+    opt = adamw(p, frozen)
+    run_steps(opt, 5)
+    assert deferred(p) == [False]
+    assert deferred(*state_tensors(opt)) == [True, True]
+
+
+def test_what_left_the_groups_or_the_state_is_captured() -> None:
+    p, q, r = param(), param(), param()
+    opt = adamw(p, q, r)
+    run_steps(opt, 4)
+    old = opt.state[q]["exp_avg"]
+    assert deferred(p, q, r, old) == [True] * 4
+    opt.param_groups[0]["params"].remove(p)
+    del opt.state[q]
+    assert deferred(p, q, r, old) == [False, False, True, False]
+
+
+def test_other_tensors_are_captured() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    ema, plain = p.detach().clone(), torch.randn(NUMEL)
+    assert deferred(p, ema, plain) == [True, False, False]
+
+
+def test_a_tensor_lr_is_captured() -> None:
+    p = param()
+    lr = torch.full((NUMEL,), 0.001)[0]
+    opt = SGD([p], lr=lr, foreach=False)
+    run_steps(opt, 4)
+    assert deferred(p, lr) == [True, False]
+
+
+def test_shared_memory_is_captured() -> None:
+    p, q = param(), param()
+    p.share_memory_()
+    opt = adamw(p, q)
+    run_steps(opt, 4)
+    assert deferred(p, q) == [False, True]
+    q.share_memory_()  # the same StorageImpl, other memory
+    assert deferred(p, q) == [False, False]
+    run_steps(opt, 4)
+    assert deferred(p, q) == [False, False]
+
+
+def test_a_registered_subclass_of_tensor_is_captured() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    p = Special(torch.randn(NUMEL))
+    opt = SGD([p], lr=0.1)
+    run_steps(opt, 5)
+    assert deferred(p) == [False]
+
+
+# ---- observation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.clamp_(-0.5, 0.5),
+        lambda p: p.data.mul_(0.999),
+        lambda p: torch._foreach_mul_([p], 0.999),
+        lambda p: p.data[0].add_(1),
+        lambda p: p.data[NUMEL // 2].add_(1),
+        lambda p: p.data[-1].add_(1),
+    ],
+    ids=["clamp", "data", "foreach", "start", "middle", "end"],
+)
+def test_what_is_written_between_steps_is_captured(write: Callable[[Tensor], object]) -> None:
+    p, q = param(), param()
+    opt = adamw(p, q)
+
+    def between() -> None:
+        with torch.no_grad():
+            write(p)
+
+    run_steps(opt, 4, between)
+    assert deferred(p, q, *state_tensors(opt)) == [False, True, True, True, True, True]
+
+
+def test_a_storage_that_changed_once_stays_captured_until_load_state_dict() -> None:
+    p, q = param(), param()
+    opt = adamw(p, q)
+    run_steps(opt, 1)
+    p.data.mul_(2)
+    run_steps(opt, 10)
+    assert deferred(p, q) == [False, True]
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert deferred(p, q, *state_tensors(opt)) == [False] * 6
+    run_steps(opt, 2)
+    assert deferred(p, q) == [False, False]
+    run_steps(opt, 1)
+    assert deferred(p, q, *state_tensors(opt)) == [True] * 6
+
+
+def test_max_norm_embeddings_are_captured() -> None:
+    embedding = nn.Embedding(64, 64, max_norm=0.1)
+    head = nn.Linear(64, 64)
+    opt = SGD([*embedding.parameters(), *head.parameters()], lr=0.1, momentum=0.9)
+    for _ in range(4):
+        opt.zero_grad()
+        head(embedding(torch.arange(64))).sum().backward()
+        opt.step()
+    assert deferred(embedding.weight, head.weight) == [False, True]
+
+
+def test_new_storages_are_captured_until_observed() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    p.data = torch.randn(NUMEL)
+    assert deferred(p, *state_tensors(opt)) == [False, True, True]
+    run_steps(opt, 3)
+    assert deferred(p, *state_tensors(opt)) == [True, True, True]
+
+
+def test_module_to_and_back_is_captured_until_observed() -> None:
+    module = nn.Linear(64, 64)
+    opt = SGD(module.parameters(), lr=0.1, momentum=0.9)
+    run_steps(opt, 4)
+    assert deferred(module.weight) == [True]
+    module.to(torch.float64).to(torch.float32)
+    assert deferred(module.weight) == [False]
+    run_steps(opt, 4)
+    assert deferred(module.weight) == [True]
+
+
+def test_a_resized_storage_is_captured() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    p.untyped_storage().resize_(8 * NUMEL)
+    assert deferred(p) == [False]
+    run_steps(opt, 1)
+    p.untyped_storage().resize_(16 * NUMEL)  # between a record and its comparison
+    run_steps(opt, 1)
+    p.untyped_storage().resize_(0)
+    run_steps_freed = ownership.find(opt)
+    assert run_steps_freed is not None
+    run_steps_freed.compare()  # must not read the freed memory
+
+
+def test_a_group_added_later_is_observed() -> None:
+    p, q = param(), param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    opt.add_param_group({"params": [q]})
+    assert deferred(p, q) == [True, False]
+    run_steps(opt, 3)
+    assert deferred(p, q) == [True, True]
+
+
+def test_lists_and_dicts_in_the_state_are_observed() -> None:
+    p = param()
+    opt = torch.optim.LBFGS([p], max_iter=3, history_size=4)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (p**2).sum() + (p**4).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(8):
+        opt.step(closure)
+        old = list(opt.state[p]["old_dirs"])
+        deferred(p, *old)  # meets new history, which is then enrolled
+    assert deferred(p) == [True]
+    opt.param_groups[0]["max_iter"] = 0
+    for _ in range(4):
+        opt.step(closure)
+    assert all(deferred(*opt.state[p]["old_dirs"]))
+
+
+def test_observation_stops_once_a_storage_is_decided() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    p.data[0] = 5.0  # a rare writer; the detectors are there for those
+    run_steps(opt, 1)
+    assert deferred(p) == [True]
+
+
+# ---- whose step it is -------------------------------------------------------------------------
+
+
+class SubclassWithStep(SGD):
+    """A SAM-like class: it writes parameters before and after calling its base."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(0.01)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.01)
+        super().step()
+        return loss
+
+
+class SubclassWithoutStep(SGD):
+    pass
+
+
+def sgd_like(cls: type[SGD], p: nn.Parameter) -> SGD:
+    return cls([p], lr=0.1, momentum=0.9)
+
+
+def test_a_subclass_with_a_step_of_its_own_is_captured() -> None:
+    p = param()
+    opt = sgd_like(SubclassWithStep, p)
+    run_steps(opt, 5)
+    assert deferred(p, *state_tensors(opt)) == [False, False]
+
+
+def test_a_subclass_that_inherits_step_is_deferred() -> None:
+    p = param()
+    opt = sgd_like(SubclassWithoutStep, p)
+    run_steps(opt, 4)
+    assert deferred(p) == [True]
+
+
+def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_not() -> None:
+    class Registered(SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            super().step()
+            super().step()
+            return loss
+
+    class Inheriting(Registered):
+        pass
+
+    class Overriding(Registered):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    made_before = sgd_like(Registered, param())
+    gate.register_optimizer(Registered)
+    made = [made_before, *(sgd_like(c, param()) for c in (Registered, Inheriting, Overriding))]
+    for opt in made:
+        run_steps(opt, 4)
+    assert [deferred(o.param_groups[0]["params"][0]) for o in made] == [
+        [True],
+        [True],
+        [True],
+        [False],
+    ]
+
+
+def test_inner_steps_of_one_step_count_no_cycles() -> None:
+    class Twice(SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            super().step()
+            super().step()
+
+    gate.register_optimizer(Twice)
+    p = param()
+    opt = sgd_like(Twice, p)
+    run_steps(opt, 2)
+    assert deferred(p) == [False]
+    run_steps(opt, 1)
+    assert deferred(p) == [True]
+
+
+def test_register_optimizer_refuses_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="subclass of torch.optim.Optimizer"):
+        gate.register_optimizer(nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="subclass of torch.optim.Optimizer"):
+        gate.register_optimizer(SGD([param()], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_lr_schedulers_do_not_hide_the_step() -> None:
+    p = param()
+    opt = adamw(p)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
+    run_steps(opt, 4, scheduler.step)
+    assert deferred(p) == [True]
+
+
+def test_a_wrapper_that_hides_inside_the_hooks_is_not_taken_for_torch() -> None:
+    class Sneaky(SGD):
+        @functools.wraps(SGD.step)
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(0.5)
+            return Optimizer.profile_hook_step(SGD.step.__wrapped__)(self, closure)
+
+    del Sneaky.step.hooked  # so that torch puts its hooks around it
+    p = param()
+    opt = Sneaky([p], lr=0.1)
+    run_steps(opt, 5)
+    assert deferred(p) == [False]
+
+
+def test_an_instance_whose_step_was_replaced_is_captured() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    original = opt.step
+    opt.step = lambda closure=None: original(closure)  # type: ignore[method-assign]
+    assert deferred(p) == [False]
+    opt.__dict__.pop("step")
+    assert deferred(p) == [True]
+
+
+def test_a_class_that_skips_the_constructor_defers_nothing() -> None:
+    class Bare(Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            self.param_groups = [{"params": params}]
+            self.state = {}  # type: ignore[assignment]
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(1)
+
+    p = param()
+    opt = Bare([p])
+    for _ in range(5):
+        opt.step()
+    assert ownership.find(opt) is None
+    assert deferred(p) == [False]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
+def test_a_compiled_step_is_observed() -> None:
+    p = param()
+    opt = adamw(p)
+    step = torch.compile(lambda: opt.step(), backend="eager")
+    for _ in range(5):
+        give_gradients(opt)
+        step()
+    assert deferred(p, *state_tensors(opt)) == [True, True, True]
+
+
+def test_an_optimizer_in_the_backward_is_observed() -> None:
+    module = nn.Linear(64, 128)
+    made = {p: AdamW([p]) for p in module.parameters()}
+
+    def hook(p: Tensor) -> None:
+        made[p].step()  # type: ignore[index]
+        made[p].zero_grad()  # type: ignore[index]
+
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    for _ in range(4):
+        module(torch.randn(2, 64)).sum().backward()
+    assert deferred(module.weight) == [True]
+
+
+def test_two_optimizers_that_share_a_parameter_have_it_captured() -> None:
+    shared, p, q = param(), param(), param()
+    one, two = adamw(shared, p), adamw(shared, q)
+    for _ in range(5):
+        run_steps(one, 1)
+        run_steps(two, 1)
+    assert deferred(shared, p, q) == [False, True, True]
+    # With the other one gone, it has one owner; what is learned of it starts again.
+    del two
+    gc.collect()
+    run_steps(one, 3)
+    assert deferred(shared, p) == [True, True]
+
+
+def test_a_second_optimizer_that_only_claims_a_parameter_has_it_captured() -> None:
+    p = param()
+    one = adamw(p)
+    run_steps(one, 4)
+    assert deferred(p) == [True]
+    two = adamw(p)
+    run_steps(two, 1)
+    assert deferred(p) == [False]
+    assert deferred(*state_tensors(one)) == [True, True]
+
+
+# ---- active steps -----------------------------------------------------------------------------
+
+
+def test_everything_is_captured_during_any_step() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    run_steps(two, 4)
+    seen: list[list[bool]] = []
+
+    def closure() -> float:
+        seen.append(deferred(p, q))
+        return 0.0
+
+    give_gradients(two)
+    two.step(closure)
+    assert seen == [[False, False]]
+    assert deferred(p, q) == [True, True]
+
+
+def test_a_step_that_raised_captures_until_the_next_step_is_complete() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    run_steps(two, 4)
+
+    def closure() -> float:
+        raise ValueError("bad batch")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad batch"):
+            one.step(closure)
+    assert deferred(p, q) == [False, False]
+    run_steps(two, 1)
+    assert deferred(p, q) == [False, False]
+    run_steps(one, 1)
+    assert deferred(p, q) == [True, True]
+
+
+def test_a_dead_optimizer_that_raised_in_a_step_is_forgotten() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    with pytest.raises(ZeroDivisionError):
+        two.step(lambda: 1 / 0)
+    assert deferred(p) == [False]
+    del two
+    gc.collect()
+    assert deferred(p) == [True]
+
+
+def test_a_distrusted_optimizer_is_captured_for_good() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    run_steps(two, 4)
+    skeleton = skeleton_of([p, q])
+    deferral = gate.defer(skeleton, overlap=True)
+    deferral.close()
+    deferral.distrust(1)
+    deferral.distrust(99)
+    assert deferred(p, q) == [True, False]
+    run_steps(two, 5)
+    assert deferred(p, q) == [True, False]
+
+
+# ---- the version detector ---------------------------------------------------------------------
+
+
+def test_torn_names_the_storage_whose_tensor_counted_a_write() -> None:
+    params = [param() for _ in range(5)]
+    opt = adamw(*params)
+    run_steps(opt, 4)
+    untouched = gate.defer(skeleton_of(params), overlap=True)
+    untouched.close()
+    assert untouched.torn() == -1
+    skeleton = skeleton_of([torch.zeros(NUMEL), *params])
+    deferral = gate.defer(skeleton, overlap=True)
+    deferral.close()
+    assert sorted(deferral.indices) == [1, 2, 3, 4, 5]
+    with torch.no_grad():
+        params[2].mul_(2)
+    assert deferral.torn() == 3
+
+
+def test_a_write_through_one_of_two_tensors_over_a_storage_is_noticed() -> None:
+    flat = torch.randn(2 * NUMEL)
+    p, q = nn.Parameter(flat[:NUMEL]), nn.Parameter(flat[NUMEL:])
+    opt = SGD([p, q], lr=0.1)
+    run_steps(opt, 4)
+    for tensor in (p, q):
+        deferral = gate.defer(skeleton_of([p, q]), overlap=True)
+        deferral.close()
+        assert deferral.indices == [0]
+        with torch.no_grad():
+            tensor.add_(1)
+        assert deferral.torn() == 0
+
+
+def test_a_default_device_runs_no_python_code_in_our_reads() -> None:
+    p = param()
+    opt = adamw(p)
+    calls = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    run_steps(opt, 4)
+    skeleton = skeleton_of([p])
+    with Mode():
+        deferral = gate.defer(skeleton, overlap=True)
+        assert deferral.torn() == -1
+    deferral.close()
+    assert deferral.indices == [0]
+    assert calls == []
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def test_nothing_keeps_a_dead_optimizer_or_its_tensors_alive() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 4)
+    assert deferred(p) == [True]
+    exp_avg = weakref.ref(opt.state[p]["exp_avg"])
+    refs = [weakref.ref(opt), weakref.ref(p), exp_avg]
+    before = len(ownership._owners)
+    del opt, p
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]
+    assert len(ownership._owners) == before - 1
+
+
+def test_an_optimizer_that_its_parameter_holds_is_freed() -> None:
+    p = param()
+    opt = adamw(p)
+    p.owner = opt  # a cycle through the parameter
+    opt.step = opt.step  # type: ignore[method-assign]  # and one through the instance
+    run_steps(opt, 4)
+    ref = weakref.ref(opt)
+    del opt, p
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_replaced_storage_is_freed_at_once() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 2)  # in the middle of the observation
+    watched = p.untyped_storage()
+    weak = watched._weak_ref()
+    del watched
+    p.data = torch.zeros(NUMEL)
+    assert torch.UntypedStorage._expired(weak)
+    torch.UntypedStorage._free_weak_ref(weak)
+
+
+def test_cleared_state_is_freed_at_once() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 2)
+    ref = weakref.ref(opt.state[p]["exp_avg"])
+    opt.state.clear()
+    assert ref() is None
+    run_steps(opt, 4)
+    assert deferred(p, *state_tensors(opt)) == [True] * 3
+
+
+def test_storages_at_reused_addresses_are_not_taken_for_old_ones() -> None:
+    for _ in range(50):
+        p = param()
+        opt = adamw(p)
+        run_steps(opt, 4)
+        assert deferred(p) == [True]
+        del opt
+        fresh = [torch.zeros(NUMEL) for _ in range(4)]
+        assert deferred(p, *fresh) == [False] * 5
+        del p
+    gc.collect()
+
+
+def test_the_claims_of_dead_optimizers_are_dropped() -> None:
+    gc.collect()
+    before = len(ownership._claimed)
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 3)
+    assert len(ownership._claimed) == before + 3
+    del opt
+    gc.collect()
+    assert len(ownership._claimed) == before
+
+
+def test_optimizers_are_copied_and_pickled_as_before() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 2)
+    for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert ownership.find(twin) is None
+        run_steps(twin, 4)
+        assert deferred(twin.param_groups[0]["params"][0]) == [True]
+
+
+def test_threads_that_step_their_own_optimizers_do_not_disturb_each_other() -> None:
+    made = [adamw(param(), param()) for _ in range(4)]
+    start = threading.Barrier(len(made))
+    failures: list[BaseException] = []
+
+    def train(opt: AdamW) -> None:
+        try:
+            start.wait()
+            for _ in range(50):
+                run_steps(opt, 1)
+                deferred(*opt.param_groups[0]["params"])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(opt,)) for opt in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for opt in made:
+        assert deferred(*opt.param_groups[0]["params"]) == [True, True]

@@ -1,0 +1,103 @@
+"""Checkpoint files of every writer and of every kind of damage."""
+
+import contextlib
+import io
+import os
+
+import torch
+from torch.utils.serialization import config
+
+import stillframe
+
+
+def small_state():
+    """A state_dict-like tree with an empty storage, a view and a tie."""
+    weight = torch.arange(600, dtype=torch.float32).reshape(20, 30)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "view": weight[3:7, ::2],
+        "empty": torch.empty(0),
+        "step": torch.tensor(7),
+        "name": "small",
+    }
+
+
+def same(a, b):
+    """Whether two `small_state`s are equal, ties included."""
+    return (
+        a.keys() == b.keys()
+        and all(torch.equal(a[k], b[k]) for k in a if k != "name")
+        and a["name"] == b["name"]
+        and a["weight"] is a["tied"]
+        and a["view"].untyped_storage().data_ptr() == a["weight"].untyped_storage().data_ptr()
+    )
+
+
+@contextlib.contextmanager
+def saving(**options):
+    """torch.save's configuration, changed for a while."""
+    before = {name: getattr(config.save, name) for name in options}
+    for name, value in options.items():
+        setattr(config.save, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config.save, name, value)
+
+
+def by_path(state, path):
+    torch.save(state, path)
+
+
+def by_buffer(state, path):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def without_crc(state, path):
+    with saving(compute_crc32=False):
+        torch.save(state, path)
+
+
+def aligned_to_a_page(state, path):
+    with saving(storage_alignment=4096):
+        torch.save(state, path)
+
+
+def by_stillframe(state, path):
+    stillframe.save(state, path)
+
+
+def legacy(state, path):
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+WRITERS = [by_path, by_buffer, without_crc, aligned_to_a_page, by_stillframe, legacy]
+
+
+def sparse(path, nbytes):
+    """A whole checkpoint with one storage of `nbytes`, none of which is on the disk."""
+    with torch.serialization.skip_data():
+        torch.save({"big": torch.empty(nbytes, dtype=torch.uint8)}, path)
+
+
+def open_descriptors():
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def flip(path, at, bit=0):
+    """Changes one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def offset_of_storage(path, key="weight"):
+    """Where the bytes of a tensor's storage stand in the file."""
+    with torch.serialization.skip_data(), torch._subclasses.FakeTensorMode():
+        return torch.load(path)[key].untyped_storage()._checkpoint_offset

@@ -1,0 +1,380 @@
+"""stillframe.load: what is whole loads as torch.load loads it, what is not is refused and said why."""
+
+import os
+import pathlib
+import signal
+import time
+import warnings
+import zipfile
+
+import pytest
+import torch
+from fix_checkpoints import (
+    WRITERS,
+    by_path,
+    by_stillframe,
+    flip,
+    offset_of_storage,
+    open_descriptors,
+    same,
+    saving,
+    small_state,
+    sparse,
+)
+from torch.utils.serialization import config
+
+import stillframe
+from stillframe import CorruptCheckpointError, _core, reader
+
+
+class NotAllowed:
+    """A class that weights_only refuses."""
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left():
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before
+
+
+def whole(path):
+    """Checks the file's structure and CRCs; returns what _core.check says."""
+    with open(path, "rb") as file:
+        return _core.check(file.fileno(), True)
+
+
+# ---- what is whole -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_any_writer_saved_is_loaded(write, verify, tmp_path):
+    path = tmp_path / "x.pt"
+    write(small_state(), path)
+    assert same(stillframe.load(path, verify=verify), small_state())
+
+
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])  # torch cannot load its own 0
+def test_the_legacy_format_is_loaded_in_every_pickle_protocol(protocol, tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save(
+        small_state(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=False
+    )
+    loaded = stillframe.load(path, weights_only=False, verify=True)
+    assert same(loaded, small_state())
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
+def test_every_storage_alignment_of_torch_is_whole(alignment, tmp_path):
+    with saving(storage_alignment=alignment):
+        torch.save(small_state(), tmp_path / "x.pt")
+    found = whole(tmp_path / "x.pt")
+    assert found["ok"], found["error"]
+    assert found["num_unchecked"] == 0
+
+
+def test_many_small_records_are_loaded(tmp_path):
+    state = {str(i): torch.full((i % 5,), i) for i in range(3000)}
+    torch.save(state, tmp_path / "x.pt")
+    loaded = stillframe.load(tmp_path / "x.pt", verify=True)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+def test_more_records_than_16_bits_count_are_whole(tmp_path):
+    torch.save([torch.empty(0) for _ in range(66_000)], tmp_path / "x.pt")
+    found = whole(tmp_path / "x.pt")
+    assert found["ok"], found["error"]
+    assert found["num_records"] == 66_006
+
+
+def test_records_past_4_gib_are_whole(tmp_path):
+    path = tmp_path / "x.pt"
+    with torch.serialization.skip_data():
+        big = torch.empty((4 << 30) + 8, dtype=torch.uint8)
+        torch.save([torch.ones(3), big, torch.ones(4), torch.empty(0)], path)
+    with open(path, "rb") as file:
+        found = _core.check(file.fileno(), False)
+    assert found["ok"], found["error"]
+    assert found["nbytes"] == os.path.getsize(path) > 4 << 30
+    assert found["num_unchecked"] == 3  # skip_data leaves CRCs out
+
+
+def test_the_structure_of_torchscript_is_whole_and_torch_says_what_it_thinks_of_it(tmp_path):
+    path = tmp_path / "x.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(torch.nn.Linear(2, 3)).save(str(path))
+        assert whole(path)["ok"]
+        with pytest.raises(RuntimeError, match="TorchScript"):
+            stillframe.load(path)
+        module = stillframe.load(path, weights_only=False, verify=True)
+    assert module(torch.ones(2)).shape == (3,)
+
+
+def test_a_checkpoint_that_an_unzipper_packed_again_is_loaded(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(zipfile.ZipInfo(name), old.read(name))
+    assert same(stillframe.load(tmp_path / "y.pt", verify=True), small_state())
+
+
+def test_a_checkpoint_of_an_old_torch_without_byteorder_is_loaded(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
+    ):
+        for name in old.namelist():
+            if not name.endswith(("byteorder", ".format_version", ".storage_alignment")):
+                new.writestr(name, old.read(name))
+    assert same(stillframe.load(tmp_path / "y.pt"), small_state())
+
+
+# ---- what torch.load says comes through -----------------------------------------------
+
+
+def test_map_location_is_torch_loads(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    assert stillframe.load(tmp_path / "x.pt", "meta")["weight"].is_meta
+    seen = []
+
+    def where(storage, location):
+        seen.append(location)
+        return storage
+
+    stillframe.load(tmp_path / "x.pt", map_location=where)
+    assert set(seen) == {"cpu"}
+
+
+def test_what_weights_only_refuses_is_torch_loads_own_error(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"x": NotAllowed()}, path)
+    with pytest.raises(Exception) as theirs:
+        torch.load(path)
+    with pytest.raises(type(theirs.value)) as ours:
+        stillframe.load(path)
+    assert str(ours.value) == str(theirs.value)
+    assert isinstance(stillframe.load(path, weights_only=False)["x"], NotAllowed)
+
+
+def test_tensors_own_their_memory_whatever_torch_is_configured_to(tmp_path):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    config.load.mmap = True
+    try:
+        loaded = stillframe.load(path)
+    finally:
+        config.load.mmap = False
+    with open(path, "r+b") as file:
+        file.write(bytes(os.path.getsize(path)))
+        file.truncate(10)
+    assert same(loaded, small_state())
+
+
+# ---- what is not whole -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [by_path, by_stillframe])
+def test_no_truncation_is_loaded(write, tmp_path):
+    path = tmp_path / "x.pt"
+    write(small_state(), path)
+    size = os.path.getsize(path)
+    for nbytes in [0, 1, 2, 3, 4, 21, 22, 97, 98, *range(100, size, 97), size - 22, size - 1]:
+        os.truncate(path, nbytes)
+        with pytest.raises(CorruptCheckpointError, match="empty|truncated") as error:
+            stillframe.load(path)
+        assert str(path) in str(error.value)
+        write(small_state(), path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 5000,
+        b"hello, world\n" * 100,
+        b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+        b"PK\3\4",
+        b"PK\5\6" + bytes(18),
+        b"\x80\x04K\x01.",  # a pickle, but not torch's
+    ],
+)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_foreign_files_are_refused_before_anything_is_unpickled(content, weights_only, tmp_path):
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"x\.pt cannot be loaded: it "):
+        stillframe.load(path, weights_only=weights_only)
+
+
+def test_a_zip_file_of_something_else_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
+        file.writestr("word/document.xml", "<x/>")
+    with pytest.raises(CorruptCheckpointError, match=r"no record data\.pkl"):
+        stillframe.load(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("write", [by_path, by_stillframe])
+def test_a_wrong_byte_of_a_tensor_is_found_with_verify(write, tmp_path):
+    path = tmp_path / "x.pt"
+    write(small_state(), path)
+    flip(path, offset_of_storage(path) + 1000)
+    with pytest.raises(CorruptCheckpointError, match=r"record \w+/data/0: .* CRC") as error:
+        stillframe.load(path, verify=True)
+    assert str(path) in str(error.value)
+    # Without it only the structure is looked at: the promise is no more than that.
+    assert not torch.equal(stillframe.load(path)["weight"], small_state()["weight"])
+
+
+def test_several_damaged_records_are_counted(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(100), torch.ones(200), torch.ones(300)], path)
+    data = bytearray(path.read_bytes())
+    for record in (b"data/0", b"data/1", b"data/2"):
+        data[data.index(record) + 200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"data/0: .*\(and 2 more records\)"):
+        stillframe.load(path, verify=True)
+
+
+@pytest.mark.parametrize("write", [by_path, by_stillframe])
+def test_a_flipped_bit_is_found_or_changes_nothing_that_is_loaded(write, tmp_path):
+    path = tmp_path / "x.pt"
+    write(small_state(), path)
+    good = path.read_bytes()
+    nr_found = 0
+    with open(path, "r+b", buffering=0) as file:
+        for at in range(len(good)):
+            os.pwrite(file.fileno(), bytes([good[at] ^ 1 << at % 8]), at)
+            if _core.check(file.fileno(), True)["ok"]:
+                assert same(torch.load(path), small_state()), at
+            else:
+                nr_found += 1
+            os.pwrite(file.fileno(), good[at : at + 1], at)
+    # Everything but padding: the headers, the pickle, 2,400 bytes of weights.
+    assert nr_found > 3500
+
+
+# ---- paths -------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_a_file_not_found_error(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        stillframe.load(tmp_path / "x.pt")
+    assert error.value.filename == str(tmp_path / "x.pt")
+
+
+def test_a_directory_is_an_is_a_directory_error(tmp_path):
+    with pytest.raises(IsADirectoryError) as error:
+        stillframe.load(tmp_path)
+    assert error.value.filename == str(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_a_permission_error(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    os.chmod(tmp_path / "x.pt", 0)
+    with pytest.raises(PermissionError):
+        stillframe.load(tmp_path / "x.pt")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.pt")
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        stillframe.load(tmp_path / "x.pt")
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        stillframe.load("/dev/null")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x.pt", "file:///tmp/x.pt", "memory://x", ""])
+def test_a_remote_or_empty_path_is_a_value_error(path):
+    with pytest.raises(ValueError, match="path"):
+        stillframe.load(path)
+
+
+@pytest.mark.parametrize("path", [b"x.pt", 3, None])
+def test_what_is_no_path_is_a_type_error(path):
+    with pytest.raises(TypeError, match="path"):
+        stillframe.load(path)
+
+
+def test_strings_path_objects_links_and_letters_of_all_kinds_are_paths(tmp_path, monkeypatch):
+    name = "krüge \N{SNOWMAN}.pt"
+    by_path(small_state(), tmp_path / name)
+    os.symlink(name, tmp_path / "link.pt")
+    monkeypatch.chdir(tmp_path)
+    for path in (name, pathlib.Path(name), str(tmp_path / name), tmp_path / "link.pt", "link.pt"):
+        assert same(stillframe.load(path), small_state())
+
+
+# ---- meanwhile ---------------------------------------------------------------------------
+
+
+def test_a_load_sees_the_save_submitted_before_it(tmp_path):
+    for step in range(5):
+        stillframe.async_save({"step": torch.tensor(step)}, tmp_path / "x.pt")
+        assert stillframe.load(tmp_path / "x.pt", verify=True)["step"] == step
+
+
+def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_path, monkeypatch):
+    path, other = tmp_path / "x.pt", tmp_path / "other"
+    by_path(small_state(), path)
+    other.write_bytes(b"something else")
+    check_fd = reader.check_fd
+
+    def replace_meanwhile(*args, **kwargs):
+        check_fd(*args, **kwargs)
+        os.replace(other, path)
+
+    monkeypatch.setattr(reader, "check_fd", replace_meanwhile)
+    assert same(stillframe.load(path), small_state())
+    assert path.read_bytes() == b"something else"
+
+
+def test_a_check_answers_signals(tmp_path):
+    sparse(tmp_path / "x.pt", 8 << 30)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            stillframe.load(tmp_path / "x.pt", verify=True)
+        assert time.monotonic() - start < 1.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_progress_goes_up_to_the_end_and_its_errors_come_through(tmp_path):
+    sparse(tmp_path / "x.pt", 3 << 30)
+    seen = []
+    with open(tmp_path / "x.pt", "rb") as file:
+        found = _core.check(file.fileno(), True, lambda *now: seen.append(now))
+        assert found["ok"]
+        assert seen == sorted(seen)
+        assert seen and all(done <= found["nbytes"] == total for done, total in seen)
+
+        def stop(done, total):
+            raise RuntimeError("enough")
+
+        with pytest.raises(RuntimeError, match="enough"):
+            _core.check(file.fileno(), True, stop)
+
+
+def test_an_error_of_reading_is_an_os_error_with_the_path(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    # A descriptor that may only be written: pread says EBADF.
+    monkeypatch.setattr(reader, "_open", lambda path: os.open(path, os.O_WRONLY))
+    with pytest.raises(OSError) as error:
+        stillframe.load(path)
+    assert error.value.filename == str(path)
