@@ -27,6 +27,7 @@ WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
 .PHONY: build demo test bench lint format asan tsan valgrind clean distclean
 .DELETE_ON_ERROR:
+.SECONDARY:
 
 # ---- the package --------------------------------------------------------------------------
 
@@ -98,10 +99,11 @@ C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
 .PHONY: programs-$(1)
 programs-$(1): $$(C_PROGRAMS_$(1))
 build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
-	@mkdir -p $$(@D)
-	$(CC) $(C_FLAGS) $(2) -c $$< -o $$@
+	@mkdir -p $$(@D) && echo "  $(1) $$<"
+	@$(CC) $(C_FLAGS) $(2) -c $$< -o $$@
 build/$(1)/test_%: tests/c/test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
-	$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -o $$@
+	@echo "  $(1) $$<"
+	@$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -o $$@
 endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))

@@ -215,7 +215,7 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
 
 
 def print_results(
-    figures: Figures, settings: Settings, peers: list[str], facts: dict[str, Any], quick: bool
+    figures: Figures, settings: Settings, peers: list[str], facts: dict[str, Any], small: bool
 ) -> None:
     """The machine, the raw limits, the table and a line that counts the goals."""
     print("\n".join(facts_lines(facts)))
@@ -236,8 +236,8 @@ def print_results(
             middle = statistics.median(medians)
             limits.append(f"{label} {nbytes / middle / 1e9:.2f} GB/s ({format_seconds(middle)})")
     print("Raw limits in this run: " + ", ".join(limits))
-    if quick:
-        print("--quick: a smaller state and few rounds; the goals are meant for the full run.")
+    if small:
+        print("A smaller run than the full one: the goals are set for that, on two quiet cores.")
     print()
     finished = {TORCH: " (unsynced)", LIGHTNING: " (unsynced)", OURS: " (durable)"}
     print_table(

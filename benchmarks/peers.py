@@ -189,10 +189,10 @@ class _Session:
             self._tensors = plain_tensors(spec.nbytes, 3 * spec.nr_params)
             self._nbytes = sum(t.nbytes for t in self._tensors.values())
         gc.collect()
-        self._rss = status_bytes("VmRSS")
+        self._rss = 0  # before the first save
 
     def info(self) -> dict[str, float]:
-        return {"state_nbytes": self._nbytes, "rss_before": self._rss}
+        return {"state_nbytes": self._nbytes}
 
     def _tree(self) -> Any:
         return self._tensors if self._training is None else self._training.tree()
@@ -213,6 +213,7 @@ class _Session:
         begin = time.perf_counter_ns()
         others = Others()
         alone = tick(Stamp(), begin, begin + CALIBRATE_NS, busy=busy)
+        self._rss = self._rss or status_bytes("VmRSS")
         reset_peak_rss()
         start = time.perf_counter_ns()
         self._peer.save(tree, str(path), stamp)
@@ -226,6 +227,7 @@ class _Session:
         figures = {
             "call_s": (returned - start) / 1e9,
             "finished_s": (stamp.at_ns - start) / 1e9,
+            "rss_before": float(self._rss),
             "extra_rss": (peak - self._rss) / self._nbytes,
             "others": others.share(),
             "file_nbytes": float(path.stat().st_size),

@@ -113,9 +113,9 @@ static uint64_t mem_available(void)
 struct cgroup_files {
 	const char *limit, *usage, *inactive;
 };
-static const struct cgroup_files v1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
-				       "total_inactive_file "};
-static const struct cgroup_files v2 = {"memory.max", "memory.current", "inactive_file "};
+static const struct cgroup_files v1 = { "memory.limit_in_bytes", "memory.usage_in_bytes",
+					"total_inactive_file " };
+static const struct cgroup_files v2 = { "memory.max", "memory.current", "inactive_file " };
 
 static bool cgroup_number(const char *dir, const char *file, const char *key, uint64_t *value)
 {
@@ -192,9 +192,9 @@ static uint64_t cgroups_leave(void)
 		if (list == NULL || line == NULL)
 			continue;
 		if (*list != '\0') {
-			leaves = has_memory(list)
-					 ? groups_leave("/sys/fs/cgroup/memory", line, &v1)
-					 : NO_LIMIT;
+			leaves = has_memory(list) ?
+					 groups_leave("/sys/fs/cgroup/memory", line, &v1) :
+					 NO_LIMIT;
 		} else if (strcmp(number, "0") == 0) {
 			uint64_t hybrid = groups_leave("/sys/fs/cgroup/unified", line, &v2);
 
@@ -254,8 +254,8 @@ uint64_t sfr__budget_take(uint64_t block_bytes)
 		taken = pages_now(old, generation);
 		bytes = cap(all, taken * SFR_PAGE, block_bytes);
 	} while (!atomic_compare_exchange_weak(&caps_taken, &old,
-					       (taken + bytes / SFR_PAGE) |
-						       generation << PAGES_BITS));
+					       (taken + bytes / SFR_PAGE) | generation
+										    << PAGES_BITS));
 	return bytes;
 }
 

@@ -21,7 +21,7 @@ struct code_text {
 };
 
 static const struct code_text codes[] = {
-#define X(name, value, text) {name, #name, text},
+#define X(name, value, text) { name, #name, text },
 	SFR_ERROR_LIST(X)
 #undef X
 };

@@ -39,10 +39,10 @@
 static const struct {
 	const char *name, *data;
 } records[] = {
-	{"archive/.format_version", "0"},
-	{"archive/.storage_alignment", "64"},
-	{"archive/byteorder", "little"},
-	{"archive/version", "3\n"},
+	{ "archive/.format_version", "0" },
+	{ "archive/.storage_alignment", "64" },
+	{ "archive/byteorder", "little" },
+	{ "archive/version", "3\n" },
 };
 #define NR_RECORDS (sizeof(records) / sizeof(records[0]))
 
@@ -164,11 +164,12 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	uint32_t nr_lanes = 1;
 	int rc;
 
-	*img = (struct sfr__image){.block_bytes = block_bytes};
+	*img = (struct sfr__image){ .block_bytes = block_bytes };
 	rc = check_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
-	for (uint32_t lane = SFR_CAPTURED, next; (next = next_lane(desc, lane)) != lane; lane = next)
+	for (uint32_t lane = SFR_CAPTURED, next; (next = next_lane(desc, lane)) != lane;
+	     lane = next)
 		nr_lanes++;
 	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
 	img->runs = sfr_sys.calloc(nr_lanes, sizeof(*img->runs));
@@ -206,12 +207,13 @@ void sfr__image_fini(struct sfr__image *img)
 {
 	sfr_sys.free(img->entries);
 	sfr_sys.free(img->runs);
-	*img = (struct sfr__image){0};
+	*img = (struct sfr__image){ 0 };
 }
 
 /* ---- blocks and segments ------------------------------------------------- */
 
-uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
+			      uint32_t blk)
 {
 	return run->off + blk * img->block_bytes;
 }

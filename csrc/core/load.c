@@ -29,10 +29,10 @@
 #include <stdio.h> /* snprintf */
 #include <string.h>
 
-#include "check.h"
+#include "records.h"
 #include "sfr_internal.h"
 
-#define PIECE (1u << 20)       /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
+#define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
 #define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */
 #define DIR_PIECE (1u << 16)
 /* A local header whole, or a directory record whole, at any offset in a page. */

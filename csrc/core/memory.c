@@ -23,9 +23,9 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len)
 	char *map;
 	int rc;
 
-	*range = (struct sfr__range){0};
-	map = sfr_sys.mmap(NULL, map_len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
-			   0);
+	*range = (struct sfr__range){ 0 };
+	map = sfr_sys.mmap(NULL, map_len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+			   -1, 0);
 	if (map == MAP_FAILED)
 		return -errno;
 	/* A child that copied these pages on write would cost their memory a second time, and a
@@ -47,7 +47,7 @@ void sfr__memory_release(struct sfr__range *range)
 {
 	if (range->map != NULL)
 		(void)sfr_sys.munmap(range->map, range->map_len); /* a whole mapping of ours */
-	*range = (struct sfr__range){0};
+	*range = (struct sfr__range){ 0 };
 }
 
 /* Makes pages present, so that no copy into them takes a fault. 0 or -errno. */

@@ -7,8 +7,8 @@
 #define SFR__HUGE_BYTES ((uint64_t)2 << 20)
 
 struct sfr__range {
-	char *base;     /* a multiple of 2 MiB; NULL = none */
-	char *map;      /* what mmap gave, which base lies in */
+	char *base; /* a multiple of 2 MiB; NULL = none */
+	char *map;  /* what mmap gave, which base lies in */
 	size_t map_len;
 };
 

@@ -73,7 +73,7 @@ struct sfr__pool {
 	struct waiter *waiters; /* lowest seq first */
 	uint32_t nr_waiters;
 	uint32_t nr_in_hand;
-	uint64_t nr_returned;   /* blocks that came back with their memory, ever */
+	uint64_t nr_returned; /* blocks that came back with their memory, ever */
 	uint64_t committed_bytes, leased_bytes;
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
 };
@@ -151,9 +151,9 @@ static void move_locked(struct sfr__pool *pool, struct sfr__block *block, enum s
 	block->state = to;
 	if (in_hand(to))
 		return;
-	push(to == SFR__BLOCK_RESERVED                  ? &pool->reserved
-	     : block->committed == pool->block_bytes ? &pool->whole
-						     : &pool->partial,
+	push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
+	     block->committed == pool->block_bytes ? &pool->whole :
+						     &pool->partial,
 	     block);
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
@@ -203,9 +203,9 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 	if (block == NULL)
 		block = fresh_locked(pool);
 	if (block != NULL)
-		move_locked(pool, block, block->committed >= need && block->committed != 0
-						 ? SFR__BLOCK_LEASED
-						 : SFR__BLOCK_GROWING);
+		move_locked(pool, block,
+			    block->committed >= need && block->committed != 0 ? SFR__BLOCK_LEASED :
+										SFR__BLOCK_GROWING);
 	return block;
 }
 
@@ -240,13 +240,13 @@ static void dequeue_locked(struct sfr__pool *pool, struct waiter *me)
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
-	struct waiter me = {.seq = seq};
+	struct waiter me = { .seq = seq };
 	bool late = deadline_ns == 0;
 
 	enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth = starved == NULL || *starved != pool->nr_returned ||
-			     pool->nr_in_hand == 0;
+		bool worth =
+			starved == NULL || *starved != pool->nr_returned || pool->nr_in_hand == 0;
 
 		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
 		if (*out != NULL || late)
@@ -309,9 +309,9 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 
 struct warm_up {
 	struct sfr__pool *pool;
-	struct list work;   /* blocks in hand, guarded by pool->mu */
-	uint64_t nbytes;    /* asked for, from the first block on */
-	int rc;             /* the first failure; guarded by pool->mu */
+	struct list work; /* blocks in hand, guarded by pool->mu */
+	uint64_t nbytes;  /* asked for, from the first block on */
+	int rc;           /* the first failure; guarded by pool->mu */
 };
 
 /* Memory that the block is to have; 0 for those behind the end. */
@@ -345,7 +345,8 @@ static void *warm_main(void *arg)
 				job->rc = rc;
 		}
 		pool->nr_returned++;
-		move_locked(pool, block, block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+		move_locked(pool, block,
+			    block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 	}
 	(void)pthread_mutex_unlock(&pool->mu);
 	return NULL;
@@ -372,7 +373,7 @@ static uint32_t collect_locked(struct warm_up *job, struct list *list)
 
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 {
-	struct warm_up job = {.pool = pool, .nbytes = nbytes};
+	struct warm_up job = { .pool = pool, .nbytes = nbytes };
 	pthread_t threads[MAX_WARMERS - 1];
 	uint32_t nr_threads = 0, nr;
 	struct sfr__block *block;
@@ -400,7 +401,7 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 
 int sfr__pool_trim(struct sfr__pool *pool)
 {
-	struct list work = {NULL};
+	struct list work = { NULL };
 	struct sfr__block *block;
 	int rc = 0;
 
@@ -445,20 +446,16 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 		return -ENOMEM;
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
-	rc = pthread_mutex_init(&pool->mu, NULL);
-	if (rc != 0) {
-		sfr_sys.free(pool);
-		return -rc;
-	}
+	pool->mu = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
-		(void)pthread_mutex_destroy(&pool->mu); /* nobody else knows it */
 		sfr_sys.free(pool);
 		return rc;
 	}
 	/* Untouched entries of a large table cost no memory. */
 	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
-	rc = pool->blocks == NULL ? -ENOMEM : sfr__memory_reserve(&pool->range, nr_blocks * block_bytes);
+	rc = pool->blocks == NULL ? -ENOMEM :
+				    sfr__memory_reserve(&pool->range, nr_blocks * block_bytes);
 	if (rc != 0) {
 		sfr__pool_free(pool);
 		return rc;

@@ -12,7 +12,7 @@
  */
 #include <string.h>
 
-#include "check.h"
+#include "records.h"
 #include "sfr_internal.h"
 
 /* Keeps the name for messages, and looks at what it says. NULL or what is wrong with it. */
@@ -83,8 +83,8 @@ static int read_central(struct sfr_check *c, const char **wrong)
 	if (rc != 0)
 		return rc;
 	c->dir_pos += len;
-	*wrong = take_name(c, name);
 	broken = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
+	*wrong = take_name(c, name);
 	if (*wrong == NULL)
 		*wrong = broken;
 	return 0;

@@ -20,7 +20,7 @@
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
  * All of these are accepted. What has no second copy and steers no reader is not looked at:
- * versions needed and made by, attributes, contents of extra fields other than zip64's, comments
+ * versions needed and made by, attributes but for the directory bit, contents of extra fields other than zip64's, comments
  * of records, bytes in the gaps.
  */
 #include <stdbool.h>
@@ -43,6 +43,9 @@
 #define END64_LEN 56u
 
 #define TAG_ZIP64 1u
+/* Of the attributes the one that a reader obeys: torch's leaves the memory of a tensor as it was
+ * when the record it should come from is marked so. */
+#define DOS_DIRECTORY 0x10u
 /* Descriptor, UTF-8 names, and the two bits that tell how hard a deflater tried. */
 #define FLAGS_KNOWN 0x080eu
 
@@ -150,6 +153,7 @@ const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_rec
 	rec->extra_len = le16(fixed + 30);
 	rec->comment_len = le16(fixed + 32);
 	rec->hdr_off = le32(fixed + 42);
+	rec->is_dir = (le32(fixed + 38) & DOS_DIRECTORY) != 0;
 	if (le16(fixed + 34) != 0)
 		return "a record of its directory claims to be in another file";
 	if (rec->name_len == 0 || rec->name_len > SFR__UNZIP_NAME_MAX)
@@ -222,6 +226,8 @@ const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_r
 	/* zip -r writes directories as records of their own: harmless, but never with data. */
 	if (name[rec->name_len - 1] == '/' && rec->ulen != 0)
 		return "it is a directory and yet has data";
+	if (name[rec->name_len - 1] != '/' && rec->is_dir)
+		return "it is marked as a directory";
 	return NULL;
 }
 

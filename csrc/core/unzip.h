@@ -2,6 +2,7 @@
 #ifndef SFR_UNZIP_H
 #define SFR_UNZIP_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -29,8 +30,9 @@ struct sfr__unzip_record {
 	uint64_t hdr_off;    /* of the local header; below dir_off */
 	uint64_t clen, ulen; /* bytes in the file, and unpacked; equal when stored */
 	uint32_t crc;
-	uint32_t stamp;      /* time and date, only to be compared */
+	uint32_t stamp; /* time and date, only to be compared */
 	uint16_t flags, method;
+	bool is_dir;
 	uint16_t name_len, extra_len,
 		comment_len; /* what follows in the directory, in this order */
 };
@@ -43,7 +45,7 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec);
 const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
 				     const struct sfr__unzip_end *end);
-/* The name, rec->name_len bytes: only what a name must not be. */
+/* The name, rec->name_len bytes, and rec->ulen final: only what a name must not be. */
 const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec);
 /* A local header's fixed part against the directory. *extra_len: of the fields behind its name,
  * which is as long as rec's. */

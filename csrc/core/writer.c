@@ -146,10 +146,14 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	bool written = !failing(t) && complete_block(t, job) && wait_opened(t) &&
 		       sfr__file_write(&t->file, job->block->mem, len, off, err) == 0;
 
+	/* Not counted any more before it can be leased again; counted as written only when the
+	 * pool has it back, since from then on the save may end and the pool go. */
+	pthread_mutex_lock(&engine->mu);
+	t->blocks_held--;
+	pthread_mutex_unlock(&engine->mu);
 	sfr__pool_put(engine->pool, job->block);
 	job->block = NULL;
 	pthread_mutex_lock(&engine->mu);
-	t->blocks_held--;
 	if (written) {
 		t->blocks_written++;
 		t->written_nbytes += len;

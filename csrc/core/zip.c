@@ -35,7 +35,8 @@
 #define DESC64_LEN 24u
 #define CENTRAL_LEN 46u
 #define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
-#define HEADER_MAX (LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
+#define HEADER_MAX                                                                                 \
+	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
 
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
@@ -250,7 +251,7 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 	const struct sfr__entry *e = &img->entries[entry];
 	size_t pad = (size_t)(e->data_off - e->hdr_off - sfr__zip_header_len(e));
 	unsigned char header[HEADER_MAX];
-	struct out out = {header};
+	struct out out = { header };
 
 	put_local(&out, e->name, e->nbytes, is_zip64(e), pad);
 	memcpy(dst, header + off, len);
@@ -261,7 +262,7 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 {
 	const struct sfr__entry *e = &img->entries[entry];
 	unsigned char desc[DESC64_LEN];
-	struct out out = {desc};
+	struct out out = { desc };
 
 	put_descriptor(&out, e->crc, e->nbytes, is_zip64(e));
 	memcpy(dst, desc + off, len);
@@ -282,7 +283,7 @@ static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
  * same id, and a changed bit another one. It names a file in logs and secures nothing. */
 static void make_id(const struct sfr__image *img, char id[ID_LEN])
 {
-	uint64_t half[2] = {UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325)};
+	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };
 
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
 		const struct sfr__entry *e = &img->entries[i];
@@ -299,7 +300,7 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 {
 	uint64_t central, used = tail_used(img, &central), pad = img->tail_len - used;
 	bool zip64 = tail_is_zip64(img);
-	struct out out = {(unsigned char *)dst + pad};
+	struct out out = { (unsigned char *)dst + pad };
 	char id[ID_LEN];
 	uint32_t crc;
 

@@ -284,11 +284,11 @@ fail:
 }
 
 static PyType_Slot kinds_slots[] = {
-	{Py_tp_doc, (void *)"The objects of torch that the skeleton is made with."},
-	{Py_tp_new, (void *)kinds_new},
-	{Py_tp_dealloc, (void *)kinds_dealloc},
-	{Py_tp_traverse, (void *)kinds_traverse},
-	{0, NULL},
+	{ Py_tp_doc, (void *)"The objects of torch that the skeleton is made with." },
+	{ Py_tp_new, (void *)kinds_new },
+	{ Py_tp_dealloc, (void *)kinds_dealloc },
+	{ Py_tp_traverse, (void *)kinds_traverse },
+	{ 0, NULL },
 };
 
 static PyType_Spec kinds_spec = {

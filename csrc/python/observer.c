@@ -306,7 +306,7 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 	if (PyErr_Occurred())
 		return NULL;
-	place = sfr_py_map_find(&self->table.by_storage, (uintptr_t)cdata);
+	place = sfr_py_index_find(&self->table.by_storage, (uintptr_t)cdata);
 	if (place)
 		sfr_py_observer_decide(self, &self->table.watches[*place], SFR_PY_CAPTURED);
 	Py_RETURN_NONE;

@@ -24,7 +24,7 @@ struct sfr_py_torch {
 	PyObject *free_weak;              /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
 	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* tensors */
-	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* storages */
+	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref;        /* storages */
 	int ready;
 };
 extern struct sfr_py_torch sfr_py_torch;
@@ -45,19 +45,19 @@ int sfr_py_is_plain_tensor(PyObject *object);
 
 #define SFR_PY_NONE UINT32_MAX
 
-struct sfr_py_map {
+struct sfr_py_index {
 	uintptr_t *keys; /* 0 = free */
 	uint32_t *values;
 	size_t mask, nr;
 };
 
 /* Makes room for `nr` keys; whatever was in the map is gone. 0 or -1 (no exception set). */
-int sfr_py_map_init(struct sfr_py_map *map, size_t nr);
-void sfr_py_map_fini(struct sfr_py_map *map);
+int sfr_py_index_init(struct sfr_py_index *map, size_t nr);
+void sfr_py_index_fini(struct sfr_py_index *map);
 /* The value's place, NULL when absent. */
-uint32_t *sfr_py_map_find(const struct sfr_py_map *map, uintptr_t key);
+uint32_t *sfr_py_index_find(const struct sfr_py_index *map, uintptr_t key);
 /* `key` must be absent and the map must have been made for as many keys. */
-void sfr_py_map_add(struct sfr_py_map *map, uintptr_t key, uint32_t value);
+void sfr_py_index_add(struct sfr_py_index *map, uintptr_t key, uint32_t value);
 
 /* ---- what an optimizer owns -------------------------------------------- */
 
@@ -67,8 +67,7 @@ struct sfr_py_refs {
 };
 
 struct sfr_py_walk {
-	struct sfr_py_refs
-		found;  /* candidates: parameters that are trained, tensors of their state */
+	struct sfr_py_refs found;  /* candidates: trained parameters, tensors of their state */
 	struct sfr_py_refs others; /* tensors of the groups that are no candidates */
 	int stateless;             /* the state has no entry at all */
 };
@@ -91,8 +90,8 @@ enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 
 /* One storage. */
 struct sfr_py_watch {
-	PyObject *ident;      /* int: StorageImpl's address */
-	uint64_t cdata;       /* the same */
+	PyObject *ident; /* int: StorageImpl's address */
+	uint64_t cdata;  /* the same */
 	uint64_t addr, nbytes;
 	uintptr_t wrapper;    /* Python's object for the storage; only to prefetch */
 	uint32_t first_claim; /* chain through claim.next */
@@ -104,9 +103,9 @@ struct sfr_py_watch {
 
 /* One tensor over a storage. */
 struct sfr_py_claim {
-	PyObject *ref;    /* weak reference to the tensor */
+	PyObject *ref;          /* weak reference to the tensor */
 	uintptr_t tensor, impl; /* where the tensor and its TensorImpl are; only to prefetch */
-	uint64_t version; /* as recorded */
+	uint64_t version;       /* as recorded */
 	uint32_t watch, next;
 	uint32_t epoch;
 };
@@ -115,7 +114,7 @@ struct sfr_py_table {
 	struct sfr_py_watch *watches;
 	struct sfr_py_claim *claims;
 	uint32_t nr_watches, nr_claims;
-	struct sfr_py_map by_storage, by_tensor;
+	struct sfr_py_index by_storage, by_tensor;
 };
 
 struct sfr_py_observer {

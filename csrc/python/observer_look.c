@@ -10,10 +10,10 @@
 
 #include <string.h>
 
-#define NR_CYCLES 2 /* cycles without a change until a storage may be deferred */
+#define NR_CYCLES 2     /* cycles without a change until a storage may be deferred */
 #define NR_IMPL_LINES 3 /* of a TensorImpl: storage, sizes, version counter */
-#define AHEAD 8 /* storages whose memory is prefetched before it is looked at */
-#define BUDGET_EACH 16 /* storages between two looks at the clock */
+#define AHEAD 8         /* storages whose memory is prefetched before it is looked at */
+#define BUDGET_EACH 16  /* storages between two looks at the clock */
 /* CPU time that a step may spend on looking, on average: 0.2 ms, or 1 % of the time since the step
  * before where that is more. With a state much larger than the caches each look is 1 us of cache
  * and page-table misses (measured; 0.2 us with everything warm), but then a step takes hundreds of
@@ -30,8 +30,8 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
 }
 
-/* A step has ended: what looking may cost until the next one ends. What is not needed goes on to
- * the next step, once. */
+/* A step has ended: what looking may cost until the next one ends. What is not needed is there for
+ * the next two. */
 static void grant(struct sfr_py_observer *self)
 {
 	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC),
@@ -43,8 +43,8 @@ static void grant(struct sfr_py_observer *self)
 		share = STEP_MAX_NS;
 	self->stepped_ns = now;
 	self->credit_ns += share;
-	if (self->credit_ns > 2 * share)
-		self->credit_ns = 2 * share;
+	if (self->credit_ns > 3 * share)
+		self->credit_ns = 3 * share;
 }
 
 /* A stretch of looking, and what it may cost. The budget is CPU time: a thread that was off the
@@ -220,7 +220,7 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
-	self->credit_ns = STEP_MAX_NS; /* no step has looked at anything yet: twice a grant */
+	self->credit_ns = 2 * STEP_MAX_NS; /* no step has looked at anything yet */
 	grant(self);
 }
 

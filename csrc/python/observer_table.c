@@ -15,8 +15,8 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 	memset(t, 0, sizeof(*t));
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
 	t->claims = PyMem_Calloc(nr + 1, sizeof(*t->claims));
-	if (!t->watches || !t->claims || sfr_py_map_init(&t->by_storage, nr) ||
-	    sfr_py_map_init(&t->by_tensor, nr)) {
+	if (!t->watches || !t->claims || sfr_py_index_init(&t->by_storage, nr) ||
+	    sfr_py_index_init(&t->by_tensor, nr)) {
 		PyErr_NoMemory();
 		return -1;
 	}
@@ -33,7 +33,7 @@ static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 		return;
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
 	if (holder == self->serial &&
-	    !sfr_py_map_find(&self->table.by_storage, (uintptr_t)watch->cdata))
+	    !sfr_py_index_find(&self->table.by_storage, (uintptr_t)watch->cdata))
 		(void)PyDict_DelItem(self->owned, watch->ident); /* can only fail when absent */
 	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->ident, NULL);
 	Py_XDECREF(answer);
@@ -52,8 +52,8 @@ static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 		Py_XDECREF(t->claims[i].ref);
 	PyMem_Free(t->watches);
 	PyMem_Free(t->claims);
-	sfr_py_map_fini(&t->by_storage);
-	sfr_py_map_fini(&t->by_tensor);
+	sfr_py_index_fini(&t->by_storage);
+	sfr_py_index_fini(&t->by_tensor);
 	memset(t, 0, sizeof(*t));
 }
 
@@ -72,7 +72,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 /* The claim of this very tensor, or NULL: a dead tensor's address may have a new owner. */
 struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *tensor)
 {
-	uint32_t *place = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
+	uint32_t *place = sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor);
 
 	if (!place || PyWeakref_GetObject(t->claims[*place].ref) != tensor)
 		return NULL;
@@ -95,7 +95,7 @@ static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	claim->next = t->watches[watch].first_claim;
 	t->watches[watch].first_claim = t->nr_claims;
 	t->watches[watch].nr_claims++;
-	sfr_py_map_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims++);
+	sfr_py_index_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims++);
 	return 0;
 }
 
@@ -125,12 +125,12 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	watch->ident = sfr_py_read(&torch->weak_ref, storage);
 	if (!watch->ident)
 		return -1;
-	sfr_py_map_add(&t->by_storage, (uintptr_t)cdata, t->nr_watches++);
+	sfr_py_index_add(&t->by_storage, (uintptr_t)cdata, t->nr_watches++);
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
 	if (!holder)
-		return PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial)
-			       ? -1
-			       : 1;
+		return PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial) ?
+			       -1 :
+			       1;
 	if (holder == self->serial)
 		return 1; /* the table that this one replaces still holds it */
 	watch->verdict = SFR_PY_CAPTURED;
@@ -150,7 +150,7 @@ static uint32_t watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 	watch->nr_claims = 0;
 	watch->epoch = watch->nr_marked = 0;
 	old->ident = NULL;
-	sfr_py_map_add(&t->by_storage, (uintptr_t)watch->cdata, t->nr_watches);
+	sfr_py_index_add(&t->by_storage, (uintptr_t)watch->cdata, t->nr_watches);
 	return t->nr_watches++;
 }
 
@@ -165,7 +165,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	uint64_t cdata;
 	int ret = 0;
 
-	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
+	if (sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor))
 		return 0; /* state of two parameters */
 	if (stateless && !known) {
 		/* Without state, a gradient at a step is what makes a parameter a trained one. */
@@ -183,7 +183,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	}
 	if (known && self->table.watches[known->watch].cdata != cdata)
 		known = NULL; /* it has moved to another storage */
-	place = sfr_py_map_find(&t->by_storage, (uintptr_t)cdata);
+	place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
 	if (place) {
 		watch = *place;
 		/* A tensor that was not there while the storage was observed. */
@@ -228,7 +228,7 @@ static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 	if (sfr_py_is_plain_tensor(tensor))
 		storage = sfr_py_read(&sfr_py_torch.storage, tensor);
 	if (storage && !sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
-		place = sfr_py_map_find(&t->by_storage, (uintptr_t)cdata);
+		place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
 		if (place)
 			t->watches[*place].verdict = SFR_PY_CAPTURED;
 	}

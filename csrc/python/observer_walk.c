@@ -163,13 +163,13 @@ int sfr_py_is_plain_tensor(PyObject *object)
 
 /* ---- the map ------------------------------------------------------------ */
 
-static size_t map_slot(const struct sfr_py_map *map, uintptr_t key)
+static size_t map_slot(const struct sfr_py_index *map, uintptr_t key)
 {
 	/* Fibonacci hashing; objects are at least 16 bytes apart. */
 	return (size_t)(((uint64_t)(key >> 4) * 0x9e3779b97f4a7c15u) >> 32) & map->mask;
 }
 
-int sfr_py_map_init(struct sfr_py_map *map, size_t nr)
+int sfr_py_index_init(struct sfr_py_index *map, size_t nr)
 {
 	size_t len = 16;
 
@@ -181,18 +181,18 @@ int sfr_py_map_init(struct sfr_py_map *map, size_t nr)
 	map->values = PyMem_Malloc(len * sizeof(*map->values));
 	if (map->keys && map->values)
 		return 0;
-	sfr_py_map_fini(map);
+	sfr_py_index_fini(map);
 	return -1;
 }
 
-void sfr_py_map_fini(struct sfr_py_map *map)
+void sfr_py_index_fini(struct sfr_py_index *map)
 {
 	PyMem_Free(map->keys);
 	PyMem_Free(map->values);
 	memset(map, 0, sizeof(*map));
 }
 
-uint32_t *sfr_py_map_find(const struct sfr_py_map *map, uintptr_t key)
+uint32_t *sfr_py_index_find(const struct sfr_py_index *map, uintptr_t key)
 {
 	size_t slot;
 
@@ -205,7 +205,7 @@ uint32_t *sfr_py_map_find(const struct sfr_py_map *map, uintptr_t key)
 	return NULL;
 }
 
-void sfr_py_map_add(struct sfr_py_map *map, uintptr_t key, uint32_t value)
+void sfr_py_index_add(struct sfr_py_index *map, uintptr_t key, uint32_t value)
 {
 	size_t slot = map_slot(map, key);
 
@@ -308,7 +308,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 {
 	struct sfr_py_refs params = { 0 };
-	struct sfr_py_map trained = { 0 };
+	struct sfr_py_index trained = { 0 };
 	PyObject *key, *value;
 	Py_ssize_t pos = 0;
 	size_t i;
@@ -320,22 +320,22 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	walk->stateless = PyDict_Size(state) == 0;
 	if (walk_groups(groups, &params))
 		goto out;
-	if (sfr_py_map_init(&trained, params.nr)) {
+	if (sfr_py_index_init(&trained, params.nr)) {
 		PyErr_NoMemory();
 		goto out;
 	}
 	for (i = 0; i < params.nr; i++) {
 		uintptr_t address = (uintptr_t)params.items[i];
-		int flag = sfr_py_is_plain_tensor(params.items[i])
-				   ? sfr_py_read_flag(&sfr_py_torch.requires_grad, params.items[i])
-				   : 0;
+		int flag = sfr_py_is_plain_tensor(params.items[i]) ?
+				   sfr_py_read_flag(&sfr_py_torch.requires_grad, params.items[i]) :
+				   0;
 
 		PyErr_Clear();
-		if (flag > 0 && !sfr_py_map_find(&trained, address))
-			sfr_py_map_add(&trained, address, 0);
+		if (flag > 0 && !sfr_py_index_find(&trained, address))
+			sfr_py_index_add(&trained, address, 0);
 	}
 	while (!walk->stateless && PyDict_Next(state, &pos, &key, &value)) {
-		uint32_t *has_state = sfr_py_map_find(&trained, (uintptr_t)key);
+		uint32_t *has_state = sfr_py_index_find(&trained, (uintptr_t)key);
 
 		if (!has_state)
 			continue;
@@ -344,7 +344,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 			goto out;
 	}
 	for (i = 0; i < params.nr; i++) {
-		uint32_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
+		uint32_t *has_state = sfr_py_index_find(&trained, (uintptr_t)params.items[i]);
 
 		if (has_state && *has_state)
 			continue;
@@ -355,7 +355,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	ret = 0;
 out:
 	refs_fini(&params);
-	sfr_py_map_fini(&trained);
+	sfr_py_index_fini(&trained);
 	return ret;
 }
 

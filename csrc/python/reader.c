@@ -58,10 +58,10 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 	records = records_as_list(result);
 	if (records == NULL)
 		goto fail;
-	dict = Py_BuildValue("{s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok", result->ok ? Py_True : Py_False,
-			     "error", error, "format", formats[result->format], "nbytes",
-			     (unsigned long long)result->nbytes, "num_records",
-			     (unsigned long long)result->nr_records, "num_unchecked",
+	dict = Py_BuildValue("{s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok",
+			     result->ok ? Py_True : Py_False, "error", error, "format",
+			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
+			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
 			     (unsigned long long)result->nr_unchecked, "num_bad",
 			     (unsigned long long)result->nr_bad, "bad_records", records);
 fail:
@@ -98,22 +98,20 @@ PyDoc_STRVAR(check_doc,
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = {"fd", "verify", "progress", NULL};
+	static char *names[] = { "fd", "verify", "progress", NULL };
 	PyObject *progress = Py_None, *dict = NULL;
 	struct sfr_check *run;
 	int fd, verify, rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|O:check", names, &fd, &verify, &progress))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|O:check", names, &fd, &verify,
+					 &progress))
 		return NULL;
 	rc = sfr_check_new(fd, verify ? SFR_CHECK_BYTES : 0, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	for (;;) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_check_run(run, SLICE_NS);
-		Py_END_ALLOW_THREADS
-		if (rc != SFR_EAGAIN)
-			break;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_check_run(run, SLICE_NS);
+		Py_END_ALLOW_THREADS if (rc != SFR_EAGAIN) break;
 		if (pause_check(run, progress) != 0)
 			goto fail;
 	}
@@ -142,8 +140,7 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 	if (data.len < CRC_ALONE) {
 		crc = sfr_crc32(value, data.buf, (size_t)data.len);
 	} else {
-		Py_BEGIN_ALLOW_THREADS
-		crc = sfr_crc32(value, data.buf, (size_t)data.len);
+		Py_BEGIN_ALLOW_THREADS crc = sfr_crc32(value, data.buf, (size_t)data.len);
 		Py_END_ALLOW_THREADS
 	}
 	PyBuffer_Release(&data);
@@ -163,10 +160,10 @@ static PyObject *crc32_name(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef functions[] = {
-	{"check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc},
-	{"crc32", crc32, METH_VARARGS, crc32_doc},
-	{"crc32_name", crc32_name, METH_NOARGS, crc32_name_doc},
-	{NULL, NULL, 0, NULL},
+	{ "check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc },
+	{ "crc32", crc32, METH_VARARGS, crc32_doc },
+	{ "crc32_name", crc32_name, METH_NOARGS, crc32_name_doc },
+	{ NULL, NULL, 0, NULL },
 };
 
 int sfr_py_add_reader(PyObject *module)

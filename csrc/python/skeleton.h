@@ -1,8 +1,11 @@
-/* What crosses the three files of the skeleton; skeleton.c has the overview.
+/* What crosses the files of the skeleton; skeleton.c has the overview.
  *
  *   kinds.c     what torch is made of, and which tensors are plain
  *   skeleton.c  the collector: the pickler's persistent_id, and what it has found
- *   splice.c    puts the plain tensors' opcodes into the finished pickle
+ *   storages.c  the storages of what was found
+ *   scan.c      finds the plain tensors' places in the finished pickle
+ *   splice.c    puts their opcodes there
+ *   map.c       numbers by address
  */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
@@ -14,35 +17,35 @@
 /* ---- kinds.c ------------------------------------------------------------ */
 
 /* Objects of torch that Kinds is made from; the names are its keyword arguments. */
-#define SFR_PY_PART_LIST(X)                                                           \
-	X(TENSOR, "tensor")                   /* torch.Tensor */                      \
-	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                \
-	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */        \
-	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */ \
-	X(STRIDED, "strided")                 /* torch.strided */                     \
-	X(GETSTATE, "getstate")               /* object.__getstate__ */               \
-	X(METADATA, "metadata")               /* tensor -> dict, {} without conj or neg */ \
-	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */           \
-	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */             \
-	X(DATA_PTR, "data_ptr")               /* storage -> address */                \
-	X(NBYTES, "nbytes")                   /* storage -> length */                 \
-	X(STORAGE_TUPLE, "storage_tuple")     /* (collector, storage) -> persistent id */ \
-	X(LOCATION, "location")               /* storage -> its location tag */       \
-	/* from here on getset descriptors, see sfr_py_get */                         \
-	X(LAYOUT, "layout")                                                           \
-	X(IS_CPU, "is_cpu")                                                           \
-	X(IS_CUDA, "is_cuda")                                                         \
-	X(IS_NESTED, "is_nested")                                                     \
-	X(DTYPE, "dtype")                                                             \
-	X(REQUIRES_GRAD, "requires_grad")                                             \
-	X(BACKWARD_HOOKS, "backward_hooks")                                           \
+#define SFR_PY_PART_LIST(X)                                                                        \
+	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
+	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
+	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
+	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
+	X(STRIDED, "strided")                 /* torch.strided */                                  \
+	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
+	X(METADATA, "metadata")               /* tensor -> dict, {} without conj or neg */         \
+	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
+	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
+	X(DATA_PTR, "data_ptr")               /* storage -> address */                             \
+	X(NBYTES, "nbytes")                   /* storage -> length */                              \
+	X(STORAGE_TUPLE, "storage_tuple")     /* (collector, storage) -> persistent id */          \
+	X(LOCATION, "location")               /* storage -> its location tag */                    \
+	/* from here on getset descriptors, see sfr_py_get */                                      \
+	X(LAYOUT, "layout")                                                                        \
+	X(IS_CPU, "is_cpu")                                                                        \
+	X(IS_CUDA, "is_cuda")                                                                      \
+	X(IS_NESTED, "is_nested")                                                                  \
+	X(DTYPE, "dtype")                                                                          \
+	X(REQUIRES_GRAD, "requires_grad")                                                          \
+	X(BACKWARD_HOOKS, "backward_hooks")                                                        \
 	X(CDATA, "cdata") /* storage -> address of its StorageImpl */
 
 enum sfr_py_part {
 #define X(name, keyword) SFR_PY_##name,
 	SFR_PY_PART_LIST(X)
 #undef X
-	SFR_PY_NR_PARTS
+		SFR_PY_NR_PARTS
 };
 #define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
 
@@ -85,7 +88,22 @@ int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyOb
 /* Adds the type Kinds. 0 or -1. */
 int sfr_py_add_kinds(PyObject *module);
 
-/* ---- splice.c ----------------------------------------------------------- */
+/* ---- map.c -------------------------------------------------------------- */
+
+/* Numbers by address; all zero is an empty one. */
+struct sfr_py_map {
+	struct {
+		uint64_t key, value;
+	} *slots;
+	size_t used, room;
+};
+/* True, and *value filled, if the key is there. */
+bool sfr_py_map_get(const struct sfr_py_map *map, uint64_t key, uint64_t *value);
+/* Adds a key that is not there. 0, or -1 with MemoryError set. */
+int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
+void sfr_py_map_fini(struct sfr_py_map *map);
+
+/* ---- storages.c --------------------------------------------------------- */
 
 /* One storage, record data/<number>. */
 struct sfr_py_storage {
@@ -96,6 +114,37 @@ struct sfr_py_storage {
 	bool on_host;
 	bool known; /* addr and nbytes are set */
 };
+
+/* What one save has found. */
+struct sfr_py_collector {
+	PyObject_HEAD
+	struct sfr_py_kinds *kinds;
+	bool plain_road; /* false: something is in force that only the general road obeys */
+	bool plain_cpu;  /* true: nobody has changed what torch tags host storages with */
+	struct sfr_py_found *found;
+	size_t nr_found, found_room;
+	struct sfr_py_map found_at; /* tensor -> number */
+	struct sfr_py_storage *storages;
+	size_t nr_storages, storages_room;
+	struct sfr_py_map storage_at; /* StorageImpl -> number */
+	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
+	PyObject *storage_list;       /* list of UntypedStorage, by number */
+	int64_t *rows;                /* the bridge's words */
+};
+
+/* The number of a storage, new or known. 0, or -1 with an exception set, as all of these. */
+int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+			 bool on_host, size_t *number);
+/* Refuses bytes that are seen as two dtypes, in torch's words. */
+int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
+/* Asks a storage for its address and length. */
+int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
+/* Describes every plain tensor with the bridge's operator, and finds its storage. */
+int sfr_py_place_tensors(struct sfr_py_collector *c, PyObject *describe);
+/* Doubles an array that is full. */
+int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
+
+/* ---- splice.c ----------------------------------------------------------- */
 
 struct sfr_py_splice {
 	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */

@@ -28,15 +28,20 @@
 
 #include <cstdint>
 
-namespace {
+namespace
+{
 
 constexpr int64_t kHeader = 4; /* words of a row before its sizes */
 
 /* Owns the list that the dispatcher passed in. */
-class List {
-public:
+class List
+{
+      public:
 	explicit List(StableListHandle handle) : handle_(handle) {}
-	~List() { (void)torch_delete_list(handle_); /* nothing can be done about a failure */ }
+	~List()
+	{
+		(void)torch_delete_list(handle_); /* nothing can be done about a failure */
+	}
 	List(const List &) = delete;
 	List &operator=(const List &) = delete;
 
@@ -54,21 +59,28 @@ public:
 		return torch::stable::detail::to<AtenTensorHandle>(value);
 	}
 
-private:
+      private:
 	StableListHandle handle_;
 };
 
 /* Owns one reference to a tensor. */
-class Handle {
-public:
+class Handle
+{
+      public:
 	explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
-	~Handle() { (void)aoti_torch_delete_tensor_object(handle_); /* as above */ }
+	~Handle()
+	{
+		(void)aoti_torch_delete_tensor_object(handle_); /* as above */
+	}
 	Handle(const Handle &) = delete;
 	Handle &operator=(const Handle &) = delete;
 
-	AtenTensorHandle get() const { return handle_; }
+	AtenTensorHandle get() const
+	{
+		return handle_;
+	}
 
-private:
+      private:
 	AtenTensorHandle handle_;
 };
 

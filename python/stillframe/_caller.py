@@ -1,18 +1,21 @@
 """Who is calling the plugin: which Trainer, and is it a signal handler?
 
-Lightning hands a CheckpointIO the checkpoint and a path, nothing more. Two facts decide whether a save may return
-before it is durable, and both stand on the call stack only:
+Lightning hands a CheckpointIO the checkpoint and a path, nothing more. Two facts decide whether
+a save may return before it is durable, and both stand on the call stack only:
 
-- *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the plugin's method
-  (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule knows the Trainer. One plugin may serve
-  several Trainers, and a Fabric besides.
-- *A signal handler.* A job that is asked to go (SLURM's requeue signal, say) saves inside the handler and is gone right
-  after it, so such a save has to be on the disk when it returns. A handler is recognised by its code: the code of every
-  Python function that was seen registered, looked at when a training starts, when an epoch starts, and at every save. No
-  handler is installed or wrapped for this. Handlers that put the default back before they save are therefore known too.
+- *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the
+  plugin's method (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule
+  knows the Trainer. One plugin may serve several Trainers, and a Fabric besides.
+- *A signal handler.* A job that is asked to go (SLURM's requeue signal, say) saves inside the
+  handler and is gone right after it, so such a save has to be on the disk when it returns. A
+  handler is recognised by its code: the code of every Python function that was seen registered,
+  looked at when a training starts, when an epoch starts, and at every save. No handler is
+  installed or wrapped for this. Handlers that put the default back before they save are
+  therefore known too.
 
-Frames are read without touching `f_locals`, but for those few whose name or code matches: on Python 3.11 and 3.12 reading
-it makes a copy that keeps everything alive that the frame has let go of since.
+Frames are read without touching `f_locals`, but for those few whose name or code matches: on
+Python 3.11 and 3.12 reading it makes a copy that keeps everything alive that the frame has let
+go of since.
 """
 
 from __future__ import annotations
@@ -49,15 +52,18 @@ def io_chain(holder: object) -> Iterator[Any]:
 def calling_trainer(plugin: object, method: str) -> Any:
     """The Trainer on whose behalf `method` of `plugin` runs now.
 
-    The type `Fabric` for a strategy of Fabric; None where no strategy is on the stack: a direct call, or one of Lightning's
-    launchers.
+    The type `Fabric` for a strategy of Fabric; None where no strategy is on the stack: a direct
+    call, or one of Lightning's launchers.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == method and code.co_argcount > 0:
-            holder = frame.f_locals.get(code.co_varnames[0])
-            if holder is not plugin and any(io is plugin for io in io_chain(holder)):
+            holder: Any = frame.f_locals.get(code.co_varnames[0])
+            # Only a strategy has a rank: a CheckpointIO around the plugin has not.
+            if hasattr(type(holder), "is_global_zero") and any(
+                io is plugin for io in io_chain(holder)
+            ):
                 if not hasattr(holder, "lightning_module"):
                     return Fabric
                 return getattr(holder.lightning_module, "_trainer", None)
@@ -78,8 +84,9 @@ def note_signal_handlers() -> None:
 def inside_signal_handler() -> bool:
     """Whether a signal handler is on this thread's stack.
 
-    A registered function that somebody calls by hand counts as well, unless it takes `*args`: the code of such a one may be
-    a decorator's and stand on any stack, so there the interrupted frame has to be among the arguments.
+    A registered function that somebody calls by hand counts as well, unless it takes `*args`:
+    the code of such a one may be a decorator's and stand on any stack, so there the interrupted
+    frame has to be among the arguments.
     """
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs its handlers in the main thread only.
@@ -110,5 +117,5 @@ def _code_of(handler: Any) -> CodeType | None:
         elif hasattr(handler, "__wrapped__"):
             handler = handler.__wrapped__
         else:
-            handler = getattr(type(handler), "__call__", None)
+            handler = inspect.getattr_static(type(handler), "__call__", None)
     return None

@@ -1,7 +1,8 @@
 """The line that says what a long wait is for.
 
-It appears on stderr when the wait has lasted a second: a progress bar where stderr is a terminal, one plain line where it
-is not. A thread of its own draws it, because the waiting thread is inside waits that answer signals.
+It appears on stderr when the wait has lasted a second: a progress bar where stderr is a
+terminal, one plain line where it is not. A thread of its own draws it, because the waiting
+thread is inside waits that answer signals.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _REDRAW_S = 0.1
 
 
 class WaitingLine:
-    """Context manager around a wait for `handles`, and for what else their owner still has to do."""
+    """Context manager around a wait for `handles`, and for what else their owner has to do."""
 
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
         self._handles = [handle for handle in handles if not handle.done()]
@@ -53,7 +54,13 @@ class WaitingLine:
 
     def _draw(self, stream: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
         columns = (
             TextColumn("{task.description}"),

@@ -1,7 +1,8 @@
 """The demo's model and data: handwritten digits, and a network as large as the state is to be.
 
-The data are the 1,797 handwritten digits that scikit-learn ships (8 x 8 pixels each). The network is an ordinary stack of
-linear layers; how wide they are decides how many bytes a checkpoint holds, because AdamW keeps two values for each weight.
+The data are the 1,797 handwritten digits that scikit-learn ships (8 x 8 pixels each). The network
+is an ordinary stack of linear layers; how wide they are decides how many bytes a checkpoint holds:
+twelve for each weight, because AdamW keeps two values of its own beside it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def width_for(nbytes: int) -> int:
 class DigitBatches:
     """Endless shuffled batches of digits that can be gone on with from any step.
 
-    Each item is `(pixels, labels)`: float32 of shape (BATCH, 64) in 0..1, and int64 of shape (BATCH,). Lightning keeps what
-    `state_dict` returns in its checkpoints, so a resumed run sees the batches that the first one would have seen.
+    Each item is `(pixels, labels)`: float32 of shape (BATCH, 64) in 0..1, and int64 of shape
+    (BATCH,). Lightning keeps what `state_dict` returns in its checkpoints, so a resumed run sees
+    the batches that the first one would have seen.
     """
 
     def __init__(self) -> None:

@@ -184,13 +184,17 @@ class Engine:
                 ticket.submit()
             except BaseException as error:
                 completion.in_flight.pop(ticket.id, None)
+                deferral.close()
                 handle._ticket = None
                 if isinstance(error, BusyError) and self._when_busy == "skip":
+                    handle._settled = True
+                    handle._skeleton = handle._on_durable = None
                     return handle
                 raise
             if deferral.indices:
                 gate.track(handle)
             else:
+                deferral.close()
                 handle._release_sources()
             handle._blocked_s = time.perf_counter() - entered
             for sentence in tree.fallbacks:
@@ -335,25 +339,38 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> int:
 # ---- the end of the process ----
 
 
+def _announce_wait() -> None:
+    handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
+    if handles:
+        _say(f"stillframe: waiting for {', '.join(handle.path for handle in handles)} to reach the disk")
+    elif not _core.log_drain(0.2):  # an entry leaves the log a moment after its save has ended
+        _say("stillframe: waiting for removes of checkpoints")
+
+
+def _warn_once() -> None:
+    _say("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
+
+
+def _give_up() -> None:
+    for handle in list(completion.in_flight.values()):
+        handle.cancel()
+    _say("stillframe: given up")
+
+
 def _drain_at_exit() -> None:
     """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up."""
     interrupts = 1 if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else 0
-    handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
-    if handles or _core.log_pending():
-        names = ", ".join(handle.path for handle in handles) or "checkpoints to be removed"
-        _say(f"stillframe: waiting for {names} to reach the disk")
+    todo: Callable[[], object] | None = _announce_wait
     while True:
         try:
+            if todo is not None:
+                now, todo = todo, None
+                now()
             _core.log_drain(None)
             break
         except KeyboardInterrupt:
             interrupts += 1
-            if interrupts < 2:
-                _say("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
-                continue
-            for handle in list(completion.in_flight.values()):
-                handle.cancel()
-            _say("stillframe: given up")
+            todo = _give_up if interrupts > 1 else _warn_once
     for handle in list(completion.in_flight.values()):
         handle.done()
     completion.callbacks.finish()

@@ -106,8 +106,11 @@ class Deferral:
         """
         if self._overtaken and self.indices:
             return self.indices[0]
+        tensors = self._tensors
+        if not tensors:
+            return -1  # the verdict was given in the meantime
         with torch._C.DisableTorchFunction():
-            place = _core.Observer.changed(self._tensors, self._versions)
+            place = _core.Observer.changed(tensors, self._versions)
         return -1 if place < 0 else self._numbers[place]
 
     def distrust(self, index: int) -> None:
@@ -117,6 +120,10 @@ class Deferral:
             if place < end:
                 owner.distrusted = True
                 return
+
+    def release(self) -> None:
+        """Lets go of the tensors once the verdict is given; `distrust` still works."""
+        self._tensors = []
 
     def close(self) -> None:
         """The call is over: its save is tracked, or there is none. Idempotent."""

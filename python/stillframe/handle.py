@@ -133,6 +133,7 @@ class SaveHandle:
         # Re-entrant: a signal handler may use a handle in the middle of another use of it.
         self._lock = threading.RLock()
         self._settled = False
+        self._confirmed = False
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
@@ -287,14 +288,17 @@ class SaveHandle:
     def _verdict(self) -> None:
         """The version detector. Whoever comes first decides: the core ignores every later verdict."""
         deferral, ticket = self._deferral, self._ticket
-        if deferral is not None and ticket is not None:
+        if deferral is not None and ticket is not None and not self._confirmed:
             ticket.confirm(deferral.torn())
+            self._confirmed = True
             gate.untrack(self)
 
     def _release_sources(self) -> None:
-        skeleton = self._skeleton
+        skeleton, deferral = self._skeleton, self._deferral
         if skeleton is not None:
             skeleton.storages = []  # `data` stays: names for an error are read from it
+        if deferral is not None:
+            deferral.release()
 
     def _ending(self) -> bool:
         return self._ticket is not None and not self._settled and bool(self._ticket.report()["code"])

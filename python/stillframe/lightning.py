@@ -3,8 +3,8 @@
     from stillframe.lightning import AsyncCheckpointIO
     trainer = Trainer(plugins=[AsyncCheckpointIO()])
 
-Fabric takes it as well: `Fabric(plugins=[AsyncCheckpointIO()])`. Fabric has no hook for its end, so call
-`stillframe.wait_all()` when training is done.
+Fabric takes it as well: `Fabric(plugins=[AsyncCheckpointIO()])`. Fabric has no hook for its
+end, so call `stillframe.wait_all()` when training is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class AsyncCheckpointIO(CheckpointPlugin, CheckpointIO):
 
 
 class StillframeCompanion(CompanionHooks, Callback):
-    """Waits for the saves in flight wherever Lightning lets others write; added by the package's entry point."""
+    """Waits for the saves in flight wherever Lightning lets others write.
+
+    The package's entry point adds it to every Trainer made while a plugin of ours is alive.
+    """
 
 
 register_with_loaded_packages(AsyncCheckpointIO)

@@ -42,9 +42,13 @@ def _layers(step: Any) -> list[Any]:
     after the step as far as the gate is concerned, and is left out.
     """
     layers: list[Any] = []
-    while step is not None and len(layers) < _MAX_LAYERS:
+    inside = False
+    for _ in range(_MAX_LAYERS):
+        if step is None:
+            break
         step = getattr(step, "__func__", step)
-        if getattr(step, "__code__", None) is _HOOKED:
+        if not inside and getattr(step, "__code__", None) is _HOOKED:
+            inside = True
             layers.clear()
         else:
             layers.append(step)

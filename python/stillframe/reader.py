@@ -1,10 +1,10 @@
-"""Reading a checkpoint back: a check that it is whole, and then torch.load on the same open file."""
+"""Reading a checkpoint back: is it whole, and then torch.load on the same open file."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -14,11 +14,7 @@ from stillframe.errors import CorruptCheckpointError
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
-    Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
-    | torch.device
-    | str
-    | Mapping[str, str]
-    | None
+    Callable[[Any, str], Any] | torch.device | str | dict[str, str] | None  # as torch.load
 )
 
 
@@ -73,7 +69,7 @@ def _load_fd(
     # nothing here. torch.load reads through a Python file whether it is given a path or not.
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
-        # A configuration of torch's may make mmap the default. Such tensors would die with the file.
+        # torch's configuration may make mmap the default: such tensors would die with the file.
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 

@@ -4,6 +4,7 @@
  * `blind` marks, byte by byte, what no reader looks at, with the reason's first letter:
  *   'v' a version (needed, or made by): steers nobody, since every reader here knows all of zip
  *   'a' attributes: permissions and the like
+ *   'A' attributes again, but bit 4 is looked at: it makes a directory of the record
  *   'x' the inside of an extra field that is padding, and that field's tag
  *   'g' gaps between records
  *   'd' data: only looked at when CRCs are compared
@@ -18,11 +19,11 @@
 #include "../../csrc/core/sfr.h"
 #include "check.h"
 
-#define ARCHIVE_MAX 32 /* records */
+#define ARCHIVE_MAX 2600 /* records */
 
 struct archive_record {
 	const char *name;
-	size_t name_len; /* 0: strlen(name) */
+	size_t name_len;
 	const void *data;
 	uint64_t len;
 	uint16_t flags, method;
@@ -35,14 +36,15 @@ struct archive {
 	unsigned char *buf;
 	char *blind;
 	size_t len, cap;
-	struct archive_record records[ARCHIVE_MAX];
+	struct archive_record *records; /* ARCHIVE_MAX of them */
 	size_t nr, dir_off, end64, locator, end;
 	/* how it is written */
 	bool described; /* flag bit 3 and a descriptor */
 	bool zip64;     /* zip64 end records */
 	bool no_crc;    /* zeros for CRCs */
 	uint16_t method;
-	size_t align; /* of the data, by padding; 0 = none */
+	size_t align;    /* of the data, by padding; 0 = none */
+	size_t name_len; /* of the next name; 0 = strlen */
 };
 
 static inline void archive_put(struct archive *a, const void *bytes, size_t len, char blind)
@@ -82,12 +84,22 @@ static inline void archive_gap(struct archive *a, size_t len)
 		archive_num(a, 0, 1, 'g');
 }
 
+/* Room for one more record. */
+static inline struct archive_record *archive_record(struct archive *a)
+{
+	if (a->records == NULL)
+		a->records = calloc(ARCHIVE_MAX, sizeof(*a->records));
+	if (a->records == NULL || a->nr == ARCHIVE_MAX)
+		abort();
+	return &a->records[a->nr++];
+}
+
 static inline void archive_add(struct archive *a, const char *name, const void *data, size_t len)
 {
 	/* torch leaves the descriptor out behind an empty record. */
 	const bool described = a->described && len != 0;
-	struct archive_record *r = &a->records[a->nr++];
-	size_t name_len = r->name_len != 0 ? r->name_len : strlen(name);
+	struct archive_record *r = archive_record(a);
+	size_t name_len = a->name_len != 0 ? a->name_len : strlen(name);
 	size_t extra = 0;
 
 	r->name = name;
@@ -131,8 +143,9 @@ static inline void archive_add(struct archive *a, const char *name, const void *
 /* A name with zero bytes and the like. */
 static inline void archive_add_name(struct archive *a, const char *name, size_t name_len)
 {
-	a->records[a->nr].name_len = name_len;
+	a->name_len = name_len;
 	archive_add(a, name, "x", 1);
+	a->name_len = 0;
 }
 
 /* One directory record; lengths and offsets past 32 bits go to a zip64 field. */
@@ -153,7 +166,9 @@ static inline void archive_central(struct archive *a, struct archive_record *r)
 	archive_num(a, r->name_len, 2, 0);
 	archive_num(a, extra != 0 ? 4 + extra : 0, 2, 0);
 	archive_num(a, 0, 4, 0); /* comment, disk */
-	archive_num(a, 0, 6, 'a');
+	archive_num(a, 0, 2, 'a');
+	archive_num(a, 0, 1, 'A');
+	archive_num(a, 0, 3, 'a');
 	archive_num(a, r->hdr_off < UINT32_MAX ? r->hdr_off : UINT32_MAX, 4, 0);
 	archive_put(a, r->name, r->name_len, 0);
 	if (extra != 0) {
@@ -214,13 +229,14 @@ static inline void archive_free(struct archive *a)
 {
 	free(a->buf);
 	free(a->blind);
+	free(a->records);
 	memset(a, 0, sizeof(*a));
 }
 
 /* What torch.save writes, give or take numbers: up to the storages. */
 static inline struct archive archive_torch(void)
 {
-	struct archive a = {.described = true, .zip64 = true, .align = 64};
+	struct archive a = { .described = true, .zip64 = true, .align = 64 };
 
 	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
 	archive_add(&a, "archive/.format_version", "0", 1);

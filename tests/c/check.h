@@ -39,8 +39,9 @@ static int check__nr_checks, check__nr_failed, check__nr_tests, check__nr_skippe
 static bool check__skip;
 
 /* Counts from several threads at once are welcome. */
-__attribute__((format(printf, 4, 5))) static inline bool
-check__that(bool ok, const char *file, int line, const char *format, ...)
+__attribute__((format(printf, 4, 5))) static inline bool check__that(bool ok, const char *file,
+								     int line, const char *format,
+								     ...)
 {
 	va_list args;
 
@@ -60,11 +61,11 @@ check__that(bool ok, const char *file, int line, const char *format, ...)
 
 #define CHECK(cond) check__that((cond), __FILE__, __LINE__, "%s", #cond)
 /* Integers of any kind: prints both sides. */
-#define CHECK_EQ(a, b)                                                         \
-	__extension__({                                                        \
-		long long check__a = (long long)(a), check__b = (long long)(b); \
-		check__that(check__a == check__b, __FILE__, __LINE__,          \
-			    "%s == %s (%lld, %lld)", #a, #b, check__a, check__b); \
+#define CHECK_EQ(a, b)                                                                             \
+	__extension__({                                                                            \
+		long long check__a = (long long)(a), check__b = (long long)(b);                    \
+		check__that(check__a == check__b, __FILE__, __LINE__, "%s == %s (%lld, %lld)", #a, \
+			    #b, check__a, check__b);                                               \
 	})
 
 #define RUN(test) check__run(test, #test)
@@ -80,7 +81,9 @@ static inline void check__run(void (*test)(void), const char *name)
 	(void)alarm(0);
 	check__nr_tests++;
 	check__nr_skipped += check__skip;
-	(void)printf("%s\n", check__nr_failed != before ? ": FAILED" : check__skip ? ": skipped" : "");
+	(void)printf("%s\n", check__nr_failed != before ? ": FAILED" :
+			     check__skip                ? ": skipped" :
+							  "");
 	(void)fflush(stdout);
 }
 
@@ -98,7 +101,8 @@ static inline int check_done(void)
 		     check__nr_skipped, check__nr_checks, check__nr_failed);
 	if (check__nr_failed != 0)
 		return EXIT_FAILURE;
-	return check__nr_tests != 0 && check__nr_skipped == check__nr_tests ? CHECK_SKIPPED : EXIT_SUCCESS;
+	return check__nr_tests != 0 && check__nr_skipped == check__nr_tests ? CHECK_SKIPPED :
+									      EXIT_SUCCESS;
 }
 
 /* ---- every failure ------------------------------------------------------- */
@@ -131,12 +135,12 @@ static inline struct check_runs check__runs(const char *call, int err)
 	if (!installed)
 		CHECK_EQ(sfr_inject_install(), 0);
 	installed = true;
-	return (struct check_runs){.call = call, .err = err};
+	return (struct check_runs){ .call = call, .err = err };
 }
 
 static inline bool check__next_run(struct check_runs *run)
 {
-	struct sfr_fault fault = {.call = run->call, .err = run->err, .limit = -1};
+	struct sfr_fault fault = { .call = run->call, .err = run->err, .limit = -1 };
 
 	if (run->nth != 0 && !check_acted(run)) {
 		/* One failure at least, or the loop has proved nothing. */
@@ -159,7 +163,7 @@ static inline bool check__next_run(struct check_runs *run)
 }
 
 /* The body must not leave the loop by break or return. */
-#define FOR_EVERY_FAILURE(run, call, err)                                      \
+#define FOR_EVERY_FAILURE(run, call, err)                                                          \
 	for (struct check_runs run = check__runs(call, err); check__next_run(&run);)
 
 #endif

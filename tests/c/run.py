@@ -8,6 +8,7 @@ library only: it runs before anything is installed.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ def wrapper(tool: str) -> list[str]:
     if tool == "valgrind":
         if shutil.which("valgrind") is None:
             sys.exit("make valgrind needs valgrind, which is not installed")
-        return ["valgrind", "--quiet", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
+        options = ["--quiet", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
+        return ["valgrind", *options]
     if tool == "tsan" and shutil.which("setarch") is not None:
         # Its shadow memory collides with a highly randomised address space (gcc before 14).
         return ["setarch", "-R"]
@@ -37,22 +39,26 @@ def wrapper(tool: str) -> list[str]:
 def run(tool: str, program: Path) -> str:
     """Runs one program; returns "passed", "failed" or "skipped", having printed why."""
     start = time.monotonic()
+    process = subprocess.Popen(
+        [*wrapper(tool), str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**OPTIONS, **os.environ},
+        start_new_session=True,  # so that its children can be ended with it
+    )
+    late = b""
     try:
-        done = subprocess.run(
-            [*wrapper(tool), str(program)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S[tool],
-            env={**OPTIONS, **os.environ},
-            check=False,
-        )
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        status, output = -1, (error.stdout or b"") + b"\ntimed out"
+        output, _ = process.communicate(timeout=TIMEOUT_S[tool])
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        late = b"\ntimed out"
+    status = process.returncode
+    output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
     print(f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s", flush=True)
     if outcome != "passed":
-        print(output.decode(errors="replace").rstrip(), f"[exit status {status}]", sep="\n", flush=True)
+        print(output.decode(errors="replace").rstrip(), f"[exit status {status}]", sep="\n")
     return outcome
 
 

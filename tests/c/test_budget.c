@@ -75,7 +75,11 @@ static void the_ranks_of_a_machine_share_it(void)
 	static const struct {
 		const char *text;
 		uint64_t bytes;
-	} cases[] = {{"8", GIB / 2}, {"1", 4 * GIB}, {"0", 4 * GIB}, {"", 4 * GIB}, {"many", 4 * GIB}};
+	} cases[] = { { "8", GIB / 2 },
+		      { "1", 4 * GIB },
+		      { "0", 4 * GIB },
+		      { "", 4 * GIB },
+		      { "many", 4 * GIB } };
 
 	tell_8_gib_are_available();
 	for (int i = 0; i < 5; i++) {
@@ -123,7 +127,8 @@ static void a_v2_group_and_its_parents_limit_it(void)
 static void a_v1_group_limits_it(void)
 {
 	tell_8_gib_are_available();
-	tell("/proc/self/cgroup", "9:name=systemd:/x\n5:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n");
+	tell("/proc/self/cgroup",
+	     "9:name=systemd:/x\n5:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n");
 	tell("/sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", "9223372036854771712\n");
 	tell("/sys/fs/cgroup/memory/docker/abc/memory.usage_in_bytes", "1073741824\n");
 	CHECK_EQ(default_cap(), 4 * GIB);
@@ -226,7 +231,8 @@ static void unreadable_files_are_no_limit(void)
 	tell("/proc/self/cgroup", "0::/a\n");
 	tell("/sys/fs/cgroup/a/memory.max", "1073741824\n");
 	tell("/sys/fs/cgroup/a/memory.current", "0\n");
-	FOR_EVERY_FAILURE(run, "*", EIO) {
+	FOR_EVERY_FAILURE(run, "*", EIO)
+	{
 		uint64_t cap = default_cap();
 
 		CHECK(cap == GIB / 2 || (check_acted(&run) && (cap == 4 * GIB || cap == 16 * MIB)));

@@ -19,10 +19,10 @@ static uint64_t rng(void)
 
 static struct sfr_save_desc describe(const struct sfr_source *sources, uint32_t nr)
 {
-	return (struct sfr_save_desc){.skeleton = skeleton,
-				      .skeleton_len = sizeof(skeleton),
-				      .sources = sources,
-				      .nr_sources = nr};
+	return (struct sfr_save_desc){ .skeleton = skeleton,
+				       .skeleton_len = sizeof(skeleton),
+				       .sources = sources,
+				       .nr_sources = nr };
 }
 
 static uint64_t get(const unsigned char *at, size_t len)
@@ -75,8 +75,7 @@ static void check_runs(const struct sfr__image *img)
 		CHECK_EQ(run->first_entry, entry);
 		CHECK(run->nr_entries > 0);
 		CHECK_EQ(run->nr_blocks, (run->len + img->block_bytes - 1) / img->block_bytes);
-		CHECK(run->nr_blocks == 1 ||
-		      sfr__image_block_len(img, run, 0) == img->block_bytes);
+		CHECK(run->nr_blocks == 1 || sfr__image_block_len(img, run, 0) == img->block_bytes);
 		CHECK_EQ(sfr__image_block_off(img, run, run->nr_blocks - 1) +
 				 sfr__image_block_len(img, run, run->nr_blocks - 1),
 			 run->off + run->len);
@@ -113,12 +112,12 @@ static void check_block(const struct sfr__image *img, const struct sfr__run *run
 
 		CHECK(seg.entry >= run->first_entry &&
 		      seg.entry < run->first_entry + run->nr_entries);
-		begin = seg.kind == SFR__SEG_HEADER ? e->hdr_off
-			: seg.kind == SFR__SEG_DATA ? e->data_off
-						    : e->data_off + e->nbytes;
-		len = seg.kind == SFR__SEG_HEADER ? e->data_off - e->hdr_off
-		      : seg.kind == SFR__SEG_DATA ? e->nbytes
-						  : e->desc_len;
+		begin = seg.kind == SFR__SEG_HEADER ? e->hdr_off :
+			seg.kind == SFR__SEG_DATA   ? e->data_off :
+						      e->data_off + e->nbytes;
+		len = seg.kind == SFR__SEG_HEADER ? e->data_off - e->hdr_off :
+		      seg.kind == SFR__SEG_DATA   ? e->nbytes :
+						    e->desc_len;
 		CHECK_EQ(begin + seg.off, block_off + seg.pos);
 		CHECK(seg.off + seg.len <= len);
 	}
@@ -170,7 +169,7 @@ static const unsigned char *check_central(const unsigned char *c, const char *na
 {
 	size_t name_len = strlen(name), extra_len = (size_t)get(c + 30, 2);
 	const unsigned char *extra = c + 46 + name_len, *end = extra + extra_len;
-	uint64_t sizes[2] = {get(c + 20, 4), get(c + 24, 4)}, off = get(c + 42, 4);
+	uint64_t sizes[2] = { get(c + 20, 4), get(c + 24, 4) }, off = get(c + 42, 4);
 
 	CHECK_EQ(get(c, 4), 0x02014b50);
 	CHECK_EQ(get(c + 8, 2), 0x0808);
@@ -277,10 +276,10 @@ static void check_image(const struct sfr__image *img, uint32_t max_blocks)
 
 static void an_image_without_storages_has_one_run_and_torchs_records(void)
 {
-	static const char *const names[] = {"archive/data.pkl", "archive/.format_version",
-					    "archive/.storage_alignment", "archive/byteorder",
-					    "archive/version"};
-	static const char *const data[] = {skeleton, "0", "64", "little", "3\n"};
+	static const char *const names[] = { "archive/data.pkl", "archive/.format_version",
+					     "archive/.storage_alignment", "archive/byteorder",
+					     "archive/version" };
+	static const char *const data[] = { skeleton, "0", "64", "little", "3\n" };
 	struct sfr_save_desc desc = describe(NULL, 0);
 	struct sfr__image img;
 
@@ -304,11 +303,11 @@ static void an_image_without_storages_has_one_run_and_torchs_records(void)
 static void each_lane_has_a_run_of_its_own_in_ascending_order(void)
 {
 	struct sfr_source sources[] = {
-		{HOLE, 100, 7, 0}, {HOLE, 200, 0, 0}, {HOLE, 300, 3, 0},
-		{0, 0, 7, 0},	   {HOLE, 50, 0, 0},  {HOLE, 1, UINT32_MAX, 0},
+		{ HOLE, 100, 7, 0 }, { HOLE, 200, 0, 0 }, { HOLE, 300, 3, 0 },
+		{ 0, 0, 7, 0 },      { HOLE, 50, 0, 0 },  { HOLE, 1, UINT32_MAX, 0 },
 	};
-	static const int64_t order[] = {1, 4, 2, 0, 3, 5};
-	static const uint32_t lanes[] = {0, 3, 7, UINT32_MAX};
+	static const int64_t order[] = { 1, 4, 2, 0, 3, 5 };
+	static const uint32_t lanes[] = { 0, 3, 7, UINT32_MAX };
 	struct sfr_save_desc desc = describe(sources, 6);
 	struct sfr__image img;
 
@@ -328,7 +327,7 @@ static void each_lane_has_a_run_of_its_own_in_ascending_order(void)
 
 static void random_layouts_hold_together_for_every_block_size(void)
 {
-	static const uint64_t block_sizes[] = {PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE};
+	static const uint64_t block_sizes[] = { PAGE, 2 * PAGE, 3 * PAGE, 16 * PAGE, 4096 * PAGE };
 	struct sfr_source sources[60];
 
 	for (int round = 0; round < 300; round++) {
@@ -337,9 +336,8 @@ static void random_layouts_hold_together_for_every_block_size(void)
 		struct sfr__image img;
 
 		for (uint32_t i = 0; i < nr; i++)
-			sources[i] = (struct sfr_source){
-				HOLE, rng() % (UINT64_C(1) << rng() % 16),
-				(uint32_t)(rng() % 3), 0};
+			sources[i] = (struct sfr_source){ HOLE, rng() % (UINT64_C(1) << rng() % 16),
+							  (uint32_t)(rng() % 3), 0 };
 		desc.skeleton_len = rng() % sizeof(skeleton);
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, block_sizes[rng() % 5]), 0))
 			return;
@@ -350,17 +348,37 @@ static void random_layouts_hold_together_for_every_block_size(void)
 	}
 }
 
+static void a_run_may_end_anywhere_in_its_page(void)
+{
+	bool exactly = false;
+
+	for (uint64_t nbytes = 0; nbytes <= 2 * PAGE; nbytes++) {
+		struct sfr_source sources[] = { { HOLE, nbytes, 0, 0 }, { HOLE, nbytes, 1, 0 } };
+		struct sfr_save_desc desc = describe(sources, 2);
+		const struct sfr__entry *last;
+		struct sfr__image img;
+
+		if (!CHECK_EQ(sfr__image_init(&img, &desc, PAGE), 0))
+			return;
+		last = &img.entries[5];
+		exactly |= last->data_off + nbytes + last->desc_len == img.runs[1].off;
+		check_image(&img, 4);
+		sfr__image_fini(&img);
+	}
+	CHECK(exactly); /* no page of zeros then */
+}
+
 /* Blocks are filled by several threads in any order: what a block holds must not depend on it. */
 static void blocks_filled_in_any_order_give_the_same_file(void)
 {
 	static char bytes[60000];
 	struct sfr_source sources[9];
 	struct sfr_save_desc desc = describe(sources, 9);
-	char *files[3] = {NULL, NULL, NULL};
+	char *files[3] = { NULL, NULL, NULL };
 
 	for (uint32_t i = 0; i < 9; i++)
-		sources[i] = (struct sfr_source){(uintptr_t)(bytes + i % 3 * 20000), 1 + rng() % 20000,
-						 (uint32_t)(i % 2), 0};
+		sources[i] = (struct sfr_source){ (uintptr_t)(bytes + i % 3 * 20000),
+						  1 + rng() % 20000, (uint32_t)(i % 2), 0 };
 	for (size_t i = 0; i < sizeof(bytes); i++)
 		bytes[i] = (char)rng();
 	for (int way = 0; way < 3; way++) {
@@ -369,7 +387,8 @@ static void blocks_filled_in_any_order_give_the_same_file(void)
 		if (!CHECK_EQ(sfr__image_init(&img, &desc, way < 2 ? PAGE : 64 * PAGE), 0))
 			return;
 		for (uint32_t i = 0; i < img.nr_entries; i++)
-			img.entries[i].crc = sfr_crc32(0, img.entries[i].src, (size_t)img.entries[i].nbytes);
+			img.entries[i].crc =
+				sfr_crc32(0, img.entries[i].src, (size_t)img.entries[i].nbytes);
 		files[way] = malloc(img.len);
 		if (!CHECK(files[way] != NULL))
 			return;
@@ -386,7 +405,8 @@ static void blocks_filled_in_any_order_give_the_same_file(void)
 				sfr__seg_iter_init(&it, &img, run, blk);
 				while (sfr__seg_next(&it, &seg))
 					fill_segment(&img, &seg,
-						     files[way] + sfr__image_block_off(&img, run, blk),
+						     files[way] +
+							     sfr__image_block_off(&img, run, blk),
 						     false);
 			}
 		}
@@ -400,7 +420,7 @@ static void blocks_filled_in_any_order_give_the_same_file(void)
 
 static void a_part_of_a_header_or_descriptor_is_that_part_of_the_whole(void)
 {
-	struct sfr_source sources[] = {{HOLE, 5 * GIB, 0, 0}, {HOLE, 77, 0, 0}};
+	struct sfr_source sources[] = { { HOLE, 5 * GIB, 0, 0 }, { HOLE, 77, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
 	char whole[256], part[256];
 	struct sfr__image img;
@@ -430,8 +450,11 @@ static void a_part_of_a_header_or_descriptor_is_that_part_of_the_whole(void)
 
 static void sizes_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 {
-	for (uint64_t nbytes = UINT32_MAX - UINT64_C(70); nbytes <= UINT32_MAX + UINT64_C(70); nbytes++) {
-		struct sfr_source sources[] = {{HOLE, nbytes, 0, 0}, {HOLE, 9, 0, 0}, {HOLE, 9, 1, 0}};
+	for (uint64_t nbytes = UINT32_MAX - UINT64_C(70); nbytes <= UINT32_MAX + UINT64_C(70);
+	     nbytes++) {
+		struct sfr_source sources[] = { { HOLE, nbytes, 0, 0 },
+						{ HOLE, 9, 0, 0 },
+						{ HOLE, 9, 1, 0 } };
 		struct sfr_save_desc desc = describe(sources, 3);
 		struct sfr__image img;
 
@@ -450,7 +473,7 @@ static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 	bool shorter = false, longer = false;
 
 	for (uint64_t nbytes = 4 * GIB - 2000; nbytes <= 4 * GIB - 400; nbytes++) {
-		struct sfr_source sources[] = {{HOLE, nbytes, 0, 0}, {HOLE, 9, 0, 0}};
+		struct sfr_source sources[] = { { HOLE, nbytes, 0, 0 }, { HOLE, 9, 0, 0 } };
 		struct sfr_save_desc desc = describe(sources, 2);
 		struct sfr__image img;
 
@@ -464,7 +487,8 @@ static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 	}
 	CHECK(shorter && longer);
 	for (uint64_t nbytes = 4 * GIB - 5 * PAGE; nbytes <= 4 * GIB + 2 * PAGE; nbytes += 512) {
-		struct sfr_source sources[] = {{HOLE, nbytes / 2, 0, 0}, {HOLE, nbytes / 2, 1, 0}};
+		struct sfr_source sources[] = { { HOLE, nbytes / 2, 0, 0 },
+						{ HOLE, nbytes / 2, 1, 0 } };
 		struct sfr_save_desc desc = describe(sources, 2);
 		struct sfr__image img;
 
@@ -477,9 +501,9 @@ static void offsets_around_4_gib_take_the_long_form_from_ffffffff_on(void)
 
 static void terabytes_are_laid_out_without_being_touched(void)
 {
-	struct sfr_source sources[] = {{HOLE, UINT64_C(3) << 40, 0, 0},
-				       {HOLE, UINT64_C(5) << 40, 1, 0},
-				       {HOLE, 3, 1, 0}};
+	struct sfr_source sources[] = { { HOLE, UINT64_C(3) << 40, 0, 0 },
+					{ HOLE, UINT64_C(5) << 40, 1, 0 },
+					{ HOLE, 3, 1, 0 } };
 	struct sfr_save_desc desc = describe(sources, 3);
 	struct sfr__image img;
 
@@ -496,13 +520,13 @@ static void terabytes_are_laid_out_without_being_touched(void)
 
 static void more_than_65535_storages_have_their_directory(void)
 {
-	static const uint32_t counts[] = {65535 - 7, 65535 - 6, 65535 - 5, 65536, 200000};
+	static const uint32_t counts[] = { 65535 - 7, 65535 - 6, 65535 - 5, 65536, 200000 };
 	struct sfr_source *sources = calloc(200000, sizeof(*sources));
 
 	if (!CHECK(sources != NULL))
 		return;
 	for (uint32_t i = 0; i < 200000; i++)
-		sources[i] = (struct sfr_source){HOLE, rng() % 300, (uint32_t)(rng() % 2), 0};
+		sources[i] = (struct sfr_source){ HOLE, rng() % 300, (uint32_t)(rng() % 2), 0 };
 	for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
 		struct sfr_save_desc desc = describe(sources, counts[i]);
 		struct sfr__image img;
@@ -518,7 +542,7 @@ static void more_than_65535_storages_have_their_directory(void)
 
 static void the_id_is_made_from_names_and_bytes(void)
 {
-	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {HOLE, 10, 0, 0}};
+	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 0, 0 } };
 	char tail[PAGE], ids[5][40];
 
 	for (int i = 0; i < 5; i++) {
@@ -546,12 +570,12 @@ static void the_id_is_made_from_names_and_bytes(void)
 
 static void what_cannot_be_laid_out_is_refused(void)
 {
-	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {0, 1, 0, 0}};
+	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { 0, 1, 0, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
 	struct sfr__image img;
 
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE), -EINVAL); /* null with bytes */
-	sources[1] = (struct sfr_source){0, 0, 0, 0};
+	sources[1] = (struct sfr_source){ 0, 0, 0, 0 };
 	CHECK_EQ(sfr__image_init(&img, &desc, 0), -EINVAL);
 	CHECK_EQ(sfr__image_init(&img, &desc, PAGE + 64), -EINVAL);
 	desc.skeleton = NULL;
@@ -571,10 +595,11 @@ static void what_cannot_be_laid_out_is_refused(void)
 
 static void without_memory_there_is_no_image_and_no_leak(void)
 {
-	struct sfr_source sources[] = {{HOLE, 10, 0, 0}, {HOLE, 10, 1, 0}};
+	struct sfr_source sources[] = { { HOLE, 10, 0, 0 }, { HOLE, 10, 1, 0 } };
 	struct sfr_save_desc desc = describe(sources, 2);
 
-	FOR_EVERY_FAILURE(run, "*", ENOMEM) {
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
 		struct sfr__image img;
 		int rc = sfr__image_init(&img, &desc, PAGE);
 
@@ -588,6 +613,7 @@ int main(void)
 	RUN(an_image_without_storages_has_one_run_and_torchs_records);
 	RUN(each_lane_has_a_run_of_its_own_in_ascending_order);
 	RUN(random_layouts_hold_together_for_every_block_size);
+	RUN(a_run_may_end_anywhere_in_its_page);
 	RUN(blocks_filled_in_any_order_give_the_same_file);
 	RUN(a_part_of_a_header_or_descriptor_is_that_part_of_the_whole);
 	RUN(sizes_around_4_gib_take_the_long_form_from_ffffffff_on);

@@ -113,7 +113,7 @@ static void a_thread_is_named_nice_and_deaf_to_signals(void)
 	CHECK_EQ(sfr_sys.thread_join(thread, &value), 0);
 	CHECK(value == &self);
 	CHECK(strcmp(self.name, "sfr-writer12345") == 0); /* cut to what the kernel takes */
-	CHECK_EQ(self.nice, 10);
+	CHECK(self.nice == 10 || own_nice > 10); /* the whole test may run at a lower priority */
 	CHECK(self.blocked);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &after);
 	for (int sig = 1; sig < 32; sig++)

@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 with warnings.catch_warnings():  # what the packages say about themselves on import
     warnings.simplefilter("ignore")
@@ -14,6 +15,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "lightning" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are trained faster by one thread, above all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=fix_lightning.PACKAGES)

@@ -181,7 +181,7 @@ def load(path):
 
 
 def at(pkg, actions):
-    """A callback that runs `actions[step](trainer)` when the batch of that global step has ended."""
+    """A callback that runs `actions[step](trainer)` at the end of that global step's batch."""
 
     class At(pkg.Callback):
         def on_train_batch_end(self, trainer, module, *args):

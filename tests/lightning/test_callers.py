@@ -9,10 +9,9 @@ import sys
 import time
 
 import pytest
-import torch
-from fix_lightning import at, every_steps, load, loader, trainer
-
 import stillframe
+import torch
+from fix_lightning import at, load, loader, trainer
 from stillframe.testing import slow
 
 
@@ -77,6 +76,46 @@ def test_training_that_broke_off_has_ended(lit, tmp_path):
         run.fit(lit.Model(), loader())
     save_and_look(run, tmp_path / "after.ckpt", seen)
     assert seen == [True]
+
+
+def test_a_validation_after_training_that_broke_off_is_no_training(lit, tmp_path):
+    seen = []
+
+    def boom(trainer):
+        raise ValueError
+
+    class Look(lit.Callback):
+        def on_validation_end(self, trainer, module):
+            save_and_look(trainer, tmp_path / "validation.ckpt", seen)
+
+    run = trainer(
+        lit,
+        tmp_path,
+        plugin=lit.AsyncCheckpointIO(),
+        callbacks=[at(lit, {2: boom}), Look()],
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    model = lit.Model()
+    with pytest.raises(ValueError):
+        run.fit(model, loader(), loader())
+    run.validate(model, loader(), verbose=False)
+    assert seen == [True]
+
+
+def test_a_plugin_that_somebody_wraps_is_found(lit, tmp_path):
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    seen = []
+
+    def look(trainer):
+        save_and_look(trainer, tmp_path / "training.ckpt", seen)
+
+    wrapper = _WrappingCheckpointIO(lit.AsyncCheckpointIO())
+    run = trainer(lit, tmp_path, plugin=wrapper, callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    save_and_look(run, tmp_path / "after.ckpt", seen)
+    assert seen == [False, True]
 
 
 def test_two_trainers_of_one_plugin_are_told_apart(lit, tmp_path):
@@ -185,7 +224,8 @@ def test_the_batch_size_scaler_works(lit, tmp_path):
     assert list(tmp_path.glob(".scale_batch_size*")) == []
 
 
-# -- signal handlers ---------------------------------------------------------------------------------------------------
+# -- signal handlers ---------------------------------------------------------------------------
+# ------------------------
 
 
 class ByMethod:
@@ -299,8 +339,13 @@ def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypa
     from lightning.pytorch.trainer.connectors import signal_connector
 
     for name, value in {
-        **{"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        **{"SLURM_JOB_NAME": "job", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"},
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "localhost",
     }.items():
         monkeypatch.setenv(name, value)
     requeued = []
@@ -333,35 +378,40 @@ def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypa
     assert load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 2
 
 
-# -- workers -----------------------------------------------------------------------------------------------------------
+# -- workers -----------------------------------------------------------------------------------
+# ------------------------
 
 
 LAUNCH = """
 import sys
-from pathlib import Path
-
 import torch
-from fix_lightning import every_steps, load, loader, package, trainer
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from stillframe.lightning import AsyncCheckpointIO
 
 if __name__ == "__main__":
-    start, tmp_path = sys.argv[1], Path(sys.argv[2])
-    lit = package("lightning")
-    model = lit.Model()
-    before = model.head.weight.detach().clone()
-    run = trainer(
-        lit,
-        tmp_path,
-        plugin=lit.AsyncCheckpointIO(pool_bytes=64 << 20),
-        callbacks=[every_steps(lit, tmp_path / "c", 2)],
+    start, directory = sys.argv[1:]
+    model = BoringModel()
+    before = model.layer.weight.detach().clone()
+    run = Trainer(
+        accelerator="cpu",
         strategy=f"ddp_{start}",
         devices=1,
         max_steps=4,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        plugins=[AsyncCheckpointIO(pool_bytes=64 << 20)],
+        callbacks=[ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2)],
     )
-    run.fit(model, loader())
-    saved = load(tmp_path / "c" / "step=4.ckpt")["state_dict"]
+    run.fit(model)
+    saved = torch.load(f"{directory}/step=4.ckpt", weights_only=False)["state_dict"]
     for name, value in model.state_dict().items():
         assert torch.equal(value, saved[name]), name
-    assert not torch.equal(before, model.head.weight)
+    assert not torch.equal(before, model.layer.weight)
     print("the weights are here")
 """
 
@@ -373,7 +423,11 @@ def test_a_launched_workers_weights_reach_the_parent(tmp_path, start):
     script.write_text(LAUNCH)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script, start, tmp_path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=120,

@@ -8,10 +8,9 @@ import sys
 import types
 
 import pytest
+import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
-
-import stillframe
 from stillframe import gate
 from stillframe.testing import slow
 
@@ -135,7 +134,7 @@ def test_in_a_trainer_with_another_plugin_it_does_nothing(lit, tmp_path, monkeyp
 
 def test_it_gates_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, monkeypatch):
     hooks = {name for name in vars(pkg.Callback) if not name.startswith("_")} - {"state_key"}
-    assert OUTSIDE_THE_STEP | INSIDE_THE_STEP == hooks
+    assert hooks == OUTSIDE_THE_STEP | INSIDE_THE_STEP
     overridden = {
         name for name in hooks if getattr(pkg.Companion, name) is not getattr(pkg.Callback, name)
     }
@@ -188,7 +187,7 @@ def test_a_trainer_of_one_package_takes_the_plugin_of_the_other(pkg, tmp_path):
 @pytest.mark.parametrize("how", ["copy_", "data"])
 def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how):
     """An averaging callback: the average is in the weights while validation runs."""
-    expected = {}
+    expected, deferred = {}, []
 
     class Averaging(pkg.Callback):
         def on_train_batch_end(self, trainer, module, *args):
@@ -220,7 +219,9 @@ def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how
         run = trainer(
             pkg,
             tmp_path,
-            plugin=pkg.AsyncCheckpointIO(),
+            plugin=pkg.AsyncCheckpointIO(
+                on_durable=lambda path, report: deferred.append(report.deferred_nbytes)
+            ),
             callbacks=[Averaging(), every_steps(pkg, tmp_path / "c", 1, save_top_k=-1)],
             max_steps=24,
             limit_val_batches=1,
@@ -228,8 +229,37 @@ def test_weights_swapped_for_validation_never_get_into_a_file(pkg, tmp_path, how
         )
         run.fit(pkg.Model(), loader(), loader())
     assert len(expected) == 24
+    assert max(deferred) > 4 * 300 * 300  # or this would show nothing
     for step, state in expected.items():
         assert_same(load(tmp_path / "c" / f"step={step}.ckpt")["state_dict"], state)
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_lightnings_own_averaging_saves_what_it_saves_with_the_stock_plugin(lit, tmp_path, name):
+    import lightning.pytorch.callbacks as stock
+
+    options = {"swa_lrs": 0.01, "swa_epoch_start": 1} if name.startswith("Stoch") else {}
+    for kind, plugin in (("stock", lit.TorchCheckpointIO()), ("ours", lit.AsyncCheckpointIO())):
+        with slow("lane_copy", 0.005):
+            trainer(
+                lit,
+                tmp_path,
+                plugin=plugin,
+                callbacks=[
+                    getattr(stock, name)(**options),
+                    every_steps(lit, tmp_path / kind, 3, save_top_k=-1),
+                ],
+                max_epochs=4,
+                max_steps=-1,
+                limit_val_batches=1,
+            ).fit(lit.Model(), loader(), loader())
+    files = sorted(path.name for path in (tmp_path / "stock").iterdir())
+    assert len(files) >= 10
+    assert files == sorted(path.name for path in (tmp_path / "ours").iterdir())
+    for file in files:
+        ours, theirs = load(tmp_path / "ours" / file), load(tmp_path / "stock" / file)
+        for key in ("state_dict", "optimizer_states"):
+            assert_same(ours[key], theirs[key], f"{file}: {key}")
 
 
 def test_a_rare_write_inside_the_step_fails_the_save_or_is_captured(lit, tmp_path):

@@ -5,10 +5,9 @@ import logging
 import signal
 
 import pytest
+import stillframe
 import torch
 from fix_lightning import at, every_steps, load, loader, trainer
-
-import stillframe
 from stillframe.engine import wait_for_path
 from stillframe.testing import fault, slow
 
@@ -93,9 +92,7 @@ def test_errors_are_raised_oldest_first_one_a_save(lit, tmp_path):
     assert caught.value.filename == str(tmp_path / "c.ckpt")
 
 
-def test_teardown_raises_once_names_every_error_and_leaves_the_plugin_usable(
-    pkg, tmp_path, caplog
-):
+def test_teardown_raises_once_names_every_error_and_leaves_the_plugin_usable(pkg, tmp_path, caplog):
     plugin = pkg.AsyncCheckpointIO()
     state = {"x": torch.ones(3)}
     # Slow, so that the first has not ended when the second is submitted.

@@ -1,12 +1,11 @@
 """Fabric: save, load, and no end but `wait_all`."""
 
 import pytest
+import stillframe
 import torch
 from fix_lightning import assert_same, copied
-from torch import nn
-
-import stillframe
 from stillframe.testing import fault, slow
+from torch import nn
 
 
 def launched(pkg, plugin):

@@ -13,9 +13,8 @@ from fix_lightning import (
     loader,
     trainer,
 )
-from torch import nn
-
 from stillframe.testing import slow
+from torch import nn
 
 
 def names(directory):
@@ -67,15 +66,16 @@ def test_every_checkpoint_is_the_state_at_its_call(pkg, tmp_path):
             )
 
     callback = every_steps(pkg, tmp_path / "c", 1, save_top_k=-1)
+    deferred = []
+    plugin = pkg.AsyncCheckpointIO(
+        on_durable=lambda path, report: deferred.append(report.deferred_nbytes)
+    )
     with slow("lane_copy", 0.005):
-        trainer(
-            pkg,
-            tmp_path,
-            plugin=pkg.AsyncCheckpointIO(),
-            callbacks=[Keep(), callback],
-            max_steps=12,
-        ).fit(pkg.Model(), loader())
+        trainer(pkg, tmp_path, plugin=plugin, callbacks=[Keep(), callback], max_steps=12).fit(
+            pkg.Model(), loader()
+        )
     assert sorted(expected) == list(range(1, 13))
+    assert max(deferred) > 4 * 300 * 300  # or this would show nothing
     for step, state in expected.items():
         saved = load(tmp_path / "c" / f"step={step}.ckpt")
         assert_same({key: saved[key] for key in state}, state)
@@ -108,9 +108,9 @@ def test_manual_optimization_saves_the_weights_before_the_step(pkg, tmp_path):
 
     callback = every_steps(pkg, tmp_path / "c", 2, save_top_k=-1)
     with slow("lane_copy", 0.005):
-        trainer(
-            pkg, tmp_path, plugin=pkg.AsyncCheckpointIO(), callbacks=[Keep(), callback]
-        ).fit(model, loader())
+        trainer(pkg, tmp_path, plugin=pkg.AsyncCheckpointIO(), callbacks=[Keep(), callback]).fit(
+            model, loader()
+        )
     for step in (2, 4, 6, 8):
         state = load(tmp_path / "c" / f"step={step}.ckpt")["state_dict"]
         for name, value in before[step].items():

@@ -7,10 +7,9 @@ import sys
 import time
 
 import pytest
+import stillframe
 import torch
 from fix_lightning import load
-
-import stillframe
 from stillframe.testing import slow
 
 STATE = {"x": torch.arange(12.0), "n": 3}
@@ -36,11 +35,29 @@ def test_skipping_saves_is_refused_with_the_reason(pkg):
         pkg.AsyncCheckpointIO(when_busy="skip")
 
 
+def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
+    import stillframe._plugin
+
+    with stillframe.Engine(when_busy="skip") as engine:
+        with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
+            lit.AsyncCheckpointIO(engine=engine)
+        # As after stillframe.configure(when_busy="skip").
+        monkeypatch.setattr(stillframe._plugin, "default_engine", lambda: engine)
+        with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
+            lit.AsyncCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
+
+
 @pytest.mark.parametrize(
-    "options", [{"when_busy": "later"}, {"max_in_flight": 0}, {"max_in_flight": 1.5}]
+    ("options", "error"),
+    [
+        ({"when_busy": "later"}, ValueError),
+        ({"max_in_flight": 0}, ValueError),
+        ({"max_in_flight": 1.5}, TypeError),
+        ({"pool_bytes": 4096}, ValueError),
+    ],
 )
-def test_an_option_out_of_range_is_refused(lit, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+def test_an_option_that_no_engine_takes_is_refused_at_once(lit, options, error):
+    with pytest.raises(error, match=next(iter(options))):
         lit.AsyncCheckpointIO(**options)
 
 
@@ -75,28 +92,31 @@ def test_the_default_engine_serves_unless_options_ask_for_another(lit, tmp_path)
 def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_path, monkeypatch):
     import stillframe._plugin
 
-    made, closed = [], []
+    made, open_now = [], []
 
     class Engine(stillframe.Engine):
         def __init__(self, **options):
-            made.append(options)
             super().__init__(**options)
+            made.append(options)
+            open_now.append(self)
 
         def close(self):
-            closed.append(True)
-            return super().close()
+            super().close()
+            if self in open_now:
+                open_now.remove(self)
 
     monkeypatch.setattr(stillframe._plugin, "Engine", Engine)
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
-    assert made == []
-    for turn in (1, 2):
+    assert open_now == []
+    for _ in range(2):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         plugin.save_checkpoint(STATE, tmp_path / "b.ckpt")
-        assert len(made) == turn
+        assert len(open_now) == 1
+        assert open_now[0].stats()["saves_total"] == 2
         plugin.teardown()
+        assert open_now == []
         plugin.teardown()
-        assert len(closed) >= turn
-    assert made[0] == {"pool_bytes": 64 << 20, "max_in_flight": 2, "when_busy": "wait"}
+    assert made[-1] == {"pool_bytes": 64 << 20, "max_in_flight": 2, "when_busy": "wait"}
 
 
 def test_arguments_may_be_given_by_position_or_by_name(pkg, tmp_path):
@@ -181,6 +201,18 @@ def test_a_remove_never_overtakes_the_save_nor_waits_for_it(lit, tmp_path):
         assert time.monotonic() - begun < 0.25
         plugin.teardown()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_teardown_waits_for_the_remove_of_a_relative_name(lit, tmp_path, monkeypatch):
+    (tmp_path / "a.ckpt").touch()
+    monkeypatch.chdir(tmp_path)
+    plugin = lit.AsyncCheckpointIO()
+    with slow("unlink", 0.3):
+        plugin.remove_checkpoint("a.ckpt")
+        monkeypatch.chdir("/")
+        assert (tmp_path / "a.ckpt").exists()
+        plugin.teardown()
+        assert not (tmp_path / "a.ckpt").exists()
 
 
 def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_path):

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
-
 from stillframe import gate
 from stillframe.skeleton import Skeleton
+from torch import Tensor
+from torch.nn import Parameter
 
 NUMEL = 4096  # 16 KiB: large enough to be deferred
 _SOURCE = struct.Struct("=QQII")

@@ -23,20 +23,18 @@ from fix_gate import (
     skeleton_of,
     state_tensors,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.optimizer import Optimizer
-
 from stillframe import gate, ownership
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 @pytest.fixture(autouse=True)
 def no_left_over_steps() -> Iterator[None]:
     """Optimizers of earlier tests that raised in a step must not be mistaken for active ones."""
-    gc.collect()
+    if ownership.active():
+        gc.collect()
     assert not ownership.active()
     yield
-    gc.collect()
 
 
 def adamw(*params: nn.Parameter, **options: Any) -> AdamW:
@@ -267,9 +265,10 @@ def test_a_resized_storage_is_captured() -> None:
     p.untyped_storage().resize_(16 * NUMEL)  # between a record and its comparison
     run_steps(opt, 1)
     p.untyped_storage().resize_(0)
-    run_steps_freed = ownership.find(opt)
-    assert run_steps_freed is not None
-    run_steps_freed.compare()  # must not read the freed memory
+    owner = ownership.find(opt)
+    assert owner is not None
+    owner.compare()  # must not read the freed memory
+    assert deferred(p) == [False]
 
 
 def test_a_group_added_later_is_observed() -> None:
@@ -401,9 +400,9 @@ def test_inner_steps_of_one_step_count_no_cycles() -> None:
 
 
 def test_register_optimizer_refuses_what_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match="subclass of torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
         gate.register_optimizer(nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="subclass of torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer"):
         gate.register_optimizer(SGD([param()], lr=0.1))  # type: ignore[arg-type]
 
 
@@ -422,9 +421,9 @@ def test_a_wrapper_that_hides_inside_the_hooks_is_not_taken_for_torch() -> None:
             for group in self.param_groups:
                 for p in group["params"]:
                     p.data.mul_(0.5)
-            return Optimizer.profile_hook_step(SGD.step.__wrapped__)(self, closure)
+            return super().step(closure)
 
-    del Sneaky.step.hooked  # so that torch puts its hooks around it
+    Sneaky.step.__dict__.pop("hooked", None)  # so that torch puts its hooks around it
     p = param()
     opt = Sneaky([p], lr=0.1)
     run_steps(opt, 5)
@@ -616,7 +615,9 @@ def test_a_default_device_runs_no_python_code_in_our_reads() -> None:
     calls = []
 
     class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             calls.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -683,7 +684,7 @@ def test_cleared_state_is_freed_at_once() -> None:
 
 
 def test_storages_at_reused_addresses_are_not_taken_for_old_ones() -> None:
-    for _ in range(50):
+    for _ in range(20):
         p = param()
         opt = adamw(p)
         run_steps(opt, 4)

@@ -1,6 +1,6 @@
 /* A check in hand: what load.c and records.c share. */
-#ifndef SFR_CHECK_H
-#define SFR_CHECK_H
+#ifndef SFR_RECORDS_H
+#define SFR_RECORDS_H
 
 #include "load.h"
 #include "names.h"

@@ -1,0 +1,372 @@
+/* What a forked child gets, and what it must not keep or touch. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/file.h>
+#include <sys/wait.h>
+
+#include "../../csrc/core/sfr_internal.h"
+#include "fix_dir.h"
+
+/* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the
+ * parent's memory, so it leaves by _exit. */
+static void in_child(void (*body)(void *), void *arg)
+{
+	int failed = check__nr_failed, status = -1;
+	pid_t pid = fork();
+
+	if (pid == 0) {
+		body(arg);
+		_exit(check__nr_failed != failed);
+	}
+	CHECK(pid > 0);
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static bool is_locked(const char *path)
+{
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	bool locked = flock(fd, LOCK_EX | LOCK_NB) < 0 && errno == EWOULDBLOCK;
+
+	(void)close(fd);
+	return locked;
+}
+
+struct seen {
+	int fd, other_fd;
+	uint64_t generation;
+	const char *path;
+};
+
+static void child_closes_ours_only(void *arg)
+{
+	const struct seen *seen = arg;
+
+	CHECK(fcntl(seen->fd, F_GETFD) < 0 && errno == EBADF);
+	CHECK(fcntl(seen->other_fd, F_GETFD) >= 0);
+	CHECK_EQ(sfr_fork_generation(), seen->generation + 1);
+	CHECK(is_locked(seen->path));
+}
+
+static void a_child_closes_the_descriptors_and_does_not_unlock(void)
+{
+	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a");
+	struct seen seen = { .path = path };
+
+	CHECK_EQ(sfr_fork_init(), 0);
+	seen.generation = sfr_fork_generation();
+	seen.fd = sfr__fd_open(path, O_RDWR | O_CREAT, 0600);
+	seen.other_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	if (!CHECK(seen.fd >= 0 && seen.other_fd >= 0))
+		return;
+	CHECK(fcntl(seen.fd, F_GETFD) & FD_CLOEXEC);
+	CHECK_EQ(flock(seen.fd, LOCK_EX | LOCK_NB), 0);
+	in_child(child_closes_ours_only, &seen);
+	CHECK(is_locked(path)); /* after the child's end, too */
+	CHECK(fcntl(seen.fd, F_GETFD) >= 0);
+	CHECK_EQ(sfr_fork_generation(), seen.generation);
+	CHECK_EQ(sfr__fd_close(seen.fd), 0);
+	CHECK(!is_locked(path));
+	(void)close(seen.other_fd);
+	dir_remove(dir);
+}
+
+static void child_leaves_a_reused_number_alone(void *arg)
+{
+	CHECK(fcntl(*(int *)arg, F_GETFD) >= 0);
+}
+
+static void a_closed_descriptor_is_out_of_the_table(void)
+{
+	int fd = sfr__fd_open("/dev/null", O_RDONLY, 0), again;
+	struct sfr_fault fault = { "close", 1, 0, EIO, -1, 0 };
+
+	CHECK_EQ(sfr_fork_init(), 0);
+	CHECK_EQ(sfr__fd_close(fd), 0);
+	again = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	CHECK_EQ(again, fd);
+	in_child(child_leaves_a_reused_number_alone, &again);
+	(void)close(again);
+
+	/* A close that fails has closed all the same. */
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
+	CHECK_EQ(sfr__fd_close(fd), -EIO);
+	sfr_inject_remove();
+	again = open("/dev/null", O_RDONLY | O_CLOEXEC);
+	CHECK_EQ(again, fd);
+	in_child(child_leaves_a_reused_number_alone, &again);
+	(void)close(again);
+}
+
+static void an_interrupted_open_is_tried_again_but_not_for_ever(void)
+{
+	struct sfr_fault fault = { "open", 1, 0, EINTR, -1, 0 };
+	int fds = nr_fds(), fd;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	fd = sfr__fd_open("/dev/null", O_RDONLY, 0);
+	CHECK(fd >= 0);
+	CHECK_EQ(sfr_inject_calls("open"), 2);
+	CHECK_EQ(sfr__fd_close(fd), 0);
+	sfr_inject_clear();
+	fault.sticky = 1;
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr__fd_open("/dev/null", O_RDONLY, 0), -EINTR);
+	sfr_inject_remove();
+	CHECK_EQ(sfr__fd_open("/nonexistent/file", O_RDONLY, 0), -ENOENT);
+	CHECK_EQ(nr_fds(), fds);
+}
+
+/* Stands in for open(2): 4096 real descriptors may be more than the limit allows. */
+static int next_fd;
+static int fake_open(const char *path, int flags, mode_t mode)
+{
+	(void)path;
+	(void)flags;
+	(void)mode;
+	return next_fd++;
+}
+
+static int fake_close(int fd)
+{
+	(void)fd;
+	return 0;
+}
+
+static void a_full_table_refuses_to_open(void)
+{
+	struct sfr_sys plain = sfr_sys;
+	int first = 1000000, nr = 0;
+
+	next_fd = first;
+	sfr_sys.open = fake_open;
+	sfr_sys.close = fake_close;
+	while (nr < 10000 && sfr__fd_open("x", O_RDONLY, 0) >= 0)
+		nr++;
+	CHECK_EQ(nr, 4096);
+	CHECK_EQ(next_fd, first + nr); /* refused before anything is opened */
+	CHECK_EQ(sfr__fd_open("x", O_RDONLY, 0), -EMFILE);
+	CHECK_EQ(sfr__fd_close(first + 7), 0);
+	CHECK_EQ(sfr__fd_open("x", O_RDONLY, 0), next_fd - 1);
+	for (int fd = first; fd < next_fd; fd++)
+		CHECK_EQ(sfr__fd_close(fd), 0);
+	sfr_sys = plain;
+}
+
+/* ---- forks while other threads are at it ---- */
+
+/* A sanitizer's allocator, unlike the C library's, may leave its lock taken in a child when another
+ * thread was inside it. So that only locks of ours are looked at, the core allocates from here. */
+#define NR_CELLS 512
+static struct {
+	atomic_bool taken;
+	_Alignas(16) char bytes[1040];
+} cells[NR_CELLS];
+
+static void *cell_malloc(size_t len)
+{
+	if (!CHECK(len <= sizeof(cells[0].bytes)))
+		return NULL;
+	for (int i = 0; i < NR_CELLS; i++)
+		if (!atomic_exchange(&cells[i].taken, true))
+			return cells[i].bytes;
+	return NULL;
+}
+
+static void cell_free(void *mem)
+{
+	for (int i = 0; mem && i < NR_CELLS; i++)
+		if (mem == cells[i].bytes)
+			atomic_store(&cells[i].taken, false);
+}
+
+static atomic_bool stop;
+
+static void *open_and_close(void *arg)
+{
+	while (!atomic_load(&stop)) {
+		int fd = sfr__fd_open(arg, O_RDONLY, 0);
+
+		if (CHECK(fd >= 0))
+			CHECK_EQ(sfr__fd_close(fd), 0);
+		(void)usleep(20); /* a mutex is not fair: the fork has to come in between */
+	}
+	return NULL;
+}
+
+static void *talk_and_log(void *unused)
+{
+	(void)unused;
+	while (!atomic_load(&stop)) {
+		sfr__notice_text("a sentence");
+		(void)sfr_log_exists("/a/b");
+		(void)sfr_log_pending();
+		(void)usleep(20);
+	}
+	return NULL;
+}
+
+static void child_has_none_of_it_and_starts_anew(void *arg)
+{
+	const char *path = arg;
+	char text[64], link[PATH_MAX], at[64];
+	struct sfr_ticket *ticket;
+	unsigned what;
+	int fd;
+
+	for (int i = 3; i < 64; i++) {
+		ssize_t len;
+
+		(void)snprintf(at, sizeof(at), "/proc/self/fd/%d", i);
+		len = readlink(at, link, sizeof(link) - 1);
+		if (len < 0)
+			continue;
+		link[len] = 0;
+		CHECK(strcmp(link, path) != 0); /* no descriptor of the parent's threads */
+	}
+	/* Locks the parent's threads may have held are free here, and its state is forgotten. */
+	CHECK_EQ(sfr_log_pending(), 0);
+	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), SFR_EAGAIN);
+	sfr__notice_text("of the child");
+	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), 0);
+	CHECK(strcmp(text, "of the child") == 0);
+	CHECK_EQ(sfr_fork_init(), 0);
+	fd = sfr__fd_open(path, O_RDONLY, 0);
+	CHECK(fd >= 0);
+	CHECK_EQ(sfr__fd_close(fd), 0);
+}
+
+static void a_fork_amid_opens_closes_and_notices_is_clean(void)
+{
+	char path[PATH_MAX], text[64];
+	const char *dir = dir_make("/dev/shm");
+	struct sfr_sys plain = sfr_sys;
+	pthread_t threads[4];
+	struct sfr_ticket *ticket;
+	unsigned what;
+
+	sfr_sys.malloc = cell_malloc;
+	sfr_sys.free = cell_free;
+	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "a"));
+	file_put(path, "a", 1);
+	CHECK_EQ(sfr_fork_init(), 0);
+	atomic_store(&stop, false);
+	for (int i = 0; i < 3; i++)
+		CHECK_EQ(pthread_create(&threads[i], NULL, open_and_close, path), 0);
+	CHECK_EQ(pthread_create(&threads[3], NULL, talk_and_log, NULL), 0);
+	for (int i = 0; i < 60; i++) {
+		in_child(child_has_none_of_it_and_starts_anew, path);
+		while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
+			;
+	}
+	atomic_store(&stop, true);
+	for (int i = 0; i < 4; i++)
+		CHECK_EQ(pthread_join(threads[i], NULL), 0);
+	while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
+		;
+	sfr_sys = plain;
+	dir_remove(dir);
+}
+
+/* ---- files across forks ---- */
+
+struct across {
+	struct sfr__file *file;
+	const char *dir;
+};
+
+static void child_frees_and_saves_its_own(void *arg)
+{
+	struct across *across = arg;
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file own;
+	char page[64] = "of the child";
+
+	sfr__file_fini(across->file); /* as if some destructor had come here: it only frees */
+	CHECK_EQ(dir_count(across->dir, TEMPORARIES, NULL), 1);
+	CHECK_EQ(sfr__file_init(&own, across->dir, "b", sizeof(page), true), 0);
+	CHECK_EQ(sfr__file_open(&own, &err), 0);
+	CHECK_EQ(dir_count(across->dir, TEMPORARIES, NULL), 2); /* the parent's is alive */
+	CHECK_EQ(sfr__file_write(&own, page, sizeof(page), 0, &err), 0);
+	CHECK_EQ(sfr__file_sync(&own, &err), 0);
+	CHECK_EQ(sfr__file_commit(&own, &err), 0);
+	sfr__file_fini(&own);
+}
+
+static void a_child_neither_deletes_nor_unlocks_the_parents_temporary(void)
+{
+	char dir[PATH_MAX], page[64] = "of the parent";
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file file;
+	struct across across = { &file, dir };
+
+	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/var/tmp"));
+	CHECK_EQ(sfr_fork_init(), 0);
+	CHECK_EQ(sfr__file_init(&file, dir, "a", sizeof(page), true), 0);
+	CHECK_EQ(sfr__file_open(&file, &err), 0);
+	in_child(child_frees_and_saves_its_own, &across);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	CHECK(is_locked(file.tmp));
+	CHECK_EQ(sfr__file_write(&file, page, sizeof(page), 0, &err), 0);
+	CHECK_EQ(sfr__file_sync(&file, &err), 0);
+	CHECK_EQ(sfr__file_commit(&file, &err), 0);
+	sfr__file_fini(&file);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 2);
+	dir_remove(dir);
+}
+
+static void a_child_does_not_keep_its_dead_parents_lock(void)
+{
+	char dir[PATH_MAX], ready;
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file file;
+	int pipes[2], status;
+	pid_t writer;
+
+	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/var/tmp"));
+	CHECK_EQ(sfr_fork_init(), 0);
+	CHECK_EQ(pipe2(pipes, O_CLOEXEC), 0);
+	writer = fork();
+	if (writer == 0) {
+		/* Opens a file and forks a child of its own, which outlives it. */
+		if (sfr__file_init(&file, dir, "a", 64, true) < 0 || sfr__file_open(&file, &err) < 0)
+			_exit(1);
+		if (fork() == 0) {
+			(void)alarm(60);
+			(void)write(pipes[1], "x", 1);
+			(void)pause();
+			_exit(0);
+		}
+		(void)pause();
+		_exit(0);
+	}
+	CHECK_EQ(read(pipes[0], &ready, 1), 1); /* the grandchild lives */
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	CHECK_EQ(kill(writer, SIGKILL), 0);
+	CHECK_EQ(waitpid(writer, &status, 0), writer);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+	(void)close(pipes[0]);
+	(void)close(pipes[1]);
+	dir_remove(dir);
+}
+
+int main(void)
+{
+	RUN(a_child_closes_the_descriptors_and_does_not_unlock);
+	RUN(a_closed_descriptor_is_out_of_the_table);
+	RUN(an_interrupted_open_is_tried_again_but_not_for_ever);
+	RUN(a_full_table_refuses_to_open);
+	RUN(a_fork_amid_opens_closes_and_notices_is_clean);
+	RUN(a_child_neither_deletes_nor_unlocks_the_parents_temporary);
+	RUN(a_child_does_not_keep_its_dead_parents_lock);
+	return check_done();
+}

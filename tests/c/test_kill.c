@@ -1,0 +1,253 @@
+/* SIGKILL in a saving loop: whatever moment it hits, the path holds the last acknowledged state
+ * or a newer one, whole.
+ *
+ * A child saves state 1, 2, 3 ... to one path and notes each that is acknowledged as durable in
+ * memory it shares with the parent. It is killed at the n-th call of the life of a file, before
+ * or after that call, for every n over several saves; or from outside, at a random moment.
+ */
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "saving.h"
+
+enum phase { NOTHING, OPENED, PREPARED, WRITTEN, SYNCED, RENAMED, DIR_SYNCED, NR_PHASES };
+static const char *const phase_names[NR_PHASES] = { "before the temporary", "temporary open",
+						    "prepared", "writing", "synced", "renamed",
+						    "directory synced" };
+
+/* What the child leaves behind. */
+static struct shared {
+	atomic_int acknowledged; /* the last durable state */
+	atomic_int phase;        /* of the save under way */
+	atomic_int calls;
+	atomic_int kill_at;      /* -1: never */
+	atomic_int kill_after;   /* after the call rather than before */
+	atomic_int hit;
+} *shared;
+
+static struct sfr_sys plain;
+static const char *dir;
+
+/* The nr-th call is about to be made, or has been. */
+static void point(int nr, int after)
+{
+	if (nr == atomic_load(&shared->kill_at) && after == atomic_load(&shared->kill_after)) {
+		atomic_store(&shared->hit, 1);
+		(void)kill(getpid(), SIGKILL);
+	}
+}
+
+/* Ours are the temporary and the directory: reads of /proc and the like are no points. */
+#define AT_POINT(expression, result, phase_after)                                                  \
+	do {                                                                                       \
+		int nr = atomic_fetch_add(&shared->calls, 1) + 1;                                  \
+                                                                                                   \
+		point(nr, 0);                                                                      \
+		result = expression;                                                               \
+		atomic_store(&shared->phase, phase_after);                                         \
+		point(nr, 1);                                                                      \
+	} while (0)
+
+static int killing_open(const char *path, int flags, mode_t mode)
+{
+	int fd;
+
+	if (!(flags & O_CREAT))
+		return plain.open(path, flags, mode);
+	AT_POINT(plain.open(path, flags, mode), fd, OPENED);
+	return fd;
+}
+
+static int killing_flock(int fd, int op)
+{
+	int rc;
+
+	AT_POINT(plain.flock(fd, op), rc, OPENED);
+	return rc;
+}
+
+static int killing_fallocate(int fd, int mode, off_t off, off_t len)
+{
+	int rc;
+
+	AT_POINT(plain.fallocate(fd, mode, off, len), rc, PREPARED);
+	return rc;
+}
+
+static ssize_t killing_pwrite(int fd, const void *buf, size_t len, off_t off)
+{
+	ssize_t rc;
+
+	AT_POINT(plain.pwrite(fd, buf, len, off), rc, WRITTEN);
+	return rc;
+}
+
+static int killing_fdatasync(int fd)
+{
+	int rc;
+
+	AT_POINT(plain.fdatasync(fd), rc, SYNCED);
+	return rc;
+}
+
+static int killing_rename(const char *from, const char *to)
+{
+	int rc;
+
+	AT_POINT(plain.rename(from, to), rc, RENAMED);
+	return rc;
+}
+
+static int killing_fsync(int fd)
+{
+	int rc;
+
+	AT_POINT(plain.fsync(fd), rc, DIR_SYNCED);
+	return rc;
+}
+
+/* Saves states `first`, first + 1, ... until it is killed or has saved `nr`. */
+static _Noreturn void child(int first, int nr)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 2, .max_in_flight = 1 };
+	static struct saving_state state;
+	struct sfr_engine *engine;
+
+	sfr_sys.open = killing_open;
+	sfr_sys.flock = killing_flock;
+	sfr_sys.fallocate = killing_fallocate;
+	sfr_sys.pwrite = killing_pwrite;
+	sfr_sys.fdatasync = killing_fdatasync;
+	sfr_sys.rename = killing_rename;
+	sfr_sys.fsync = killing_fsync;
+	if (sfr_engine_new(&opts, &engine) < 0)
+		_exit(2);
+	for (int i = first; i < first + nr; i++) {
+		atomic_store(&shared->phase, NOTHING);
+		saving_fill(&state, (unsigned char)i);
+		if (saving_save(engine, dir, "checkpoint", &state, SFR_SAVE_DURABLE) < 0)
+			_exit(3);
+		atomic_store(&shared->acknowledged, i);
+	}
+	_exit(0);
+}
+
+/* Runs a child; returns whether it was killed. `delay_ns`: kills it from outside then. */
+static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_ns)
+{
+	int status = 0;
+	pid_t pid;
+
+	atomic_store(&shared->calls, 0);
+	atomic_store(&shared->kill_at, kill_at);
+	atomic_store(&shared->kill_after, after);
+	atomic_store(&shared->hit, 0);
+	pid = fork();
+	if (pid == 0)
+		child(first, nr);
+	if (!CHECK(pid > 0))
+		return false;
+	if (delay_ns) {
+		const struct timespec delay = { .tv_sec = 0, .tv_nsec = (long)delay_ns };
+
+		(void)nanosleep(&delay, NULL);
+		(void)kill(pid, SIGKILL);
+	}
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFSIGNALED(status) ? WTERMSIG(status) == SIGKILL : WEXITSTATUS(status) == 0);
+	return WIFSIGNALED(status);
+}
+
+static unsigned nr_kills, nr_inside, by_phase[NR_PHASES];
+
+/* The path holds what was acknowledged, or the one after it. */
+static int look_after(bool killed)
+{
+	int acknowledged = atomic_load(&shared->acknowledged), found = saving_look(dir, "checkpoint");
+	int phase = atomic_load(&shared->phase);
+
+	CHECK(found == acknowledged || (killed && found == acknowledged + 1));
+	if (killed) {
+		nr_kills++;
+		by_phase[phase]++;
+		nr_inside += phase >= OPENED && phase <= RENAMED;
+	}
+	atomic_store(&shared->acknowledged, found); /* what a look has found must stay, too */
+	return found;
+}
+
+static void every_call_of_the_life_of_a_file_may_be_the_last(void)
+{
+	int last = 1;
+
+	for (int after = 0; after < 2; after++)
+		for (int at = 1;; at++) {
+			/* Three saves: the first one's clean-up of the dead one's temporary, then two. */
+			bool killed = run_child(last + 1, 3, at, after, 0);
+
+			last = look_after(killed);
+			if (last > 200) { /* a byte holds no more */
+				CHECK(!run_child(1, 1, -1, 0, 0));
+				last = look_after(false);
+			}
+			if (!killed)
+				break;
+		}
+}
+
+static void any_moment_may_be_the_last(void)
+{
+	unsigned random = 12345;
+	int last = saving_look(dir, "checkpoint");
+
+	for (int i = 0; i < 260; i++) {
+		random = random * 1103515245u + 12345u;
+		if (last > 100) {
+			CHECK(!run_child(1, 1, -1, 0, 0));
+			last = look_after(false);
+		}
+		last = look_after(run_child(last + 1, 100, -1, 0, 2000000 + (random >> 8) % 20000000));
+	}
+}
+
+static void every_phase_was_hit_often_enough(void)
+{
+	(void)printf("\n    %u kills, %u between the temporary's open and the directory's sync:", nr_kills,
+		     nr_inside);
+	for (int phase = 0; phase < NR_PHASES; phase++) {
+		(void)printf(" %s %u;", phase_names[phase], by_phase[phase]);
+		CHECK(by_phase[phase] > 0);
+	}
+	CHECK(nr_kills >= 200);
+	CHECK(nr_inside >= 150);
+}
+
+static void the_next_save_clears_the_dead_ones_temporaries_away(void)
+{
+	CHECK(run_child(1, 2, 6, 1, 0));
+	CHECK(saving_nr_temporaries(dir) >= 1);
+	CHECK(!run_child(1, 1, -1, 0, 0));
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(saving_look(dir, "checkpoint"), 1);
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	plain = sfr_sys;
+	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	if (shared == MAP_FAILED)
+		return EXIT_FAILURE;
+	CHECK(!run_child(1, 1, -1, 0, 0));
+	RUN(every_call_of_the_life_of_a_file_may_be_the_last);
+	RUN(any_moment_may_be_the_last);
+	RUN(every_phase_was_hit_often_enough);
+	RUN(the_next_save_clears_the_dead_ones_temporaries_away);
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,167 @@
+/* The reader and damage: every bit of a file flipped, every length cut, every stretch zeroed; and
+ * that what is damaged is named. */
+#include "verdict.h"
+
+/* ---- damage: every byte, every length --------------------------------------- */
+
+/* A size of zero in a local header says nothing. One flip may make it the true size. */
+static bool became_true(const struct archive *a, size_t at)
+{
+	for (size_t i = 0; i < a->nr; i++)
+		for (size_t field = 18; field <= 22; field += 4)
+			if (at >= a->records[i].hdr_off + field &&
+			    at < a->records[i].hdr_off + field + 4) {
+				uint32_t said;
+
+				memcpy(&said, a->buf + a->records[i].hdr_off + field, 4);
+				return said == a->records[i].len;
+			}
+	return false;
+}
+
+static void flip_every_bit(struct archive *a)
+{
+	int fd = file_of(a->buf, a->len);
+	size_t seen = 0, blind = 0;
+
+	for (size_t at = 0; at < a->len; at++) {
+		for (int bit = 0; bit < 8; bit++) {
+			unsigned char was = a->buf[at];
+			bool is_blind = a->blind[at] != 0 && a->blind[at] != 'd' &&
+					(a->blind[at] != 'A' || bit != 4);
+			struct verdict v;
+
+			a->buf[at] ^= (unsigned char)(1u << bit);
+			if (pwrite(fd, a->buf + at, 1, (off_t)at) != 1)
+				abort();
+			v = check_fd(fd, SFR_CHECK_BYTES);
+			/* Exactly what is marked is not looked at, no more and no less. */
+			check__that(v.rc == 0 && v.ok == (is_blind || became_true(a, at)), __FILE__,
+				    __LINE__, "bit %d of byte %zu: %s (mark '%c')", bit, at,
+				    v.ok ? "accepted" : v.error, a->blind[at] ? a->blind[at] : '-');
+			blind += v.ok;
+			seen += !v.ok;
+			/* Structure alone never finds more than structure and CRCs do. */
+			if (v.ok || a->blind[at] == 'd')
+				CHECK(check_fd(fd, 0).ok);
+			a->buf[at] = was;
+			if (pwrite(fd, a->buf + at, 1, (off_t)at) != 1)
+				abort();
+		}
+	}
+	(void)printf(" (%zu bits seen, %zu not looked at)", seen, blind);
+	(void)close(fd);
+}
+
+static void every_flipped_bit_of_a_torch_file_is_seen_where_it_matters(void)
+{
+	struct archive a = sample();
+
+	flip_every_bit(&a);
+	archive_free(&a);
+}
+
+static void every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters(void)
+{
+	struct archive a = { .described = false };
+
+	archive_add(&a, "x/data.pkl", ".", 1);
+	archive_add(&a, "x/version", "3\n", 2);
+	archive_add(&a, "x/data/0", "0123456789", 10);
+	archive_finish(&a);
+	flip_every_bit(&a);
+	archive_free(&a);
+}
+
+static void no_truncation_is_good(void)
+{
+	struct archive a = sample();
+
+	for (size_t len = 0; len < a.len; len++)
+		for (unsigned flags = 0; flags <= SFR_CHECK_BYTES; flags++) {
+			struct verdict v = check_bytes(a.buf, len, flags);
+
+			CHECK(v.rc == 0 && !v.ok);
+		}
+	CHECK(strstr(check_bytes(a.buf, 0, 0).error, "it is empty") != NULL);
+	CHECK(strstr(check_bytes(a.buf, a.len - 1, 0).error, "it is truncated") != NULL);
+	CHECK(strstr(check_bytes(a.buf, a.len / 2, 0).error, "it is truncated") != NULL);
+	archive_free(&a);
+}
+
+/* As a disk does it: a page that never arrived. */
+static void no_zeroed_stretch_is_good(void)
+{
+	struct archive a = sample();
+	unsigned char *bytes = malloc(a.len);
+
+	for (size_t from = 0; from < a.len; from += 16) {
+		size_t len = a.len - from < 512 ? a.len - from : 512;
+
+		memcpy(bytes, a.buf, a.len);
+		memset(bytes + from, 0, len);
+		if (memcmp(bytes, a.buf, a.len) != 0)
+			CHECK(!check_bytes(bytes, a.len, SFR_CHECK_BYTES).ok);
+	}
+	memset(bytes, 0, a.len);
+	CHECK(strstr(check_bytes(bytes, a.len, 0).error, "begins with zeros") != NULL);
+	free(bytes);
+	archive_free(&a);
+}
+
+static void every_damaged_record_is_named(void)
+{
+	struct archive a = sample();
+	struct verdict v;
+
+	a.buf[a.records[7].data_off + 3] ^= 1;
+	a.buf[a.records[5].hdr_off] ^= 1;
+	v = check_archive(&a, SFR_CHECK_BYTES);
+	CHECK(!v.ok);
+	CHECK_EQ(v.nr_bad, 2);
+	CHECK_EQ(v.nr_listed, 2);
+	CHECK(strcmp(v.bad, "archive/data/0") == 0);
+	CHECK(strcmp(v.error, "record archive/data/0: its local header is missing") == 0);
+	a.buf[a.records[5].hdr_off] ^= 1;
+	v = check_archive(&a, SFR_CHECK_BYTES);
+	CHECK(strcmp(v.error, "record archive/data/2: its bytes do not match their CRC") == 0);
+	CHECK(check_archive(&a, 0).ok);
+	archive_free(&a);
+}
+
+static void only_so_many_bad_records_are_listed(void)
+{
+	enum { NR = 1500 };
+	struct archive a = archive_torch();
+	struct verdict v;
+
+	/* The same local header serves all: every one but the first overlaps. */
+	archive_add(&a, "archive/data/0", "", 0);
+	a.dir_off = a.len;
+	for (size_t i = 0; i < NR; i++)
+		archive_central(&a, &a.records[i < 6 ? i : 5]);
+	archive_num(&a, 0x06054b50, 4, 0);
+	archive_num(&a, 0, 4, 0);
+	archive_num(&a, NR, 2, 0);
+	archive_num(&a, NR, 2, 0);
+	archive_num(&a, a.len - 12 - a.dir_off, 4, 0);
+	archive_num(&a, a.dir_off, 4, 0);
+	archive_num(&a, 0, 2, 0);
+	v = check_archive(&a, SFR_CHECK_BYTES);
+	CHECK(strcmp(v.bad, "archive/data/0") == 0);
+	CHECK_EQ(v.nr_records, NR);
+	CHECK_EQ(v.nr_bad, 2 * (NR - 6)); /* each overlaps, and has a name that was there */
+	CHECK_EQ(v.nr_listed, SFR_CHECK_MAX_LISTED);
+	archive_free(&a);
+}
+
+int main(void)
+{
+	RUN(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters);
+	RUN(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters);
+	RUN(no_truncation_is_good);
+	RUN(no_zeroed_stretch_is_good);
+	RUN(every_damaged_record_is_named);
+	RUN(only_so_many_bad_records_are_listed);
+	return check_done();
+}

@@ -1,0 +1,329 @@
+/* The reader and files that somebody made to harm it: nothing in a file can make it crash, hang,
+ * read elsewhere, or take more memory than the file is worth. */
+#include "verdict.h"
+
+/* ---- hostile --------------------------------------------------------------- */
+
+static void foreign_files_are_refused(void)
+{
+	struct archive a = { .zip64 = false };
+
+	CHECK(strstr(check_bytes("hello, world", 12, 0).error, "not a torch.save file") != NULL);
+	CHECK(strstr(check_bytes("P", 1, 0).error, "truncated") != NULL);
+	CHECK(strstr(check_bytes("PK\5\6\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 22, 0).error,
+		     "not a torch.save file") != NULL);
+	archive_add(&a, "word/document.xml", "<x/>", 4);
+	archive_finish(&a);
+	refuse(&a, "has no record data.pkl");
+	archive_free(&a);
+	archive_add(&a, "x/data.pkl", ".", 1);
+	archive_finish(&a);
+	refuse(&a, "has no record version");
+	archive_free(&a);
+	archive_add(&a, "data.pkl", ".", 1);
+	archive_add(&a, "version", "3\n", 2);
+	archive_finish(&a);
+	refuse(&a, "not inside a directory");
+	archive_free(&a);
+	archive_add(&a, "x/data.pkl", ".", 1);
+	archive_add(&a, "y/version", "3\n", 2);
+	archive_finish(&a);
+	refuse(&a, "record y/version: it is not in the same directory");
+	archive_free(&a);
+}
+
+static void names_that_occur_twice_are_refused(void)
+{
+	struct archive a = archive_torch();
+
+	archive_add(&a, "archive/data/0", "a", 1);
+	archive_add(&a, "archive/data/1", "b", 1);
+	archive_add(&a, "archive/data/0", "c", 1);
+	archive_finish(&a);
+	refuse(&a, "record archive/data/0: its name occurs twice");
+	CHECK_EQ(check_archive(&a, SFR_CHECK_BYTES).nr_bad, 1);
+	archive_free(&a);
+}
+
+static void strange_names_are_refused_and_shown_harmlessly(void)
+{
+	struct archive a = archive_torch();
+	static char name[1200] = "archive/data/";
+
+	archive_add_name(&a, "archive/a\0b", 11);
+	archive_finish(&a);
+	refuse(&a, "record archive/a?b: its name holds a zero byte");
+	archive_free(&a);
+
+	a = archive_torch();
+	archive_add_name(&a, "other/\x1b[31m\nred", 15);
+	archive_finish(&a);
+	refuse(&a, "record other/?[31m?red: it is not in the same directory");
+	archive_free(&a);
+
+	memset(name + 13, 'n', sizeof(name) - 13);
+	a = archive_torch();
+	archive_add_name(&a, name, 1024);
+	archive_finish(&a);
+	accept(&a, 6);
+	archive_free(&a);
+	a = archive_torch();
+	archive_add_name(&a, name, 1025);
+	archive_finish(&a);
+	refuse(&a, "a name of impossible length");
+	archive_free(&a);
+}
+
+static void overlaps_and_disorder_are_refused(void)
+{
+	struct archive a = sample();
+	struct archive_record swap = a.records[5];
+
+	/* Two directory records point at one local header. */
+	archive_poke(&a, a.records[7].central + 42, a.records[5].hdr_off, 4);
+	refuse(&a, "record archive/data/2: it overlaps another record");
+	archive_free(&a);
+
+	a = sample();
+	a.len = a.dir_off;
+	a.records[5] = a.records[7];
+	a.records[7] = swap;
+	archive_finish(&a);
+	refuse(&a, "out of order");
+	archive_free(&a);
+
+	/* A record inside another one's data, both well-formed. */
+	a = sample();
+	archive_poke(&a, a.records[0].central + 42, 7, 4);
+	refuse(&a, "record archive/data.pkl: it overlaps another record or is out of order");
+	archive_free(&a);
+}
+
+static void impossible_numbers_are_refused(void)
+{
+	static const uint64_t values[] = { 0,
+					   1,
+					   0x7fff,
+					   0xffff,
+					   0x10000,
+					   0x7fffffff,
+					   0x80000000,
+					   0xfffffffe,
+					   0xffffffff,
+					   UINT64_C(1) << 32,
+					   UINT64_C(0x7fffffffffffffff),
+					   UINT64_C(0x8000000000000000),
+					   UINT64_MAX - 97,
+					   UINT64_MAX - 1,
+					   UINT64_MAX };
+	/* Where in its record a number of how many bytes stands. */
+	static const struct {
+		char where; /* e(nd), z(ip64 end), l(ocator), c(entral), h(eader), d(escriptor) */
+		unsigned char off, len;
+	} fields[] = {
+		{ 'e', 4, 2 },  { 'e', 6, 2 },  { 'e', 8, 2 },  { 'e', 10, 2 }, { 'e', 12, 4 },
+		{ 'e', 16, 4 }, { 'e', 20, 2 }, { 'l', 4, 4 },  { 'l', 8, 8 },  { 'l', 16, 4 },
+		{ 'z', 4, 8 },  { 'z', 16, 4 }, { 'z', 20, 4 }, { 'z', 24, 8 }, { 'z', 32, 8 },
+		{ 'z', 40, 8 }, { 'z', 48, 8 }, { 'c', 8, 2 },  { 'c', 10, 2 }, { 'c', 16, 4 },
+		{ 'c', 20, 4 }, { 'c', 24, 4 }, { 'c', 28, 2 }, { 'c', 30, 2 }, { 'c', 32, 2 },
+		{ 'c', 34, 2 }, { 'c', 42, 4 }, { 'h', 6, 2 },  { 'h', 8, 2 },  { 'h', 14, 4 },
+		{ 'h', 18, 4 }, { 'h', 22, 4 }, { 'h', 26, 2 }, { 'h', 28, 2 }, { 'd', 4, 4 },
+		{ 'd', 8, 4 },  { 'd', 12, 4 },
+	};
+
+	for (size_t f = 0; f < sizeof(fields) / sizeof(fields[0]); f++)
+		for (size_t i = 0; i < sizeof(values) / sizeof(values[0]); i++) {
+			struct archive a = sample();
+			const struct archive_record *r = &a.records[7];
+			size_t at = fields[f].off + (fields[f].where == 'e' ? a.end :
+						     fields[f].where == 'z' ? a.end64 :
+						     fields[f].where == 'l' ? a.locator :
+						     fields[f].where == 'c' ? r->central :
+						     fields[f].where == 'h' ? r->hdr_off :
+									      r->data_off + r->len);
+			unsigned char was[8], now[8];
+			struct verdict v;
+
+			memcpy(was, a.buf + at, fields[f].len);
+			archive_poke(&a, at, values[i], fields[f].len);
+			memcpy(now, a.buf + at, fields[f].len);
+			v = check_archive(&a, SFR_CHECK_BYTES);
+			/* 0xffff... in the old end record leaves the number to zip64; zeros in the
+			 * local header leave it to the descriptor, 0xffffffff there to nobody. */
+			if (memcmp(was, now, fields[f].len) == 0 ||
+			    (fields[f].where == 'e' && fields[f].off >= 12 && fields[f].off <= 16 &&
+			     (uint32_t)values[i] == UINT32_MAX))
+				CHECK(v.ok);
+			else
+				check__that(!v.ok, __FILE__, __LINE__, "%c+%d = %llx is refused",
+					    fields[f].where, fields[f].off,
+					    (unsigned long long)values[i]);
+			archive_free(&a);
+		}
+}
+
+static void a_directory_that_is_too_short_or_too_long_is_refused(void)
+{
+	struct archive a = sample();
+	size_t last;
+
+	/* One record more than there is. */
+	*archive_record(&a) = a.records[0];
+	a.len = a.dir_off;
+	archive_finish(&a);
+	last = a.records[a.nr - 1].central;
+	archive_poke(&a, last + 32, 1, 2); /* its comment would be one byte of the end record */
+	refuse(&a, "its directory ends in the middle of a record");
+	archive_free(&a);
+
+	a = sample();
+	archive_poke(&a, a.end64 + 24, 10, 8);
+	archive_poke(&a, a.end64 + 32, 10, 8);
+	archive_poke(&a, a.end + 8, 0x000a000a, 4);
+	refuse(&a, "its directory ends in the middle of a record");
+	archive_poke(&a, a.end64 + 24, 8, 8);
+	archive_poke(&a, a.end64 + 32, 8, 8);
+	archive_poke(&a, a.end + 8, 0x00080008, 4);
+	refuse(&a, "its directory is longer than its records");
+	archive_poke(&a, a.end64 + 24, 9, 8);
+	archive_poke(&a, a.end64 + 32, 9, 8);
+	archive_poke(&a, a.end + 8, 0x00090009, 4);
+	accept(&a, 9);
+
+	/* A local header that reaches into the directory. */
+	archive_poke(&a, a.records[8].hdr_off + 28, 0xff00, 2);
+	refuse(&a, "record archive/.data/serialization_id: it reaches beyond the data of the file");
+	archive_free(&a);
+}
+
+static void none_of_torchs_own_records_may_be_compressed(void)
+{
+	static const char *const names[] = { "archive/data.pkl", "archive/version",
+					     "archive/byteorder", "archive/data/7",
+					     "archive/.data/serialization_id" };
+
+	for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+		struct archive a = { .described = true, .method = 8 };
+
+		archive_add(&a, names[i], "\x03\x00", 2);
+		archive_finish(&a);
+		refuse(&a, "it is compressed, which torch never does to it");
+		archive_free(&a);
+	}
+}
+
+/* Counts and limits what a check asks of the system. */
+static uint64_t nr_preads, most_memory, held_memory;
+static ssize_t counting_pread(int fd, void *buf, size_t len, off_t off)
+{
+	nr_preads++;
+	return pread(fd, buf, len, off);
+}
+
+static void *counting_malloc(size_t len)
+{
+	held_memory += len;
+	most_memory = held_memory > most_memory ? held_memory : most_memory;
+	return malloc(len);
+}
+
+static void *counting_realloc(void *old, size_t len)
+{
+	most_memory = held_memory + len > most_memory ? held_memory + len : most_memory;
+	return realloc(old, len);
+}
+
+static void random_damage_never_costs_more_than_the_file(void)
+{
+	const struct sfr_sys plain = sfr_sys;
+	struct archive a = sample();
+	unsigned char *bytes = malloc(a.len + 64);
+	size_t nr_ok = 0;
+
+	sfr_sys.pread = counting_pread;
+	sfr_sys.malloc = counting_malloc;
+	sfr_sys.realloc = counting_realloc;
+	for (int round = 0; round < 20000; round++) {
+		size_t len = a.len;
+		struct verdict v;
+
+		memcpy(bytes, a.buf, a.len);
+		for (uint64_t i = rng() % 6 + 1; i != 0; i--) {
+			size_t at = rng() % 3 != 0 ? a.dir_off + rng() % (a.len - a.dir_off) :
+						     rng() % a.len;
+			size_t run = rng() % 8 + 1, from = rng() % a.len;
+			uint64_t how = rng() % 4;
+
+			for (size_t k = 0; k < run && at + k < a.len; k++)
+				bytes[at + k] = how == 0 ? 0xff :
+						how == 1 ? 0 :
+						how == 2 ? (unsigned char)rng() :
+							   a.buf[(from + k) % a.len];
+		}
+		if (rng() % 8 == 0)
+			len = rng() % a.len;
+		nr_preads = most_memory = held_memory = 0;
+		v = check_bytes(bytes, len, (unsigned)(rng() % 2));
+		CHECK_EQ(v.rc, 0);
+		CHECK(nr_preads < 100);
+		CHECK(most_memory < (2u << 20));
+		nr_ok += v.ok;
+	}
+	sfr_sys = plain;
+	/* Most of it hits something; if nothing or all of it did, the test would test nothing. */
+	CHECK(nr_ok > 0 && nr_ok < 10000);
+	(void)printf(" (%zu of 20000 hit nothing)", nr_ok);
+	free(bytes);
+	archive_free(&a);
+}
+
+static void a_file_that_only_claims_to_be_huge_costs_nothing(void)
+{
+	const struct sfr_sys plain = sfr_sys;
+	const uint64_t size = UINT64_C(1) << 42;
+	struct archive a = { .zip64 = true };
+	struct verdict v;
+	int fd;
+
+	/* 4 TiB of hole, all of it claimed to be a directory with as many records as fit. */
+	archive_finish(&a);
+	archive_poke(&a, a.end64 + 24, (size - 128) / 46, 8);
+	archive_poke(&a, a.end64 + 32, (size - 128) / 46, 8);
+	archive_poke(&a, a.end64 + 40, size - 98 - 30, 8);
+	archive_poke(&a, a.end64 + 48, 30, 8);
+	archive_poke(&a, a.locator + 8, size - 98, 8);
+	archive_poke(&a, a.end + 8, UINT32_MAX, 4);
+	archive_poke(&a, a.end + 12, UINT64_MAX, 8);
+	fd = file_of("PK\3\4", 4);
+	if (ftruncate(fd, (off_t)(size - 98)) != 0 ||
+	    pwrite(fd, a.buf, a.len, (off_t)(size - 98)) != (ssize_t)a.len) {
+		check_skip("no file of 4 TiB here");
+	} else {
+		sfr_sys.pread = counting_pread;
+		sfr_sys.malloc = counting_malloc;
+		sfr_sys.realloc = counting_realloc;
+		nr_preads = most_memory = held_memory = 0;
+		v = check_fd(fd, SFR_CHECK_BYTES);
+		CHECK_EQ(v.rc, 0);
+		CHECK(strstr(v.error, "record of its directory is damaged") != NULL);
+		CHECK_EQ(v.nbytes, size);
+		CHECK(nr_preads < 10 && most_memory < (2u << 20));
+		sfr_sys = plain;
+	}
+	(void)close(fd);
+	archive_free(&a);
+}
+
+int main(void)
+{
+	RUN(foreign_files_are_refused);
+	RUN(names_that_occur_twice_are_refused);
+	RUN(strange_names_are_refused_and_shown_harmlessly);
+	RUN(overlaps_and_disorder_are_refused);
+	RUN(impossible_numbers_are_refused);
+	RUN(a_directory_that_is_too_short_or_too_long_is_refused);
+	RUN(none_of_torchs_own_records_may_be_compressed);
+	RUN(random_damage_never_costs_more_than_the_file);
+	RUN(a_file_that_only_claims_to_be_huge_costs_nothing);
+	return check_done();
+}

@@ -1,0 +1,520 @@
+"""When a step waits for the saves in flight: the hooks, the closure, threads, fork."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fix_gate import FakePending, deferred, give_gradients, param, run_steps, skeleton_of
+from stillframe import gate, ownership
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+@pytest.fixture
+def order() -> list[str]:
+    return []
+
+
+@pytest.fixture(autouse=True)
+def pending(order: list[str]) -> Iterator[FakePending]:
+    """One save in flight, which the first gate ends."""
+    if ownership.active():
+        gc.collect()
+    assert not ownership.active()
+    fake = FakePending(lambda: order.append("gate"))
+    gate.track(fake)
+    yield fake
+    gate.untrack(fake)
+
+
+def noted(order: list[str], word: str, value: Any = None) -> Callable[..., Any]:
+    def note(*_: Any, **__: Any) -> Any:
+        order.append(word)
+        return value
+
+    return note
+
+
+def optimizer(order: list[str], cls: type[torch.optim.Optimizer] = SGD, **options: Any) -> Any:
+    """An optimizer whose update is noted: it is the write that the gate must come before."""
+    p = param()
+    opt = cls([p], **{"lr": 0.1, **options})
+    give_gradients(opt)
+    before = p.detach().clone()
+
+    def post(*_: Any) -> None:
+        order.append("updated" if not torch.equal(before, p) else "unchanged")
+
+    opt.register_step_post_hook(post)
+    return opt
+
+
+def test_a_step_without_a_closure_waits_at_once(order: list[str], pending: FakePending) -> None:
+    opt = optimizer(order)
+    opt.step()
+    assert order == ["gate", "updated"]
+    opt.step(None)
+    opt.step(closure=None)
+    assert pending.waits == 1  # it ended with the first wait
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_the_gate_stands_behind_the_closure(order: list[str], as_keyword: bool) -> None:
+    opt = optimizer(order)
+    closure = noted(order, "closure", "the loss")
+    loss = opt.step(closure=closure) if as_keyword else opt.step(closure)
+    assert loss == "the loss"
+    assert order == ["closure", "gate", "updated"]
+
+
+def test_the_update_is_behind_the_gate() -> None:
+    opt = SGD([param()], lr=0.1)
+    p = opt.param_groups[0]["params"][0]
+    at_gate: list[Tensor] = []
+    gate.wait()
+    gate.track(FakePending(lambda: at_gate.append(p.detach().clone())))
+    before = p.detach().clone()
+
+    def closure() -> Tensor:
+        give_gradients(opt)
+        return p.sum()
+
+    opt.step(closure)
+    assert torch.equal(at_gate[0], before)
+    assert not torch.equal(p, before)
+
+
+CLASSES = [
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.LBFGS,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_class_of_torch_calls_the_closure_before_it_writes(cls: Any) -> None:
+    gate.wait()
+    p = nn.Parameter(torch.randn(64, 64))
+    opt = cls([p], lr=0.1)
+    for _ in range(3):
+        before = [p.detach().clone(), *(t.clone() for t in tensors_of(opt))]
+        at_gate: list[list[Tensor]] = []
+        gate.track(
+            FakePending(
+                lambda at_gate=at_gate: at_gate.append(
+                    [p.detach().clone(), *(t.clone() for t in tensors_of(opt))]
+                )
+            )
+        )
+
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = (p**2).sum()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        assert not torch.equal(p, before[0])
+        assert len(at_gate) == 1
+        for was, is_ in zip(before, at_gate[0], strict=True):
+            assert torch.equal(was, is_)
+
+
+def tensors_of(opt: torch.optim.Optimizer) -> list[Tensor]:
+    return [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
+
+
+def test_every_call_of_lbfgs_waits_before_the_write_that_follows(order: list[str]) -> None:
+    p = param()
+    opt = LBFGS([p], max_iter=5)
+    written: list[bool] = []
+    last = p.detach().clone()
+
+    def note() -> None:
+        nonlocal last
+        written.append(not torch.equal(last, p))
+        last = p.detach().clone()
+
+    def closure() -> Tensor:
+        gate.track(FakePending(note))  # as if a save had been made since the last write
+        last.copy_(p.detach())
+        opt.zero_grad()
+        loss = ((p - 1) ** 4).sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert len(written) > 3
+    assert not any(written)
+
+
+def test_a_step_through_a_grad_scaler_waits(order: list[str]) -> None:
+    opt = optimizer(order)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    p = opt.param_groups[0]["params"][0]
+    scaler.scale((p * 1.0).sum()).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert order == ["gate", "updated"]
+
+
+def test_lightning_like_closures_are_gated_after_on_before_optimizer_step(order: list[str]) -> None:
+    opt = optimizer(order)
+    torch.optim.lr_scheduler.StepLR(opt, 10)
+
+    def training_step(model: str) -> float:
+        assert model == "model"
+        order.extend(["forward", "backward", "on_before_optimizer_step"])
+        return 1.5
+
+    assert opt.step(closure=functools.partial(training_step, "model")) == 1.5
+    assert order == ["forward", "backward", "on_before_optimizer_step", "gate", "updated"]
+
+
+def test_a_class_of_its_own_waits_at_once(order: list[str]) -> None:
+    class Sam(SGD):
+        def step(self, closure: Any = None) -> Any:
+            order.append("perturb")
+            loss = closure()
+            super().step()
+            return loss
+
+    opt = optimizer(order, Sam)
+    opt.step(noted(order, "closure"))
+    assert order[:3] == ["gate", "perturb", "closure"]
+
+
+def test_a_registered_class_waits_behind_the_closure(order: list[str]) -> None:
+    class Vouched(SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            super().step()
+            return loss
+
+    gate.register_optimizer(Vouched)
+    opt = optimizer(order, Vouched)
+    opt.step(noted(order, "closure"))
+    assert order[:2] == ["closure", "gate"]
+
+
+def test_a_registered_class_that_breaks_its_promise_is_caught(
+    order: list[str], pending: FakePending
+) -> None:
+    class Liar(SGD):
+        def step(self, closure: Any = None) -> Any:
+            order.append("step")
+
+    gate.register_optimizer(Liar)
+    opt = optimizer(order, Liar)
+    opt.step(noted(order, "closure"))
+    owner = ownership.find(opt)
+    assert owner is not None and owner.distrusted
+    opt.step(noted(order, "closure"))
+    assert order == ["step", "unchanged", "gate", "step", "unchanged"]
+
+
+def test_other_pre_hooks_have_the_gate_before_them(order: list[str]) -> None:
+    opt = optimizer(order)
+    opt.register_step_pre_hook(noted(order, "instance hook"))
+    opt.step(noted(order, "closure"))
+    assert order == ["gate", "instance hook", "closure", "updated"]
+
+
+def test_other_global_pre_hooks_have_the_gate_before_them(order: list[str]) -> None:
+    opt = optimizer(order)
+    handle = register_optimizer_step_pre_hook(noted(order, "global hook"))
+    try:
+        opt.step(noted(order, "closure"))
+    finally:
+        handle.remove()
+    assert order == ["gate", "global hook", "closure", "updated"]
+
+
+def test_our_hook_puts_itself_before_older_ones() -> None:
+    script = (
+        "from torch.optim.optimizer import register_optimizer_step_pre_hook as r\n"
+        "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
+        "r(lambda *a: None)\n"
+        "from stillframe import gate\n"
+        "assert next(iter(hooks.values())) is gate._before_step, hooks\n"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]) == 0
+
+
+def test_what_a_post_hook_of_others_writes_is_observed() -> None:
+    p, q = param(), param()
+    opt = Adam([p, q])
+
+    def shrink(*_: Any) -> None:
+        p.data.mul_(0.9)
+
+    handle = register_optimizer_step_post_hook(shrink)
+    try:
+        run_steps(opt, 5)
+    finally:
+        handle.remove()
+    assert deferred(p, q) == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what torch.compile imports
+def test_a_compiled_step_waits_every_time(order: list[str]) -> None:
+    gate.wait()
+    order.clear()
+    opt = AdamW([param()])
+    give_gradients(opt)
+    step = torch.compile(lambda: opt.step(), backend="eager")
+    for _ in range(4):
+        gate.track(FakePending(noted(order, "gate")))
+        step()
+    assert order == ["gate"] * 4
+
+
+def test_an_optimizer_in_the_backward_waits(order: list[str]) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    made = {p: SGD([p], lr=0.1) for p in module.parameters()}
+    first = {p: p.detach().clone() for p in made}
+    at_gate: list[bool] = []
+    gate.wait()
+    gate.track(FakePending(lambda: at_gate.extend(torch.equal(first[p], p) for p in made)))
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: made[p].step())  # type: ignore[index,arg-type]
+    module(torch.randn(2, 8)).sum().backward()
+    assert at_gate == [True] * 4
+    assert not any(torch.equal(first[p], p) for p in made)
+
+
+def test_gradient_accumulation_waits_only_at_the_step(order: list[str]) -> None:
+    opt = optimizer(order)
+    p = opt.param_groups[0]["params"][0]
+    for _ in range(4):
+        (p * 0.1).sum().backward()
+        order.append("backward")
+    opt.step()
+    assert order == ["backward"] * 4 + ["gate", "updated"]
+
+
+def test_wait_waits_for_every_save_and_once(pending: FakePending) -> None:
+    others = [FakePending() for _ in range(3)]
+    for other in others:
+        gate.track(other)
+    gate.wait()
+    gate.wait()
+    assert [f.waits for f in (pending, *others)] == [1, 1, 1, 1]
+
+
+def test_an_untracked_save_is_not_waited_for(pending: FakePending) -> None:
+    gate.untrack(pending)
+    gate.untrack(pending)
+    gate.wait()
+    assert pending.waits == 0
+
+
+def test_a_wait_that_was_interrupted_goes_on_at_the_next_gate(order: list[str]) -> None:
+    gate.wait()
+
+    class Interrupted(FakePending):
+        def gate(self) -> None:
+            super().gate()
+            if self.waits == 1:
+                raise KeyboardInterrupt
+
+    fake = Interrupted()
+    gate.track(fake)
+    opt = optimizer(order)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert "updated" not in order
+    opt.step()
+    assert fake.waits == 2
+    gate.wait()
+    assert fake.waits == 2
+
+
+def test_a_save_made_while_another_is_waited_for_is_waited_for_too(order: list[str]) -> None:
+    gate.wait()
+    inner = FakePending()
+    gate.track(FakePending(lambda: gate.track(inner)))
+    optimizer(order).step()
+    assert inner.waits == 1
+
+
+def test_a_signal_handler_may_save_and_wait_inside_a_step(order: list[str]) -> None:
+    p = param()
+    opt = Adam([p])
+    run_steps(opt, 4)
+    seen: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        seen.extend(deferred(p))
+        gate.wait()
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        fake = FakePending(lambda: fake.waits == 1 and signal.raise_signal(signal.SIGUSR1))
+        gate.track(fake)
+        run_steps(opt, 1)
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert seen == [False, True]
+
+
+# ---- threads ----------------------------------------------------------------------------------
+
+
+def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[str]) -> None:
+    gate.wait()
+    order.clear()
+    p = param()
+    opt = Adam([p])
+    run_steps(opt, 4)
+    deferral = gate.defer(skeleton_of([p]), overlap=True)
+    assert deferral.indices == [0]
+    stepped = threading.Event()
+
+    def train() -> None:
+        run_steps(opt, 1)
+        stepped.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert not stepped.wait(0.2)
+    order.append("launched")
+    gate.track(FakePending(noted(order, "gate")))
+    assert stepped.wait(10)
+    thread.join()
+    assert order == ["launched", "gate"]
+    assert deferral._overtaken is False
+
+
+def test_a_call_that_failed_lets_other_threads_go_on() -> None:
+    p = param()
+    opt = Adam([p])
+    run_steps(opt, 4)
+    deferral = gate.defer(skeleton_of([p]), overlap=True)
+    thread = threading.Thread(target=run_steps, args=(opt, 1))
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    ref = weakref.ref(deferral)
+    del deferral  # the call raised, and nobody has its frame any more
+    thread.join(10)
+    assert not thread.is_alive() and ref() is None
+
+
+def test_a_call_that_never_ends_is_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_CALL_TIMEOUT_S", 0.05)
+    p = param()
+    opt = Adam([p], fused=True)  # counts no version
+    run_steps(opt, 4)
+    deferral = gate.defer(skeleton_of([p]), overlap=True)
+    thread = threading.Thread(target=run_steps, args=(opt, 1))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert deferral.torn() == 0
+
+
+def test_a_step_inside_the_very_call_tears_its_save() -> None:
+    p = param()
+    opt = Adam([p], fused=True)
+    run_steps(opt, 4)
+    deferral = gate.defer(skeleton_of([p]), overlap=True)
+    run_steps(opt, 1)
+    assert deferral.torn() == 0
+
+
+def test_closing_ends_a_deferral_that_has_no_save() -> None:
+    p = param()
+    opt = Adam([p])
+    run_steps(opt, 4)
+    gate.defer(skeleton_of([p]), overlap=True).close()
+    assert not gate._calls
+    gate.defer(skeleton_of([torch.zeros(4096)]), overlap=True)
+    assert not gate._calls
+
+
+# ---- fork -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_waits_for_nothing_and_goes_on_learning(pending: FakePending) -> None:
+    p = param()
+    opt = SGD([p], lr=0.1, momentum=0.9, foreach=False)
+    gate.untrack(pending)
+    run_steps(opt, 4)
+    gate.track(pending)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            before = deferred(p)
+            run_steps(opt, 1)
+            code = 0 if pending.waits == 0 and before == [True] and deferred(p) == [True] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.wait()
+    assert pending.waits == 1
+
+
+# ---- cost -------------------------------------------------------------------------------------
+
+
+def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
+    gate.wait()
+    p = param()
+    opt = SGD([p], lr=0.1, momentum=0.9)
+    run_steps(opt, 4)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            gate._before_step(opt, (opt,), {})
+            gate._after_step(opt, (opt,), {})
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 30e-6  # 4 us on an idle machine
+
+
+def test_deferring_costs_less_than_a_microsecond_a_storage() -> None:
+    params = [param(2048) for _ in range(400)]
+    opt = AdamW(params, foreach=True)
+    run_steps(opt, 6)
+    tensors = [*params, *(t for s in opt.state.values() for t in s.values() if t.numel() > 1)]
+    best = float("inf")
+    for _ in range(10):
+        skeleton = skeleton_of(tensors)
+        start = time.perf_counter()
+        deferral = gate.defer(skeleton, overlap=True)
+        best = min(best, time.perf_counter() - start)
+        deferral.close()
+        assert len(deferral.indices) == 1200
+        start = time.perf_counter()
+        assert deferral.torn() == -1
+        assert time.perf_counter() - start < 0.05
+    assert best / 1200 < 2e-6  # 0.4 us on an idle machine

@@ -1,0 +1,313 @@
+"""What happens to saves when the process exits, forks, is interrupted, or dies of an exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import stillframe
+from stillframe.testing import slow
+
+PRELUDE = """
+import os, signal, sys, threading, time, torch, stillframe
+from stillframe.testing import fault, slow
+STATE = {"w": torch.full((100_000,), 3.0)}
+held = []
+def hold(block):  # a block that lasts as long as the process
+    block.__enter__()
+    held.append(block)
+"""
+
+
+def run(code: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def whole(path: Path, value: float = 3.0) -> bool:
+    return bool((stillframe.load(path, verify=True)["w"] == value).all())
+
+
+def temporaries(path: Path) -> list[str]:
+    return [name for name in os.listdir(path) if name.startswith(".stillframe-")]
+
+
+def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
+    done = run(
+        """
+        hold(slow("fdatasync", 0.3))
+        stillframe.async_save(STATE, "a.pt", on_durable=lambda path, report: print("durable", path))
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "waiting for a.pt" in done.stderr and "durable a.pt" in done.stdout
+    assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
+
+
+def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path: Path) -> None:
+    done = run('stillframe.save(STATE, "a.pt")', tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+def test_removes_in_flight_run_at_exit(tmp_path: Path) -> None:
+    done = run(
+        """
+        stillframe.save(STATE, "old.pt")
+        hold(slow("fdatasync", 0.2))
+        stillframe.async_save(STATE, "new.pt")
+        stillframe.remove("old.pt")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["new.pt"]
+
+
+def test_an_error_nobody_saw_is_printed_at_exit(tmp_path: Path) -> None:
+    done = run(
+        """
+        hold(fault("rename"))
+        handle = stillframe.async_save(STATE, "a.pt")
+        """,
+        tmp_path,
+    )
+    assert "a save failed" in done.stderr and "a.pt" in done.stderr and "rename" in done.stderr
+    assert not os.listdir(tmp_path)
+
+
+def test_a_training_that_dies_of_an_exception_still_finishes_its_saves(tmp_path: Path) -> None:
+    done = run(
+        """
+        hold(slow("fdatasync", 0.3))
+        stillframe.async_save(STATE, "a.pt")
+        raise RuntimeError("out of luck")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 1 and "out of luck" in done.stderr
+    assert whole(tmp_path / "a.pt")
+
+
+def start(code: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ctrl_c_ends_a_wait_at_once_and_the_save_finishes(tmp_path: Path) -> None:
+    process = start(
+        """
+        hold(slow("fdatasync", 2.0))
+        handle = stillframe.async_save(STATE, "a.pt")
+        print("waiting", flush=True)
+        begin = time.monotonic()
+        try:
+            handle.result()
+        except KeyboardInterrupt:
+            print("interrupted", time.monotonic() - begin < 1.5, handle.done(), flush=True)
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert out == "interrupted True False\n" and process.returncode == 0
+    assert whole(tmp_path / "a.pt")
+
+
+def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path) -> None:
+    process = start(
+        """
+        stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
+        hold(slow("pwrite", 0.5))
+        stillframe.async_save({"w": torch.full((10_000_000,), 3.0)}, "a.pt",)
+        print("leaving", flush=True)
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "leaving\n"
+    assert process.stderr is not None and "waiting for a.pt" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert "again gives up" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "given up" in err
+    assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
+
+
+def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(tmp_path: Path) -> None:
+    process = start(
+        """
+        hold(slow("pwrite", 0.3))
+        stillframe.async_save(STATE, "a.pt")
+        print("saving", flush=True)
+        time.sleep(60)
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "saving\n"
+    for _ in range(200):
+        if temporaries(tmp_path):
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert len(temporaries(tmp_path)) == 1 and not (tmp_path / "a.pt").exists()
+    stillframe.save({"w": torch.full((4,), 3.0)}, tmp_path / "a.pt")
+    assert not temporaries(tmp_path) and whole(tmp_path / "a.pt")
+
+
+FORK_CHILD = """
+    import traceback
+    from stillframe import ForkError
+    engine = stillframe.Engine(pool_bytes=64 << 20)
+    hold(slow("fdatasync", 2))
+    handle = stillframe.async_save(STATE, "parent.pt", engine=engine)
+    default = stillframe.async_save(STATE, "default.pt")
+
+    def refused(call, *args, **kwargs):
+        try:
+            call(*args, **kwargs)
+        except ForkError:
+            return
+        raise AssertionError(f"{call} was not refused")
+
+    def child():
+        stillframe._core.inject_clear()
+        refused(handle.result); refused(handle.exception); refused(handle.wait_staged)
+        refused(handle.cancel); refused(handle.progress); refused(handle.done)
+        refused(lambda: handle.state)
+        refused(stillframe.async_save, STATE, "no.pt", engine=engine)
+        refused(engine.stats); refused(engine.close); refused(engine.warm_up, 1); refused(engine.trim)
+        assert not os.path.exists("no.pt")
+        stillframe.wait_all()  # the parent's saves are not the child's
+        stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
+        with stillframe.Engine(pool_bytes=32 << 20) as own:
+            stillframe.async_save({"w": torch.full((10,), 3.0)}, "own.pt", engine=own)
+            assert len([n for n in os.listdir(".") if n.startswith(".stillframe-")]) >= 1
+"""
+
+
+@pytest.mark.parametrize("kind", ["os.fork", "os._exit", "multiprocessing"])
+def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path: Path, kind: str) -> None:
+    """R8: parent's saves go on, nothing of them is deleted, unlocked or joined by the child."""
+    endings = {
+        "os.fork": """
+            pid = os.fork()
+            if pid == 0:
+                child()
+                sys.exit(0)  # runs the exit handlers
+            """,
+        "os._exit": """
+            pid = os.fork()
+            if pid == 0:
+                child()
+                os._exit(0)
+            """,
+        "multiprocessing": """
+            import multiprocessing, warnings
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+            pid = None
+            process.join()
+            assert process.exitcode == 0, process.exitcode
+            """,
+    }
+    done = run(
+        textwrap.dedent(FORK_CHILD)
+        + textwrap.dedent(endings[kind])
+        + textwrap.dedent(
+            """
+            if pid is not None:
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            handle.result(); default.result(); engine.close()
+            """
+        ),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ForkError" not in done.stderr
+    for name in ("parent", "default", "child", "own"):
+        assert whole(tmp_path / f"{name}.pt"), name
+    assert not temporaries(tmp_path)
+
+
+def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path: Path) -> None:
+    for call in ("open", "capture_copy", "pwrite", "fdatasync", "rename", "fsync"):
+        with slow(call, 0.1):
+            handle = stillframe.async_save({"w": torch.full((10_000,), 3.0)}, tmp_path / "a.pt")
+            for _ in range(3):
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+                time.sleep(0.04)
+            handle.result()
+        assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
+
+
+def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
+    with slow("fdatasync", 0.5):
+        handle = stillframe.async_save({"w": torch.ones(4)}, tmp_path / "a.pt")
+        for _ in range(200):
+            if temporaries(tmp_path):
+                break
+            time.sleep(0.005)
+        out = subprocess.run(
+            [sys.executable, "-c", "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 20)"
+             " if os.path.exists(f'/proc/self/fd/{n}')])"],
+            capture_output=True, text=True, check=True, close_fds=False,
+        ).stdout
+        assert ".stillframe-" not in out
+        handle.result()
+
+
+def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Path) -> None:
+    done = run(
+        """
+        assert threading.active_count() == 1
+        names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")}
+        assert not any(name.startswith("sfr-") for name in names), names
+        engine = stillframe.Engine()
+        assert engine.stats()["committed_bytes"] == 0
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_path: Path) -> None:
+    done = run(
+        """
+        def work():
+            while True:
+                stillframe.async_save(STATE, "a.pt")
+        threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.3)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert whole(tmp_path / "a.pt")
+    assert torch.load(tmp_path / "a.pt")["w"].shape == (100_000,)

@@ -1,0 +1,398 @@
+"""The command line: what it checks, what it prints, and with which status it ends."""
+
+import errno
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import zlib
+
+import pytest
+import torch
+from fix_checkpoints import (
+    WRITERS,
+    by_path,
+    by_stillframe,
+    flip,
+    legacy,
+    offset_of_storage,
+    open_descriptors,
+    small_state,
+    sparse,
+    unprivileged,
+    without_crc,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from stillframe import _core, cli, testing
+
+DAMAGES = ["truncated", "empty", "foreign", "flipped"]
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left():
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before
+
+
+def damaged(kind, path):
+    by_path(small_state(), path)
+    if kind == "truncated":
+        os.truncate(path, os.path.getsize(path) // 2)
+    elif kind == "empty":
+        os.truncate(path, 0)
+    elif kind == "foreign":
+        path.write_text("no checkpoint")
+    else:
+        flip(path, offset_of_storage(path) + 100)
+
+
+def verify(*arguments):
+    return cli.main(["verify", *map(str, arguments)])
+
+
+def verify_json(capsys, *arguments):
+    status = verify("--json", *arguments)
+    output = capsys.readouterr()
+    assert output.err == ""
+    return status, json.loads(output.out)
+
+
+# ---- status ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_any_writer_saved_is_good(write, tmp_path, capsys):
+    write(small_state(), tmp_path / "x.ckpt")
+    assert verify(tmp_path / "x.ckpt") == 0
+    output = capsys.readouterr()
+    assert "x.ckpt" in output.out
+    assert "ok" in output.out
+    assert output.err == ""
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_status_1(kind, tmp_path, capsys):
+    damaged(kind, tmp_path / "x.ckpt")
+    assert verify(tmp_path / "x.ckpt") == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_a_missing_file_is_status_2(tmp_path, capsys):
+    assert verify(tmp_path / "x.ckpt") == 2
+    assert "no such file" in capsys.readouterr().out
+
+
+def test_a_directory_without_checkpoints_is_status_2(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("PK")
+    assert verify(tmp_path) == 2
+    assert "no checkpoint" in capsys.readouterr().out
+
+
+def test_a_file_that_may_not_be_read_is_status_2(tmp_path):
+    by_path(small_state(), tmp_path / "x.ckpt")
+    os.chmod(tmp_path / "x.ckpt", 0)
+    with unprivileged():
+        found = cli.verify_file(str(tmp_path / "x.ckpt"))
+    assert found.status == 2
+    assert "permission" in found.error
+
+
+def test_a_directory_that_may_not_be_listed_is_status_2(tmp_path, capsys):
+    closed = tmp_path / "a" / "closed"
+    closed.mkdir(parents=True)
+    by_path(small_state(), tmp_path / "a" / "x.ckpt")
+    failures = []
+    os.chmod(closed, 0)
+    for parent in (tmp_path / "a", tmp_path, *list(tmp_path.parents)[:2]):
+        os.chmod(parent, 0o755)
+    with unprivileged():
+        found = list(cli.checkpoints_in(str(tmp_path / "a"), failures))
+    os.chmod(closed, 0o755)
+    assert found == [str(tmp_path / "a" / "x.ckpt")]
+    assert [error.filename for error in failures] == [str(closed)]
+
+
+@pytest.mark.parametrize("arguments", [[], ["verify"], ["verify", "--no-such"], ["nonsense"]])
+def test_bad_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_pipe_is_foreign_and_not_waited_for(tmp_path, capsys):
+    os.mkfifo(tmp_path / "x.ckpt")
+    assert verify(tmp_path / "x.ckpt") == 1
+    assert "not a regular file" in capsys.readouterr().out
+
+
+def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):
+    by_path(small_state(), tmp_path / "x.ckpt")
+    with testing.fault("pread", sticky=True, err=errno.EIO):
+        status, (entry,) = verify_json(capsys, tmp_path / "x.ckpt")
+    assert status == 1
+    assert entry["error"] == os.strerror(errno.EIO)
+    assert entry["nbytes"] == os.path.getsize(tmp_path / "x.ckpt")
+
+
+def test_a_machine_without_memory_is_status_2(tmp_path, capsys):
+    by_path(small_state(), tmp_path / "x.ckpt")
+    with testing.fault("malloc", sticky=True, err=errno.ENOMEM):
+        status, (entry,) = verify_json(capsys, tmp_path / "x.ckpt")
+    assert status == 2
+    assert "memory" in entry["error"]
+
+
+def test_of_several_paths_the_worst_status_counts(tmp_path, capsys):
+    good, bad, missing = tmp_path / "good.pt", tmp_path / "bad.pt", tmp_path / "missing.pt"
+    by_path(small_state(), good)
+    damaged("truncated", bad)
+    assert verify(good, good) == 0
+    assert verify(good, bad) == 1
+    assert verify(bad, good) == 1
+    assert verify(missing, bad, good) == 2
+    output = capsys.readouterr().out
+    assert output.count("missing.pt") == 1
+
+
+# ---- directories -------------------------------------------------------------------------
+
+
+def test_every_checkpoint_under_a_directory_is_checked_and_nothing_else(tmp_path, capsys):
+    (tmp_path / "logs" / "version_0").mkdir(parents=True)
+    names = ["a.ckpt", "b.pt", "c.pth", "logs/d.bin", "logs/version_0/e.ckpt", "f"]
+    for name in names:
+        by_stillframe(small_state(), tmp_path / name)
+    legacy(small_state(), tmp_path / "old")
+    (tmp_path / "notes.txt").write_text("step 3")
+    (tmp_path / "hparams.zip").write_bytes(b"PK\3\4" + bytes(26) + b"x")
+    by_path(small_state(), tmp_path / "__0_0.distcp")
+    # A save in flight: half a file under a temporary's name.
+    half = (tmp_path / "a.ckpt").read_bytes()[:1000]
+    (tmp_path / ".stillframe-noboot-1-1.tmp").write_bytes(half)
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "x.ckpt").write_bytes(half)
+    os.mkfifo(tmp_path / "pipe")
+    status, entries = verify_json(capsys, tmp_path)
+    assert status == 0
+    found = [os.path.relpath(entry["path"], tmp_path) for entry in entries]
+    assert sorted(found) == sorted([*names, "old"])
+
+
+def test_a_directory_with_one_bad_checkpoint_is_status_1(tmp_path, capsys):
+    for name in ("a.ckpt", "b.ckpt", "c.ckpt"):
+        by_path(small_state(), tmp_path / name)
+    damaged("flipped", tmp_path / "b.ckpt")
+    status, entries = verify_json(capsys, tmp_path)
+    assert status == 1
+    assert [entry["ok"] for entry in entries] == [True, False, True]
+
+
+def test_a_dangling_link_is_status_2(tmp_path, capsys):
+    by_path(small_state(), tmp_path / "a.ckpt")
+    os.symlink("gone.ckpt", tmp_path / "last.ckpt")
+    assert verify(tmp_path) == 2
+
+
+# ---- output --------------------------------------------------------------------------------
+
+
+def test_json_has_exactly_what_is_promised(tmp_path, capsys):
+    good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
+    by_stillframe(small_state(), good)
+    by_stillframe(small_state(), bad)
+    flip(bad, offset_of_storage(bad) + 5)
+    status, entries = verify_json(capsys, good, bad, tmp_path / "missing")
+    assert status == 2
+    assert entries[0] == {
+        "path": str(good),
+        "ok": True,
+        "error": None,
+        "nbytes": os.path.getsize(good),
+        "num_records": 9,
+        "bad_records": [],
+    }
+    assert entries[1]["bad_records"] == ["archive/data/0"]
+    assert entries[1]["error"] == "record archive/data/0: its bytes do not match their CRC"
+    assert (entries[1]["ok"], entries[1]["num_records"]) == (False, 9)
+    assert entries[2] == {
+        "path": str(tmp_path / "missing"),
+        "ok": False,
+        "error": "there is no such file",
+        "nbytes": None,
+        "num_records": 0,
+        "bad_records": [],
+    }
+
+
+def test_every_bad_record_is_named_in_json_and_the_first_ones_in_the_table(tmp_path, capsys):
+    path = tmp_path / "x.ckpt"
+    torch.save([torch.full((64,), i) for i in range(1, 21)], path)
+    data = bytearray(path.read_bytes())
+    for i in range(20):
+        data[data.index(b"x/data/%d" % i) + 200] ^= 1
+    path.write_bytes(data)
+    status, (entry,) = verify_json(capsys, path)
+    assert status == 1
+    assert sorted(entry["bad_records"]) == sorted(f"x/data/{i}" for i in range(20))
+    assert verify(path) == 1
+    output = capsys.readouterr().out
+    assert "damaged: 20 records" in output
+    assert "x/data/0: its bytes do not match their CRC" in output
+    assert "and 12 more" in output
+    assert "x/data/19" not in output
+
+
+def test_records_without_a_checksum_are_said_to_be_unchecked(tmp_path, capsys):
+    without_crc(small_state(), tmp_path / "x.ckpt")
+    assert verify(tmp_path / "x.ckpt") == 0
+    assert "records without a checksum" in capsys.readouterr().out
+
+
+def test_names_cannot_steer_the_terminal(tmp_path, capsys):
+    path = tmp_path / "[red]\x1b[31mx\n.ckpt"
+    by_path(small_state(), path)
+    assert verify(path) == 0
+    output = capsys.readouterr().out
+    assert "[red]?[31mx?.ckpt" in output
+    assert "\x1b" not in output
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.ckpt")
+    by_path(small_state(), pathlib.Path(odd))
+    assert verify(odd) == 0
+    assert "?.ckpt" in capsys.readouterr().out
+
+
+def test_long_paths_are_not_cut_where_nobody_looks_at_a_terminal(tmp_path, capsys):
+    directory = tmp_path / ("d" * 200) / ("e" * 200)
+    directory.mkdir(parents=True)
+    by_path(small_state(), directory / "x.ckpt")
+    assert verify(directory) == 0
+    assert str(directory / "x.ckpt") in capsys.readouterr().out
+
+
+class Terminal:
+    """A stderr that claims to be a terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.text = ""
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+def test_long_work_is_shown_on_a_terminal_and_nowhere_else(tmp_path, capsys, monkeypatch):
+    sparse(tmp_path / "[b]x.ckpt", 1 << 30)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert verify(tmp_path) == 0
+    assert "[b]x.ckpt" in terminal.text
+    assert "GB" in terminal.text
+    monkeypatch.setattr(cli, "_LONG_NBYTES", 2 << 30)
+    terminal.text = ""
+    assert verify(tmp_path) == 0
+    assert terminal.text == ""
+    assert "1.1 GB" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_quietly(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    by_path(small_state(), tmp_path / "x.ckpt")
+    monkeypatch.setattr(cli._core, "check", interrupted)
+    assert verify(tmp_path / "x.ckpt") == 130
+    assert capsys.readouterr().err == ""
+
+
+# ---- the program -------------------------------------------------------------------------
+
+
+def program(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "stillframe", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
+
+
+def test_python_m_stillframe_runs_it(tmp_path):
+    by_path(small_state(), tmp_path / "x.ckpt")
+    done = program("verify", "x.ckpt", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "x.ckpt" in done.stdout
+    done = program("verify", "y.ckpt", "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)[0]["ok"] is False
+    assert program("verify").returncode == 2
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
+    for i in range(300):
+        by_path(small_state(), tmp_path / f"{i}.ckpt")
+    with subprocess.Popen(
+        [sys.executable, "-m", "stillframe", "verify", "--json", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        child.stdout.close()
+        assert child.stderr.read() == ""
+        assert child.wait(120) == 2
+
+
+def test_demo_gets_its_arguments_unread(monkeypatch):
+    seen = []
+    module = type(sys)("stillframe.demo")
+    module.main = lambda arguments: seen.append(arguments) or 5
+    monkeypatch.setitem(sys.modules, "stillframe.demo", module)
+    monkeypatch.setattr("stillframe.demo", module, raising=False)
+    assert cli.main(["demo", "--size", "2GB", "--help"]) == 5
+    assert seen == [["--size", "2GB", "--help"]]
+
+
+# ---- crc32 -----------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=2000), st.integers(0, 2**32 - 1), st.integers(1, 300))
+def test_crc32_is_zlibs(data, value, times):
+    data *= times
+    assert _core.crc32(data, value) == zlib.crc32(data, value)
+    view = memoryview(data)[len(data) // 3 :]
+    assert _core.crc32(view) == zlib.crc32(view)
+
+
+def test_crc32_says_who_computes_it_and_refuses_what_is_no_buffer():
+    assert _core.crc32_name() in ("vpclmulqdq", "pclmulqdq", "slicing-by-8")
+    with pytest.raises(TypeError):
+        _core.crc32("text")
+
+
+def test_checks_run_beside_each_other(tmp_path):
+    by_stillframe({"x": torch.ones(1 << 20)}, tmp_path / "x.ckpt")
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(cli.verify_file(str(tmp_path / "x.ckpt"))))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [finding.status for finding in found] == [0] * 8
