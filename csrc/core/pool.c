@@ -90,16 +90,6 @@ static int grow(struct sfr__block *block, size_t want)
 	return rc;
 }
 
-/* Takes a block's memory; on failure it has it still. -errno. */
-static int shrink(struct sfr__block *block)
-{
-	int rc = sfr__memory_decommit(block->mem, block->committed);
-
-	if (rc == 0)
-		block->committed = 0;
-	return rc;
-}
-
 /* ---- lists and states, with the lock -------------------------------------- */
 
 static void push(struct list *list, struct sfr__block *block)
@@ -415,8 +405,10 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		int failed;
 
 		(void)pthread_mutex_unlock(&pool->mu);
-		failed = shrink(block);
-		if (rc == 0)
+		failed = sfr__memory_decommit(block->mem, block->committed);
+		if (failed == 0)
+			block->committed = 0;
+		else if (rc == 0)
 			rc = failed;
 		(void)pthread_mutex_lock(&pool->mu);
 		recount_locked(pool, block, had);

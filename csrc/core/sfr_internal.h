@@ -134,8 +134,8 @@ void sfr__budget_hold(int64_t bytes);
  *   run 0 (captured): data.pkl, .format_version "0", .storage_alignment "64", byteorder,
  *                     version "3\n", then captured storages
  *   run 1.. (one a lane): that lane's storages
- *   tail: padding, .data/serialization_id, central directory, zip64 records as needed, end
- *         record; the file's length is a multiple of 4096
+ *   tail: padding, .data/serialization_id, central directory, zip64 end record and its
+ *         locator, end record; the file's length is a multiple of 4096
  *
  * Every run starts on a 4096 boundary in a block of its own and its length is a multiple of
  * 4096, so no block has two producers and every block is one aligned write. Sizes are known
@@ -168,7 +168,8 @@ struct sfr__image {
 	uint64_t captured_nbytes, deferred_nbytes; /* of storages and skeleton; of storages */
 };
 
-/* Lays the image out. -ENOMEM; -EINVAL for a null source with bytes. Runs without entries are
+/* Lays the image out. -ENOMEM; -EINVAL for a null source with bytes or a bad block size; -EFBIG
+ * for what no file can hold (2^62 bytes, 2^32 blocks a run). Runs without entries are
  * left out, but run 0 is always there. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
 void sfr__image_fini(struct sfr__image *img);

@@ -17,10 +17,12 @@
 /* CPU time that a step may spend on looking, on average: 0.2 ms, or 1 % of the time since the step
  * before where that is more. With a state much larger than the caches each look is 1 us of cache
  * and page-table misses (measured; 0.2 us with everything warm), but then a step takes hundreds of
- * milliseconds, and one save that defers nothing takes more than all the looks. */
+ * milliseconds. An enrolment brings its own allowance, once, for the looks that follow it: one save
+ * that defers nothing takes longer than all of them. */
 #define STEP_MIN_NS 200000u
 #define STEP_MAX_NS 2000000u
 #define STEP_SHARE 100
+#define ENROLLED_NS 2000u /* for each undecided storage, up to STEP_MAX_NS in all */
 
 uint64_t sfr_py_clock_ns(clockid_t id)
 {
@@ -31,20 +33,19 @@ uint64_t sfr_py_clock_ns(clockid_t id)
 }
 
 /* A step has ended: what looking may cost until the next one ends. What is not needed is there for
- * the next two. */
+ * the next two; an enrolment's allowance lasts. */
 static void grant(struct sfr_py_observer *self)
 {
-	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC),
-		 share = (now - self->stepped_ns) / STEP_SHARE;
+	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
+	uint64_t share = (now - self->stepped_ns) / STEP_SHARE, most;
 
 	if (share < STEP_MIN_NS)
 		share = STEP_MIN_NS;
 	if (share > STEP_MAX_NS)
 		share = STEP_MAX_NS;
 	self->stepped_ns = now;
-	self->credit_ns += share;
-	if (self->credit_ns > 3 * share)
-		self->credit_ns = 3 * share;
+	most = self->credit_ns > 3 * share ? self->credit_ns : 3 * share;
+	self->credit_ns = self->credit_ns + share < most ? self->credit_ns + share : most;
 }
 
 /* A stretch of looking, and what it may cost. The budget is CPU time: a thread that was off the
@@ -220,7 +221,9 @@ void sfr_py_observer_record_all(struct sfr_py_observer *self)
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
-	self->credit_ns = 2 * STEP_MAX_NS; /* no step has looked at anything yet */
+	self->credit_ns = (uint64_t)self->nr_undecided * ENROLLED_NS;
+	if (self->credit_ns > STEP_MAX_NS)
+		self->credit_ns = STEP_MAX_NS;
 	grant(self);
 }
 

@@ -1,11 +1,12 @@
 """stillframe saves PyTorch training state without stopping training.
 
     import stillframe
-    handle = stillframe.async_save({"model": model.state_dict(), "optim": opt.state_dict()}, "step100.pt")
-    ...                # keep training; the next optimizer step waits for the copy by itself
-    handle.result()    # durable; raises what went wrong
+    handle = stillframe.async_save({"model": model.state_dict(), "optim": opt.state_dict()},
+    "step100.pt") ...                # keep training; the next optimizer step waits for the copy by
+    itself handle.result()    # durable; raises what went wrong
 
-With Lightning: `from stillframe.lightning import AsyncCheckpointIO`, then `Trainer(plugins=[AsyncCheckpointIO()])`.
+With Lightning: `from stillframe.lightning import AsyncCheckpointIO`, then
+`Trainer(plugins=[AsyncCheckpointIO()])`.
 """
 
 from stillframe.engine import (

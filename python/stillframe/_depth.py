@@ -1,7 +1,7 @@
 """Whether the current thread is inside one of our calls already.
 
-A signal handler may save in the middle of another of our calls on its thread. Such a save must not wait for what only the
-interrupted call could give back, so it is told that it is nested.
+A signal handler may save in the middle of another of our calls on its thread. Such a save must not
+wait for what only the interrupted call could give back, so it is told that it is nested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _depth = _Depth()
 
 
 class inside:  # a context manager that reads as a verb
-    """`with inside() as nested:` — nested is True when the thread was inside one of our calls before."""
+    """`with inside() as nested:` — nested is True when the thread was inside one of our calls
+    before."""
 
     __slots__ = ()
 
@@ -28,6 +29,9 @@ class inside:  # a context manager that reads as a verb
         return nested
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         _depth.value -= 1

@@ -193,6 +193,7 @@ class CheckpointPlugin:
         quiet = self._training_failed(trainer)
         asynchronous = self._may_return_early(trainer)
         work = self._current_work()
+        handle = None
         try:
             handle = self._get_engine(work)._submit(
                 checkpoint,
@@ -214,7 +215,7 @@ class CheckpointPlugin:
             if not quiet:
                 raise
             _log_error(error)
-        _collect_ended(work)
+        _collect_ended(work, but=handle)
         if quiet:
             _log_errors(work)
         elif work.errors:
@@ -421,9 +422,10 @@ def _discard(pending: list[SaveHandle], handle: SaveHandle) -> bool:
     return True
 
 
-def _collect_ended(work: _Work) -> None:
+def _collect_ended(work: _Work, but: SaveHandle | None) -> None:
+    """Takes the errors of saves that have ended; not that of `but`, however fast it failed."""
     for handle in list(work.pending):
-        if handle.done() and _discard(work.pending, handle):
+        if handle is not but and handle.done() and _discard(work.pending, handle):
             error = _error_of(handle)
             if error is not None:
                 work.errors.append(error)

@@ -1,11 +1,13 @@
 """The two threads of the package that run Python: completion and callbacks.
 
-The core's lane, writers and log never touch the interpreter. What they have to say comes as notices, which the completion
-thread takes: it gives the verdict on tensor versions once the last byte is copied, lets go of the sources, and settles the
-handle when a save has ended. Users' callbacks run on a second thread, so that one that saves, waits or hangs holds up
-nobody but other callbacks.
+The core's lane, writers and log never touch the interpreter. What they have to say comes as
+notices, which the completion thread takes: it gives the verdict on tensor versions once the last
+byte is copied, lets go of the sources, and settles the handle when a save has ended. Users'
+callbacks run on a second thread, so that one that saves, waits or hangs holds up nobody but other
+callbacks.
 
-Both are daemon threads, started with the first save of a process and again in a forked child that saves.
+Both are daemon threads, started with the first save of a process and again in a forked child that
+saves.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-# Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a handle.
+# Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a
+# handle.
 in_flight: dict[int, SaveHandle] = {}
 
 
@@ -69,7 +72,9 @@ class _Completion:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=_take_notices, name="sf-completion", daemon=True)
+                self._thread = threading.Thread(
+                    target=_take_notices, name="sf-completion", daemon=True
+                )
                 self._thread.start()
 
     def stop(self) -> None:

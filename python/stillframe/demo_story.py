@@ -41,14 +41,14 @@ STEPS_S = 200  # what all steps of all runs may take where the user names no num
 REFRESH_S = 0.25
 COUNTED = """\
 Medians over the saves of {rounds} runs each, taken in turn, of {steps} steps with a save after
-every {every}. The first save of each run is left out, since its memory is new (its call: Lightning {first_theirs}, stillframe {first_ours}). [b]Call[/b] is what
-save_checkpoint took; [b]gate[/b], how long the next optimizer step then waited for the copy.
-[b]Lost time[/b] is how much longer {every} steps with one save took than {every} steps without;
-[b]slowdown[/b] is what is left of it after call and gate. Without saves such {every} steps differ
-among themselves by ± {noise}, which is the accuracy of the two. [b]Finished[/b] is counted from the
-call's entry: Lightning's when its file was written (it never syncs), ours when file and directory
-were synced to the disk. [b]Extra memory[/b] is the process's peak over that of the same run
-without saves, also in multiples of the state."""
+every {every}. The first save of each run is left out, since its memory is new (its call: Lightning
+{first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]gate[/b], how
+long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer {every}
+steps with one save took than {every} steps without; [b]slowdown[/b] is what is left of it after
+call and gate. Without saves such {every} steps differ among themselves by ± {noise}, which is the
+accuracy of the two. [b]Finished[/b] is counted from the call's entry: Lightning's when its file was
+written (it never syncs), ours when file and directory were synced to the disk. [b]Extra memory[/b]
+is the process's peak over that of the same run without saves, also in multiples of the state."""
 BUSY = """\
 Something else kept this machine busy: the same steps without saves took times that differ by more
 than a save costs. Take slowdown and lost time from a run on a machine at rest."""
@@ -186,7 +186,7 @@ class Story:
         table.add_column("each save")
         table.add_column("Lightning", justify="right")
         table.add_column("stillframe", justify="right", style="bold")
-        table.add_column("", justify="right")
+        table.add_column("ratio", justify="right")
         table.add_row("call", _ms(a.call_s), _ms(b.call_s), _ratio(a.call_s, b.call_s))
         table.add_row("gate", "none", _ms(b.gate_s))
         table.add_row("slowdown of the steps", _ms(a.slowdown_s), _ms(b.slowdown_s))
@@ -282,6 +282,8 @@ def _ms(seconds: float | None) -> str:
     ms = seconds * 1e3
     if abs(ms) >= 1000:
         return f"{seconds:.2f} s"
+    if abs(ms) < 0.005:
+        return "0 ms"
     return f"{ms:.2f} ms" if abs(ms) < 1 else f"{ms:.1f} ms" if abs(ms) < 10 else f"{ms:.0f} ms"
 
 

@@ -1,16 +1,17 @@
 """Engines and the functions around them: the way from a call to a ticket in the core.
 
-    async_save(obj, path)
-      paths.target     where the file goes; refuses what is no place for one
-      skeleton.build   the pickle, and the storages it refers to
-      gate.defer       which of them may be copied later
-      core Ticket      slot, capture, launch
-      gate.track       the next optimizer step waits for the rest
+async_save(obj, path)
+  paths.target     where the file goes; refuses what is no place for one
+  skeleton.build   the pickle, and the storages it refers to
+  gate.defer       which of them may be copied later
+  core Ticket      slot, capture, launch
+  gate.track       the next optimizer step waits for the rest
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -36,8 +37,8 @@ _WHEN_BUSY = ("wait", "skip", "raise")
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DRIVER = (
-    "No CUDA driver is used: host tensors are staged by the core, tensors on other devices are copied to the host by torch"
-    " inside the call."
+    "No CUDA driver is used: host tensors are staged by the core, tensors on other devices are"
+    " copied to the host by torch inside the call."
 )
 
 
@@ -56,7 +57,9 @@ def _pool_bytes_from_environment() -> int | None:
     digits = text.rstrip("BKMGTi ").strip()
     unit = text[len(digits) :].strip()
     if not digits.isdigit() or unit not in _UNITS:
-        raise ValueError(f"{_POOL_VARIABLE}={text!r} is no size: give bytes, or a number with KiB, MiB or GiB")
+        raise ValueError(
+            f"{_POOL_VARIABLE}={text!r} is no size: give bytes, or a number with KiB, MiB or GiB"
+        )
     return int(digits) * _UNITS[unit]
 
 
@@ -64,14 +67,14 @@ class Engine:
     """A pool of staging memory, a copying lane, writer threads, and the bounds on their use.
 
     Args:
-        pool_bytes: Most memory the pool may take, in bytes. By default `STILLFRAME_POOL_BYTES`, else half of what the
-            machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`. Memory is taken when it is first needed and kept
-            for the next save.
+        pool_bytes: Most memory the pool may take, in bytes. By default `STILLFRAME_POOL_BYTES`,
+            else half of what the machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`.
+            Memory is taken when it is first needed and kept for the next save.
         block_bytes: Size of the pool's blocks, a multiple of 4096.
         writer_threads: Threads that checksum and write; 2 by default.
         max_in_flight: Saves that may be not yet durable.
-        when_busy: What a save does when that many are: "wait", "skip" (the handle's state is "skipped"), or "raise"
-            `BusyError`.
+        when_busy: What a save does when that many are: "wait", "skip" (the handle's state is
+            "skipped"), or "raise" `BusyError`.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
@@ -97,20 +100,32 @@ class Engine:
             raise ValueError(f"block_bytes has to be a multiple of {_PAGE}, not {block_bytes}")
         if pool_bytes is not None and pool_bytes < block_bytes:
             raise ValueError(
-                f"{source} ({pool_bytes} bytes) is less than one block: give at least block_bytes ({block_bytes} bytes)"
+                f"{source} ({pool_bytes} bytes) is less than one block: give at least block_bytes"
+                f" ({block_bytes} bytes)"
             )
         if when_busy not in _WHEN_BUSY:
-            raise ValueError(f"when_busy has to be one of {', '.join(map(repr, _WHEN_BUSY))}, not {when_busy!r}")
-        writers = _DEFAULT_WRITERS if writer_threads is None else _positive("writer_threads", writer_threads)
+            raise ValueError(
+                f"when_busy has to be one of {', '.join(map(repr, _WHEN_BUSY))}, not {when_busy!r}"
+            )
+        writers = (
+            _DEFAULT_WRITERS
+            if writer_threads is None
+            else _positive("writer_threads", writer_threads)
+        )
         self._when_busy = when_busy
         self._closed = False
-        self._core = _core.Engine(pool_bytes or 0, block_bytes, writers, _positive("max_in_flight", max_in_flight))
+        self._core = _core.Engine(
+            pool_bytes or 0, block_bytes, writers, _positive("max_in_flight", max_in_flight)
+        )
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -128,7 +143,8 @@ class Engine:
         self._core.trim()
 
     def close(self) -> None:
-        """Waits for the engine's saves and for removes, then ends its threads and gives the pool back.
+        """Waits for the engine's saves and for removes, then ends its threads and gives the pool
+        back.
 
         Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
         """
@@ -137,8 +153,9 @@ class Engine:
             self._core.close(None)
 
     def stats(self) -> dict[str, int | str]:
-        """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool holds), `leased_bytes` (of
-        it, in use), `retired_bytes` (never to be used again), `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
+        """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool
+        holds), `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
+        `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
         return {**self._core.stats(), "driver": _DRIVER}
 
     def _submit(
@@ -157,8 +174,10 @@ class Engine:
         if on_durable is not None and not callable(on_durable):
             raise TypeError(f"on_durable has to be callable, not {type(on_durable).__name__}")
         with inside() as nested:
-            self._core.stats()  # a child's use of its parent's engine is refused before anything is done
-            target = paths.target(path, follow_link=follow_link, create_parents=create_parents, durable=durable)
+            self._core.stats()  # refuses a child's use of its parent's engine
+            target = paths.target(
+                path, follow_link=follow_link, create_parents=create_parents, durable=durable
+            )
             tree = skeleton.build(obj)
             deferral = gate.defer(tree, overlap=overlap)
             flags = (
@@ -174,7 +193,9 @@ class Engine:
             handle._num_tensors = tree.num_tensors
             handle._fallbacks = list(tree.fallbacks)
             handle._entered_to_ticket_s = time.perf_counter() - entered
-            ticket = _core.Ticket(self._core, target.directory, target.name, tree.data, tree.rows, flags)
+            ticket = _core.Ticket(
+                self._core, target.directory, target.name, tree.data, tree.rows, flags
+            )
             handle._ticket = ticket
             completion.completion.start()
             completion.in_flight[ticket.id] = handle
@@ -227,7 +248,9 @@ def configure(**engine_options: Any) -> None:
     """
     with _lock:
         if _default is not None and not _default._closed:
-            raise StillframeError("configure() has to come before the first use of the default engine")
+            raise StillframeError(
+                "configure() has to come before the first use of the default engine"
+            )
         Engine(**engine_options).close()  # refuses what an engine would refuse
         _default_options.clear()
         _default_options.update(engine_options)
@@ -246,35 +269,47 @@ def async_save(
     on_durable: Callable[[Any, SaveReport], object] | None = None,
     engine: Engine | None = None,
 ) -> SaveHandle:
-    """Saves `obj` to `path` as `torch.save` would, without stopping training. The file holds the state as it is now.
+    """Saves `obj` to `path` as `torch.save` would, without stopping training. The file holds the
+    state as it is now.
 
-    What only an optimizer's step changes is copied after the call, under the next forward and backward; the next step
-    waits for the copy by itself. Everything else is copied before the call returns. See "What a save promises" in README.
+    What only an optimizer's step changes is copied after the call, under the next forward and
+    backward; the next step waits for the copy by itself. Everything else is copied before the call
+    returns. See "What a save promises" in README.
 
     Args:
         obj: Anything `torch.save` takes.
         path: A local path. A link is followed, a parent directory has to be there.
         overlap: False copies everything inside the call.
-        durable: Sync the file and its directory. False gives up power failures: after one the path holds the old file, the
-            new one, or a damage that `load` notices.
-        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to find code that writes at the
-            wrong time. Slow.
-        on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is durable.
+        durable: Sync the file and its directory. False gives up power failures: after one the path
+            holds the old file, the new one, or a damage that `load` notices.
+        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to
+            find code that writes at the wrong time. Slow.
+        on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
+            durable.
         engine: The engine to use, `default_engine()` by default.
 
     Raises:
         TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
-        SaveError: (phase "open") The parent is missing, or the path is a directory or no regular file.
+        SaveError: (phase "open") The parent is missing, or the path is a directory or no regular
+            file.
         BusyError, ForkError, StillframeError: See `Engine`.
         Exception: What `torch.save` raises for an object it cannot save.
     """
     return (engine or default_engine())._submit(
-        obj, path, overlap=overlap, durable=durable, check_mutation=check_mutation, on_durable=on_durable
+        obj,
+        path,
+        overlap=overlap,
+        durable=durable,
+        check_mutation=check_mutation,
+        on_durable=on_durable,
     )
 
 
-def save(obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None) -> SaveReport | None:
-    """Saves `obj` to `path` and waits until it is durable. Raises and returns what `async_save(...).result()` does."""
+def save(
+    obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None
+) -> SaveReport | None:
+    """Saves `obj` to `path` and waits until it is durable. Raises and returns what
+    `async_save(...).result()` does."""
     handle = async_save(obj, path, overlap=False, durable=durable, engine=engine)
     return handle.result()
 
@@ -282,9 +317,9 @@ def save(obj: object, path: Path, *, durable: bool = True, engine: Engine | None
 def remove(path: Path) -> None:
     """Removes a file, link or directory tree, in the order of submission; returns at once.
 
-    It runs when every save submitted before it has ended, and only if the last of them became durable: otherwise the name
-    stays and a warning is logged. So removing an old checkpoint after saving a new one never leaves fewer than one. A
-    missing name is no error.
+    It runs when every save submitted before it has ended, and only if the last of them became
+    durable: otherwise the name stays and a warning is logged. So removing an old checkpoint after
+    saving a new one never leaves fewer than one. A missing name is no error.
     """
     key = paths.key(path, follow_link=False)
     completion.completion.start()
@@ -300,7 +335,8 @@ def exists(path: Path) -> bool:
 
 
 def wait_all(timeout: float | None = None) -> None:
-    """Waits until every save and remove of the process has ended; raises the first error nobody has collected.
+    """Waits until every save and remove of the process has ended; raises the first error nobody has
+    collected.
 
     Raises:
         TimeoutError: `timeout` seconds passed.
@@ -316,14 +352,13 @@ def wait_all(timeout: float | None = None) -> None:
 
 def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
     """Waits until no save or remove of `path` that was submitted before is pending."""
-    try:
+    with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
         os.close(open_in_order(path, follow_link=follow_link))
-    except OSError:
-        pass  # whoever reads it next says why it cannot
 
 
 def open_in_order(path: Path, *, follow_link: bool = True) -> int:
-    """Waits as `wait_for_path` does and returns a descriptor of what the path is at that point of the log.
+    """Waits as `wait_for_path` does and returns a descriptor of what the path is at that point of
+    the log.
 
     Raises:
         OSError: As `os.open`.
@@ -342,7 +377,8 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> int:
 def _announce_wait() -> None:
     handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
     if handles:
-        _say(f"stillframe: waiting for {', '.join(handle.path for handle in handles)} to reach the disk")
+        names = ", ".join(handle.path for handle in handles)
+        _say(f"stillframe: waiting for {names} to reach the disk")
     elif not _core.log_drain(0.2):  # an entry leaves the log a moment after its save has ended
         _say("stillframe: waiting for removes of checkpoints")
 

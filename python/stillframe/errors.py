@@ -15,8 +15,9 @@ class SaveError(StillframeError, OSError):
     Attributes:
         errno: The system's error number.
         filename: The path as it was given.
-        phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync directory", "stage". After
-            "sync directory" the new file is complete and in place, but not known to be durable.
+        phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync
+            directory", "stage". After "sync directory" the new file is complete and in place, but
+            not known to be durable.
     """
 
     def __init__(self, errno: int, strerror: str, filename: str, phase: str) -> None:
@@ -31,7 +32,8 @@ class SaveError(StillframeError, OSError):
 
 
 class TornSnapshotError(StillframeError):
-    """A tensor changed between the call and its copy, outside the optimizer's step. The old file is untouched.
+    """A tensor changed between the call and its copy, outside the optimizer's step. The old file is
+    untouched.
 
     Attributes:
         tensors: Names of the tensors that share the changed storage.
@@ -50,7 +52,8 @@ class PoolExhaustedError(StillframeError):
 
 
 class BusyError(StillframeError):
-    """`max_in_flight` saves are under way and the engine was told not to wait (`when_busy="raise"`)."""
+    """`max_in_flight` saves are under way and the engine was told not to wait
+    (`when_busy="raise"`)."""
 
 
 class ForkError(StillframeError):

@@ -1,11 +1,12 @@
 """`SaveHandle`, what `async_save` returns, and `SaveReport`, what its `result()` returns.
 
-A handle looks at its ticket in the core for everything that changes; it keeps only what Python has to add: the verdict on
-tensor versions, futures, callbacks, and whether somebody has seen its error.
+A handle looks at its ticket in the core for everything that changes; it keeps only what Python has
+to add: the verdict on tensor versions, futures, callbacks, and whether somebody has seen its error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -38,7 +39,8 @@ class SaveReport:
         deferred_nbytes: Bytes copied after the call returned, held still by the gate.
         blocked_s: How long the call took.
         gate_wait_s: How long optimizer steps waited for this save's copies.
-        backpressure_s: Of `blocked_s`, the wait for a slot (`max_in_flight`) or for blocks of the pool.
+        backpressure_s: Of `blocked_s`, the wait for a slot (`max_in_flight`) or for blocks of the
+            pool.
         staged_after_s: When every byte was copied and both detectors had passed.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
@@ -88,7 +90,8 @@ def take_failures(first_only: bool = True) -> list[BaseException]:
 
 
 class _SaveFuture(Future[Any]):
-    """A future whose result counts as having seen the save's error. It keeps its handle, not the other way round."""
+    """A future whose result counts as having seen the save's error. It keeps its handle, not the
+    other way round."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -107,6 +110,10 @@ class _SaveFuture(Future[Any]):
         return error
 
 
+def _alive(reference: weakref.ref[_SaveFuture] | None) -> _SaveFuture | None:
+    return None if reference is None else reference()
+
+
 def _resolve(future: Future[Any], error: BaseException | None, value: object) -> None:
     """Settles a future that may be settled already, or cancelled by its user."""
     if future.done():
@@ -121,7 +128,8 @@ def _resolve(future: Future[Any], error: BaseException | None, value: object) ->
 
 
 class SaveHandle:
-    """One save. Made by `async_save`; every method may be called from any thread, any number of times."""
+    """One save. Made by `async_save`; every method may be called from any thread, any number of
+    times."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -223,11 +231,13 @@ class SaveHandle:
             return self._error
 
     def cancel(self) -> bool:
-        """Gives the save up, leaving the old file. False when it is too late or has ended otherwise."""
+        """Gives the save up, leaving the old file. False when it is too late or has ended
+        otherwise."""
         return self._ticket is not None and self._ticket.cancel()
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
-        """Calls `function(handle)` when the save has ended: on the callback thread, or here and now if it has already."""
+        """Calls `function(handle)` when the save has ended: on the callback thread, or here and now
+        if it has already."""
         with self._lock:
             if not self._settled:
                 self._callbacks.append(function)
@@ -245,7 +255,7 @@ class SaveHandle:
     def staging_completion(self) -> Future[None]:
         """Done when the save is staged, as `torch.distributed.checkpoint.async_save` names it."""
         with self._lock:
-            future = self._staging and self._staging()
+            future = _alive(self._staging)
             if future is None:
                 future = _SaveFuture(self)
                 self._staging = weakref.ref(future)
@@ -254,9 +264,10 @@ class SaveHandle:
 
     @property
     def upload_completion(self) -> Future[SaveReport | None]:
-        """Done with the report when the save is durable, as `torch.distributed.checkpoint.async_save` names it."""
+        """Done with the report when the save is durable, as
+        `torch.distributed.checkpoint.async_save` names it."""
         with self._lock:
-            future = self._upload and self._upload()
+            future = _alive(self._upload)
             if future is None:
                 future = _SaveFuture(self)
                 self._upload = weakref.ref(future)
@@ -267,7 +278,8 @@ class SaveHandle:
     # ---- what the package calls ----
 
     def gate(self) -> None:
-        """Returns when every byte is copied or the save has ended. The gate's side of `stillframe.gate.Pending`."""
+        """Returns when every byte is copied or the save has ended. The gate's side of
+        `stillframe.gate.Pending`."""
         if self._ticket is None or self._settled:
             return
         entered = time.perf_counter()
@@ -281,12 +293,13 @@ class SaveHandle:
         self._verdict()
         self._release_sources()
         with self._lock:
-            future = self._staging and self._staging()
+            future = _alive(self._staging)
             if future is not None:
                 self._resolve_staging(future)
 
     def _verdict(self) -> None:
-        """The version detector. Whoever comes first decides: the core ignores every later verdict."""
+        """The version detector. Whoever comes first decides: the core ignores every later
+        verdict."""
         deferral, ticket = self._deferral, self._ticket
         if deferral is not None and ticket is not None and not self._confirmed:
             ticket.confirm(deferral.torn())
@@ -301,7 +314,9 @@ class SaveHandle:
             deferral.release()
 
     def _ending(self) -> bool:
-        return self._ticket is not None and not self._settled and bool(self._ticket.report()["code"])
+        return (
+            self._ticket is not None and not self._settled and bool(self._ticket.report()["code"])
+        )
 
     def _resolve_staging(self, future: Future[Any]) -> None:
         if self._settled or self._ticket is None:
@@ -310,7 +325,8 @@ class SaveHandle:
             _resolve(future, None, None)
 
     def _settle(self) -> None:
-        """Once the ticket has ended: report, error, futures, then callbacks. May be called again."""
+        """Once the ticket has ended: report, error, futures, then callbacks. May be called
+        again."""
         with self._lock:
             if self._settled or self._ticket is None:
                 return
@@ -330,7 +346,7 @@ class SaveHandle:
             self._deferral = None
             completion.in_flight.pop(self._ticket.id, None)
             for reference, value in ((self._staging, None), (self._upload, self._report)):
-                future = reference and reference()
+                future = _alive(reference)
                 if future is not None:
                     _resolve(future, self._error, value)
             waiting, self._callbacks = self._callbacks, []
@@ -345,7 +361,10 @@ class SaveHandle:
         offset = self._entered_to_ticket_s
         fallbacks = [*self._fallbacks, *facts["fallbacks"]]
         if facts["over_slots"]:
-            fallbacks.append("The save was made inside another call of its thread and took a slot beyond max_in_flight.")
+            fallbacks.append(
+                "The save was made inside another call of its thread and took a slot beyond"
+                " max_in_flight."
+            )
         return SaveReport(
             path=self._path,
             nbytes=facts["nbytes"],
@@ -381,9 +400,10 @@ class SaveHandle:
             self._deferral.distrust(index)
         what = ", ".join(names) if names else f"storage {index}"
         return TornSnapshotError(
-            f"{self._path}: {what} changed outside the optimizer's step while it was still being copied. The old file is"
-            " untouched. Call handle.wait_staged() before such a change, or save with overlap=False. This optimizer's state"
-            " is copied inside the call from now on.",
+            f"{self._path}: {what} changed outside the optimizer's step while it was still being"
+            " copied. The old file is untouched. Call handle.wait_staged() before such a change, or"
+            " save with overlap=False. This optimizer's state is copied inside the call from now"
+            " on.",
             names,
         )
 
@@ -412,10 +432,8 @@ class SaveHandle:
         failure = self._failure
         if failure is not None and not failure.collected:
             failure.collected = True
-            try:
+            with contextlib.suppress(ValueError):  # taken by wait_all in the meantime
                 _failures.remove(failure)
-            except ValueError:
-                pass  # taken by wait_all in the meantime
 
     def _raise(self) -> None:
         self._collect()

@@ -1,4 +1,5 @@
-"""Where a file goes: from a user's path to a directory, a name in it, and the key of the process's log."""
+"""Where a file goes: from a user's path to a directory, a name in it, and the key of the process's
+log."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def as_text(path: object) -> str:
 
 
 def _split(text: str, follow_link: bool) -> tuple[str, str]:
-    """Real path of the parent, last component. A link in the last component is resolved with `follow_link`."""
+    """Real path of the parent, last component. A link in the last component is resolved with
+    `follow_link`."""
     if follow_link and os.path.islink(text):
         text = os.path.realpath(text)
     parent, name = os.path.split(text)
@@ -103,9 +105,9 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
     raise OSError(errno.EINVAL, "not a regular file")
 
 
-
 def _make_directories(directory: str, durable: bool) -> None:
-    """Makes what is missing of `directory`; a directory's entry is durable once its parent is synced."""
+    """Makes what is missing of `directory`; a directory's entry is durable once its parent is
+    synced."""
     missing = []
     while not os.path.isdir(directory):
         missing.append(directory)

@@ -81,7 +81,7 @@ def _load_bridge() -> Callable[..., int]:
     spec = importlib.util.find_spec("stillframe._bridge")
     if spec is None or spec.origin is None:
         raise ImportError("stillframe._bridge is missing: stillframe was not built completely")
-    torch.ops.load_library(spec.origin)
+    torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
     describe: Callable[..., int] = torch.ops.stillframe.describe.default
     return describe
 
@@ -91,12 +91,14 @@ def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str,
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
         dtype = obj.dtype
-        storage_type = getattr(torch, obj._pickle_storage_type())
-        numel = obj._size()
+        storage_type = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+        numel = obj._size()  # type: ignore[no-untyped-call]
     else:
         storage = obj
         dtype = torch.uint8
-        storage_type = torch.serialization.normalize_storage_type(type(obj))
+        storage_type = torch.serialization.normalize_storage_type(  # type: ignore[no-untyped-call]
+            type(obj)
+        )
         numel = storage.nbytes()
     device = storage.device
     addr = 0 if str(device) == "meta" else storage.data_ptr()
@@ -126,11 +128,11 @@ def _make_kinds() -> _core.Kinds:
         storage_classes=torch._storage_classes,
         strided=torch.strided,
         getstate=object.__getstate__,
-        metadata=torch._C._get_tensor_metadata,
+        metadata=torch._C._get_tensor_metadata,  # type: ignore[attr-defined]
         has_names=attributes.get("has_names"),
         untyped_storage=attributes["untyped_storage"],
-        data_ptr=torch._C.StorageBase.data_ptr,
-        nbytes=torch._C.StorageBase.nbytes,
+        data_ptr=torch._C.StorageBase.__dict__["data_ptr"],
+        nbytes=torch._C.StorageBase.__dict__["nbytes"],
         storage_tuple=_storage_tuple,
         location=_location,
         layout=attributes["layout"],
@@ -216,7 +218,7 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
     counts: dict[str, int] = {}
     for index in elsewhere:
         device = str(storages[index].device)
-        copy = storages[index].cpu()
+        copy = storages[index].cpu()  # type: ignore[no-untyped-call]
         storages[index] = copy
         _SOURCE.pack_into(rows, index * _SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
         counts[device] = counts.get(device, 0) + 1

@@ -30,7 +30,8 @@ static inline const char *dir_make(const char *base)
 	return path;
 }
 
-static inline int dir__remove_one(const char *path, const struct stat *st, int kind, struct FTW *ftw)
+static inline int dir__remove_one(const char *path, const struct stat *st, int kind,
+				  struct FTW *ftw)
 {
 	(void)st;
 	(void)kind;
@@ -69,7 +70,8 @@ static inline bool file_is(const char *path, const void *bytes, size_t len)
 {
 	FILE *file = fopen(path, "rb");
 	char *got = malloc(len + 1);
-	bool same = file && got && fread(got, 1, len + 1, file) == len && memcmp(got, bytes, len) == 0;
+	bool same =
+		file && got && fread(got, 1, len + 1, file) == len && memcmp(got, bytes, len) == 0;
 
 	free(got);
 	if (file)

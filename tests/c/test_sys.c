@@ -160,7 +160,8 @@ static void *do_nothing(void *arg)
  * that failed, and the failures whose errno was not `err`. */
 static int call_everything(int err, int *nr_wrong)
 {
-	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a"), *to = dir_path(dir, "b");
+	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a"),
+		   *to = dir_path(dir, "b");
 	char byte = 'x', copied = 0;
 	int fd, nr = 0, rc;
 	struct timespec ts;
@@ -247,10 +248,10 @@ static void every_call_of_the_plain_table_works(void)
 static void the_wrappers_pass_every_call_on_and_count_it(void)
 {
 	static const char *const names[] = {
-		"open",   "close",  "pread",   "pwrite", "fdatasync",	  "fsync",
-		"fallocate", "flock",  "set_flags", "fstat",  "lstat",	  "rename",
-		"unlink", "rmdir",  "opendir", "mmap",	 "munmap",	  "mprotect",
-		"madvise", "malloc", "calloc",  "realloc", "thread_create", "set_nice",
+		"open",      "close",  "pread",     "pwrite",  "fdatasync",     "fsync",
+		"fallocate", "flock",  "set_flags", "fstat",   "lstat",         "rename",
+		"unlink",    "rmdir",  "opendir",   "mmap",    "munmap",        "mprotect",
+		"madvise",   "malloc", "calloc",    "realloc", "thread_create", "set_nice",
 	};
 	int nr_wrong;
 
@@ -306,8 +307,9 @@ static void every_call_that_can_fail_can_be_failed_with_any_error(void)
 
 static void a_fault_that_cannot_be_is_refused(void)
 {
-	static const char *const safe[] = { "free",	   "readdir",	    "closedir",	 "thread_join",
-					    "clock_gettime", "capture_copy", "lane_copy" };
+	static const char *const safe[] = { "free",        "readdir",       "closedir",
+					    "thread_join", "clock_gettime", "capture_copy",
+					    "lane_copy" };
 	struct sfr_fault fault = { "pwrit", 1, 0, EIO, -1, 0 };
 
 	CHECK_EQ(sfr_inject_install(), 0);
@@ -398,7 +400,8 @@ static void a_short_transfer_moves_what_it_says_and_no_more(void)
 		memset(page, 'p', 3 * 4096);
 		CHECK_EQ(sfr_inject_set(&put), 0);
 		CHECK_EQ(sfr_sys.pwrite(fd, page, 3 * 4096, 0), 3 * 4096 - 1);
-		CHECK(fstat(fd, &st) == 0 && (st.st_size == 2 * 4096 || st.st_size == 3 * 4096 - 1));
+		CHECK(fstat(fd, &st) == 0 &&
+		      (st.st_size == 2 * 4096 || st.st_size == 3 * 4096 - 1));
 	}
 	if (fd >= 0)
 		(void)close(fd);

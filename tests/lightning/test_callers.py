@@ -416,6 +416,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_a_launched_workers_weights_reach_the_parent(tmp_path, start):
     # A process of its own: forking one in which torch has computed hangs, whoever saves.

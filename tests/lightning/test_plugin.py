@@ -3,6 +3,7 @@
 import inspect
 import os
 import pickle
+import signal
 import sys
 import time
 
@@ -342,6 +343,28 @@ def test_a_terminal_gets_a_progress_bar(lit, tmp_path, monkeypatch):
     os.close(leader)
     assert "waiting for 1 checkpoint" in drawn
     assert "\x1b[" in drawn
+
+
+def test_an_interrupted_teardown_can_be_called_again(lit, tmp_path):
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with slow("fdatasync", 0.5):
+            plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+            plugin.remove_checkpoint(tmp_path / "missing.ckpt")
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            begun = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                plugin.teardown()
+            assert time.monotonic() - begun < 0.4
+            assert not (tmp_path / "a.ckpt").exists()
+            plugin.teardown()
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert load(tmp_path / "a.ckpt")["n"] == 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

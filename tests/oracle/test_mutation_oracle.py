@@ -79,7 +79,8 @@ def warmed_up(make: Callable[[], Training], steps: int = 4) -> Training:
 def test_every_file_is_the_state_at_the_call(name: str, tmp_path: Path) -> None:
     training = warmed_up(TRAININGS[name])
     path = tmp_path / "state.pt"
-    with slow("lane_copy", 0.01):
+    gate_wait_s = 0.0
+    with slow("lane_copy", HELD_BACK_S / max(1, len(list(training.deferred())))):
         for _ in range(ROUNDS):
             wanted, late = now(training), training.deferred_nbytes()
             handle = stillframe.async_save(training.state(), path)
@@ -92,8 +93,8 @@ def test_every_file_is_the_state_at_the_call(name: str, tmp_path: Path) -> None:
                 assert report.deferred_nbytes >= late > 0
             else:
                 assert report.deferred_nbytes == late
-            if late:
-                assert report.gate_wait_s > 0
+            gate_wait_s += report.gate_wait_s
+    assert (gate_wait_s > 0) == (late > 0)
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_fused], ids=lambda m: m.__name__)
@@ -325,7 +326,7 @@ def test_a_step_then_a_write_is_no_tear(tmp_path: Path) -> None:
 
 
 def one_element(training: Training) -> None:
-    """A sparse write through ``.data``: counts no version, and misses every sample."""
+    """A sparse write through ``.data``: counts no version, and seldom hits a sample."""
     training.optimizers[0].param_groups[0]["params"][0].data.view(-1)[100_003] += 1.0
 
 
@@ -355,12 +356,13 @@ def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path: 
     "there; README states it, wait_staged() or check_mutation=True is the remedy",
 )
 def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None:
-    training = warmed_up(adamw)
-    with slow("lane_copy", 3 * HELD_BACK_S):
-        handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
-        one_element(training)
-        with pytest.raises(stillframe.TornSnapshotError):
-            handle.result()
+    for _ in range(8):  # one line in eight is sampled here, others each time
+        training = warmed_up(sgd)
+        with slow("lane_copy", HELD_BACK_S):
+            handle = stillframe.async_save(training.state(), tmp_path / "s.pt")
+            one_element(training)
+            with pytest.raises(stillframe.TornSnapshotError):
+                handle.result()
 
 
 # ---- the oracle itself --------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-
 import stillframe
+import torch
 from stillframe.testing import slow
 
 PRELUDE = """
@@ -156,7 +155,9 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path
     assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
 
 
-def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(tmp_path: Path) -> None:
+def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(
+    tmp_path: Path,
+) -> None:
     process = start(
         """
         hold(slow("pwrite", 0.3))
@@ -199,8 +200,8 @@ FORK_CHILD = """
         refused(handle.cancel); refused(handle.progress); refused(handle.done)
         refused(lambda: handle.state)
         refused(stillframe.async_save, STATE, "no.pt", engine=engine)
-        refused(engine.stats); refused(engine.close); refused(engine.warm_up, 1); refused(engine.trim)
-        assert not os.path.exists("no.pt")
+        refused(engine.stats); refused(engine.close); refused(engine.warm_up, 1);
+        refused(engine.trim) assert not os.path.exists("no.pt")
         stillframe.wait_all()  # the parent's saves are not the child's
         stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
         with stillframe.Engine(pool_bytes=32 << 20) as own:
@@ -275,9 +276,16 @@ def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
                 break
             time.sleep(0.005)
         out = subprocess.run(
-            [sys.executable, "-c", "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 20)"
-             " if os.path.exists(f'/proc/self/fd/{n}')])"],
-            capture_output=True, text=True, check=True, close_fds=False,
+            [
+                sys.executable,
+                "-c",
+                "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 20)"
+                " if os.path.exists(f'/proc/self/fd/{n}')])",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            close_fds=False,
         ).stdout
         assert ".stillframe-" not in out
         handle.result()
@@ -287,9 +295,9 @@ def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Pa
     done = run(
         """
         assert threading.active_count() == 1
-        names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")}
-        assert not any(name.startswith("sfr-") for name in names), names
-        engine = stillframe.Engine()
+        names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in
+        os.listdir("/proc/self/task")} assert not any(name.startswith("sfr-") for name in names),
+        names engine = stillframe.Engine()
         assert engine.stats()["committed_bytes"] == 0
         """,
         tmp_path,

@@ -13,7 +13,7 @@ import fix_graphs
 import pytest
 import stillframe
 import torch
-from fix_graphs import assert_same, assert_same_outcome, outcome, tensor_of
+from fix_graphs import assert_same, assert_same_outcome, bytes_of, outcome, tensor_of
 from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.serialization import config as serialization_config
@@ -144,7 +144,7 @@ def test_a_meta_load_knows_where_the_bytes_are():
         for mode in ("to meta", "meta, calculated offsets"):
             for tensor, loaded in zip(tree, MODES[mode](ours), strict=True):
                 offset = loaded.untyped_storage()._checkpoint_offset
-                assert raw[offset : offset + tensor.numel()] == bytes(tensor.untyped_storage())
+                assert raw[offset : offset + tensor.numel()] == bytes_of(tensor.untyped_storage())
 
 
 def test_a_load_into_fake_tensors_is_as_from_torch_save():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -14,9 +15,8 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import pytest
-import torch
-
 import stillframe
+import torch
 from stillframe.testing import fault, slow
 
 STATE = {"w": torch.arange(100_000, dtype=torch.float32), "step": 3}
@@ -194,7 +194,12 @@ def test_the_futures_are_those_of_dcp(tmp_path: Path) -> None:
 def test_an_error_of_the_disk_has_phase_errno_and_path_and_later_saves_work(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     stillframe.save({"w": torch.ones(3)}, path)
-    for call, phase in (("pwrite", "write"), ("fdatasync", "sync"), ("rename", "rename"), ("fsync", "sync directory")):
+    for call, phase in (
+        ("pwrite", "write"),
+        ("fdatasync", "sync"),
+        ("rename", "rename"),
+        ("fsync", "sync directory"),
+    ):
         # The first write is the probe, whose error is one of opening.
         with fault(call, nth=2 if call == "pwrite" else 1, err=errno.EIO):
             handle = stillframe.async_save(STATE, path)
@@ -252,7 +257,7 @@ def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path: Path, call
     path = tmp_path / "a.pt"
     stillframe.save(STATE, path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(TypeError, match="str or os.PathLike"):
+    with pytest.raises(TypeError, match=r"str or os\.PathLike"):
         call(STATE, 3)
     with pytest.raises(TypeError):
         call(STATE, b"bytes")
@@ -318,7 +323,9 @@ def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
         stillframe.save(STATE, tmp_path / "loop")
 
 
-def test_a_relative_path_is_taken_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_is_taken_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     with slow("open", 0.05):
@@ -356,7 +363,7 @@ def test_a_rotation_never_leaves_fewer_than_one_durable_file(tmp_path: Path) -> 
     watcher = threading.Thread(target=watch)
     watcher.start()
     with slow("fdatasync", 0.03):
-        for old, new in zip(paths, paths[1:], strict=False):
+        for old, new in itertools.pairwise(paths):
             stillframe.async_save(STATE, new)
             stillframe.remove(old)
             assert stillframe.exists(new) and not stillframe.exists(old)
@@ -419,7 +426,9 @@ def test_a_small_pool_is_enough(tmp_path: Path, blocks: int) -> None:
             step()
             report = handle.result()
             assert report.deferred_nbytes > 0 and report.peak_pool_bytes <= blocks * block
-            assert torch.equal(stillframe.load(tmp_path / f"{i}.pt", verify=True)["m"]["weight"], expected)
+            assert torch.equal(
+                stillframe.load(tmp_path / f"{i}.pt", verify=True)["m"]["weight"], expected
+            )
         assert engine.stats()["committed_bytes"] <= blocks * block
 
 
@@ -513,10 +522,14 @@ def test_a_save_made_by_a_signal_handler_inside_another_call_works(tmp_path: Pat
             outer.result()
     finally:
         signal.signal(signal.SIGALRM, old)
-    assert loads_as(tmp_path / "inner.pt", torch.ones(7)) and loads_as(tmp_path / "b.pt", STATE["w"])
+    assert loads_as(tmp_path / "inner.pt", torch.ones(7)) and loads_as(
+        tmp_path / "b.pt", STATE["w"]
+    )
 
 
-def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_back(tmp_path: Path) -> None:
+def test_an_exception_from_a_signal_handler_ends_the_wait_and_gives_the_slot_back(
+    tmp_path: Path,
+) -> None:
     class Stop(Exception):
         pass
 

@@ -18,7 +18,7 @@ import fix_graphs
 import numpy as np
 import pytest
 import torch
-from fix_graphs import assert_same, assert_same_outcome, outcome, tensor_of
+from fix_graphs import assert_same, assert_same_outcome, bytes_of, outcome, tensor_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stillframe import skeleton
@@ -42,7 +42,7 @@ def file_of(made):
         archive.writestr("archive/.format_version", "0")
         archive.writestr("archive/byteorder", sys.byteorder)
         for index, storage in enumerate(made.storages):
-            archive.writestr(f"archive/data/{index}", bytes(storage))
+            archive.writestr(f"archive/data/{index}", bytes_of(storage))
         archive.writestr("archive/version", "3\n")
     file.seek(0)
     return file
@@ -66,6 +66,14 @@ def check(obj, refused=False, **options):
     assert_same_outcome(ours, stock)
     assert refused or ours[0] == "returned", ours
     return ours[1]
+
+
+@pytest.fixture
+def no_collections():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 # ---- the graph -------------------------------------------------------------------------
@@ -116,7 +124,7 @@ def test_every_dtype_of_torch_is_held_or_refused_as_by_torch_save(dtype):
         assert ours[0] == stock[0]
         if ours[0] == "returned":
             assert ours[1].dtype == stock[1].dtype == dtype
-            assert bytes(ours[1].untyped_storage()) == bytes(stock[1].untyped_storage())
+            assert bytes_of(ours[1].untyped_storage()) == bytes_of(stock[1].untyped_storage())
     else:
         assert ours == stock
 
@@ -222,7 +230,7 @@ def test_what_no_pickler_of_ours_wrote_is_refused_by_the_splice(data):
         collector.splice(data)
 
 
-def test_plain_tensors_cost_no_python_call():
+def test_plain_tensors_cost_no_python_call(no_collections):  # whose callbacks would count
     def calls(count):
         tree = {str(i): torch.nn.Parameter(torch.ones(1)) for i in range(count)}
         seen = []
@@ -261,7 +269,7 @@ def test_a_storage_outlives_the_tensor_it_was_found_in():
     made = build({"t": tensor})
     tensor.data = torch.zeros(1)
     del tensor
-    assert bytes(made.storages[0]) == struct.pack("=1000f", *[5.0] * 1000)
+    assert bytes_of(made.storages[0]) == struct.pack("=1000f", *[5.0] * 1000)
 
 
 def test_momentary_tensors_stay_alive_until_they_are_described():
@@ -287,7 +295,7 @@ def test_a_copy_on_write_tensor_gets_memory_of_its_own():
     made = build([original, lazy])
     assert len({row[0] for row in rows_of(made)}) == 2
     original.fill_(9)
-    assert bytes(made.storages[1]) == struct.pack("=4f", 0, 1, 2, 3)
+    assert bytes_of(made.storages[1]) == struct.pack("=4f", 0, 1, 2, 3)
 
 
 def test_storages_elsewhere_are_copied_with_a_sentence():
@@ -301,7 +309,7 @@ def test_storages_elsewhere_are_copied_with_a_sentence():
     rows = bytearray(24 * 3)
     sentences = skeleton._fetch(storages, rows, [1, 2])
     assert sentences == ["2 storages on cuda:1 copied to host memory by torch inside the call"]
-    assert bytes(storages[1]) == bytes([7] * 8)
+    assert bytes_of(storages[1]) == bytes([7] * 8)
     assert SOURCE.unpack_from(rows, 24) == (storages[1].data_ptr(), 8, 0, 0)
 
 
@@ -561,14 +569,6 @@ def test_a_subclass_with_torch_dispatch_is_as_with_torch_save():
 # ---- memory ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_collections():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def test_nothing_is_left_of_a_save(no_collections):
     tree = [torch.ones(3), torch.nn.Parameter(torch.ones(2)), fix_graphs.Momentary(1.0)]
     tree += [torch.eye(2).to_sparse(), fix_graphs.Config("node", torch.ones(1))]
@@ -682,7 +682,7 @@ def test_saves_in_several_threads_do_not_mix():
     def work(i):
         for _ in range(100):
             made = build(trees[i])
-            if made.data != good[i] or bytes(made.storages[0]) != struct.pack("=3f", *[i] * 3):
+            if made.data != good[i] or bytes_of(made.storages[0]) != struct.pack("=3f", *[i] * 3):
                 wrong.append(i)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]

@@ -220,6 +220,7 @@ def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
     good, bad = tmp_path / "good.ckpt", tmp_path / "bad.ckpt"
 
     def rotate(trainer):
+        wait_for_path(good)
         with fault("fdatasync", sticky=True):
             trainer.save_checkpoint(bad)
             trainer.strategy.remove_checkpoint(good)

@@ -1,0 +1,111 @@
+/* Fixture: one small file saved through every step of file.c, with what became of it. */
+#ifndef FIX_SAVE_H
+#define FIX_SAVE_H
+
+#include <pthread.h>
+
+#include "../../csrc/core/sfr_internal.h"
+#include "fix_dir.h"
+
+#define SAVE_LEN (5u * SFR_PAGE)
+#define SAVE_PIECE (2u * SFR_PAGE) /* of one write; the last one is shorter */
+
+static _Alignas(SFR_PAGE) char save_new[SAVE_LEN];
+static char save_old[] = "the old file";
+
+/* Every (from, to) of the file's states that a test has seen. */
+static bool save_arrows[SFR__FILE_BROKEN + 1][SFR__FILE_BROKEN + 1];
+
+/* One step of a file's life, its arrow recorded. */
+#define SAVE_STEP(f, call)                                                                         \
+	__extension__({                                                                            \
+		enum sfr__file_state save__from = (f)->state;                                      \
+		int save__rc = (call);                                                             \
+		save_arrows[save__from][(f)->state] = true;                                        \
+		save__rc;                                                                          \
+	})
+
+static inline void save_fill(void)
+{
+	for (uint32_t i = 0; i < SAVE_LEN; i++)
+		save_new[i] = (char)(i * 2654435761u >> 24);
+}
+
+static inline void save_put_old(const char *dir)
+{
+	file_put(dir_path(dir, "a.ckpt"), save_old, sizeof(save_old));
+}
+
+static inline bool save_is_old(const char *dir)
+{
+	return file_is(dir_path(dir, "a.ckpt"), save_old, sizeof(save_old));
+}
+
+static inline bool save_is_new(const char *dir)
+{
+	return file_is(dir_path(dir, "a.ckpt"), save_new, SAVE_LEN);
+}
+
+static inline int save_write_all(struct sfr__file *f, struct sfr_err *err)
+{
+	int rc = 0;
+
+	for (uint32_t off = 0; off < SAVE_LEN && rc == 0; off += SAVE_PIECE) {
+		uint32_t len = SAVE_LEN - off < SAVE_PIECE ? SAVE_LEN - off : SAVE_PIECE;
+
+		rc = SAVE_STEP(f, sfr__file_write(f, save_new + off, len, off, err));
+	}
+	return rc;
+}
+
+/* A whole save but for the end (sfr__file_fini), which is the caller's. Returns what the first
+ * failing step returned. */
+static inline int save_begin(struct sfr__file *f, const char *dir, bool durable,
+			     struct sfr_err *err)
+{
+	int rc;
+
+	*err = (struct sfr_err){ .index = -1 };
+	memset(f, 0, sizeof(*f));
+	rc = SAVE_STEP(f, sfr__file_init(f, dir, "a.ckpt", SAVE_LEN, durable));
+	if (rc == 0)
+		rc = SAVE_STEP(f, sfr__file_open(f, err));
+	if (rc == 0)
+		rc = save_write_all(f, err);
+	if (rc == 0)
+		rc = SAVE_STEP(f, sfr__file_sync(f, err));
+	if (rc == 0)
+		rc = SAVE_STEP(f, sfr__file_commit(f, err));
+	return rc;
+}
+
+static inline void save_end(struct sfr__file *f)
+{
+	(void)SAVE_STEP(f, (sfr__file_fini(f), 0)); /* it has no result */
+}
+
+/* A save that nothing disturbs: it must succeed and leave no temporary. Not synced, for speed. */
+static inline void save_cleanly(const char *dir)
+{
+	struct sfr__file f;
+	struct sfr_err err;
+
+	CHECK_EQ(save_begin(&f, dir, false, &err), 0);
+	save_end(&f);
+	CHECK(save_is_new(dir));
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+}
+
+/* The next sentence for the log, or "". */
+static inline const char *save_notice(void)
+{
+	static char text[1024];
+	struct sfr_ticket *ticket;
+	unsigned what;
+
+	if (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) != 0 || what != SFR_NOTICE_TEXT)
+		return "";
+	return text;
+}
+
+#endif

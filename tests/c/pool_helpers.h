@@ -1,0 +1,160 @@
+/* Pools to test, clients that wait for them, and a system that can be told to refuse. For
+ * test_pool.c and test_pool_refused.c. */
+#ifndef POOL_HELPERS_H
+#define POOL_HELPERS_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include "../../csrc/core/sfr_internal.h"
+#include "check.h"
+
+#define KIB UINT64_C(1024)
+#define MIB (KIB * KIB)
+#define MS UINT64_C(1000000)
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+/* ---- a system that can be told to refuse ------------------------------------- */
+
+static int refuse_populate, refuse_dontneed; /* errno, or 0 */
+static bool populate_first;                  /* and refuse with the memory already there */
+static void (*during_populate)(void);
+static char *populated; /* where it was last asked for */
+static int live_maps;   /* mmap calls that no munmap has undone */
+
+static inline int odd_madvise(void *addr, size_t len, int advice)
+{
+	int err = 0;
+
+	if (advice == MADV_DONTNEED)
+		err = __atomic_load_n(&refuse_dontneed, __ATOMIC_SEQ_CST);
+	if (advice == MADV_POPULATE_WRITE) {
+		err = __atomic_load_n(&refuse_populate, __ATOMIC_SEQ_CST);
+		if (populate_first)
+			(void)madvise(populated = addr, len, advice);
+		if (during_populate != NULL)
+			during_populate();
+	}
+	if (err != 0) {
+		errno = err;
+		return -1;
+	}
+	return madvise(addr, len, advice);
+}
+
+static inline void *counted_mmap(void *addr, size_t len, int prot, int flags, int fd, off_t off)
+{
+	void *map = mmap(addr, len, prot, flags, fd, off);
+
+	live_maps += map != MAP_FAILED;
+	return map;
+}
+
+static inline int counted_munmap(void *addr, size_t len)
+{
+	live_maps--;
+	return munmap(addr, len);
+}
+
+static inline struct sfr__pool *make(uint64_t pool_bytes, uint64_t block_bytes)
+{
+	struct sfr__pool *pool = NULL;
+
+	CHECK_EQ(sfr__pool_new(pool_bytes, block_bytes, &pool), 0);
+	return pool;
+}
+
+static inline struct sfr__block *lease(struct sfr__pool *pool, size_t need)
+{
+	struct sfr__block *block = NULL;
+
+	CHECK_EQ(sfr__pool_get(pool, 1, need, 0, &block), 0);
+	return block;
+}
+
+static inline struct sfr__pool_stats stats(struct sfr__pool *pool)
+{
+	struct sfr__pool_stats out;
+
+	sfr__pool_stats(pool, &out);
+	return out;
+}
+
+static inline bool all_resident(const char *mem, size_t len)
+{
+	static unsigned char pages[16384];
+
+	if (!CHECK(len / SFR_PAGE <= sizeof(pages)) ||
+	    !CHECK_EQ(mincore((void *)(uintptr_t)mem, len, pages), 0))
+		return false;
+	for (size_t i = 0; i < len / SFR_PAGE; i++)
+		if ((pages[i] & 1) == 0)
+			return false;
+	return true;
+}
+
+/* Asks the kernel, which says EFAULT where a read here would be a SIGSEGV. */
+static inline bool is_readable(const char *mem)
+{
+	int ends[2];
+	bool readable;
+
+	if (!CHECK_EQ(pipe(ends), 0))
+		return false;
+	readable = write(ends[1], mem, 1) == 1;
+	(void)close(ends[0]);
+	(void)close(ends[1]);
+	return readable;
+}
+
+struct client {
+	struct sfr__pool *pool;
+	uint64_t seq, slice_ns;
+	int rc;
+	pthread_t thread;
+	uint64_t *order; /* of those served: the next place */
+};
+
+static uint64_t served[8];
+static int nr_served;
+
+static inline void *wait_and_put(void *arg)
+{
+	struct client *me = arg;
+	struct sfr__block *block;
+
+	me->rc = sfr__pool_get(me->pool, me->seq, MIB, me->slice_ns, &block);
+	if (me->rc != 0)
+		return NULL;
+	/* Only the holder of the only block is here. */
+	served[nr_served++] = me->seq;
+	sfr__pool_put(me->pool, block);
+	return NULL;
+}
+
+static inline void start_client(struct client *client, struct sfr__pool *pool, uint64_t seq,
+				uint64_t slice_ns)
+{
+	uint32_t nr = stats(pool).nr_waiters;
+
+	*client = (struct client){ .pool = pool, .seq = seq, .slice_ns = slice_ns, .rc = 1 };
+	CHECK_EQ(pthread_create(&client->thread, NULL, wait_and_put, client), 0);
+	while (stats(pool).nr_waiters == nr)
+		(void)usleep(200);
+}
+
+/* Puts the system above into the table. */
+static inline void use_odd_system(void)
+{
+	sfr_sys.madvise = odd_madvise;
+	sfr_sys.mmap = counted_mmap;
+	sfr_sys.munmap = counted_munmap;
+}
+
+#endif

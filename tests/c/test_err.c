@@ -1,0 +1,80 @@
+/* err.c: every code, phase and state has its words, and the first error is the one that stays. */
+#include <errno.h>
+#include <string.h>
+
+#include "../../csrc/core/sfr_internal.h"
+#include "check.h"
+
+static void every_code_of_ours_has_its_name_and_sentence(void)
+{
+#define X(name, value, text)                                                                       \
+	CHECK_EQ(name, value);                                                                     \
+	CHECK(strcmp(sfr_code_name(name), #name) == 0);                                            \
+	CHECK(strcmp(sfr_code_message(name), text) == 0);
+	SFR_ERROR_LIST(X)
+#undef X
+}
+
+static void an_errno_has_the_systems_words(void)
+{
+	for (int err = 1; err < 133; err++) {
+		if (strstr(strerror(err), "Unknown") != NULL)
+			continue;
+		CHECK(strcmp(sfr_code_message(-err), strerror(err)) == 0);
+		CHECK(sfr_code_name(-err)[0] == 'E' || strcmp(sfr_code_name(-err), "unknown") == 0);
+	}
+	CHECK(strcmp(sfr_code_name(-ENOSPC), "ENOSPC") == 0);
+	CHECK(strcmp(sfr_code_name(0), "0") == 0);
+}
+
+static void what_is_no_code_has_words_too(void)
+{
+	static const int codes[] = { INT32_MIN, -5000, -1000, -1010, 1, EIO, INT32_MAX };
+
+	for (int i = 0; i < 7; i++) {
+		CHECK(strcmp(sfr_code_name(codes[i]), "unknown") == 0);
+		CHECK(sfr_code_message(codes[i])[0] != '\0');
+	}
+	CHECK(strcmp(sfr_phase_name((enum sfr_phase)99), "") == 0);
+	CHECK(strcmp(sfr_state_name((enum sfr_state)99), "") == 0);
+}
+
+static void every_phase_and_state_has_its_name(void)
+{
+#define X(name, text) CHECK(strcmp(sfr_phase_name(name), text) == 0);
+	SFR_PHASE_LIST(X)
+#undef X
+#define X(name, text) CHECK(strcmp(sfr_state_name(name), text) == 0);
+	SFR_STATE_LIST(X)
+#undef X
+}
+
+static void the_first_error_stays(void)
+{
+	struct sfr_err err = { 0 };
+	char longer[400];
+
+	memset(longer, 'x', sizeof(longer));
+	longer[sizeof(longer) - 1] = '\0';
+	sfr__err_set(&err, -EIO, SFR_PHASE_WRITE, longer);
+	CHECK_EQ(strlen(err.note), sizeof(err.note) - 1);
+	sfr__err_set(&err, -ENOSPC, SFR_PHASE_SYNC, "later");
+	CHECK_EQ(err.code, -EIO);
+	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
+	CHECK_EQ(err.index, -1);
+	CHECK_EQ(err.note[0], 'x');
+	err = (struct sfr_err){ 0 };
+	sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, NULL);
+	CHECK_EQ(err.code, SFR_ETORN);
+	CHECK(strcmp(err.note, "") == 0);
+}
+
+int main(void)
+{
+	RUN(every_code_of_ours_has_its_name_and_sentence);
+	RUN(an_errno_has_the_systems_words);
+	RUN(what_is_no_code_has_words_too);
+	RUN(every_phase_and_state_has_its_name);
+	RUN(the_first_error_stays);
+	return check_done();
+}

@@ -1,0 +1,281 @@
+/* pool.c and memory.c on a system that refuses: who waits, who hears of it, and that the pool is
+ * whole afterwards. Last, that every arrow of the diagram in pool.c has been taken. */
+#include "pool_helpers.h"
+
+static void an_old_kernel_has_its_pages_touched(void)
+{
+	static const int errs[] = { EINVAL, EPERM, ENOSYS, EINTR };
+
+	for (int i = 0; i < 4; i++) {
+		struct sfr__pool *pool = make(8 * MIB, 8 * MIB);
+		struct sfr__block *block;
+
+		refuse_populate = errs[i];
+		block = lease(pool, 8 * MIB);
+		refuse_populate = 0;
+		CHECK(all_resident(block->mem, 8 * MIB));
+		sfr__pool_put(pool, block);
+		sfr__pool_free(pool);
+	}
+}
+
+static void without_memory_a_get_waits_for_who_has_some(void)
+{
+	struct sfr__pool *pool = make(4 * MIB, MIB);
+	struct sfr__block *held, *block;
+	struct client first, second;
+
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_get(pool, 1, MIB, SFR_FOREVER, &block), -ENOMEM);
+	CHECK(block == NULL);
+	CHECK_EQ(stats(pool).committed_bytes, 0);
+	refuse_populate = 0;
+	held = lease(pool, MIB);
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &block), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_get(pool, 1, MIB, 10 * MS, &block), SFR_EAGAIN);
+	nr_served = 0;
+	start_client(&first, pool, 1, SFR_FOREVER);
+	start_client(&second, pool, 2, SFR_FOREVER);
+	(void)usleep(20000);
+	CHECK_EQ(stats(pool).nr_waiters, 2); /* neither gave up, neither is served */
+	sfr__pool_put(pool, held);
+	CHECK_EQ(pthread_join(first.thread, NULL), 0);
+	CHECK_EQ(pthread_join(second.thread, NULL), 0);
+	CHECK_EQ(first.rc, 0);
+	CHECK_EQ(second.rc, 0);
+	/* And with the block free, it is what is given. */
+	CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &block), 0);
+	CHECK(block == held);
+	sfr__pool_put(pool, block);
+	refuse_populate = 0;
+	CHECK_EQ(stats(pool).committed_bytes, MIB);
+	sfr__pool_free(pool);
+}
+
+/* The kernel may have given a part of it when it runs out. */
+static void memory_that_came_before_the_refusal_is_given_back(void)
+{
+	struct sfr__pool *pool = make(8 * MIB, 8 * MIB);
+	struct sfr__block *block;
+
+	populate_first = true;
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_get(pool, 1, 8 * MIB, 0, &block), -ENOMEM);
+	populate_first = false;
+	refuse_populate = 0;
+	CHECK(!all_resident(populated, SFR_PAGE));
+	CHECK(!is_readable(populated));
+	sfr__pool_free(pool);
+}
+
+static struct sfr__pool *the_pool;
+static struct sfr__block *to_put;
+
+static void put_now(void)
+{
+	if (to_put != NULL)
+		sfr__pool_put(the_pool, to_put);
+	to_put = NULL;
+}
+
+static void a_block_that_comes_back_during_the_refusal_is_taken(void)
+{
+	struct sfr__block *block, *held;
+
+	the_pool = make(8 * MIB, 4 * MIB);
+	to_put = held = lease(the_pool, 4 * MIB);
+	refuse_populate = ENOMEM;
+	during_populate = put_now;
+	CHECK_EQ(sfr__pool_get(the_pool, 1, 4 * MIB, SFR_FOREVER, &block), 0);
+	during_populate = NULL;
+	refuse_populate = 0;
+	CHECK(block == held);
+	sfr__pool_put(the_pool, held);
+	sfr__pool_free(the_pool);
+}
+
+static void *want_4_mib_for_a_while(void *arg)
+{
+	struct client *me = arg;
+	struct sfr__block *block;
+
+	me->rc = sfr__pool_get(me->pool, me->seq, 4 * MIB, me->slice_ns, &block);
+	return NULL;
+}
+
+/* The younger one could go on with what there is, and does as soon as it is its turn. */
+static void one_that_found_no_memory_and_gives_up_wakes_the_next(void)
+{
+	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
+	struct sfr__block *held = lease(pool, 4 * MIB), *partial = lease(pool, 1);
+	struct client old, young;
+
+	sfr__pool_put(pool, partial);
+	refuse_populate = ENOMEM;
+	nr_served = 0;
+	old = (struct client){ .pool = pool, .seq = 1, .slice_ns = 100 * MS };
+	CHECK_EQ(pthread_create(&old.thread, NULL, want_4_mib_for_a_while, &old), 0);
+	while (stats(pool).nr_waiters == 0)
+		(void)usleep(200);
+	start_client(&young, pool, 2, SFR_FOREVER);
+	CHECK_EQ(pthread_join(old.thread, NULL), 0);
+	CHECK_EQ(old.rc, SFR_EAGAIN);
+	CHECK_EQ(pthread_join(young.thread, NULL), 0);
+	CHECK_EQ(young.rc, 0);
+	refuse_populate = 0;
+	sfr__pool_put(pool, held);
+	sfr__pool_free(pool);
+}
+
+static void those_who_find_no_memory_at_the_same_time_all_hear_of_it(void)
+{
+	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
+	struct sfr__block *held = lease(pool, 1); /* 2 MiB: too little for the others */
+	struct client clients[4];
+
+	refuse_populate = ENOMEM;
+	for (uint64_t i = 0; i < 4; i++) {
+		clients[i] = (struct client){ .pool = pool, .seq = i, .slice_ns = SFR_FOREVER };
+		CHECK_EQ(pthread_create(&clients[i].thread, NULL, wait_and_put, &clients[i]), 0);
+	}
+	(void)usleep(20000);
+	sfr__pool_put(pool, held);
+	for (int i = 0; i < 4; i++) {
+		CHECK_EQ(pthread_join(clients[i].thread, NULL), 0);
+		/* The small block is enough for a need of 1 MiB. */
+		CHECK_EQ(clients[i].rc, 0);
+	}
+	CHECK_EQ(sfr__pool_trim(pool), 0);
+	for (uint64_t i = 0; i < 4; i++) {
+		clients[i] = (struct client){ .pool = pool, .seq = i, .slice_ns = SFR_FOREVER };
+		CHECK_EQ(pthread_create(&clients[i].thread, NULL, wait_and_put, &clients[i]), 0);
+	}
+	for (int i = 0; i < 4; i++) {
+		CHECK_EQ(pthread_join(clients[i].thread, NULL), 0);
+		CHECK_EQ(clients[i].rc, -ENOMEM);
+	}
+	refuse_populate = 0;
+	CHECK_EQ(stats(pool).committed_bytes, 0);
+	sfr__pool_free(pool);
+}
+
+/* One life of a pool. Every call may fail; what it did is told by the figures. */
+static void live(struct check_runs *run)
+{
+	struct sfr__pool *pool = NULL;
+	struct sfr__block *blocks[3];
+	uint64_t leased = 0;
+	int rc;
+
+	rc = sfr__pool_new(12 * MIB, 4 * MIB, &pool);
+	CHECK(rc == 0 || (rc == -run->err && check_acted(run)) || rc == -ENOMEM);
+	CHECK((rc == 0) == (pool != NULL));
+	if (pool == NULL)
+		return;
+	for (int i = 0; i < 3; i++) {
+		rc = sfr__pool_get(pool, 1, i == 0 ? 1 : 4 * MIB, 0, &blocks[i]);
+		CHECK(rc == 0 || check_acted(run));
+		/* With a block in somebody's hands, the want of memory may pass. */
+		CHECK(rc == 0 || rc == (leased != 0 ? SFR_EAGAIN : -run->err));
+		CHECK((rc == 0) == (blocks[i] != NULL));
+		leased += blocks[i] != NULL ? blocks[i]->committed : 0;
+	}
+	CHECK_EQ(stats(pool).leased_bytes, leased);
+	for (int i = 0; i < 3; i++)
+		if (blocks[i] != NULL)
+			sfr__pool_put(pool, blocks[i]);
+	for (int i = 0; i < 2; i++) {
+		rc = sfr__pool_trim(pool);
+		CHECK(rc == 0 || (rc == -run->err && check_acted(run)));
+		rc = sfr__pool_warm_up(pool, 12 * MIB);
+		CHECK(rc == 0 || (rc == -run->err && check_acted(run)));
+	}
+	check_heal(run);
+
+	/* The pool is whole: every block can be had, and all memory given back. */
+	CHECK_EQ(stats(pool).leased_bytes, 0);
+	for (int i = 0; i < 3; i++) {
+		blocks[i] = lease(pool, 4 * MIB);
+		if (blocks[i] != NULL)
+			memset(blocks[i]->mem, 1, 4 * MIB);
+	}
+	for (int i = 0; i < 3; i++)
+		if (blocks[i] != NULL)
+			sfr__pool_put(pool, blocks[i]);
+	CHECK_EQ(sfr__pool_trim(pool), 0);
+	CHECK_EQ(stats(pool).committed_bytes, 0);
+	sfr__pool_free(pool);
+}
+
+static void the_pool_is_whole_after_every_failure(void)
+{
+	static const char *const calls[] = { "*",      "mmap",   "madvise",      "mprotect",
+					     "calloc", "malloc", "thread_create" };
+	static const int errs[] = { ENOMEM, EAGAIN, EACCES };
+
+	for (int i = 0; i < 7; i++) {
+		for (int j = 0; j < 3; j++) {
+			int before = live_maps;
+
+			FOR_EVERY_FAILURE(run, calls[i], errs[j])
+			live(&run);
+			/* Where munmap fails too there is one more, of course. */
+			CHECK(i == 0 || live_maps == before);
+		}
+	}
+}
+
+static void every_arrow_of_the_diagram_is_taken_and_no_other(void)
+{
+	static const bool arrows[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES] = {
+		[SFR__BLOCK_RESERVED] = { [SFR__BLOCK_GROWING] = true },
+		[SFR__BLOCK_FREE] = { [SFR__BLOCK_GROWING] = true,
+				      [SFR__BLOCK_LEASED] = true,
+				      [SFR__BLOCK_SHRINKING] = true },
+		[SFR__BLOCK_GROWING] = { [SFR__BLOCK_LEASED] = true,
+					 [SFR__BLOCK_FREE] = true,
+					 [SFR__BLOCK_RESERVED] = true },
+		[SFR__BLOCK_LEASED] = { [SFR__BLOCK_FREE] = true },
+		[SFR__BLOCK_SHRINKING] = { [SFR__BLOCK_RESERVED] = true, [SFR__BLOCK_FREE] = true },
+	};
+	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
+	struct sfr__block *block;
+
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), -ENOMEM); /* R -> G -> R */
+	refuse_populate = 0;
+	sfr__pool_put(pool, lease(pool, 1)); /* R -> G -> L -> F */
+	sfr__pool_put(pool, lease(pool, 1)); /* F -> L -> F */
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_get(pool, 1, 4 * MIB, 0, &block), -ENOMEM); /* F -> G -> F */
+	CHECK_EQ(sfr__pool_warm_up(pool, 8 * MIB), -ENOMEM);
+	refuse_populate = 0;
+	CHECK_EQ(stats(pool).committed_bytes, 2 * MIB);
+	refuse_dontneed = EAGAIN;
+	CHECK_EQ(sfr__pool_trim(pool), -EAGAIN); /* F -> S -> F */
+	refuse_dontneed = 0;
+	CHECK_EQ(stats(pool).committed_bytes, 2 * MIB);
+	CHECK_EQ(sfr__pool_trim(pool), 0); /* F -> S -> R */
+	CHECK_EQ(sfr__pool_warm_up(pool, 8 * MIB), 0);
+	for (int from = 0; from < SFR__NR_BLOCK_STATES; from++)
+		for (int to = 0; to < SFR__NR_BLOCK_STATES; to++)
+			CHECK_EQ(sfr__pool_moves(pool, (enum sfr__block_state)from,
+						 (enum sfr__block_state)to) != 0,
+				 arrows[from][to]);
+	sfr__pool_free(pool);
+}
+
+int main(void)
+{
+	use_odd_system();
+	RUN(an_old_kernel_has_its_pages_touched);
+	RUN(without_memory_a_get_waits_for_who_has_some);
+	RUN(memory_that_came_before_the_refusal_is_given_back);
+	RUN(a_block_that_comes_back_during_the_refusal_is_taken);
+	RUN(one_that_found_no_memory_and_gives_up_wakes_the_next);
+	RUN(those_who_find_no_memory_at_the_same_time_all_hear_of_it);
+	RUN(the_pool_is_whole_after_every_failure);
+	RUN(every_arrow_of_the_diagram_is_taken_and_no_other);
+	return check_done();
+}

@@ -1,0 +1,305 @@
+/* Removing files, links and trees, and what must survive it. */
+#include <errno.h>
+#include <sys/wait.h>
+
+#include "fix_save.h"
+
+static char dir[PATH_MAX]; /* of the test that runs */
+
+static void make_dir(const char *base)
+{
+	(void)snprintf(dir, sizeof(dir), "%s", dir_make(base));
+}
+
+static int rm(const char *name, struct sfr_err *err)
+{
+	*err = (struct sfr_err){ .index = -1 };
+	return sfr__file_remove(dir_path(dir, name), err);
+}
+
+static void a_file_goes_and_a_missing_name_is_no_error(void)
+{
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	file_put(dir_path(dir, "a"), "x", 1);
+	CHECK_EQ(rm("a", &err), 0);
+	CHECK(!file_exists(dir_path(dir, "a")));
+	CHECK_EQ(rm("a", &err), 0);
+	CHECK_EQ(rm("no/such/parent", &err), 0);
+	file_put(dir_path(dir, "a"), "x", 1);
+	CHECK_EQ(rm("a/b", &err), 0); /* below a file there is nothing */
+	CHECK_EQ(err.code, 0);
+	CHECK(file_exists(dir_path(dir, "a")));
+	dir_remove(dir);
+}
+
+static void a_link_goes_and_its_target_stays(void)
+{
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	file_put(dir_path(dir, "target"), "x", 1);
+	CHECK_EQ(mkdir(dir_path(dir, "d"), 0700), 0);
+	file_put(dir_path(dir, "d/inside"), "x", 1);
+	CHECK_EQ(symlink("target", dir_path(dir, "to_file")), 0);
+	CHECK_EQ(symlink("d", dir_path(dir, "to_dir")), 0);
+	CHECK_EQ(symlink("nowhere", dir_path(dir, "broken")), 0);
+	CHECK_EQ(rm("to_file", &err), 0);
+	CHECK_EQ(rm("to_dir", &err), 0);
+	CHECK_EQ(rm("broken", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 2);
+	CHECK(file_exists(dir_path(dir, "d/inside")));
+
+	/* The same inside a tree. */
+	CHECK_EQ(mkdir(dir_path(dir, "tree"), 0700), 0);
+	CHECK_EQ(symlink("../d", dir_path(dir, "tree/to_dir")), 0);
+	CHECK_EQ(symlink("..", dir_path(dir, "tree/to_parent")), 0);
+	CHECK_EQ(rm("tree", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 2);
+	CHECK(file_exists(dir_path(dir, "d/inside")));
+	dir_remove(dir);
+}
+
+static void make_tree(void)
+{
+	static const char *const dirs[] = { "t", "t/a", "t/a/b", "t/a/b/c", "t/empty", "t/z" };
+	static const char *const files[] = {
+		"t/1", "t/a/2", "t/a/b/3", "t/a/b/c/4", "t/z/5", "t/6"
+	};
+
+	for (size_t i = 0; i < sizeof(dirs) / sizeof(dirs[0]); i++)
+		CHECK(mkdir(dir_path(dir, dirs[i]), 0700) == 0 || errno == EEXIST);
+	for (size_t i = 0; i < sizeof(files) / sizeof(files[0]); i++)
+		file_put(dir_path(dir, files[i]), "x", 1);
+	if (!file_exists(dir_path(dir, "t/pipe")))
+		CHECK_EQ(mkfifo(dir_path(dir, "t/pipe"), 0600), 0);
+}
+
+static void a_tree_goes_with_everything_in_it(void)
+{
+	struct sfr_err err;
+	int fds = nr_fds();
+
+	make_dir("/var/tmp");
+	make_tree();
+	file_put(dir_path(dir, "beside"), "x", 1);
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 1);
+	CHECK_EQ(nr_fds(), fds);
+
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0); /* more than one buffer of names */
+	for (int i = 0; i < 3000; i++) {
+		char name[48];
+
+		(void)snprintf(name, sizeof(name), "t/a-rather-long-name-%d", i);
+		if (i % 3 == 0)
+			CHECK_EQ(mkdir(dir_path(dir, name), 0700), 0);
+		else
+			file_put(dir_path(dir, name), "", 0);
+	}
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 1);
+	dir_remove(dir);
+}
+
+static void a_tree_deeper_than_any_path_is_a_clear_error(void)
+{
+	char name[201];
+	struct sfr_err err;
+	int at, next, fds = nr_fds();
+
+	make_dir("/dev/shm");
+	memset(name, 'd', 200);
+	name[200] = 0;
+	CHECK_EQ(mkdir(dir_path(dir, "deep"), 0700), 0);
+	file_put(dir_path(dir, "deep/file"), "x", 1);
+	at = open(dir_path(dir, "deep"), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	for (int i = 0; i < 30; i++) { /* 6000 bytes of path */
+		CHECK_EQ(mkdirat(at, name, 0700), 0);
+		next = openat(at, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+		CHECK(next >= 0);
+		(void)close(at);
+		at = next;
+	}
+	(void)close(at);
+	CHECK_EQ(rm("deep", &err), -ENAMETOOLONG);
+	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
+	CHECK(!file_exists(dir_path(dir, "deep/file"))); /* what could go has gone */
+	CHECK_EQ(nr_fds(), fds);
+
+	/* As deep as paths can be is no problem. */
+	at = open(dir_path(dir, ""), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	CHECK_EQ(fchdir(at), 0);
+	(void)close(at);
+	for (int i = 0; i < 31; i++)
+		CHECK_EQ(chdir(i == 0 ? "deep" : name), 0);
+	for (int i = 31; i > 0; i--) {
+		CHECK_EQ(chdir(".."), 0);
+		CHECK_EQ(rmdir(i == 1 ? "deep" : name), 0);
+	}
+	CHECK_EQ(chdir("/"), 0);
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
+	{
+		char path[PATH_MAX];
+		size_t len = (size_t)snprintf(path, sizeof(path), "%s/t", dir);
+
+		while (len + 3 < sizeof(path)) {
+			memcpy(path + len, "/d", 3);
+			len += 2;
+			if (!CHECK_EQ(mkdir(path, 0700), 0))
+				break;
+		}
+	}
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+static void a_living_temporary_stays_with_its_directories_and_the_rest_goes(void)
+{
+	char sub[PATH_MAX];
+	struct sfr__file f;
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	make_tree();
+	(void)snprintf(sub, sizeof(sub), "%s", dir_path(dir, "t/a/b"));
+	err = (struct sfr_err){ .index = -1 };
+	CHECK_EQ(sfr__file_init(&f, sub, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(rm("t", &err), 0); /* left alone is no error */
+	CHECK_EQ(dir_count(dir_path(dir, "t"), "", NULL), 1);
+	CHECK_EQ(dir_count(dir_path(dir, "t/a"), "", NULL), 1);
+	CHECK_EQ(dir_count(sub, "", NULL), 1);
+	CHECK(file_exists(f.tmp));
+	CHECK_EQ(save_write_all(&f, &err), 0);
+	CHECK_EQ(sfr__file_sync(&f, &err), 0);
+	CHECK_EQ(sfr__file_commit(&f, &err), 0);
+	sfr__file_fini(&f);
+	CHECK(save_is_new(sub));
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+static void a_dead_temporary_goes_with_the_tree(void)
+{
+	struct sfr_err err = { .index = -1 };
+	struct sfr_fault fault = { "unlink", 1, 0, EIO, -1, 0 };
+	struct sfr__file f;
+
+	make_dir("/var/tmp");
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
+	CHECK_EQ(sfr__file_init(&f, dir_path(dir, "t"), "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	sfr__file_fini(&f);
+	sfr_inject_remove();
+	CHECK_EQ(dir_count(dir_path(dir, "t"), TEMPORARIES, NULL), 1);
+	file_put(dir_path(dir, "t/.stillframe-0123456789abcdef0123456789abcdef-1-1.tmp"), "x", 1);
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+static void what_cannot_go_does_not_keep_the_rest(void)
+{
+	struct sfr_fault fault = { "unlink", 2, 0, EIO, -1, 0 };
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	make_tree();
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(rm("t", &err), -EIO);
+	CHECK_EQ(err.code, -EIO); /* and not the ENOTEMPTY that follows from it */
+	CHECK_EQ(err.phase, SFR_PHASE_REMOVE);
+	CHECK_EQ(sfr_inject_calls("unlink"), 7);
+	sfr_inject_remove();
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+/* ---- somebody adds to the tree while it goes ---- */
+
+static struct sfr_sys plain;
+static int additions_left;
+static bool adds_directories;
+
+static int add_and_rmdir(const char *path)
+{
+	if (additions_left > 0) {
+		additions_left--;
+		file_put(dir_path(path, "late"), "x", 1);
+		if (adds_directories)
+			CHECK(mkdir(dir_path(path, "late_dir"), 0700) == 0 || errno == EEXIST);
+	}
+	return plain.rmdir(path);
+}
+
+static void what_is_added_meanwhile_goes_too_but_not_for_ever(void)
+{
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	make_tree();
+	plain = sfr_sys;
+	sfr_sys.rmdir = add_and_rmdir;
+	additions_left = 3;
+	adds_directories = true;
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
+	additions_left = 1 << 10;
+	adds_directories = false; /* each would have its own eight visits */
+	CHECK_EQ(rm("t", &err), -ENOTEMPTY);
+	CHECK(additions_left > 0);
+	sfr_sys = plain;
+	CHECK_EQ(rm("t", &err), 0);
+	dir_remove(dir);
+}
+
+static void whatever_fails_it_says_so_or_has_done_it(void)
+{
+	static const int errors[] = { EIO, EACCES, EROFS, EBUSY, EINTR };
+	struct sfr_err err;
+	int fds = nr_fds();
+
+	make_dir("/dev/shm");
+	for (int e = 0; e < 5; e++) {
+		FOR_EVERY_FAILURE(run, "*", errors[e])
+		{
+			int rc;
+
+			make_tree();
+			rc = rm("t", &err);
+			CHECK_EQ(nr_fds(), fds);
+			check_heal(&run);
+			CHECK_EQ(rc, err.code);
+			CHECK(rc == 0 || (check_acted(&run) && err.phase == SFR_PHASE_REMOVE));
+			CHECK(rc == 0 || rc == -errors[e] || rc == -ENOMEM);
+			CHECK(rc != 0 || !file_exists(dir_path(dir, "t")));
+			CHECK_EQ(rm("t", &err), 0);
+			CHECK_EQ(dir_count(dir, "", NULL), 0);
+		}
+	}
+	dir_remove(dir);
+}
+
+int main(void)
+{
+	save_fill();
+	RUN(a_file_goes_and_a_missing_name_is_no_error);
+	RUN(a_link_goes_and_its_target_stays);
+	RUN(a_tree_goes_with_everything_in_it);
+	RUN(a_tree_deeper_than_any_path_is_a_clear_error);
+	RUN(a_living_temporary_stays_with_its_directories_and_the_rest_goes);
+	RUN(a_dead_temporary_goes_with_the_tree);
+	RUN(what_cannot_go_does_not_keep_the_rest);
+	RUN(what_is_added_meanwhile_goes_too_but_not_for_ever);
+	RUN(whatever_fails_it_says_so_or_has_done_it);
+	return check_done();
+}

@@ -1,0 +1,433 @@
+/* Temporaries: the dead ones are cleared away, the living and the unknown are not. */
+#include <errno.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/wait.h>
+
+#include "fix_save.h"
+
+static char dir[PATH_MAX]; /* of the test that runs */
+
+static void make_dir(void)
+{
+	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/var/tmp"));
+	while (*save_notice())
+		; /* what earlier tests said */
+}
+
+/* A name as our process would give it on this boot, made by looking at a real one. */
+static const char *own_boot(void)
+{
+	static char boot[33];
+	char name[NAME_MAX + 1] = "";
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+	const char *base = dir_make("/dev/shm");
+	uintmax_t serial = 0;
+	intmax_t pid = 0;
+
+	CHECK_EQ(sfr__file_init(&f, base, "a", 0, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(dir_count(base, TEMPORARIES, name), 1);
+	CHECK_EQ(sscanf(name, ".stillframe-%32[0-9a-f]-%jd-%ju.tmp", boot, &pid, &serial), 3);
+	CHECK_EQ(pid, getpid());
+	CHECK_EQ(strlen(boot), 32);
+	sfr__file_fini(&f);
+	dir_remove(base);
+	return boot;
+}
+
+static const char *temp_path(const char *boot, intmax_t pid, uintmax_t serial)
+{
+	char name[NAME_MAX];
+
+	(void)snprintf(name, sizeof(name), ".stillframe-%s-%jd-%ju.tmp", boot, pid, serial);
+	return dir_path(dir, name);
+}
+
+/* Starts a process that opens a file in `dir` and then waits to be killed. */
+static pid_t start_writer(void)
+{
+	int pipes[2];
+	char ready = 0;
+	pid_t pid;
+
+	CHECK_EQ(pipe2(pipes, O_CLOEXEC), 0);
+	pid = fork();
+	if (pid == 0) {
+		struct sfr_err err = { .index = -1 };
+		struct sfr__file f;
+
+		(void)alarm(60);
+		if (sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true) < 0 ||
+		    sfr__file_open(&f, &err) < 0 || save_write_all(&f, &err) < 0 ||
+		    write(pipes[1], "x", 1) != 1)
+			_exit(1);
+		for (;;)
+			(void)pause();
+	}
+	(void)close(pipes[1]);
+	CHECK_EQ(read(pipes[0], &ready, 1), 1);
+	(void)close(pipes[0]);
+	return pid;
+}
+
+static void kill_writer(pid_t pid)
+{
+	int status;
+
+	CHECK_EQ(kill(pid, SIGKILL), 0);
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+static void the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays(void)
+{
+	pid_t killed, living;
+	char name[NAME_MAX + 1] = "";
+	struct sfr__file f;
+	struct sfr_err err;
+
+	make_dir();
+	killed = start_writer();
+	living = start_writer();
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2);
+	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
+	save_end(&f);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2); /* both are alive */
+	kill_writer(killed);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 2);
+	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
+	save_end(&f);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1);
+	CHECK(sfr__tmp_is_live(dir_path(dir, name), name));
+	kill_writer(living);
+	CHECK(!sfr__tmp_is_live(dir_path(dir, name), name));
+	save_cleanly(dir);
+	dir_remove(dir);
+}
+
+static void two_saves_of_one_process_leave_each_other_alone(void)
+{
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file first, second;
+
+	make_dir();
+	CHECK_EQ(sfr__file_init(&first, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&first, &err), 0);
+	CHECK_EQ(save_begin(&second, dir, true, &err), 0);
+	save_end(&second);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	CHECK_EQ(save_write_all(&first, &err), 0);
+	CHECK_EQ(sfr__file_sync(&first, &err), 0);
+	CHECK_EQ(sfr__file_commit(&first, &err), 0);
+	sfr__file_fini(&first);
+	CHECK(save_is_new(dir));
+	dir_remove(dir);
+}
+
+static void without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched(void)
+{
+	struct sfr_fault no_locks = { "flock", 1, 1, ENOLCK, -1, 0 };
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file first, second;
+	const char *dead;
+
+	make_dir();
+	dead = temp_path(own_boot(), 999999999, 1);
+	file_put(dead, "x", 1);
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&no_locks), 0);
+	CHECK_EQ(sfr__file_init(&first, dir, "b.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&first, &err), 0);
+	CHECK_EQ(save_begin(&second, dir, true, &err), 0);
+	save_end(&second);
+	CHECK(save_is_new(dir));
+	CHECK(file_exists(first.tmp));
+	CHECK(file_exists(dead)); /* nothing could tell that it is dead */
+	sfr__file_fini(&first);
+	sfr_inject_remove();
+	save_cleanly(dir);
+	CHECK(!file_exists(dead));
+	dir_remove(dir);
+}
+
+/* Even where the locks of our own are not to be had: the list protects it. */
+static void a_temporary_between_open_and_flock_is_safe_from_its_own_process(void)
+{
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	make_dir();
+	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(flock(f.fd, LOCK_UN), 0);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	sfr__tmp_forget(&f.live);
+	sfr__tmp_clean(dir); /* unlocked and not in the list: dead */
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+	sfr__file_fini(&f);
+	dir_remove(dir);
+}
+
+/* ---- a cleaner of another process comes between open and flock ---- */
+
+static struct sfr_sys plain;
+static int races_left;
+static bool cleaner_holds;
+
+static int race_flock(int fd, int op)
+{
+	char name[NAME_MAX + 1];
+
+	if (races_left-- > 0) {
+		CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1);
+		CHECK_EQ(unlink(dir_path(dir, name)), 0);
+		if (cleaner_holds) {
+			errno = EWOULDBLOCK;
+			return -1;
+		}
+	}
+	return plain.flock(fd, op);
+}
+
+static void a_writer_that_loses_to_a_cleaner_takes_another_name(void)
+{
+	int fds = nr_fds();
+	struct sfr__file f;
+	struct sfr_err err;
+
+	make_dir();
+	plain = sfr_sys;
+	sfr_sys.flock = race_flock;
+	for (int holds = 0; holds <= 1; holds++) {
+		cleaner_holds = holds;
+		races_left = 3;
+		CHECK_EQ(save_begin(&f, dir, true, &err), 0);
+		save_end(&f);
+		CHECK(save_is_new(dir));
+		CHECK_EQ(dir_count(dir, "", NULL), 1);
+		CHECK_EQ(nr_fds(), fds);
+	}
+	races_left = 1000000;
+	CHECK_EQ(save_begin(&f, dir, true, &err), -EWOULDBLOCK);
+	CHECK_EQ(err.phase, SFR_PHASE_LOCK);
+	save_end(&f);
+	CHECK(save_is_new(dir)); /* the file of before */
+	CHECK_EQ(nr_fds(), fds);
+	sfr_sys = plain;
+	dir_remove(dir);
+}
+
+/* The name leads to another file once the cleaner has the lock of the one it opened. */
+static int swap_flock(int fd, int op)
+{
+	char name[NAME_MAX + 1];
+	int rc = plain.flock(fd, op);
+
+	if (races_left-- > 0 && dir_count(dir, TEMPORARIES, name) == 1) {
+		CHECK_EQ(rename(dir_path(dir, name), dir_path(dir, "moved")), 0);
+		file_put(dir_path(dir, name), "another", 7);
+	}
+	return rc;
+}
+
+static void a_cleaner_unlinks_only_the_file_it_has_locked(void)
+{
+	const char *path;
+
+	make_dir();
+	path = temp_path(own_boot(), 999999999, 1);
+	file_put(path, "x", 1);
+	plain = sfr_sys;
+	sfr_sys.flock = swap_flock;
+	races_left = 1;
+	sfr__tmp_clean(dir);
+	sfr_sys = plain;
+	CHECK(file_is(path, "another", 7));
+	CHECK_EQ(unlink(dir_path(dir, "moved")), 0);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+/* ---- what is not ours to clear away ---- */
+
+static void only_dead_temporaries_of_this_boot_with_exactly_our_name_go(void)
+{
+	static const char *const impostors[] = {
+		".stillframe-%s-999999999-1.tmp.bak",
+		".stillframe-%s-999999999-01.tmp",
+		".stillframe-%s-999999999-.tmp",
+		".stillframe-%s-999999999-1.tmpx",
+		"stillframe-%s-999999999-1.tmp",
+		".stillframe-%s--1.tmp",
+		".stillframe-%s-9 -1.tmp",
+		".stillframe-%s.tmp",
+	};
+	const size_t nr = sizeof(impostors) / sizeof(impostors[0]);
+	char boot[64], name[NAME_MAX];
+	struct stat st;
+
+	(void)snprintf(boot, sizeof(boot), "%s", own_boot());
+	make_dir();
+	for (size_t i = 0; i < nr; i++) {
+		const char *gap = strstr(impostors[i], "%s");
+
+		(void)snprintf(name, sizeof(name), "%.*s%s%s", (int)(gap - impostors[i]),
+			       impostors[i], boot, gap + 2);
+		file_put(dir_path(dir, name), "x", 1);
+	}
+	file_put(dir_path(dir, "target"), "x", 1);
+	CHECK_EQ(symlink("target", temp_path(boot, 999999999, 1)), 0);
+	CHECK_EQ(mkfifo(temp_path(boot, 999999999, 2), 0600), 0);
+	CHECK_EQ(mkdir(temp_path(boot, 999999999, 3), 0700), 0);
+	file_put(temp_path(boot, 999999999, 4), "x", 1);             /* the only dead one */
+	file_put(temp_path(boot, 1, 18446744073709551615u), "x", 1); /* and another */
+	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 6);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 4);
+	CHECK(!file_exists(temp_path(boot, 999999999, 4)));
+	CHECK(lstat(temp_path(boot, 999999999, 1), &st) == 0 && S_ISLNK(st.st_mode));
+	CHECK(lstat(temp_path(boot, 999999999, 2), &st) == 0 && S_ISFIFO(st.st_mode));
+	CHECK(lstat(temp_path(boot, 999999999, 3), &st) == 0 && S_ISDIR(st.st_mode));
+	CHECK(strcmp(save_notice(), "") == 0);
+	dir_remove(dir);
+}
+
+static void temporaries_of_another_boot_stay_and_are_named_once(void)
+{
+	const char *path, *text;
+
+	make_dir();
+	path = temp_path("0123456789abcdef0123456789abcdef", 17, 3);
+	file_put(path, "x", 1);
+	sfr__tmp_clean(dir);
+	text = save_notice();
+	CHECK(strncmp(text, path, strlen(path)) == 0 && strlen(text) > strlen(path) + 20);
+	CHECK(file_exists(path));
+	sfr__tmp_clean(dir);
+	CHECK(strcmp(save_notice(), "") == 0); /* once a process */
+	CHECK(file_exists(path));
+	file_put(temp_path("noboot", 17, 3), "x", 1);
+	sfr__tmp_clean(dir);
+	CHECK(strstr(save_notice(), "noboot"));
+	CHECK_EQ(dir_count(dir, "", NULL), 2);
+	dir_remove(dir);
+}
+
+/* In a process that has not yet read the boot id. */
+static void cannot_read_the_boot_id(void)
+{
+	struct sfr_fault fault = { "pread", 1, 1, EIO, -1, 0 };
+	char name[NAME_MAX + 1] = "";
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(sfr_inject_calls("opendir"), 0); /* it could not tell whose is whose */
+	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
+	CHECK(sfr__tmp_is_live(f.tmp, name));
+	CHECK_EQ(save_write_all(&f, &err), 0);
+	CHECK_EQ(sfr__file_sync(&f, &err), 0);
+	CHECK_EQ(sfr__file_commit(&f, &err), 0);
+	sfr__file_fini(&f);
+	CHECK(save_is_new(dir));
+	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1); /* the dead one of before */
+	sfr_inject_clear();
+	save_cleanly(dir); /* a failure is not remembered */
+	sfr_inject_remove();
+}
+
+static void without_a_boot_id_a_save_works_and_clears_nothing_away(void)
+{
+	int failed = check__nr_failed, status = -1;
+	FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+	char boot[64] = "";
+	size_t nr = 0;
+	pid_t pid;
+	int c;
+
+	make_dir();
+	if (!CHECK(file))
+		return;
+	while ((c = fgetc(file)) != EOF && c != '\n' && nr < sizeof(boot) - 1)
+		if (c != '-')
+			boot[nr++] = (char)c;
+	(void)fclose(file);
+	file_put(temp_path(boot, 999999999, 1), "x", 1);
+	pid = fork();
+	if (pid == 0) {
+		cannot_read_the_boot_id();
+		_exit(check__nr_failed != failed);
+	}
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+	dir_remove(dir);
+}
+
+static void a_temporary_whose_unlink_failed_goes_with_the_next_save(void)
+{
+	struct sfr_fault fault = { "unlink", 1, 1, EIO, -1, 0 };
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	make_dir();
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	sfr__file_fini(&f);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	sfr__tmp_clean(dir);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
+	sfr_inject_remove();
+	save_cleanly(dir);
+	dir_remove(dir);
+}
+
+static void a_clean_up_that_fails_anywhere_harms_nobody(void)
+{
+	static const int errors[] = { EIO, EACCES, EINTR, ENOMEM };
+	char boot[64];
+	int fds = nr_fds();
+
+	(void)snprintf(boot, sizeof(boot), "%s", own_boot());
+	make_dir();
+	for (int e = 0; e < 4; e++) {
+		FOR_EVERY_FAILURE(run, "*", errors[e])
+		{
+			for (unsigned i = 1; i <= 3; i++)
+				file_put(temp_path(boot, 999999999, i), "x", 1);
+			sfr__tmp_clean(dir);
+			CHECK_EQ(nr_fds(), fds);
+			check_heal(&run);
+			sfr__tmp_clean(dir);
+			CHECK_EQ(dir_count(dir, "", NULL), 0);
+		}
+	}
+	dir_remove(dir);
+}
+
+int main(void)
+{
+	save_fill();
+	CHECK_EQ(sfr_fork_init(), 0);
+	RUN(without_a_boot_id_a_save_works_and_clears_nothing_away); /* first: nobody has read it */
+	RUN(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays);
+	RUN(two_saves_of_one_process_leave_each_other_alone);
+	RUN(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched);
+	RUN(a_temporary_between_open_and_flock_is_safe_from_its_own_process);
+	RUN(a_writer_that_loses_to_a_cleaner_takes_another_name);
+	RUN(a_cleaner_unlinks_only_the_file_it_has_locked);
+	RUN(only_dead_temporaries_of_this_boot_with_exactly_our_name_go);
+	RUN(temporaries_of_another_boot_stay_and_are_named_once);
+	RUN(a_temporary_whose_unlink_failed_goes_with_the_next_save);
+	RUN(a_clean_up_that_fails_anywhere_harms_nobody);
+	return check_done();
+}

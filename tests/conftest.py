@@ -1,0 +1,64 @@
+"""Fixtures of all tests; those of one subject live in fix_*.py beside the tests that use them."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import stillframe
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def engine() -> Iterator[stillframe.Engine]:
+    """An engine of the test's own: small blocks, so that small states need several of them."""
+    with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
+        yield engine
+
+
+@pytest.fixture
+def disk_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is not on a tmpfs: there files are memory, and nothing can be synced."""
+    if file_system(tmp_path) != "tmpfs":
+        yield tmp_path
+        return
+    if file_system(ROOT) == "tmpfs":
+        pytest.skip("neither the temporary directory nor the checkout is on a disk")
+    (ROOT / "build").mkdir(exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix="test-", dir=ROOT / "build"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a file of an unfinished save in its tmp_path.
+
+    Saves in flight are waited for. The mark `leaves_temporaries` is for tests that kill a writer.
+    """
+    path: Path | None = None
+    if "tmp_path" in request.fixturenames:
+        path = request.getfixturevalue("tmp_path")
+    yield
+    if path is None or request.node.get_closest_marker("leaves_temporaries"):
+        return
+    # An error is of a save that the test did not look at; its file has to be gone all the same.
+    with contextlib.suppress(stillframe.StillframeError):
+        stillframe.wait_all(timeout=60)
+    left = sorted(str(each) for each in path.rglob(".stillframe-*"))
+    assert not left, f"temporaries left: {left}"
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that `path` is on, such as "ext4"."""
+    found = ("", "")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4]
+        if path.resolve().is_relative_to(mount) and len(mount) >= len(found[0]):
+            found = (mount, right.split()[0])
+    return found[1]

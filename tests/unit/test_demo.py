@@ -1,0 +1,148 @@
+"""The demo: what it accepts, what it refuses, and one small run from end to end."""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from stillframe import demo
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("300MB", 300_000_000),
+        ("2GiB", 2 * GIB),
+        ("1.5 gb", 1_500_000_000),
+        ("2000000", 2_000_000),
+        ("5M", 5_000_000),
+        ("4096KiB", 4 << 20),
+    ],
+)
+def test_a_size_is_bytes_with_or_without_a_unit(text, nbytes):
+    assert demo._size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "300XB", "1.2.3MB", "10KB", "MB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        demo._size(text)
+
+
+@pytest.mark.parametrize(("text", "steps"), [("24", 24), ("100", 96)])
+def test_steps_are_rounded_down_to_whole_windows(text, steps):
+    assert demo._steps(text) == steps
+
+
+@pytest.mark.parametrize("text", ["0", "-6", "23", "many"])
+def test_too_few_steps_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        demo._steps(text)
+
+
+def test_bad_usage_ends_with_status_2(capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--size", "huge"])
+    assert ended.value.code == 2
+    assert "huge" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
+    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "100 MB free" in error
+    assert "--size" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "_free_memory", lambda: GIB)
+    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
+    assert "1.07 GB of memory are free" in capsys.readouterr().err
+
+
+def test_a_directory_with_checkpoints_of_another_run_is_left_alone(tmp_path, capsys):
+    kept = tmp_path / "checkpoints" / "step=16.ckpt"
+    kept.parent.mkdir()
+    kept.write_text("precious")
+    assert demo.main(["--dir", str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert kept.read_text() == "precious"
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert demo.main(["--dir", str(tmp_path / "file" / "dir")]) == 2
+    assert "cannot use --dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "package"), [("lightning", "lightning"), ("sklearn", "scikit-learn")]
+)
+def test_a_missing_package_is_named_with_the_way_to_get_it(module, package, monkeypatch, capsys):
+    for name in [each for each in sys.modules if each.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("story", "runs", "model"):
+        monkeypatch.delitem(sys.modules, f"stillframe.demo_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "stillframe.lightning", raising=False)
+
+    class Hidden:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name.partition(".")[0] == module:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
+    assert demo.main(["--size", "2MB"]) == 2
+    assert f"it needs {package}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_demo_shows_the_table_and_passes_its_checks_leaving_nothing(tmp_path):
+    done = run_demo(["--size", "3MB", "--steps", "24"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in (
+        "call",
+        "gate",
+        "slowdown of the steps",
+        "lost time",
+        "finished after",
+        "extra memory",
+    ):
+        assert f"   {row}" in done.stdout
+    assert done.stdout.count("✓") == 3
+    assert "durable" in done.stdout
+    assert "bit for bit" in done.stdout
+    assert done.stderr == ""
+    # torch keeps a cache of its own there.
+    assert [each for each in tmp_path.rglob("*") if "torchinductor" not in str(each)] == []
+
+
+@pytest.mark.slow
+def test_checkpoints_stay_where_the_user_named_a_directory(tmp_path):
+    done = run_demo(["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())
+    assert files == sorted(f"step={step}.ckpt" for step in range(4, 25, 4))
+
+
+def run_demo(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """The demo in a process of its own, with `directory` for its temporary files."""
+    if demo._file_system(Path(tempfile.gettempdir())) == "tmpfs":
+        pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
+    return subprocess.run(
+        [sys.executable, "-m", "stillframe", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(directory), "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        timeout=240,
+        check=False,
+    )

@@ -1,0 +1,62 @@
+"""What is installed: metadata, entry points, types, and binaries that serve many versions."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import stillframe
+
+PACKAGE = Path(stillframe.__file__).parent
+
+
+def test_the_version_is_that_of_the_metadata():
+    assert importlib.metadata.version("stillframe") == stillframe.__version__
+
+
+def test_the_package_is_marked_as_typed():
+    assert (PACKAGE / "py.typed").exists()
+    assert (PACKAGE / "_core.pyi").exists()
+
+
+def test_torch_is_needed_to_run_and_no_build_requirement():
+    requirements = importlib.metadata.requires("stillframe")
+    assert "torch>=2.10" in requirements
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    build_system = pyproject.partition("[project]")[0]
+    assert not [
+        line
+        for line in build_system.splitlines()
+        if line.startswith("requires") and "torch" in line
+    ]
+
+
+@pytest.mark.parametrize("module", ["stillframe._core", "stillframe._bridge"])
+def test_one_binary_serves_every_python_from_3_11_on(module):
+    assert importlib.util.find_spec(module).origin.endswith(".abi3.so")
+
+
+@pytest.mark.parametrize(
+    "group", ["lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory"]
+)
+def test_lightning_finds_a_callback_factory(group):
+    (entry,) = importlib.metadata.entry_points(group=group, name="stillframe")
+    assert isinstance(entry.load()(), list)
+
+
+def test_the_command_is_the_modules_main():
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="stillframe")
+    assert entry.load() is importlib.import_module("stillframe.__main__").main
+
+
+def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn():
+    import subprocess
+
+    code = (
+        "import sys, stillframe;"
+        "print(sorted({'lightning', 'pytorch_lightning', 'sklearn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
