@@ -49,7 +49,8 @@ def no_temporary_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     # An error is of a save that the test did not look at; its file has to be gone all the same.
     with contextlib.suppress(stillframe.StillframeError):
         stillframe.wait_all(timeout=60)
-    left = sorted(str(each) for each in path.rglob(".stillframe-*"))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    left = sorted(str(each) for each in path.rglob(f".stillframe-{boot}-*"))
     assert not left, f"temporaries left: {left}"
 
 

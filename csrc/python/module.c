@@ -42,6 +42,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 	Py_VISIT(state->engine_type);
 	Py_VISIT(state->ticket_type);
 	Py_VISIT(state->load_type);
+	Py_VISIT(state->kinds_type);
 	Py_VISIT(state->collector_type);
 	Py_VISIT(state->observer_type);
 	Py_VISIT(state->stillframe_error);
@@ -61,6 +62,7 @@ static int clear(PyObject *module)
 	Py_CLEAR(state->engine_type);
 	Py_CLEAR(state->ticket_type);
 	Py_CLEAR(state->load_type);
+	Py_CLEAR(state->kinds_type);
 	Py_CLEAR(state->collector_type);
 	Py_CLEAR(state->observer_type);
 	Py_CLEAR(state->stillframe_error);

@@ -279,6 +279,26 @@ static void a_failing_call_ends_in_its_phase_with_old_or_new_intact(void)
 	in_each_base(fails_as_said);
 }
 
+static void direct_mode_that_can_neither_be_used_nor_left_fails_the_open(void)
+{
+	struct sfr_fault refused = { "pwrite", 1, 0, EINVAL, -1, 0 };
+	struct sfr_fault stuck = { "set_flags", 2, 0, EIO, -1, 0 };
+	const char *dir = dir_make("/var/tmp");
+	struct sfr__file f;
+	struct sfr_err err;
+
+	save_put_old(dir);
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&refused), 0);
+	CHECK_EQ(sfr_inject_set(&stuck), 0);
+	CHECK_EQ(save_begin(&f, dir, true, &err), -EIO);
+	CHECK_EQ(err.phase, SFR_PHASE_WRITE);
+	save_end(&f);
+	sfr_inject_remove();
+	CHECK(save_is_old(dir));
+	dir_remove(dir);
+}
+
 /* ---- every call fails, once and from then on ---- */
 
 static void survives_every_failure(const char *dir)
@@ -691,6 +711,7 @@ int main(void)
 	RUN(a_step_out_of_order_is_refused_and_does_nothing);
 	RUN(a_file_given_up_in_any_state_leaves_the_old_one);
 	RUN(a_failing_call_ends_in_its_phase_with_old_or_new_intact);
+	RUN(direct_mode_that_can_neither_be_used_nor_left_fails_the_open);
 	RUN(whatever_fails_the_path_is_old_or_new_and_the_next_save_works);
 	RUN(a_short_write_is_gone_on_with);
 	RUN(a_write_without_progress_ends_with_an_error);

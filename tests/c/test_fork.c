@@ -328,12 +328,13 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 	char dir[PATH_MAX], ready;
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file file;
-	int pipes[2], status;
+	int pipes[2], hold[2], status;
 	pid_t writer;
 
 	(void)snprintf(dir, sizeof(dir), "%s", dir_make("/var/tmp"));
 	CHECK_EQ(sfr_fork_init(), 0);
 	CHECK_EQ(pipe2(pipes, O_CLOEXEC), 0);
+	CHECK_EQ(pipe2(hold, O_CLOEXEC), 0);
 	writer = fork();
 	if (writer == 0) {
 		/* Opens a file and forks a child of its own, which outlives it. */
@@ -341,9 +342,9 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 		    sfr__file_open(&file, &err) < 0)
 			_exit(1);
 		if (fork() == 0) {
-			(void)alarm(60);
-			(void)write(pipes[1], "x", 1);
-			(void)pause();
+			(void)close(hold[1]);
+			if (write(pipes[1], "x", 1) == 1)
+				(void)read(hold[0], &ready, 1); /* until the test lets go */
 			_exit(0);
 		}
 		(void)pause();
@@ -359,6 +360,8 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	(void)close(pipes[0]);
 	(void)close(pipes[1]);
+	(void)close(hold[0]);
+	(void)close(hold[1]);
 	dir_remove(dir);
 }
 

@@ -145,6 +145,7 @@ static void without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touch
 	save_end(&second);
 	CHECK(save_is_new(dir));
 	CHECK(file_exists(first.tmp));
+	CHECK(sfr__tmp_is_live(first.tmp, strrchr(first.tmp, '/') + 1)); /* a remove asks */
 	CHECK(file_exists(dead)); /* nothing could tell that it is dead */
 	sfr__file_fini(&first);
 	sfr_inject_remove();
