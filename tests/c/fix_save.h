@@ -2,8 +2,6 @@
 #ifndef FIX_SAVE_H
 #define FIX_SAVE_H
 
-#include <pthread.h>
-
 #include "../../csrc/core/sfr_internal.h"
 #include "fix_dir.h"
 
@@ -29,6 +27,18 @@ static inline void save_fill(void)
 {
 	for (uint32_t i = 0; i < SAVE_LEN; i++)
 		save_new[i] = (char)(i * 2654435761u >> 24);
+}
+
+/* Runs `body` in a fresh directory on each file system. */
+static inline void in_each_base(void (*body)(const char *dir))
+{
+	char dir[PATH_MAX];
+
+	for (int i = 0; i < NR_DIR_BASES; i++) {
+		(void)snprintf(dir, sizeof(dir), "%s", dir_make(dir_bases[i]));
+		body(dir);
+		dir_remove(dir);
+	}
 }
 
 static inline void save_put_old(const char *dir)

@@ -17,6 +17,7 @@ static void in_child(void (*body)(void *), void *arg)
 	pid_t pid = fork();
 
 	if (pid == 0) {
+		(void)alarm(60); /* a lock left taken must not hang the test */
 		body(arg);
 		_exit(check__nr_failed != failed);
 	}
@@ -187,6 +188,23 @@ static void cell_free(void *mem)
 
 static atomic_bool stop;
 
+/* The moment between a system call and its entry in the table, drawn out. */
+static int slow_open(const char *path, int flags, mode_t mode)
+{
+	int fd = open(path, flags, mode);
+
+	(void)usleep(200);
+	return fd;
+}
+
+static int slow_close(int fd)
+{
+	int rc = close(fd);
+
+	(void)usleep(200);
+	return rc;
+}
+
 static void *open_and_close(void *arg)
 {
 	while (!atomic_load(&stop)) {
@@ -194,26 +212,44 @@ static void *open_and_close(void *arg)
 
 		if (CHECK(fd >= 0))
 			CHECK_EQ(sfr__fd_close(fd), 0);
-		(void)usleep(20); /* a mutex is not fair: the fork has to come in between */
+		(void)usleep(400); /* a mutex is not fair: the fork has to come in between */
 	}
 	return NULL;
 }
 
-static void *talk_and_log(void *unused)
+static void *post_notices(void *unused)
 {
 	(void)unused;
 	while (!atomic_load(&stop)) {
 		sfr__notice_text("a sentence");
-		(void)sfr_log_exists("/a/b");
-		(void)sfr_log_pending();
 		(void)usleep(20);
 	}
+	return NULL;
+}
+
+/* These two hold their part's lock most of the time. */
+static void *ask_the_log(void *unused)
+{
+	(void)unused;
+	while (!atomic_load(&stop))
+		(void)sfr_log_pending();
+	return NULL;
+}
+
+static void *ask_for_temporaries(void *unused)
+{
+	struct sfr__tmp tmp = { NULL, 0 };
+
+	(void)unused;
+	while (!atomic_load(&stop))
+		sfr__tmp_forget(&tmp);
 	return NULL;
 }
 
 static void child_has_none_of_it_and_starts_anew(void *arg)
 {
 	const char *path = arg;
+	struct sfr__tmp tmp = { NULL, 0 };
 	char text[64], link[PATH_MAX], at[64];
 	struct sfr_ticket *ticket;
 	unsigned what;
@@ -231,6 +267,7 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 	}
 	/* Locks the parent's threads may have held are free here, and its state is forgotten. */
 	CHECK_EQ(sfr_log_pending(), 0);
+	sfr__tmp_forget(&tmp);
 	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), SFR_EAGAIN);
 	for (int i = 0; i < NR_CELLS; i++)
 		atomic_store(&cells[i].taken, false); /* the parent's notices hold them there */
@@ -243,31 +280,36 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 	CHECK_EQ(sfr__fd_close(fd), 0);
 }
 
+#define NR_BUSY 5
+static void *(*const busy[NR_BUSY])(void *) = { open_and_close, open_and_close, post_notices,
+						ask_the_log, ask_for_temporaries };
+
 static void a_fork_amid_opens_closes_and_notices_is_clean(void)
 {
 	char path[PATH_MAX], text[64];
 	const char *dir = dir_make("/dev/shm");
 	struct sfr_sys plain = sfr_sys;
-	pthread_t threads[4];
+	pthread_t threads[NR_BUSY];
 	struct sfr_ticket *ticket;
 	unsigned what;
 
+	sfr_sys.open = slow_open;
+	sfr_sys.close = slow_close;
 	sfr_sys.malloc = cell_malloc;
 	sfr_sys.free = cell_free;
 	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "a"));
 	file_put(path, "a", 1);
 	CHECK_EQ(sfr_fork_init(), 0);
 	atomic_store(&stop, false);
-	for (int i = 0; i < 3; i++)
-		CHECK_EQ(pthread_create(&threads[i], NULL, open_and_close, path), 0);
-	CHECK_EQ(pthread_create(&threads[3], NULL, talk_and_log, NULL), 0);
+	for (int i = 0; i < NR_BUSY; i++)
+		CHECK_EQ(pthread_create(&threads[i], NULL, busy[i], path), 0);
 	for (int i = 0; i < 60; i++) {
 		in_child(child_has_none_of_it_and_starts_anew, path);
 		while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
 			;
 	}
 	atomic_store(&stop, true);
-	for (int i = 0; i < 4; i++)
+	for (int i = 0; i < NR_BUSY; i++)
 		CHECK_EQ(pthread_join(threads[i], NULL), 0);
 	while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
 		;

@@ -1,8 +1,5 @@
-/* The reader: what every writer writes is whole, and what the system does meanwhile is told apart
- * from damage. Damage is in test_load_damage.c, malice in test_load_hostile.c. */
-#include <errno.h>
-#include <fcntl.h>
-
+/* The reader: what every writer writes is whole. What the system does meanwhile is in
+ * test_load_system.c, damage in test_load_damage.c, malice in test_load_hostile.c. */
 #include "verdict.h"
 
 /* ---- what is good ---------------------------------------------------------- */
@@ -95,6 +92,9 @@ static void the_legacy_format_is_recognised_in_every_protocol(void)
 
 	CHECK(v.ok);
 	CHECK_EQ(v.format, SFR_FORMAT_LEGACY);
+	CHECK(check_bytes(text, 28, 0).ok); /* the mark and nothing else */
+	CHECK(!check_bytes(text, 27, 0).ok);
+	CHECK(!check_bytes("\x80", 1, 0).ok);
 	for (size_t i = 0; i < 4; i++) {
 		char file[64] = { 0 };
 
@@ -104,6 +104,7 @@ static void the_legacy_format_is_recognised_in_every_protocol(void)
 		CHECK(v.ok);
 		CHECK_EQ(v.format, SFR_FORMAT_LEGACY);
 		CHECK_EQ(v.nr_records, 0);
+		CHECK(check_bytes(file, lens[i] + sizeof(magic) - 1, 0).ok);
 		/* One byte less and it is none. */
 		v = check_bytes(file, lens[i] + sizeof(magic) - 2, 0);
 		CHECK(!v.ok);
@@ -266,220 +267,6 @@ static void records_past_4_gib_are_good(void)
 	archive_free(&b);
 }
 
-/* ---- the system ------------------------------------------------------------- */
-
-static void directories_pipes_and_closed_descriptors_are_told_apart(void)
-{
-	int ends[2], fd = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	struct verdict v;
-
-	CHECK_EQ(check_fd(fd, 0).rc, -EISDIR);
-	(void)close(fd);
-	CHECK_EQ(check_fd(fd, 0).rc, -EBADF);
-	CHECK_EQ(pipe(ends), 0);
-	v = check_fd(ends[0], 0);
-	CHECK(v.rc == 0 && !v.ok && strstr(v.error, "not a regular file") != NULL);
-	(void)close(ends[0]);
-	(void)close(ends[1]);
-}
-
-static void a_check_runs_in_slices(void)
-{
-	struct archive a = archive_torch();
-	size_t len = 5u << 20;
-	unsigned char *data = calloc(1, len);
-	struct sfr_check *check;
-	uint64_t done = 0;
-	int fd, rc, slices = 0;
-
-	archive_add(&a, "archive/data/0", data, len);
-	archive_finish(&a);
-	fd = file_of(a.buf, a.len);
-	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
-	while ((rc = sfr_check_run(check, 0)) == SFR_EAGAIN && slices++ < 1000) {
-		CHECK(sfr_check_done(check) >= done && sfr_check_done(check) <= a.len);
-		done = sfr_check_done(check);
-		CHECK(!sfr_check_result(check)->ok);
-	}
-	CHECK_EQ(rc, 0);
-	CHECK(sfr_check_result(check)->ok);
-	CHECK_EQ(sfr_check_run(check, 0), 0); /* asked again, it says the same */
-	CHECK_EQ(sfr_check_done(check), a.len);
-	/* A step a record and direction, and one a piece: an interruption never waits long. */
-	CHECK(slices > 15 && slices < 40);
-	sfr_check_free(check);
-
-	/* Given up in the middle, nothing is left behind (ASAN watches). */
-	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
-	CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
-	CHECK_EQ(sfr_check_run(check, 0), SFR_EAGAIN);
-	sfr_check_free(check);
-	sfr_check_free(NULL);
-	(void)close(fd);
-	free(data);
-	archive_free(&a);
-}
-
-static void every_failure_of_the_system_is_reported_and_leaks_nothing(void)
-{
-	struct archive a = sample();
-	int fd;
-
-	a.buf[a.records[7].data_off] ^= 1; /* so that the list of bad records is made, too */
-	fd = file_of(a.buf, a.len);
-	FOR_EVERY_FAILURE(run, "*", EIO)
-	{
-		struct verdict v = check_fd(fd, SFR_CHECK_BYTES);
-
-		if (check_acted(&run))
-			CHECK(v.rc == -EIO || v.rc == -ENOMEM || (v.rc == 0 && v.nr_bad == 1));
-		else
-			CHECK(v.rc == 0 && v.nr_bad == 1);
-		check_heal(&run);
-		v = check_fd(fd, SFR_CHECK_BYTES);
-		CHECK(v.rc == 0 && v.nr_bad == 1);
-	}
-	(void)close(fd);
-	archive_free(&a);
-}
-
-/* Long enough that everything there is to read is, somewhere, the first thing of a new piece:
- * headers, names, data, descriptors, and both parts of a directory record. */
-static struct archive long_archive(char (*names)[208], size_t nr)
-{
-	struct archive a = archive_torch();
-	size_t len = 5u << 19;
-	char *big = calloc(1, len);
-
-	a.align = 0;
-	archive_add(&a, "archive/data/big", big, len);
-	for (size_t i = 0; i < nr; i++) {
-		(void)snprintf(names[i], sizeof(names[i]), "archive/data/%0*zu", (int)(i % 190 + 4),
-			       i);
-		archive_add(&a, names[i], big, i % 777);
-	}
-	archive_finish(&a);
-	free(big);
-	return a;
-}
-
-static void every_read_may_fail_in_a_long_file(void)
-{
-	enum { NR = ARCHIVE_MAX - 8 };
-	static char names[NR][208];
-	struct archive a = long_archive(names, NR);
-	int fd = file_of(a.buf, a.len);
-
-	CHECK(a.dir_off > (7u << 19) && a.len - a.dir_off > 5 * 65536);
-	for (unsigned flags = 0; flags <= SFR_CHECK_BYTES; flags++) {
-		uint64_t nth = 0, hits;
-
-		CHECK_EQ(sfr_inject_install(), 0);
-		do {
-			struct sfr_fault fault = {
-				.call = "pread", .nth = ++nth, .err = EIO, .limit = -1
-			};
-			struct verdict v;
-
-			sfr_inject_clear();
-			CHECK_EQ(sfr_inject_set(&fault), 0);
-			v = check_fd(fd, flags);
-			hits = sfr_inject_hits();
-			/* Nothing is read after a failure, lest it be taken for a success. */
-			CHECK(hits == 0 || sfr_inject_calls("pread") == nth);
-			CHECK(hits != 0 ? v.rc == -EIO : v.rc == 0 && v.ok);
-			CHECK(v.rc != 0 || v.nr_records == a.nr);
-		} while (hits != 0);
-		CHECK(nth > (flags != 0 ? 8 : 80));
-		sfr_inject_remove();
-	}
-	(void)close(fd);
-	archive_free(&a);
-}
-
-static void an_error_of_reading_stays(void)
-{
-	struct sfr_fault fault = { .call = "pread", .nth = 2, .err = EIO, .limit = -1 };
-	struct archive a = sample();
-	int fd = file_of(a.buf, a.len);
-	struct sfr_check *check;
-
-	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
-	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
-	sfr_inject_clear();
-	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), -EIO);
-	CHECK(!sfr_check_result(check)->ok);
-	sfr_check_free(check);
-	(void)close(fd);
-	archive_free(&a);
-}
-
-static void short_reads_and_interruptions_are_gone_on_with(void)
-{
-	static const int64_t limits[] = { 1, 7, -2, -3 };
-	struct archive a = sample();
-	int fd = file_of(a.buf, a.len);
-
-	CHECK_EQ(sfr_inject_install(), 0);
-	for (size_t i = 0; i < sizeof(limits) / sizeof(limits[0]); i++) {
-		struct sfr_fault fault = {
-			.call = "pread", .nth = 1, .sticky = limits[i] > 0, .limit = limits[i]
-		};
-
-		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&fault), 0);
-		CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
-		CHECK(sfr_inject_hits() > 0);
-	}
-	for (uint64_t nth = 1; nth <= 2; nth++) {
-		struct sfr_fault fault = { .call = "pread", .nth = nth, .err = EINTR, .limit = -1 };
-
-		sfr_inject_clear();
-		CHECK_EQ(sfr_inject_set(&fault), 0);
-		CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
-		CHECK_EQ(sfr_inject_hits(), 1);
-	}
-	sfr_inject_remove();
-	(void)close(fd);
-	archive_free(&a);
-}
-
-static uint64_t nr_preads;
-static int shrinking_fd;
-static ssize_t shrinking_pread(int fd, void *buf, size_t len, off_t off)
-{
-	if (fd == shrinking_fd && --nr_preads == 0 && ftruncate(fd, 200) != 0)
-		abort();
-	return pread(fd, buf, len, off);
-}
-
-static void a_file_that_shrinks_meanwhile_is_damaged(void)
-{
-	const struct sfr_sys plain = sfr_sys;
-	struct archive a = archive_torch();
-	size_t len = 3u << 20;
-	unsigned char *data = calloc(1, len);
-
-	archive_add(&a, "archive/data/0", data, len);
-	archive_finish(&a);
-	for (uint64_t nth = 2; nth <= 4; nth++) {
-		int fd = file_of(a.buf, a.len);
-		struct verdict v;
-
-		shrinking_fd = fd;
-		nr_preads = nth;
-		sfr_sys.pread = shrinking_pread;
-		v = check_fd(fd, SFR_CHECK_BYTES);
-		sfr_sys = plain;
-		CHECK(v.rc == 0 && !v.ok && strstr(v.error, "changed while it was read") != NULL);
-		(void)close(fd);
-	}
-	free(data);
-	archive_free(&a);
-}
-
 int main(void)
 {
 	RUN(what_torch_writes_is_good);
@@ -491,12 +278,5 @@ int main(void)
 	RUN(the_legacy_format_is_recognised_in_every_protocol);
 	RUN(what_stillframe_writes_is_good);
 	RUN(records_past_4_gib_are_good);
-	RUN(directories_pipes_and_closed_descriptors_are_told_apart);
-	RUN(a_check_runs_in_slices);
-	RUN(every_failure_of_the_system_is_reported_and_leaks_nothing);
-	RUN(every_read_may_fail_in_a_long_file);
-	RUN(an_error_of_reading_stays);
-	RUN(short_reads_and_interruptions_are_gone_on_with);
-	RUN(a_file_that_shrinks_meanwhile_is_damaged);
 	return check_done();
 }

@@ -9,6 +9,7 @@ static void foreign_files_are_refused(void)
 	struct archive a = { .zip64 = false };
 
 	CHECK(strstr(check_bytes("hello, world", 12, 0).error, "not a torch.save file") != NULL);
+	CHECK(strstr(check_bytes("\0\0\0", 3, 0).error, "begins with zeros") != NULL);
 	CHECK(strstr(check_bytes("P", 1, 0).error, "truncated") != NULL);
 	CHECK(strstr(check_bytes("PK\5\6\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 22, 0).error,
 		     "not a torch.save file") != NULL);
@@ -56,9 +57,9 @@ static void strange_names_are_refused_and_shown_harmlessly(void)
 	archive_free(&a);
 
 	a = archive_torch();
-	archive_add_name(&a, "other/\x1b[31m\nred", 15);
+	archive_add_name(&a, "other/\x1b[31m\n \x7fred", 17);
 	archive_finish(&a);
-	refuse(&a, "record other/?[31m?red: it is not in the same directory");
+	refuse(&a, "record other/?[31m? ?red: it is not in the same directory");
 	archive_free(&a);
 
 	memset(name + 13, 'n', sizeof(name) - 13);

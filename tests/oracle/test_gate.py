@@ -498,7 +498,7 @@ def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
             gate._before_step(opt, (opt,), {})
             gate._after_step(opt, (opt,), {})
         best = min(best, (time.perf_counter() - start) / 100)
-    assert best < 30e-6  # 4 us on an idle machine
+    assert best < 50e-6  # 4 us on an idle machine
 
 
 def test_deferring_costs_less_than_a_microsecond_a_storage() -> None:
@@ -517,4 +517,4 @@ def test_deferring_costs_less_than_a_microsecond_a_storage() -> None:
         start = time.perf_counter()
         assert deferral.torn() == -1
         assert time.perf_counter() - start < 0.05
-    assert best / 1200 < 2e-6  # 0.4 us on an idle machine
+    assert best / 1200 < 4e-6  # 0.4 us on an idle machine

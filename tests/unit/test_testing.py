@@ -1,0 +1,142 @@
+"""The fault injection that stillframe.testing offers, through real saves."""
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe.testing import fault, slow
+
+
+def state(value: float = 1.0) -> dict[str, torch.Tensor]:
+    """A state of three blocks of the fixture's engine."""
+    return {"weight": torch.full((3 << 18,), value)}
+
+
+def test_a_fault_fails_the_save_with_its_errno_and_phase_and_the_old_file_stays(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    stillframe.save(state(1.0), path, engine=engine)
+    for call, err, phase in [
+        ("open", errno.EACCES, "open"),
+        ("fallocate", errno.ENOSPC, "allocate"),
+        ("pwrite", errno.EIO, "write"),
+        ("fdatasync", errno.EIO, "sync"),
+        ("rename", errno.EDQUOT, "rename"),
+    ]:
+        with (
+            fault(call, err=err) as injected,
+            pytest.raises(stillframe.SaveError) as caught,
+        ):
+            stillframe.save(state(2.0), path, engine=engine)
+        assert (caught.value.errno, caught.value.phase) == (err, phase)
+        assert injected.hits == 1
+        assert torch.equal(torch.load(path)["weight"], state(1.0)["weight"])
+    stillframe.save(state(3.0), path, engine=engine)
+    assert torch.equal(torch.load(path)["weight"], state(3.0)["weight"])
+
+
+def test_a_directory_that_cannot_be_synced_leaves_the_new_file(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    with fault("fsync"), pytest.raises(stillframe.SaveError) as caught:
+        stillframe.save(state(2.0), path, engine=engine)
+    assert caught.value.phase == "sync directory"
+    assert torch.equal(torch.load(path)["weight"], state(2.0)["weight"])
+
+
+@pytest.mark.parametrize("limit", [1, 4096, "half", "all but one"])
+def test_a_short_write_is_gone_on_with(
+    engine: stillframe.Engine, tmp_path: Path, limit: int | str
+) -> None:
+    with fault("pwrite", nth=2, limit=limit) as injected:
+        stillframe.save(state(), tmp_path / "a.pt", engine=engine)
+    assert injected.hits == 1
+    assert torch.equal(stillframe.load(tmp_path / "a.pt", verify=True)["weight"], state()["weight"])
+
+
+def test_calls_are_counted_from_the_outermost_block_on(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    with slow("free", 0.0) as injected:
+        stillframe.save(state(), tmp_path / "a.pt", engine=engine)
+        with slow("free", 0.0):
+            stillframe.save(state(), tmp_path / "b.pt", engine=engine)
+            assert injected.calls("fdatasync") == 2
+        assert injected.calls("rename") == 2
+        assert injected.calls() > 10
+        assert injected.calls("printf") == 0
+    with slow("free", 0.0) as injected:
+        assert injected.calls() == 0
+
+
+def test_blocks_nest_and_the_end_of_one_leaves_the_other(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    with fault("fdatasync", sticky=True):
+        with fault("rename"):
+            pass
+        with pytest.raises(stillframe.SaveError):
+            stillframe.save(state(), path, engine=engine)
+        with pytest.raises(stillframe.SaveError):
+            stillframe.save(state(), path, engine=engine)
+    stillframe.save(state(), path, engine=engine)
+
+
+def test_slow_copies_delay_the_call_and_nothing_else(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    begin = time.monotonic()
+    with slow("capture_copy", 0.05, sticky=False) as injected:
+        stillframe.save(state(), tmp_path / "a.pt", engine=engine)
+    assert time.monotonic() - begin >= 0.05
+    assert injected.hits == 1
+    assert torch.equal(torch.load(tmp_path / "a.pt")["weight"], state()["weight"])
+
+
+def test_the_faults_end_with_the_block_also_after_an_exception(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyError), fault("fdatasync", sticky=True):
+        raise KeyError
+    stillframe.save(state(), tmp_path / "a.pt", engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        ("fsink", {}),
+        ("free", {}),
+        ("pwrite", {"nth": 0}),
+        ("pwrite", {"err": 0}),
+        ("pwrite", {"limit": "third"}),
+        ("pwrite", {"limit": -1}),
+        ("fsync", {"limit": 1}),
+    ],
+)
+def test_a_fault_that_cannot_be_is_a_value_error(call: str, options: dict[str, object]) -> None:
+    with pytest.raises(ValueError), fault(call, **options):  # type: ignore[arg-type]
+        pytest.fail("the block was entered")
+
+
+def test_slow_refuses_what_cannot_be() -> None:
+    for call, seconds, nth in [("nap", 1.0, 1), ("free", -1.0, 1), ("free", 1.0, 0)]:
+        with pytest.raises(ValueError), slow(call, seconds, nth=nth):
+            pytest.fail("the block was entered")
+
+
+def test_too_many_faults_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        nest(17)
+    nest(16)
+
+
+def nest(depth: int) -> None:
+    if depth:
+        with slow("free", 0.0, nth=10**9):
+            nest(depth - 1)
