@@ -53,7 +53,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	if (rc < 0)
 		goto fail;
 	engine->default_cap = opts->pool_bytes == 0;
-	engine->pool_bytes = engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
+	engine->pool_bytes =
+		engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
 	rc = sfr__pool_new(engine->pool_bytes, engine->opts.block_bytes, &engine->pool);
 	if (rc < 0)
 		goto fail;
@@ -68,8 +69,9 @@ fail:
 
 int sfr__engine_start_locked(struct sfr_engine *engine)
 {
-	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2", "sfr-writer3",
-					     "sfr-writer4", "sfr-writer5", "sfr-writer6", "sfr-writer7" };
+	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2",
+					     "sfr-writer3", "sfr-writer4", "sfr-writer5",
+					     "sfr-writer6", "sfr-writer7" };
 	const uint32_t nr_names = sizeof(names) / sizeof(names[0]);
 	int rc;
 
@@ -172,10 +174,9 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 		return rc;
 	now = sfr__now_ns();
 	if (engine->close_seq) {
-		rc = sfr_log_drain(&engine->close_seq,
-				   deadline == SFR_FOREVER ? SFR_FOREVER :
-				   deadline > now	   ? deadline - now :
-							     0);
+		rc = sfr_log_drain(&engine->close_seq, deadline == SFR_FOREVER ? SFR_FOREVER :
+						       deadline > now          ? deadline - now :
+										 0);
 		if (rc < 0)
 			return rc;
 	}

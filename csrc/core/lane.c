@@ -66,8 +66,10 @@ static void place_samples(struct sfr_ticket *t, uint32_t first, uint64_t per_ent
 			last = line;
 			t->samples[k].entry = i;
 			t->samples[k].off = line * SAMPLE_LEN;
-			t->samples[k].len = (uint32_t)(entry->nbytes - line * SAMPLE_LEN < SAMPLE_LEN ?
-						       entry->nbytes - line * SAMPLE_LEN : SAMPLE_LEN);
+			t->samples[k].len =
+				(uint32_t)(entry->nbytes - line * SAMPLE_LEN < SAMPLE_LEN ?
+						   entry->nbytes - line * SAMPLE_LEN :
+						   SAMPLE_LEN);
 			k++;
 		}
 	}
@@ -126,7 +128,8 @@ static int64_t check_piece(struct sfr_ticket *t, uint32_t i, uint64_t off, const
 
 		if (s->entry > i || (s->entry == i && s->off >= off + len))
 			break;
-		if (from < to && memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
+		if (from < to &&
+		    memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
 			return entry->source;
 		if (s->entry == i && s->off + s->len > off + len)
 			break; /* goes on in the next piece */
@@ -153,7 +156,8 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 			break;
 		case SFR__SEG_DATA:
 			for (size_t done = 0; done < seg.len;) {
-				size_t len = seg.len - done < COPY_PIECE ? seg.len - done : COPY_PIECE;
+				size_t len =
+					seg.len - done < COPY_PIECE ? seg.len - done : COPY_PIECE;
 
 				copy(dst + seg.pos + done,
 				     t->img.entries[seg.entry].src + seg.off + done, len);

@@ -39,7 +39,7 @@ static struct {
 	pthread_t thread;
 	struct sfr__log_entry *head, *tail;
 	uint64_t last_seq, last_remove_seq;
-	uint64_t done_seq;  /* every entry up to here has ended and left the list */
+	uint64_t done_seq; /* every entry up to here has ended and left the list */
 	uint64_t nr_pending;
 	bool last_save_bad; /* the last save that left the list did not become durable */
 } slog = { .mu = PTHREAD_MUTEX_INITIALIZER };
@@ -94,7 +94,8 @@ static void append_locked(struct sfr__log_entry *e)
 
 static int open_key(const char *key)
 {
-	int fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0) /* a FIFO must not hold the log */;
+	int fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
+			      0) /* a FIFO must not hold the log */;
 
 	return fd < 0 ? -errno : fd;
 }

@@ -128,8 +128,9 @@ static void push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, 
 	for (const struct sfr__run *r = t->img.runs; r != run; r++)
 		first += r->nr_blocks;
 	job = &t->jobs[first + blk];
-	*job = (struct sfr__job){ .ticket = t, .kind = SFR__JOB_BLOCK, .block = block,
-				  .run = run, .blk = blk };
+	*job = (struct sfr__job){
+		.ticket = t, .kind = SFR__JOB_BLOCK, .block = block, .run = run, .blk = blk
+	};
 	sfr__writer_push_locked(t->engine, job);
 }
 
@@ -200,7 +201,8 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	while (t->capture_blk < run->nr_blocks && !is_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
-				 deadline > now ? deadline - now : 0;
+				 deadline > now          ? deadline - now :
+							   0;
 
 		rc = sfr__stage_next(t, run, t->capture_blk, sfr_sys.capture_copy, false, slice);
 		if (rc == SFR_EAGAIN)

@@ -32,15 +32,15 @@
 /* ---- errors (err.c) ---------------------------------------------------- */
 
 /* One list, so that enum, name and message cannot drift apart. */
-#define SFR_ERROR_LIST(X)                                                      \
-	X(SFR_EAGAIN, -1001, "the wait's time slice has passed")               \
-	X(SFR_EBUSY, -1002, "as many saves are in flight as max_in_flight allows") \
-	X(SFR_ECLOSED, -1003, "the engine is closed")                          \
-	X(SFR_EFORK, -1004, "the object belongs to the process that forked this one") \
-	X(SFR_ETORN, -1005, "a tensor changed between the call and its copy")  \
-	X(SFR_ECANCELLED, -1006, "the save was cancelled")                     \
-	X(SFR_ECORRUPT, -1007, "the file is damaged")                          \
-	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait") \
+#define SFR_ERROR_LIST(X)                                                                          \
+	X(SFR_EAGAIN, -1001, "the wait's time slice has passed")                                   \
+	X(SFR_EBUSY, -1002, "as many saves are in flight as max_in_flight allows")                 \
+	X(SFR_ECLOSED, -1003, "the engine is closed")                                              \
+	X(SFR_EFORK, -1004, "the object belongs to the process that forked this one")              \
+	X(SFR_ETORN, -1005, "a tensor changed between the call and its copy")                      \
+	X(SFR_ECANCELLED, -1006, "the save was cancelled")                                         \
+	X(SFR_ECORRUPT, -1007, "the file is damaged")                                              \
+	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait")               \
 	X(SFR_ESTATE, -1009, "the call does not fit the save's state")
 
 enum sfr_code {
@@ -50,24 +50,24 @@ enum sfr_code {
 };
 
 /* What a save was doing when it failed; the text is SaveError.phase. */
-#define SFR_PHASE_LIST(X)                                                      \
-	X(SFR_PHASE_NONE, "")                                                  \
-	X(SFR_PHASE_STAGE, "stage")                                            \
-	X(SFR_PHASE_OPEN, "open")                                              \
-	X(SFR_PHASE_LOCK, "lock")                                              \
-	X(SFR_PHASE_ALLOCATE, "allocate")                                      \
-	X(SFR_PHASE_WRITE, "write")                                            \
-	X(SFR_PHASE_SYNC, "sync")                                              \
-	X(SFR_PHASE_RENAME, "rename")                                          \
-	X(SFR_PHASE_SYNC_DIR, "sync directory")                                \
-	X(SFR_PHASE_REMOVE, "remove")                                          \
+#define SFR_PHASE_LIST(X)                                                                          \
+	X(SFR_PHASE_NONE, "")                                                                      \
+	X(SFR_PHASE_STAGE, "stage")                                                                \
+	X(SFR_PHASE_OPEN, "open")                                                                  \
+	X(SFR_PHASE_LOCK, "lock")                                                                  \
+	X(SFR_PHASE_ALLOCATE, "allocate")                                                          \
+	X(SFR_PHASE_WRITE, "write")                                                                \
+	X(SFR_PHASE_SYNC, "sync")                                                                  \
+	X(SFR_PHASE_RENAME, "rename")                                                              \
+	X(SFR_PHASE_SYNC_DIR, "sync directory")                                                    \
+	X(SFR_PHASE_REMOVE, "remove")                                                              \
 	X(SFR_PHASE_READ, "read")
 
 enum sfr_phase {
 #define X(name, text) name,
 	SFR_PHASE_LIST(X)
 #undef X
-	SFR_NR_PHASES
+		SFR_NR_PHASES
 };
 
 /* The first thing that went wrong; later ones do not replace it. */
@@ -134,18 +134,19 @@ int sfr_engine_trim(struct sfr_engine *engine);
 
 /* One storage: record data/<index> of the file. */
 struct sfr_source {
-	uint64_t addr;   /* host address of its bytes; may be 0 when nbytes is 0 */
+	uint64_t addr; /* host address of its bytes; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
-	uint32_t lane;   /* SFR_CAPTURED, or the lane that copies it later */
+	uint32_t lane; /* SFR_CAPTURED, or the lane that copies it later */
 	uint32_t reserved;
 };
 #define SFR_CAPTURED 0u
 #define SFR_LANE_HOST 1u
 
-#define SFR_SAVE_DURABLE 1u     /* sync file and directory */
-#define SFR_SAVE_NESTED 2u      /* made inside another call of this thread: never waits for a slot */
-#define SFR_SAVE_CHECK_BYTES 4u /* checksum every deferred byte in the call and compare when staged */
-#define SFR_SAVE_NO_WAIT 8u     /* SFR_EBUSY instead of a wait for a slot */
+#define SFR_SAVE_DURABLE 1u /* sync file and directory */
+#define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
+#define SFR_SAVE_CHECK_BYTES                                                                       \
+	4u                  /* checksum every deferred byte in the call and compare when staged */
+#define SFR_SAVE_NO_WAIT 8u /* SFR_EBUSY instead of a wait for a slot */
 
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
@@ -158,24 +159,24 @@ struct sfr_save_desc {
 };
 
 /* A save's states, as SaveHandle.state names them. ticket.c has the diagram. */
-#define SFR_STATE_LIST(X)                                                      \
-	X(SFR_NEW, "staging")      /* laid out; holds nothing yet */           \
-	X(SFR_CAPTURING, "staging") /* has a slot; the call copies captured bytes */ \
-	X(SFR_STAGING, "staging")  /* in the log; a lane copies deferred bytes */ \
-	X(SFR_STAGED, "staged")    /* every byte copied, both detectors passed */ \
-	X(SFR_WRITING, "writing")  /* every block written; tail and sync */    \
-	X(SFR_READY, "writing")    /* synced; waits for its turn in the log */ \
-	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */ \
-	X(SFR_ENDING, "writing")   /* failed or cancelled; copies and writes run out */ \
-	X(SFR_DURABLE, "durable")                                              \
-	X(SFR_FAILED, "failed")                                                \
+#define SFR_STATE_LIST(X)                                                                          \
+	X(SFR_NEW, "staging")        /* laid out; holds nothing yet */                             \
+	X(SFR_CAPTURING, "staging")  /* has a slot; the call copies captured bytes */              \
+	X(SFR_STAGING, "staging")    /* in the log; a lane copies deferred bytes */                \
+	X(SFR_STAGED, "staged")      /* every byte copied, both detectors passed */                \
+	X(SFR_WRITING, "writing")    /* every block written; tail and sync */                      \
+	X(SFR_READY, "writing")      /* synced; waits for its turn in the log */                   \
+	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */               \
+	X(SFR_ENDING, "writing")     /* failed or cancelled; copies and writes run out */          \
+	X(SFR_DURABLE, "durable")                                                                  \
+	X(SFR_FAILED, "failed")                                                                    \
 	X(SFR_CANCELLED, "cancelled")
 
 enum sfr_state {
 #define X(name, text) name,
 	SFR_STATE_LIST(X)
 #undef X
-	SFR_NR_STATES
+		SFR_NR_STATES
 };
 const char *sfr_state_name(enum sfr_state state);
 
@@ -213,16 +214,16 @@ int sfr_save_cancel(struct sfr_ticket *t);
 struct sfr_report {
 	enum sfr_state state;
 	struct sfr_err err;
-	uint64_t nbytes;                 /* length of the file */
+	uint64_t nbytes; /* length of the file */
 	uint64_t captured_nbytes, deferred_nbytes;
-	uint64_t written_nbytes;         /* of nbytes, so far */
+	uint64_t written_nbytes; /* of nbytes, so far */
 	uint64_t peak_pool_bytes;
-	uint64_t slot_wait_ns;           /* in sfr_save_admit */
-	uint64_t block_wait_ns;          /* in sfr_save_capture, for blocks */
+	uint64_t slot_wait_ns;  /* in sfr_save_admit */
+	uint64_t block_wait_ns; /* in sfr_save_capture, for blocks */
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns; /* 0 = not yet */
-	uint32_t io_mode;                /* SFR_IO_* */
-	uint32_t over_slots;             /* 1: a nested save beyond max_in_flight */
-	char fallback[3][160];           /* sentences, "" when unused */
+	uint32_t io_mode;                                                 /* SFR_IO_* */
+	uint32_t over_slots;   /* 1: a nested save beyond max_in_flight */
+	char fallback[3][160]; /* sentences, "" when unused */
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
 uint64_t sfr_ticket_seq(const struct sfr_ticket *t);

@@ -76,9 +76,9 @@ struct sfr__pool;
 
 /* States of a block; pool.c has the diagram. */
 enum sfr__block_state {
-	SFR__BLOCK_RESERVED,  /* address space, no memory */
-	SFR__BLOCK_FREE,      /* has memory */
-	SFR__BLOCK_GROWING,   /* in the hands of a thread that gives it memory */
+	SFR__BLOCK_RESERVED, /* address space, no memory */
+	SFR__BLOCK_FREE,     /* has memory */
+	SFR__BLOCK_GROWING,  /* in the hands of a thread that gives it memory */
 	SFR__BLOCK_LEASED,
 	SFR__BLOCK_SHRINKING, /* in the hands of a thread that takes its memory */
 	SFR__NR_BLOCK_STATES
@@ -141,7 +141,7 @@ void sfr__budget_hold(int64_t bytes);
  * 4096, so no block has two producers and every block is one aligned write. Sizes are known
  * before a byte moves; only descriptors and the tail need CRCs. */
 struct sfr__entry {
-	const char *src;   /* its bytes */
+	const char *src; /* its bytes */
 	uint64_t nbytes;
 	uint64_t hdr_off;  /* of its local header in the file */
 	uint64_t data_off; /* a multiple of SFR_ALIGN */
@@ -149,7 +149,7 @@ struct sfr__entry {
 	uint32_t crc;      /* of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* 16, or 24 with zip64 */
 	uint64_t crc_len;
-	char name[32];     /* "archive/data/4294967295" at the longest */
+	char name[32]; /* "archive/data/4294967295" at the longest */
 };
 
 struct sfr__run {
@@ -175,7 +175,8 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 void sfr__image_fini(struct sfr__image *img);
 /* Bytes of block `blk` of a run that belong to the file: block_bytes, less for the last. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
-uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
+uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
+			      uint32_t blk);
 
 /* A block is a sequence of segments, each a part of one of these. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };
@@ -248,12 +249,12 @@ struct sfr__file {
 	char *dir, *name, *tmp; /* tmp is the temporary's full path, NULL before open */
 	int fd;                 /* -1 = none */
 	uint64_t len;
-	uint32_t io_mode;       /* SFR_IO_* */
+	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
-	char fallback[2][160];  /* why buffered; why the directory was not synced; "" = unused */
+	char fallback[2][160]; /* why buffered; why the directory was not synced; "" = unused */
 	enum sfr__file_state state;
 	uint64_t fork_generation;
-	struct sfr__tmp live;   /* the file may not be moved in memory between open and fini */
+	struct sfr__tmp live; /* the file may not be moved in memory between open and fini */
 };
 
 /* Copies the names. -ENOMEM. */

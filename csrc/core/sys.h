@@ -59,11 +59,11 @@ extern struct sfr_sys sfr_sys;
 /* ---- fault injection (inject.c): tests only; nothing in the product installs it ---- */
 
 struct sfr_fault {
-	const char *call; /* a member's name, e.g. "pwrite"; "*" = any call that can fail */
-	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
-	int sticky;       /* and on every later one */
-	int err;          /* errno to give; 0 = do not fail */
-	int64_t limit;    /* pread, pwrite: at most that many bytes are transferred; -1 = all,
+	const char *call;  /* a member's name, e.g. "pwrite"; "*" = any call that can fail */
+	uint64_t nth;      /* acts on the nth call from now on, counted from 1 */
+	int sticky;        /* and on every later one */
+	int err;           /* errno to give; 0 = do not fail */
+	int64_t limit;     /* pread, pwrite: at most that many bytes are transferred; -1 = all,
 			     -2 = half, -3 = all but one */
 	uint64_t delay_ns; /* sleep that long first */
 };

@@ -59,7 +59,8 @@ static bool ended(const struct sfr_ticket *t)
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
 	struct sfr__job *job = &t->jobs[t->nr_blocks + (kind == SFR__JOB_OPEN ? 0 :
-							kind == SFR__JOB_TAIL ? 1 : 2)];
+							kind == SFR__JOB_TAIL ? 1 :
+										2)];
 
 	job->ticket = t;
 	job->kind = kind;
@@ -170,8 +171,9 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		t->all_next->all_prev = t->all_prev;
 	if (t->launched)
 		sfr__log_ended(&t->log, ok);
-	sfr__ticket_set_state_locked(t, ok ? SFR_DURABLE :
-			    t->err.code == SFR_ECANCELLED ? SFR_CANCELLED : SFR_FAILED);
+	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
+					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
+									SFR_FAILED);
 	pthread_mutex_unlock(&engine->mu);
 	sfr__notice_post(&t->notice_ended); /* with the engine's reference */
 }

@@ -41,9 +41,9 @@ struct sfr__log_entry {
 	enum sfr__log_kind kind;
 	uint64_t seq;
 	char *key;
-	struct sfr_ticket *ticket;    /* SAVE */
-	struct sfr_log_load *loads;   /* opened when this entry has ended */
-	bool ready;                   /* SAVE: may be committed */
+	struct sfr_ticket *ticket;  /* SAVE */
+	struct sfr_log_load *loads; /* opened when this entry has ended */
+	bool ready;                 /* SAVE: may be committed */
 	bool ended, ok;
 };
 
@@ -53,18 +53,18 @@ struct sfr_ticket {
 	uint64_t fork_generation;  /* constant, as are the next five */
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
-	uint32_t nr_blocks;        /* of the whole image */
-	struct sfr__image img;     /* crc and crc_len of its entries are guarded */
-	struct sfr__job *jobs;     /* nr_blocks, then OPEN, TAIL, CLEAN */
-	struct sfr__file file;     /* writers until READY, then the log's thread */
+	uint32_t nr_blocks;    /* of the whole image */
+	struct sfr__image img; /* crc and crc_len of its entries are guarded */
+	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
+	struct sfr__file file; /* writers until READY, then the log's thread */
 
 	enum sfr_state state;
-	struct sfr_err err;        /* first error wins */
+	struct sfr_err err; /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool lane_owns;            /* queued at, or being copied by, the lane */
-	uint32_t jobs_out;         /* queued or running */
+	bool lane_owns;    /* queued at, or being copied by, the lane */
+	uint32_t jobs_out; /* queued or running */
 	uint32_t blocks_written;
 
 	/* capture position: only the capturing thread touches it */
@@ -75,7 +75,7 @@ struct sfr_ticket {
 	/* detectors: written by capture, read by the lane */
 	struct sfr__sample *samples;
 	uint32_t nr_samples, sample_pos;
-	uint32_t *sums;            /* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call */
+	uint32_t *sums; /* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call */
 
 	struct sfr__log_entry log;
 	struct sfr__notice notice_copied, notice_ended;
@@ -100,15 +100,15 @@ struct sfr_engine {
 	atomic_uint refs;
 	uint64_t fork_generation;
 	struct sfr_engine_opts opts;
-	uint64_t pool_bytes;      /* the cap, whoever chose it; constant, as the next */
+	uint64_t pool_bytes; /* the cap, whoever chose it; constant, as the next */
 	bool default_cap;
-	struct sfr__pool *pool;   /* NULL once closed */
+	struct sfr__pool *pool; /* NULL once closed */
 
 	bool closing, closed, started, stopping;
 	pthread_t lane;
 	pthread_t *writers;
-	uint32_t nr_writers;      /* running */
-	uint64_t close_seq;       /* log entry that close waits for, 0 = not looked up */
+	uint32_t nr_writers; /* running */
+	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
 	struct sfr_ticket *lane_head, *lane_tail;
 	struct sfr__job *job_head, *job_tail;

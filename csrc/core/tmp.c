@@ -58,14 +58,14 @@ static struct {
 	struct sfr__tmp *live;
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
-	atomic_bool boot_known; /* set last: a forked child may find `boot` half written */
+	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
 	uint64_t named[NR_NAMED]; /* hashes of the paths */
 	unsigned nr_named;
 } temps = { .mu = PTHREAD_MUTEX_INITIALIZER };
 
 void sfr__tmp_forked(void)
 {
-	temps.live = NULL; /* the parent's; here nobody writes them */
+	temps.live = NULL;                         /* the parent's; here nobody writes them */
 	(void)pthread_mutex_init(&temps.mu, NULL); /* cannot fail for a default mutex */
 }
 
@@ -290,7 +290,7 @@ static void clean_one(const char *path, const struct parsed *parsed, const char 
 		return;
 	fd = open_dead(path);
 	if (fd < 0)
-		return; /* its writer lives, or nothing can be known about it */
+		return;             /* its writer lives, or nothing can be known about it */
 	(void)sfr_sys.unlink(path); /* if it fails, the next save tries again */
 	(void)sfr__fd_close(fd);    /* only read from: nothing can be lost */
 }

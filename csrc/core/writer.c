@@ -119,7 +119,8 @@ static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
 
 		if (seg.kind != SFR__SEG_DATA && seg.kind != SFR__SEG_DESC)
 			continue;
-		own = entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
+		own = entry->data_off >= from &&
+		      entry->data_off + entry->nbytes + entry->desc_len <= to;
 		if (seg.kind == SFR__SEG_DATA) {
 			uint32_t crc = sfr_crc32(0, mem + seg.pos, seg.len);
 

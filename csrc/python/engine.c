@@ -6,7 +6,8 @@
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "pool_bytes", "block_bytes", "writer_threads", "max_in_flight", NULL };
+	static char *names[] = { "pool_bytes", "block_bytes", "writer_threads", "max_in_flight",
+				 NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	unsigned long long pool_bytes, block_bytes;
 	unsigned int writers, in_flight;
@@ -15,18 +16,15 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	allocfunc alloc;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII:Engine", names, &pool_bytes, &block_bytes,
-					 &writers, &in_flight))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII:Engine", names, &pool_bytes,
+					 &block_bytes, &writers, &in_flight))
 		return NULL;
 	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight };
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_new(&opts, &engine);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(state, rc);
+	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_new(&opts, &engine);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(state, rc);
 	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	self = (struct sfr_py_engine *)alloc(type, 0);
 	if (!self) {
@@ -44,15 +42,13 @@ static void engine_dealloc(PyObject *object)
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	/* The last reference joins idle threads, none of which ever wants the lock. */
-	Py_BEGIN_ALLOW_THREADS
-	sfr_engine_put(engine);
-	Py_END_ALLOW_THREADS
-	release(object);
+	Py_BEGIN_ALLOW_THREADS sfr_engine_put(engine);
+	Py_END_ALLOW_THREADS release(object);
 	Py_DECREF(type);
 }
 
-static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,
-			      PyObject *kwnames)
+static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+			      Py_ssize_t nargs, PyObject *kwnames)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	uint64_t left, slice;
@@ -64,8 +60,7 @@ static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *con
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_engine_close(self->engine, slice);
+		Py_BEGIN_ALLOW_THREADS rc = sfr_engine_close(self->engine, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -88,26 +83,20 @@ static PyObject *engine_warm_up(PyObject *object, PyTypeObject *cls, PyObject *c
 	nbytes = PyLong_AsUnsignedLongLong(args[0]);
 	if (nbytes == (unsigned long long)-1 && PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_warm_up(self->engine, nbytes);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_warm_up(self->engine, nbytes);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
 }
 
-static PyObject *engine_trim(PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,
-			     PyObject *kwnames)
+static PyObject *engine_trim(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+			     Py_ssize_t nargs, PyObject *kwnames)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_trim(self->engine);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_trim(self->engine);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
 }
 
@@ -121,8 +110,9 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 	(void)args, (void)nargs, (void)kwnames;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return Py_BuildValue("{sK sK sK sK sK sK sK}", "pool_bytes", (unsigned long long)stats.pool_bytes,
-			     "block_bytes", (unsigned long long)stats.block_bytes, "committed_bytes",
+	return Py_BuildValue("{sK sK sK sK sK sK sK}", "pool_bytes",
+			     (unsigned long long)stats.pool_bytes, "block_bytes",
+			     (unsigned long long)stats.block_bytes, "committed_bytes",
 			     (unsigned long long)stats.committed_bytes, "leased_bytes",
 			     (unsigned long long)stats.leased_bytes, "retired_bytes",
 			     (unsigned long long)stats.retired_bytes, "saves_in_flight",
@@ -130,11 +120,14 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 			     (unsigned long long)stats.saves_total);
 }
 
-#define METHOD(name, function, doc) { name, (PyCFunction)(void (*)(void))function, \
-				      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
+#define METHOD(name, function, doc)                                                                \
+	{ name, (PyCFunction)(void (*)(void))function,                                             \
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
-	METHOD("close", engine_close, "close(timeout=None) -> bool: False when the timeout passed."),
-	METHOD("warm_up", engine_warm_up, "warm_up(nbytes): gives memory to that much of the pool."),
+	METHOD("close", engine_close,
+	       "close(timeout=None) -> bool: False when the timeout passed."),
+	METHOD("warm_up", engine_warm_up,
+	       "warm_up(nbytes): gives memory to that much of the pool."),
 	METHOD("trim", engine_trim, "trim(): gives the memory of free blocks back."),
 	METHOD("stats", engine_stats, "stats() -> dict of int."),
 	{ NULL, NULL, 0, NULL },

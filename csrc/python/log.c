@@ -12,11 +12,8 @@ static PyObject *log_remove(PyObject *module, PyObject *key)
 
 	if (!path)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_log_remove(path, NULL);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(sfr_py_state(module), rc);
+	Py_BEGIN_ALLOW_THREADS rc = sfr_log_remove(path, NULL);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
 }
 
@@ -38,8 +35,7 @@ static PyObject *log_drain(PyObject *module, PyObject *timeout)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_log_drain(&seq, slice);
+		Py_BEGIN_ALLOW_THREADS rc = sfr_log_drain(&seq, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -56,10 +52,8 @@ static PyObject *log_pending(PyObject *module, PyObject *unused)
 static PyObject *log_stop(PyObject *module, PyObject *unused)
 {
 	(void)module, (void)unused;
-	Py_BEGIN_ALLOW_THREADS
-	(void)sfr_log_stop(); /* always 0 */
-	Py_END_ALLOW_THREADS
-	Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS(void) sfr_log_stop(); /* always 0 */
+	Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
 /* ---- notices ---- */
@@ -74,11 +68,9 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 
 	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(sfr_py_state(module), rc);
+	Py_BEGIN_ALLOW_THREADS rc =
+		sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
 	id = PyLong_FromVoidPtr(ticket);
 	/* The package keeps every ticket in flight by its id; this is only the notice's own. */
 	sfr_ticket_put(ticket);
@@ -140,8 +132,8 @@ static void load_dealloc(PyObject *object)
 	Py_DECREF(type);
 }
 
-static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,
-			   PyObject *kwnames)
+static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+			   Py_ssize_t nargs, PyObject *kwnames)
 {
 	struct sfr_log_load *load = ((struct sfr_py_load *)object)->load;
 	uint64_t left = SFR_FOREVER, slice;
@@ -151,8 +143,7 @@ static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const 
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_log_load_wait(load, slice, &fd);
+		Py_BEGIN_ALLOW_THREADS rc = sfr_log_load_wait(load, slice, &fd);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
@@ -161,7 +152,8 @@ static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const 
 }
 
 static PyMethodDef load_methods[] = {
-	{ "open", (PyCFunction)(void (*)(void))load_open, METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+	{ "open", (PyCFunction)(void (*)(void))load_open,
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
 	  "open() -> int: waits for the saves and removes of the name that were submitted before, then "
 	  "a descriptor of what the name is at that point of the log. Once." },
 	{ NULL, NULL, 0, NULL },
@@ -188,9 +180,12 @@ static PyMethodDef functions[] = {
 	  "log_exists(key) -> 1 (will be there), 0 (will be gone), -1 (ask the file system)." },
 	{ "log_drain", log_drain, METH_O,
 	  "log_drain(timeout) -> bool: False when the timeout passed before all submitted had ended." },
-	{ "log_pending", log_pending, METH_NOARGS, "log_pending() -> saves and removes not ended." },
-	{ "log_stop", log_stop, METH_NOARGS, "log_stop(): ends the log's thread when it has run out." },
-	{ "notice_wait", notice_wait, METH_NOARGS, "notice_wait() -> (what, ticket id, sentence)." },
+	{ "log_pending", log_pending, METH_NOARGS,
+	  "log_pending() -> saves and removes not ended." },
+	{ "log_stop", log_stop, METH_NOARGS,
+	  "log_stop(): ends the log's thread when it has run out." },
+	{ "notice_wait", notice_wait, METH_NOARGS,
+	  "notice_wait() -> (what, ticket id, sentence)." },
 	{ "notice_stop", notice_stop, METH_NOARGS, "notice_stop(): wakes one waiter for good." },
 	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },
 	{ NULL, NULL, 0, NULL },

@@ -23,8 +23,9 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	allocfunc alloc;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I:Ticket", names, state->engine_type,
-					 &engine, &dir, &name, &PyBytes_Type, &skeleton, &rows, &flags))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I:Ticket", names,
+					 state->engine_type, &engine, &dir, &name, &PyBytes_Type,
+					 &skeleton, &rows, &flags))
 		return NULL;
 	const struct sfr_save_desc desc = {
 		.dir = dir,
@@ -62,16 +63,15 @@ static void ticket_dealloc(PyObject *object)
 	PyTypeObject *type = Py_TYPE(object);
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-	Py_BEGIN_ALLOW_THREADS
-	sfr_ticket_put(self->ticket);
-	Py_END_ALLOW_THREADS
-	Py_XDECREF(self->skeleton);
+	Py_BEGIN_ALLOW_THREADS sfr_ticket_put(self->ticket);
+	Py_END_ALLOW_THREADS Py_XDECREF(self->skeleton);
 	release(object);
 	Py_DECREF(type);
 }
 
 #define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
+	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
+		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
 
 /* Admit, capture, launch: from a laid out save to one in flight. */
@@ -85,18 +85,14 @@ static PyObject *ticket_submit(ARGS)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_admit(t, slice);
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_admit(t, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	for (;;) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
-		Py_END_ALLOW_THREADS
-		if (rc != SFR_EAGAIN)
-			break;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
+		Py_END_ALLOW_THREADS if (rc != SFR_EAGAIN) break;
 		if (PyErr_CheckSignals() < 0) {
 			sfr_save_abandon(t);
 			return NULL;
@@ -135,8 +131,7 @@ static PyObject *ticket_wait(ARGS)
 	while (rc == SFR_EAGAIN && left > 0) {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
 		Py_END_ALLOW_THREADS
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -207,13 +202,14 @@ static PyObject *fallbacks(const struct sfr_report *report)
 {
 	PyObject *list = PyList_New(0);
 
-	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]); i++) {
+	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]);
+	     i++) {
 		PyObject *text;
 
 		if (!report->fallback[i][0])
 			continue;
-		text = PyUnicode_DecodeUTF8(report->fallback[i], (Py_ssize_t)strlen(report->fallback[i]),
-					    "replace");
+		text = PyUnicode_DecodeUTF8(report->fallback[i],
+					    (Py_ssize_t)strlen(report->fallback[i]), "replace");
 		if (!text || PyList_Append(list, text) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(text);
@@ -234,18 +230,20 @@ static PyObject *ticket_report(ARGS)
 	sentences = fallbacks(&r);
 	if (!sentences)
 		return NULL;
-	return Py_BuildValue(
-		"{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
-		sfr_state_name(r.state), "code", r.err.code, "phase", sfr_phase_name(r.err.phase), "index",
-		(long long)r.err.index, "note", r.err.note, "nbytes", (unsigned long long)r.nbytes,
-		"captured_nbytes", (unsigned long long)r.captured_nbytes, "deferred_nbytes",
-		(unsigned long long)r.deferred_nbytes, "peak_pool_bytes",
-		(unsigned long long)r.peak_pool_bytes, "slot_wait_ns", (unsigned long long)r.slot_wait_ns,
-		"block_wait_ns", (unsigned long long)r.block_wait_ns, "launched_after_ns",
-		since(&r, r.launched_ns), "copied_after_ns", since(&r, r.copied_ns), "staged_after_ns",
-		since(&r, r.staged_ns), "ended_after_ns", since(&r, r.ended_ns), "io_mode",
-		io_modes[r.io_mode <= SFR_IO_BUFFERED ? r.io_mode : 0], "over_slots",
-		PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
+	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
+			     sfr_state_name(r.state), "code", r.err.code, "phase",
+			     sfr_phase_name(r.err.phase), "index", (long long)r.err.index, "note",
+			     r.err.note, "nbytes", (unsigned long long)r.nbytes, "captured_nbytes",
+			     (unsigned long long)r.captured_nbytes, "deferred_nbytes",
+			     (unsigned long long)r.deferred_nbytes, "peak_pool_bytes",
+			     (unsigned long long)r.peak_pool_bytes, "slot_wait_ns",
+			     (unsigned long long)r.slot_wait_ns, "block_wait_ns",
+			     (unsigned long long)r.block_wait_ns, "launched_after_ns",
+			     since(&r, r.launched_ns), "copied_after_ns", since(&r, r.copied_ns),
+			     "staged_after_ns", since(&r, r.staged_ns), "ended_after_ns",
+			     since(&r, r.ended_ns), "io_mode",
+			     io_modes[r.io_mode <= SFR_IO_BUFFERED ? r.io_mode : 0], "over_slots",
+			     PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
 }
 
 static PyObject *ticket_id(PyObject *object, void *closure)
@@ -254,12 +252,15 @@ static PyObject *ticket_id(PyObject *object, void *closure)
 	return PyLong_FromVoidPtr(((struct sfr_py_ticket *)object)->ticket);
 }
 
-#define METHOD(name, function, doc) { name, (PyCFunction)(void (*)(void))function, \
-				      METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
+#define METHOD(name, function, doc)                                                                \
+	{ name, (PyCFunction)(void (*)(void))function,                                             \
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("submit", ticket_submit, "submit(): takes a slot, captures, launches."),
-	METHOD("wait", ticket_wait, "wait(what, timeout=None) -> bool: False when the timeout passed."),
-	METHOD("confirm", ticket_confirm, "confirm(torn) -> bool: the verdict on versions, given once."),
+	METHOD("wait", ticket_wait,
+	       "wait(what, timeout=None) -> bool: False when the timeout passed."),
+	METHOD("confirm", ticket_confirm,
+	       "confirm(torn) -> bool: the verdict on versions, given once."),
 	METHOD("cancel", ticket_cancel, "cancel() -> bool: the save ends as cancelled."),
 	METHOD("state", ticket_state, "state() -> str."),
 	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
@@ -273,8 +274,10 @@ static PyGetSetDef getset[] = {
 };
 
 static PyType_Slot slots[] = {
-	{ Py_tp_new, ticket_new },     { Py_tp_dealloc, ticket_dealloc },
-	{ Py_tp_methods, methods },    { Py_tp_getset, getset },
+	{ Py_tp_new, ticket_new },
+	{ Py_tp_dealloc, ticket_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_getset, getset },
 	{ Py_tp_doc, "Ticket(engine, dir, name, skeleton, rows, flags): one save" },
 	{ 0, NULL },
 };

@@ -100,8 +100,7 @@ def _take_notices() -> None:
             if what == _core.NOTICE_COPIED:
                 handle._after_copy()
             else:
-                in_flight.pop(ticket_id, None)
-                handle._settle()
+                handle._settle()  # and only then it leaves in_flight: wait_all looks there
             del handle
         except Exception:
             log.exception("stillframe: settling a save failed")

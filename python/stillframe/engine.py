@@ -214,6 +214,8 @@ class Engine:
                 raise
             if deferral.indices:
                 gate.track(handle)
+                if handle._confirmed:  # by the completion thread, before this line
+                    gate.untrack(handle)
             else:
                 deferral.close()
                 handle._release_sources()

@@ -119,8 +119,9 @@ static inline int saving_look(const char *dir, const char *name)
 					    .skeleton_len = sizeof(saving_skeleton),
 					    .sources = s.sources,
 					    .nr_sources = SAVING_NR };
-	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 && sfr_check_run(check, SFR_FOREVER) == 0 &&
-	    sfr_check_result(check)->ok && sfr_check_result(check)->nr_unchecked == 0 &&
+	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 &&
+	    sfr_check_run(check, SFR_FOREVER) == 0 && sfr_check_result(check)->ok &&
+	    sfr_check_result(check)->nr_unchecked == 0 &&
 	    sfr__image_init(&img, &desc, SAVING_BLOCK) == 0) {
 		found = -3;
 		for (uint32_t i = 0; i < img.nr_entries; i++) {
@@ -128,7 +129,8 @@ static inline int saving_look(const char *dir, const char *name)
 
 			if (entry->source < 0)
 				continue;
-			CHECK_EQ(pread(fd, same, entry->nbytes, (off_t)entry->data_off), entry->nbytes);
+			CHECK_EQ(pread(fd, same, entry->nbytes, (off_t)entry->data_off),
+				 entry->nbytes);
 			byte = same[0];
 			for (uint64_t k = 0; k < entry->nbytes; k++)
 				if (same[k] != byte)

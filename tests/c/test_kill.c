@@ -15,17 +15,18 @@
 #include "saving.h"
 
 enum phase { NOTHING, OPENED, PREPARED, WRITTEN, SYNCED, RENAMED, DIR_SYNCED, NR_PHASES };
-static const char *const phase_names[NR_PHASES] = { "before the temporary", "temporary open",
-						    "prepared", "writing", "synced", "renamed",
-						    "directory synced" };
+static const char *const phase_names[NR_PHASES] = {
+	"before the temporary", "temporary open", "prepared", "writing", "synced", "renamed",
+	"directory synced"
+};
 
 /* What the child leaves behind. */
 static struct shared {
 	atomic_int acknowledged; /* the last durable state */
 	atomic_int phase;        /* of the save under way */
 	atomic_int calls;
-	atomic_int kill_at;      /* -1: never */
-	atomic_int kill_after;   /* after the call rather than before */
+	atomic_int kill_at;    /* -1: never */
+	atomic_int kill_after; /* after the call rather than before */
 	atomic_int hit;
 } *shared;
 
@@ -113,8 +114,10 @@ static int killing_fsync(int fd)
 /* Saves states `first`, first + 1, ... until it is killed or has saved `nr`. */
 static _Noreturn void child(int first, int nr)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 2, .max_in_flight = 1 };
+	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 2,
+					      .max_in_flight = 1 };
 	static struct saving_state state;
 	struct sfr_engine *engine;
 
@@ -168,7 +171,8 @@ static unsigned nr_kills, nr_inside, by_phase[NR_PHASES];
 /* The path holds what was acknowledged, or the one after it. */
 static int look_after(bool killed)
 {
-	int acknowledged = atomic_load(&shared->acknowledged), found = saving_look(dir, "checkpoint");
+	int acknowledged = atomic_load(&shared->acknowledged),
+	    found = saving_look(dir, "checkpoint");
 	int phase = atomic_load(&shared->phase);
 
 	CHECK(found == acknowledged || (killed && found == acknowledged + 1));
@@ -211,14 +215,15 @@ static void any_moment_may_be_the_last(void)
 			CHECK(!run_child(1, 1, -1, 0, 0));
 			last = look_after(false);
 		}
-		last = look_after(run_child(last + 1, 100, -1, 0, 2000000 + (random >> 8) % 20000000));
+		last = look_after(run_child(last + 1, 100, -1, 0,
+					    2000000 + (random >> 8) % 20000000));
 	}
 }
 
 static void every_phase_was_hit_often_enough(void)
 {
-	(void)printf("\n    %u kills, %u between the temporary's open and the directory's sync:", nr_kills,
-		     nr_inside);
+	(void)printf("\n    %u kills, %u between the temporary's open and the directory's sync:",
+		     nr_kills, nr_inside);
 	for (int phase = 0; phase < NR_PHASES; phase++) {
 		(void)printf(" %s %u;", phase_names[phase], by_phase[phase]);
 		CHECK(by_phase[phase] > 0);
@@ -240,7 +245,8 @@ int main(void)
 {
 	dir = saving_dir();
 	plain = sfr_sys;
-	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+		      0);
 	if (shared == MAP_FAILED)
 		return EXIT_FAILURE;
 	CHECK(!run_child(1, 1, -1, 0, 0));

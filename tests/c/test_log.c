@@ -66,7 +66,8 @@ static void renames_take_effect_in_the_order_of_submission_across_paths(void)
 	struct sfr_ticket *a = submit("a", &one), *b = submit("b", &two);
 
 	confirm(b, -1);
-	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_ENDED, 100 * 1000 * 1000), SFR_EAGAIN); /* a is not there */
+	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_ENDED, 100 * 1000 * 1000),
+		 SFR_EAGAIN); /* a is not there */
 	CHECK_EQ(saving_look(dir, "b"), -1);
 	finish(a);
 	finish(b);
@@ -259,8 +260,10 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 	CHECK_EQ(sfr_log_load_new(key("forked"), &load), 0);
 	child = fork();
 	if (child == 0) {
-		const struct sfr_engine_opts opts = { .pool_bytes = 8 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
-						      .nr_writers = 1, .max_in_flight = 1 };
+		const struct sfr_engine_opts opts = { .pool_bytes = 8 * SAVING_BLOCK,
+						      .block_bytes = SAVING_BLOCK,
+						      .nr_writers = 1,
+						      .max_in_flight = 1 };
 		struct sfr_engine *own = NULL;
 		struct sfr_report report;
 		struct sfr_stats stats;
@@ -323,8 +326,10 @@ static void running_out_of_memory_is_an_error_and_loses_nothing(void)
 
 int main(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 2, .max_in_flight = 4 };
+	const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 2,
+					      .max_in_flight = 4 };
 
 	dir = saving_dir();
 	saving_fill(&one, 1);

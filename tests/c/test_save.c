@@ -8,7 +8,8 @@
 static const char *dir;
 static struct saving_state one, two;
 
-static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers, uint32_t max_in_flight)
+static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers,
+				     uint32_t max_in_flight)
 {
 	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
 					      .block_bytes = SAVING_BLOCK,
@@ -29,8 +30,9 @@ static void free_engine(struct sfr_engine *engine)
 
 static void slow(const char *call, uint64_t delay_ns)
 {
-	const struct sfr_fault fault = { .call = call, .nth = 1, .sticky = 1, .limit = -1,
-					 .delay_ns = delay_ns };
+	const struct sfr_fault fault = {
+		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
+	};
 
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 }
@@ -87,7 +89,8 @@ static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
 	saving_finish(t);
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
-	CHECK(report.copied_ns && report.staged_ns >= report.copied_ns && report.ended_ns >= report.staged_ns);
+	CHECK(report.copied_ns && report.staged_ns >= report.copied_ns &&
+	      report.ended_ns >= report.staged_ns);
 	CHECK_EQ(report.written_nbytes, report.nbytes);
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(t);
@@ -146,7 +149,8 @@ static void a_write_to_a_sampled_line_is_noticed_in_what_was_staged(void)
 	for (uint32_t storage = 2; storage < SAVING_NR; storage++) {
 		CHECK_EQ(save_with_a_write_behind(0, storage, 0, &index), SFR_ETORN);
 		CHECK_EQ(index, storage);
-		CHECK_EQ(save_with_a_write_behind(0, storage, SAVING_LEN - storage - 1, &index), SFR_ETORN);
+		CHECK_EQ(save_with_a_write_behind(0, storage, SAVING_LEN - storage - 1, &index),
+			 SFR_ETORN);
 		CHECK_EQ(index, storage);
 	}
 	CHECK_EQ(saving_look(dir, "torn"), -1);
@@ -191,7 +195,11 @@ static void a_save_can_be_cancelled_until_the_rename(void)
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 	for (int at = 0; at < 4; at++) {
-		slow(at == 0 ? "open" : at == 1 ? "lane_copy" : at == 2 ? "pwrite" : "fdatasync", 20 * 1000 * 1000);
+		slow(at == 0 ? "open" :
+		     at == 1 ? "lane_copy" :
+		     at == 2 ? "pwrite" :
+			       "fdatasync",
+		     20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
 		CHECK_EQ(sfr_save_cancel(t), 0); /* nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);
@@ -317,8 +325,9 @@ static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 
 static void bad_options_are_refused(void)
 {
-	struct sfr_engine_opts opts = { .pool_bytes = 8192, .block_bytes = 8192, .nr_writers = 1,
-					.max_in_flight = 1 };
+	struct sfr_engine_opts opts = {
+		.pool_bytes = 8192, .block_bytes = 8192, .nr_writers = 1, .max_in_flight = 1
+	};
 	const struct sfr_engine_opts good = opts;
 	struct sfr_engine *engine;
 
@@ -355,8 +364,10 @@ static void every_call_may_fail(const char *call, int err)
 
 	FOR_EVERY_FAILURE(run, call, err)
 	{
-		const struct sfr_engine_opts opts = { .pool_bytes = 3 * SAVING_BLOCK, .block_bytes = SAVING_BLOCK,
-						      .nr_writers = 2, .max_in_flight = 2 };
+		const struct sfr_engine_opts opts = { .pool_bytes = 3 * SAVING_BLOCK,
+						      .block_bytes = SAVING_BLOCK,
+						      .nr_writers = 2,
+						      .max_in_flight = 2 };
 		struct sfr_engine *engine = NULL;
 		struct saving_state *s = &two;
 		int rc = sfr_engine_new(&opts, &engine), found;
@@ -386,7 +397,8 @@ static void any_call_may_run_out_of_memory(void)
 
 static void any_file_call_may_fail(void)
 {
-	static const char *const calls[] = { "open", "pwrite", "fdatasync", "fsync", "rename", "fallocate" };
+	static const char *const calls[] = { "open",  "pwrite", "fdatasync",
+					     "fsync", "rename", "fallocate" };
 	static const int errs[] = { EIO, ENOSPC, EDQUOT, EACCES, EROFS };
 
 	for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++)
@@ -439,13 +451,13 @@ static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
 static void every_arrow_of_the_diagram_was_taken(void)
 {
 	static const enum sfr_state arrows[][2] = {
-		{ SFR_NEW, SFR_CAPTURING },	  { SFR_CAPTURING, SFR_STAGING },
-		{ SFR_CAPTURING, SFR_ENDING },	  { SFR_STAGING, SFR_STAGED },
-		{ SFR_STAGING, SFR_ENDING },	  { SFR_STAGED, SFR_WRITING },
-		{ SFR_STAGED, SFR_ENDING },	  { SFR_WRITING, SFR_READY },
-		{ SFR_WRITING, SFR_ENDING },	  { SFR_READY, SFR_COMMITTING },
-		{ SFR_COMMITTING, SFR_DURABLE },  { SFR_COMMITTING, SFR_FAILED },
-		{ SFR_ENDING, SFR_FAILED },	  { SFR_ENDING, SFR_CANCELLED },
+		{ SFR_NEW, SFR_CAPTURING },      { SFR_CAPTURING, SFR_STAGING },
+		{ SFR_CAPTURING, SFR_ENDING },   { SFR_STAGING, SFR_STAGED },
+		{ SFR_STAGING, SFR_ENDING },     { SFR_STAGED, SFR_WRITING },
+		{ SFR_STAGED, SFR_ENDING },      { SFR_WRITING, SFR_READY },
+		{ SFR_WRITING, SFR_ENDING },     { SFR_READY, SFR_COMMITTING },
+		{ SFR_COMMITTING, SFR_DURABLE }, { SFR_COMMITTING, SFR_FAILED },
+		{ SFR_ENDING, SFR_FAILED },      { SFR_ENDING, SFR_CANCELLED },
 	};
 
 	for (size_t i = 0; i < sizeof(arrows) / sizeof(arrows[0]); i++)
