@@ -76,7 +76,8 @@ lint: $(VENV)/.requirements
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
+	@echo "clang-format: $(words $(C_FORMATTED)) files"
+	@$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
 
 format: $(VENV)/.requirements
 	$(PY) -m ruff check --fix-only .

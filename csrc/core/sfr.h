@@ -270,7 +270,7 @@ void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once eac
 
 /* ---- reading back (load.c) --------------------------------------------- */
 
-/* See load.h: sfr_check_fd and its result. */
+/* See load.h: sfr_check_new, sfr_check_run and the result. */
 
 /* ---- fork (fork.c) ----------------------------------------------------- */
 

@@ -63,20 +63,32 @@ static inline int saving_submit(struct sfr_ticket *t)
 	return rc;
 }
 
+/* The last sentence that was among the notices, "" once it has been looked at. */
+static char saving_text[1024];
+
+/* Takes the next notice. */
+static inline unsigned saving_notice(void)
+{
+	struct sfr_ticket *who;
+	char text[sizeof(saving_text)];
+	unsigned what = 0;
+
+	CHECK_EQ(sfr_notice_wait(&who, &what, text, sizeof(text), SFR_FOREVER), 0);
+	sfr_ticket_put(who);
+	if (what == SFR_NOTICE_TEXT)
+		memcpy(saving_text, text, sizeof(text));
+	return what;
+}
+
 /* Verdict and end; takes the save's notices. */
 static inline void saving_finish(struct sfr_ticket *t)
 {
-	struct sfr_ticket *who;
-	char text[256];
-	unsigned what = 0;
 
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	(void)sfr_save_confirm(t, -1); /* refused where the save has failed already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
-	while (what != SFR_NOTICE_ENDED) {
-		CHECK_EQ(sfr_notice_wait(&who, &what, text, sizeof(text), SFR_FOREVER), 0);
-		sfr_ticket_put(who);
-	}
+	while (saving_notice() != SFR_NOTICE_ENDED)
+		;
 }
 
 /* One whole save; the code it ended with. */
