@@ -122,6 +122,16 @@ def test_frozen_parameters_are_captured() -> None:
     assert deferred(p, q) == [True, False]
 
 
+def test_every_owner_of_a_storage_has_to_be_trained() -> None:
+    flat = torch.randn(2 * NUMEL)
+    p, q = nn.Parameter(flat[:NUMEL]), nn.Parameter(flat[NUMEL:])
+    opt = adamw(p, q)
+    run_steps(opt, 4)
+    assert deferred(p) == [True]
+    q.requires_grad_(False)
+    assert deferred(p) == [False]
+
+
 def test_a_frozen_parameter_over_the_same_storage_has_it_captured() -> None:
     flat = torch.randn(2 * NUMEL)
     p = nn.Parameter(flat[:NUMEL])
@@ -269,6 +279,17 @@ def test_a_resized_storage_is_captured() -> None:
     assert owner is not None
     owner.compare()  # must not read the freed memory
     assert deferred(p) == [False]
+
+
+def test_freed_memory_is_not_looked_at() -> None:
+    p = param(1 << 21)  # 8 MiB: unmapped as soon as it is freed
+    opt = SGD([p], lr=0.1)
+    run_steps(opt, 2)
+    owner = ownership.find(opt)
+    assert owner is not None
+    p.untyped_storage().resize_(0)
+    owner.compare()  # what the end of the second step recorded
+    assert owner.observer.counts() == (0, 0, 1)
 
 
 def test_a_group_added_later_is_observed() -> None:
@@ -508,6 +529,8 @@ def test_a_second_optimizer_that_only_claims_a_parameter_has_it_captured() -> No
     run_steps(two, 1)
     assert deferred(p) == [False]
     assert deferred(*state_tensors(one)) == [True, True]
+    run_steps(two, 4)  # clean cycles do not make up for the other owner
+    assert deferred(p, *state_tensors(two)) == [False, True, True]
 
 
 # ---- active steps -----------------------------------------------------------------------------
