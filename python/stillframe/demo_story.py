@@ -37,11 +37,11 @@ from stillframe.lightning import AsyncCheckpointIO
 
 ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machine falls on all
 WARM_UP_STEPS = 8
-STEPS_S = 200  # what all steps of all runs may take where the user names no number of steps
+STEPS_S = 160  # what all steps of all runs may take where the user names no number of steps
 REFRESH_S = 0.25
 COUNTED = """\
-Medians over the saves of {rounds} runs each, taken in turn, of {steps} steps with a save after
-every {every}. The first save of each run is left out, since its memory is new (its call: Lightning
+Medians over the saves of {rounds}, of {steps} steps with a save after
+every {every}. The first save of a run is left out, since its memory is new (its call: Lightning
 {first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]gate[/b], how
 long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer {every}
 steps with one save took than {every} steps without; [b]slowdown[/b] is what is left of it after
@@ -50,8 +50,8 @@ accuracy of the two. [b]Finished[/b] is counted from the call's entry: Lightning
 written (it never syncs), ours when file and directory were synced to the disk. [b]Extra memory[/b]
 is the process's peak over that of the same run without saves, also in multiples of the state."""
 BUSY = """\
-Something else kept this machine busy: the same steps without saves took times that differ by more
-than a save costs. Take slowdown and lost time from a run on a machine at rest."""
+Something else keeps this machine busy: {every} steps without saves took times that differ by ±
+{noise}. Take slowdown and lost time from a run on a machine at rest."""
 
 
 class Story:
@@ -72,6 +72,7 @@ class Story:
         self.width = width_for(nbytes)
         self.steps = steps or 0  # 0: chosen by the warming up
         self.every = self.steps // SAVES
+        self.rounds = ROUNDS
         self.directory = directory
         self.place = place
         self.kept = kept
@@ -87,8 +88,8 @@ class Story:
         with self._bars() as bar:
             with bar("warming up", WARM_UP_STEPS) as tick:  # loads what loads on first use
                 self._choose_steps(train(self.width, WARM_UP_STEPS, tick))
-            for number in range(1, ROUNDS + 1):
-                of = f"{number} of {ROUNDS}"
+            for number in range(1, self.rounds + 1):
+                of = f"{number} of {self.rounds}"
                 with bar(f"without saves, {of}", self.steps) as tick:
                     plain.append(without_saves(self.width, self.steps, tick))
                 with bar(f"Lightning's plugin, {of}", self.steps) as tick:
@@ -118,6 +119,8 @@ class Story:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
             runs = 3 * ROUNDS + 1.5  # half a run to resume; steps beside a save take longer
             fitting = int(STEPS_S / (step_s * runs))
+            if fitting < LEAST_STEPS:
+                self.rounds = 1
             self.steps = min(max(fitting - fitting % SAVES, LEAST_STEPS), MOST_STEPS)
             self.every = self.steps // SAVES
 
@@ -206,15 +209,18 @@ class Story:
         self.console.print(table)
         noise = noise_s(plain, self.every)
         counted = COUNTED.format(
-            rounds=ROUNDS,
+            rounds="one run each"
+            if self.rounds == 1
+            else f"{self.rounds} runs each, taken in turn",
             steps=self.steps,
             every=self.every,
             noise=_ms(noise),
             first_theirs=_ms(a.first_call_s),
             first_ours=_ms(b.first_call_s),
         )
-        if noise > a.call_s:
-            self._paragraph("", BUSY, style="yellow")
+        if noise > a.lost_s / 4:
+            busy = BUSY.format(every=self.every, noise=_ms(noise))
+            self._paragraph("", busy, style="yellow")
         self._paragraph("", counted, style="dim")
 
     def _paragraph(self, mark: str, text: str, style: str = "") -> None:

@@ -1,0 +1,99 @@
+/* names.c: exactly the names that occur twice are suspected, in lists of every length. */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../../csrc/core/names.h"
+#include "check.h"
+
+#define MAX 700 /* past two doublings of the list */
+
+static uint64_t rng_state = 0x853c49e6748fea9bu;
+
+static uint64_t rng(void)
+{
+	rng_state ^= rng_state << 13;
+	rng_state ^= rng_state >> 7;
+	rng_state ^= rng_state << 17;
+	return rng_state;
+}
+
+static int add(struct sfr__names *names, unsigned number, uint64_t place)
+{
+	char name[32];
+
+	(void)snprintf(name, sizeof(name), "archive/data/%u", number);
+	return sfr__names_add(names, (unsigned char *)name, strlen(name), place);
+}
+
+/* Every length, so that the list is also exactly full: ASAN sees a look behind its end. */
+static void names_that_differ_are_not_suspected(void)
+{
+	for (unsigned nr = 0; nr < MAX; nr++) {
+		struct sfr__names names = { 0 };
+		uint64_t it = 0, first, second;
+
+		for (unsigned i = 0; i < nr; i++)
+			CHECK_EQ(add(&names, i * 7919 % MAX, i), 0);
+		sfr__names_sort(&names);
+		CHECK(!sfr__names_suspect(&names, &it, &first, &second));
+		for (unsigned i = 1; i < nr; i++)
+			CHECK(names.v[i - 1].hash < names.v[i].hash);
+		sfr__names_fini(&names);
+		sfr__names_fini(&names); /* twice is fine */
+	}
+}
+
+static void names_that_occur_again_are_suspected_in_the_order_of_their_places(void)
+{
+	for (int round = 0; round < 300; round++) {
+		unsigned nr = (unsigned)(rng() % MAX) + 2, range = (unsigned)(rng() % nr) + 1;
+		static uint64_t last[MAX + 2];
+		uint64_t expected = 0, found = 0, it = 0, first, second;
+		static unsigned number[MAX + 2];
+		struct sfr__names names = { 0 };
+
+		memset(last, 0xff, sizeof(last));
+		for (unsigned i = 0; i < nr; i++) {
+			number[i] = (unsigned)(rng() % range);
+			expected += last[number[i]] != UINT64_MAX;
+			last[number[i]] = i;
+			CHECK_EQ(add(&names, number[i], i), 0);
+		}
+		sfr__names_sort(&names);
+		while (sfr__names_suspect(&names, &it, &first, &second)) {
+			CHECK(first < second && number[first] == number[second]);
+			/* Neighbours: nothing of the same name lies between the two. */
+			for (uint64_t i = first + 1; i < second; i++)
+				CHECK(number[i] != number[first]);
+			found++;
+		}
+		CHECK_EQ(found, expected);
+		sfr__names_fini(&names);
+	}
+}
+
+static void memory_that_runs_out_is_reported_and_the_list_stays(void)
+{
+	FOR_EVERY_FAILURE(run, "realloc", ENOMEM)
+	{
+		struct sfr__names names = { 0 };
+		unsigned i = 0;
+		int rc = 0;
+
+		while (i < MAX && (rc = add(&names, i, i)) == 0)
+			i++;
+		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
+		CHECK_EQ(names.nr, i);
+		sfr__names_sort(&names);
+		sfr__names_fini(&names);
+	}
+}
+
+int main(void)
+{
+	RUN(names_that_differ_are_not_suspected);
+	RUN(names_that_occur_again_are_suspected_in_the_order_of_their_places);
+	RUN(memory_that_runs_out_is_reported_and_the_list_stays);
+	return check_done();
+}
