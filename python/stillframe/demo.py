@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     except CannotRun as reason:
         print(f"stillframe demo: {reason}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         print("stillframe demo: interrupted", file=sys.stderr)
         return 130
 

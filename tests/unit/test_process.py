@@ -200,8 +200,9 @@ FORK_CHILD = """
         refused(handle.cancel); refused(handle.progress); refused(handle.done)
         refused(lambda: handle.state)
         refused(stillframe.async_save, STATE, "no.pt", engine=engine)
-        refused(engine.stats); refused(engine.close); refused(engine.warm_up, 1);
-        refused(engine.trim) assert not os.path.exists("no.pt")
+        refused(engine.stats); refused(engine.close)
+        refused(engine.warm_up, 1); refused(engine.trim)
+        assert not os.path.exists("no.pt")
         stillframe.wait_all()  # the parent's saves are not the child's
         stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
         with stillframe.Engine(pool_bytes=32 << 20) as own:
@@ -295,9 +296,10 @@ def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Pa
     done = run(
         """
         assert threading.active_count() == 1
-        names = {open(f"/proc/self/task/{t}/comm").read().strip() for t in
-        os.listdir("/proc/self/task")} assert not any(name.startswith("sfr-") for name in names),
-        names engine = stillframe.Engine()
+        tasks = os.listdir("/proc/self/task")
+        names = {open(f"/proc/self/task/{task}/comm").read().strip() for task in tasks}
+        assert not any(name.startswith("sfr-") for name in names), names
+        engine = stillframe.Engine()
         assert engine.stats()["committed_bytes"] == 0
         """,
         tmp_path,
