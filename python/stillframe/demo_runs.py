@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import statistics
 import threading
 import time
@@ -55,6 +56,7 @@ class Run:
     saves: list[Save] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     grown_bytes: int | None = None  # of resident memory, from before the run to its peak
+    others_share: float = 0.0  # of the machine's processors, used by other programs meanwhile
     losses: dict[int, float] = field(default_factory=dict)
     model: DigitsModel | None = None
 
@@ -134,7 +136,9 @@ def train(
         enable_progress_bar=False,
     )
     model = DigitsModel(width)
+    load = _Load()
     trainer.fit(model, DigitBatches(), ckpt_path=resume)
+    run.others_share = load.others_share()
     run.losses = model.losses
     run.model = model
     return run
@@ -259,6 +263,33 @@ class _Memory:
     def grown(self) -> int | None:
         """Bytes from the start to the peak, or None where the kernel does not say."""
         return None if self._before is None else _status_bytes("VmHWM") - self._before
+
+
+class _Load:
+    """What other programs take of the machine's processors, from here on."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def others_share(self) -> float:
+        """0..1; 0 where the kernel does not say."""
+        total, idle, own = (
+            now - then for now, then in zip(self._read(), self._before, strict=True)
+        )
+        return max(0.0, (total - idle - own) / total) if total > 0 else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Seconds of all processors, idle ones, and this process, since some moment."""
+        own = time.process_time()
+        try:
+            with open("/proc/stat") as stat:
+                # user nice system idle iowait irq softirq steal
+                ticks = [int(word) for word in stat.readline().split()[1:9]]
+        except OSError:
+            return 0.0, 0.0, 0.0
+        second = os.sysconf("SC_CLK_TCK")
+        return sum(ticks) / second, (ticks[3] + ticks[4]) / second, own
 
 
 def _status_bytes(name: str) -> int:

@@ -39,6 +39,7 @@ ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machi
 WARM_UP_STEPS = 8
 STEPS_S = 160  # what all steps of all runs may take where the user names no number of steps
 REFRESH_S = 0.25
+MOST_OTHERS = 0.05  # of the processors; with more taken by others, lost times mean little
 COUNTED = """\
 Medians over the saves of {rounds}, of {steps} steps with a save after
 every {every}. The first save of a run is left out, since its memory is new (its call: Lightning
@@ -50,8 +51,8 @@ accuracy of the two. [b]Finished[/b] is counted from the call's entry: Lightning
 written (it never syncs), ours when file and directory were synced to the disk. [b]Extra memory[/b]
 is the process's peak over that of the same run without saves, also in multiples of the state."""
 BUSY = """\
-Something else keeps this machine busy: {every} steps without saves took times that differ by ±
-{noise}. Take slowdown and lost time from a run on a machine at rest."""
+Other programs used up to {share:.0%} of this machine's processors during a run, and {every} steps
+without saves differed by ± {noise}. Take slowdown and lost time from a run on a machine at rest."""
 
 
 class Story:
@@ -218,8 +219,9 @@ class Story:
             first_theirs=_ms(a.first_call_s),
             first_ours=_ms(b.first_call_s),
         )
-        if noise > a.lost_s / 4:
-            busy = BUSY.format(every=self.every, noise=_ms(noise))
+        share = max(run.others_share for run in [*plain, *theirs, *ours])
+        if share > MOST_OTHERS or noise > a.lost_s / 4:
+            busy = BUSY.format(share=share, every=self.every, noise=_ms(noise))
             self._paragraph("", busy, style="yellow")
         self._paragraph("", counted, style="dim")
 

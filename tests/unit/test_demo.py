@@ -87,22 +87,39 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("module", "package"), [("lightning", "lightning"), ("sklearn", "scikit-learn")]
 )
-def test_a_missing_package_is_named_with_the_way_to_get_it(module, package, monkeypatch, capsys):
-    for name in [each for each in sys.modules if each.partition(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("story", "runs", "model"):
-        monkeypatch.delitem(sys.modules, f"stillframe.demo_{name}", raising=False)
-    monkeypatch.delitem(sys.modules, "stillframe.lightning", raising=False)
+def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
+    code = f"""if True:
+        import sys
+        sys.modules[{module!r}] = None  # importing it fails as if it were not there
+        from stillframe import demo
+        sys.exit(demo.main(["--size", "2MB"]))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"it needs {package}" in done.stderr
 
-    class Hidden:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            if name.partition(".")[0] == module:
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
-    assert demo.main(["--size", "2MB"]) == 2
-    assert f"it needs {package}" in capsys.readouterr().err
+def test_lost_time_is_what_a_window_with_a_save_took_more():
+    from stillframe.demo_runs import Run, Save, figures, noise_s
+
+    def run_of(first_step_s: float) -> Run:
+        """12 steps of 100 ms, but that every third, from the third on, takes `first_step_s`."""
+        run = Run(starts=[0.0], grown_bytes=int(1000 * first_step_s))
+        for step in range(12):
+            run.starts.append(run.starts[-1] + (first_step_s if step % 3 == 2 else 0.1))
+        return run
+
+    plain, saving = run_of(0.1), run_of(0.4)
+    saving.saves = [Save("a", 0, call_s=9.0)] + [
+        Save("b", 0, call_s=0.05, gate_s=0.01, finished_s=0.7) for _ in range(3)
+    ]
+    of = figures([saving], [plain], every=3)
+    assert of.lost_s == pytest.approx(0.3)
+    assert of.call_s == pytest.approx(0.05)  # the first save is not among the warm ones
+    assert of.first_call_s == pytest.approx(9.0)
+    assert of.slowdown_s == pytest.approx(0.3 - 0.05 - 0.01)
+    assert of.finished_s == pytest.approx(0.7)
+    assert of.memory_bytes == 300
+    assert noise_s([plain], every=3) == pytest.approx(0)
 
 
 @pytest.mark.slow
