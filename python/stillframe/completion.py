@@ -7,7 +7,13 @@ callbacks run on a second thread, so that one that saves, waits or hangs holds u
 callbacks.
 
 Both are daemon threads, started with the first save of a process and again in a forked child that
-saves.
+saves. They end with the interpreter:
+
+    running ──exit begins──▶ draining ──the threads have ended──▶ over
+
+While it drains, only the thread that runs the exit handlers and the callback thread may save. When
+it is over, exit handlers may still: nobody would settle such a save later, so it is waited for in
+the call, and its callbacks run there and then.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from stillframe import _core
+from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
     from stillframe.handle import SaveHandle
@@ -38,36 +45,62 @@ class _Callbacks:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
+        self._over = False
 
     def put(self, function: Callable[[], object]) -> None:
         with self._lock:
-            self._queue.put(function)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="sf-callbacks", daemon=True)
-                self._thread.start()
+            if not self._over:
+                self._queue.put(function)
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="sf-callbacks", daemon=True
+                    )
+                    self._thread.start()
+                return
+        self._call(function)
 
     def _run(self) -> None:
         while (function := self._queue.get()) is not None:
-            try:
-                function()
-            except Exception:
-                log.exception("stillframe: a callback failed")
+            self._call(function)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except Exception:
+            log.exception("stillframe: a callback failed")
+
+    def is_current(self) -> bool:
+        return self._thread is threading.current_thread()
 
     def finish(self) -> None:
-        """Runs what is queued and ends the thread."""
+        """Runs what is queued and ends the thread; what is put later runs where it is put. May be
+        called again when it was interrupted."""
         with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
-            thread.join()
+            if not self._over:
+                self._over = True
+                self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
 
 
 class _Completion:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
+        self._exiting: threading.Thread | None = None
+        self.over = False
 
     def start(self) -> None:
+        """Before every save and remove.
+
+        Raises:
+            StillframeError: The interpreter is exiting, and this thread is none that may save now.
+        """
+        if self._exiting is not None:
+            if self._exiting is not threading.current_thread() and not callbacks.is_current():
+                raise StillframeError("the interpreter is exiting: no more saves and removes")
+            if self.over:
+                return
         if self._thread is not None:
             return
         with self._lock:
@@ -77,12 +110,15 @@ class _Completion:
                 )
                 self._thread.start()
 
+    def begin_exit(self) -> None:
+        self._exiting = threading.current_thread()
+
     def stop(self) -> None:
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
+        """Settles what has ended and ends the thread for good."""
+        self.over = True
+        if self._thread is not None:
             _core.notice_stop()
-            thread.join()
+            self._thread.join()
 
 
 def _take_notices() -> None:

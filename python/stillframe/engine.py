@@ -193,11 +193,11 @@ class Engine:
             handle._num_tensors = tree.num_tensors
             handle._fallbacks = list(tree.fallbacks)
             handle._entered_to_ticket_s = time.perf_counter() - entered
+            completion.completion.start()
             ticket = _core.Ticket(
                 self._core, target.directory, target.name, tree.data, tree.rows, flags
             )
             handle._ticket = ticket
-            completion.completion.start()
             completion.in_flight[ticket.id] = handle
             if deferral.indices:
                 handle._deferral = deferral
@@ -220,6 +220,8 @@ class Engine:
                 deferral.close()
                 handle._release_sources()
             handle._blocked_s = time.perf_counter() - entered
+            if completion.completion.over:
+                handle.settle_here()
             for sentence in tree.fallbacks:
                 log.info("stillframe: %s: %s", target.shown, sentence)
             return handle
@@ -326,6 +328,8 @@ def remove(path: Path) -> None:
     key = paths.key(path, follow_link=False)
     completion.completion.start()
     _core.log_remove(key)
+    if completion.completion.over:
+        _core.log_drain(None)
 
 
 def exists(path: Path) -> bool:
@@ -346,8 +350,7 @@ def wait_all(timeout: float | None = None) -> None:
     with inside():
         if not _core.log_drain(timeout):
             raise TimeoutError(f"{_core.log_pending()} saves and removes have not ended yet")
-        for handle in list(completion.in_flight.values()):
-            handle.done()
+        _settle_all()
     for error in take_failures():
         raise error
 
@@ -398,26 +401,37 @@ def _give_up() -> None:
 def _drain_at_exit() -> None:
     """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up."""
     interrupts = 1 if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else 0
-    todo: Callable[[], object] | None = _announce_wait
-    while True:
+    steps: list[Callable[[], object]] = [
+        completion.completion.begin_exit,
+        _announce_wait,
+        lambda: _core.log_drain(None),
+        _settle_all,
+        completion.callbacks.finish,
+        lambda: _core.log_drain(None),  # what the callbacks saved
+        _close_default,
+        _core.log_stop,
+        completion.completion.stop,
+    ]
+    while steps:
         try:
-            if todo is not None:
-                now, todo = todo, None
-                now()
-            _core.log_drain(None)
-            break
+            steps[0]()
+            del steps[0]
         except KeyboardInterrupt:
             interrupts += 1
-            todo = _give_up if interrupts > 1 else _warn_once
-    for handle in list(completion.in_flight.values()):
-        handle.done()
-    completion.callbacks.finish()
-    completion.completion.stop()
+            steps.insert(0, _give_up if interrupts > 1 else _warn_once)
+    _settle_all()
     for error in take_failures(first_only=False):
         _say(f"stillframe: a save failed: {error}")
-    if _default is not None and not _default._closed:
+
+
+def _settle_all() -> None:
+    for handle in list(completion.in_flight.values()):
+        handle.done()
+
+
+def _close_default() -> None:
+    if _default is not None:
         _default.close()
-    _core.log_stop()
 
 
 def _say(sentence: str) -> None:

@@ -288,6 +288,11 @@ class SaveHandle:
             self._verdict()
         self._gate_wait_s += time.perf_counter() - entered
 
+    def settle_here(self) -> None:
+        """Waits for the end where no completion thread will come."""
+        with inside():
+            self._finish(None)
+
     def _after_copy(self) -> None:
         """On the completion thread: verdict, then the sources are nobody's business any more."""
         self._verdict()

@@ -319,5 +319,52 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
+    assert "the interpreter is exiting" in done.stderr or not done.stderr
     assert whole(tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt")["w"].shape == (100_000,)
+
+
+def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path: Path) -> None:
+    done = run(
+        """
+        said = []
+        def work():
+            time.sleep(0.5)
+            try:
+                stillframe.async_save(STATE, "late.pt")
+            except stillframe.StillframeError as error:
+                said.append(str(error))
+        hold(slow("fdatasync", 1.0))
+        stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(said, flush=True))
+        threading.Thread(target=work, daemon=True).start()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no more saves and removes" in done.stdout
+    assert whole(tmp_path / "a.pt")
+    assert not (tmp_path / "late.pt").exists()
+
+
+def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path: Path) -> None:
+    done = run(
+        """
+        import atexit, os
+        # Handlers run last first: one registered before the import would run after ours.
+        atexit.unregister(stillframe.engine._drain_at_exit)
+        def last():
+            handle = stillframe.async_save(
+                STATE, "b.pt", on_durable=lambda *_: print("called", flush=True)
+            )
+            print(handle.state, handle.result().nbytes > 0, flush=True)
+            stillframe.remove("a.pt")
+            print(os.path.exists("a.pt"), flush=True)
+        atexit.register(last)
+        atexit.register(stillframe.engine._drain_at_exit)
+        stillframe.async_save(STATE, "a.pt")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["called", "durable", "True", "False"]
+    assert whole(tmp_path / "b.pt")
