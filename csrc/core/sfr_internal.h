@@ -29,6 +29,11 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
+/* ---- copy.c -------------------------------------------------------------- */
+
+/* memcpy with stores that pass by the caches, for bytes that only a disk will read. */
+void sfr__copy(void *dst, const void *src, size_t len);
+
 /* ---- sys.c: small helpers over the table -------------------------------- */
 
 /* How often an interrupted call is tried again without any progress. All signals are blocked in

@@ -24,6 +24,13 @@ struct sfr__job {
 	struct sfr__block *block;
 	const struct sfr__run *run;
 	uint32_t blk;
+	bool summed; /* its pieces are in their entries' CRCs already */
+};
+
+/* Who fills a block. */
+enum sfr__stager {
+	SFR__BY_CALLER, /* in the call: as fast as can be */
+	SFR__BY_LANE,   /* adds up CRCs and compares with the samples on the way */
 };
 
 /* One cache line of a deferred source as it was at the call. */
@@ -54,7 +61,7 @@ struct sfr_ticket {
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	uint32_t nr_blocks;    /* of the whole image */
-	struct sfr__image img; /* crc and crc_len of its entries are guarded */
+	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
@@ -121,7 +128,7 @@ struct sfr_engine {
 /* Leases the next block of a run, stages it and hands it to the writers. 0; SFR_EAGAIN when there
  * is no block within the slice; else the ticket has failed with what is returned. */
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-		    void (*copy)(void *, const void *, size_t), bool check, uint64_t slice_ns);
+		    enum sfr__stager by, uint64_t slice_ns);
 
 /* ---- ticket.c ---- */
 /* Frees a ticket nobody holds, whatever of it was made. */
@@ -152,10 +159,10 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 }
 
 /* ---- lane.c ---- */
-/* Fills one block of a run from its sources. `copy` is capture_copy or lane_copy. Checks samples
- * and sums of what it copied when `check`: *torn gets the source index of the first mismatch. */
+/* Fills one block of a run from its sources. *torn gets the source index of the lane's first
+ * mismatch with samples or sums. */
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
-		      void (*copy)(void *, const void *, size_t), bool check, int64_t *torn);
+		      enum sfr__stager by, int64_t *torn);
 /* Takes samples of every deferred source. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
 void *sfr__lane_main(void *engine);
