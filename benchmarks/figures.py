@@ -24,7 +24,7 @@ class Settings:
     pairs: int
     pairs_large: int
     threads: int
-    loop_steps: int = 12
+    loop_steps: int = 4
     loop_batch: int = 128
     loop_steps_large: int = 4
     loop_batch_large: int = 64

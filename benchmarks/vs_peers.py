@@ -125,7 +125,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--loop-state", type=parse_size, default=160_000_000, help="state of scenario loop"
     )
     parser.add_argument("--rounds", type=int, default=5, help="warm saves a scenario")
-    parser.add_argument("--pairs", type=int, default=10, help="block pairs of scenario loop")
+    parser.add_argument("--pairs", type=int, default=24, help="block pairs of scenario loop")
     parser.add_argument("--pairs-large", type=int, default=3, help="those of scenario loop_large")
     parser.add_argument(
         "--threads",

@@ -33,6 +33,8 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 
 /* memcpy with stores that pass by the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
+/* Before copies are shown to another thread: such stores are in no order with others. */
+void sfr__copy_fence(void);
 
 /* ---- sys.c: small helpers over the table -------------------------------- */
 

@@ -8,9 +8,9 @@
  *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
  *              itself, and its storages and inner tensors come by here in their turn.
  *
- * When the pickler is done, finish() has the bridge describe all plain tensors in one call,
- * finds their storages, and lays the storages out as rows of struct sfr_source. splice() then
- * writes the tensors into the pickle (splice.c).
+ * The bridge describes plain tensors, some hundreds in a call. When the pickler is done, finish()
+ * lays the storages out as rows of struct sfr_source, and splice() writes the tensors into the
+ * pickle (splice.c).
  *
  * A storage is known by the address of its StorageImpl, never by that of its bytes. Every
  * tensor and storage found is held, so that none that a __reduce__ made for the moment dies
@@ -22,6 +22,8 @@
  */
 #include "skeleton.h"
 
+enum { PART = 256 }; /* tensors described at a time: about 1 KB each */
+
 /* ---- the pickler's questions ------------------------------------------------ */
 
 /* Enters a tensor met for the first time; *number is its place. 0 or -1. */
@@ -31,6 +33,8 @@ static int add_found(struct sfr_py_collector *c, PyObject *object, bool exact, s
 
 	found.object = object;
 	if (exact && c->plain_road && sfr_py_examine(c->kinds, &found) != 0)
+		return -1;
+	if (found.plain && sfr_py_find_storage(c, &found) != 0)
 		return -1;
 	if (c->nr_found >= INT32_MAX) {
 		PyErr_SetString(PyExc_OverflowError, "too many tensors");
@@ -42,7 +46,8 @@ static int add_found(struct sfr_py_collector *c, PyObject *object, bool exact, s
 	Py_INCREF(object);
 	*number = c->nr_found;
 	c->found[c->nr_found++] = found;
-	return 0;
+	/* In parts, so that the bridge finds the tensors in the processor's cache. */
+	return c->nr_found - c->nr_placed < PART ? 0 : sfr_py_place_tensors(c);
 }
 
 /* 1 for what torch.save takes for a storage, 0 for other objects, -1 with an exception set. */
@@ -132,25 +137,27 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 	return count;
 }
 
-/* finish(describe) -> (storages, identities, rows, elsewhere, number of tensors). `elsewhere`
+/* finish() -> (storages, identities, rows, elsewhere, number of tensors). `elsewhere`
  * lists the numbers of the storages that are not in host memory; their rows have no address. */
-static PyObject *collector_finish(PyObject *self, PyObject *describe)
+static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	PyObject *identities = NULL, *elsewhere = NULL, *rows = NULL, *result = NULL, *number;
 	struct sfr_source *sources;
-	size_t general = c->nr_storages, i;
+	size_t i;
 	int rc = 0;
 
-	if (c->rows != NULL) {
+	(void)unused;
+	if (c->finished) {
 		PyErr_SetString(PyExc_RuntimeError, "the collector has finished");
 		return NULL;
 	}
-	for (i = 0; i < general; i++)
-		if (sfr_py_ask_storage(c, i) != 0)
-			return NULL;
-	if (sfr_py_place_tensors(c, describe) != 0)
+	c->finished = true;
+	if (sfr_py_place_tensors(c) != 0)
 		return NULL;
+	for (i = 0; i < c->nr_storages; i++)
+		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
+			return NULL;
 	identities = PyList_New((Py_ssize_t)c->nr_storages);
 	elsewhere = PyList_New(0);
 	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
@@ -215,6 +222,7 @@ static int collector_traverse(PyObject *self, visitproc visit, void *arg)
 
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT(c->kinds);
+	Py_VISIT(c->describe);
 	Py_VISIT(c->storage_list);
 	for (i = 0; i < c->nr_found; i++)
 		Py_VISIT(c->found[i].object);
@@ -242,36 +250,44 @@ static void collector_dealloc(PyObject *self)
 	PyObject_GC_UnTrack(self);
 	(void)collector_clear(self); /* always 0 */
 	Py_CLEAR(c->kinds);
+	Py_CLEAR(c->describe);
 	PyMem_Free(c->found);
 	sfr_py_map_fini(&c->found_at);
 	PyMem_Free(c->storages);
 	sfr_py_map_fini(&c->storage_at);
 	sfr_py_map_fini(&c->dtype_at);
-	PyMem_Free(c->rows);
+	while (c->rows != NULL) {
+		struct sfr_py_rows *rows = c->rows;
+
+		c->rows = rows->next;
+		PyMem_Free(rows);
+	}
 	free_self(self);
 	Py_DECREF(type);
 }
 
-/* Collector(kinds, plain_road, plain_cpu) */
+/* Collector(kinds, describe, plain_road, plain_cpu) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "kinds", "plain_road", "plain_cpu", NULL };
+	static char *names[] = { "kinds", "describe", "plain_road", "plain_cpu", NULL };
 	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
-	PyObject *kinds;
+	PyObject *kinds, *describe;
 	int plain_road, plain_cpu;
 
 	if (state == NULL)
 		return NULL;
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!pp:Collector", names, state->kinds_type,
-					 &kinds, &plain_road, &plain_cpu))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Opp:Collector", names, state->kinds_type,
+					 &kinds, &describe, &plain_road, &plain_cpu))
 		return NULL;
 	c = (struct sfr_py_collector *)alloc(type, 0); /* zeroed */
 	if (c == NULL)
 		return NULL;
 	Py_INCREF(kinds);
 	c->kinds = (struct sfr_py_kinds *)kinds;
+	Py_INCREF(describe);
+	c->describe = describe;
 	c->plain_road = plain_road;
 	c->plain_cpu = plain_cpu;
 	c->storage_list = PyList_New(0);
@@ -287,8 +303,8 @@ static PyMethodDef collector_methods[] = {
 	  "The pickler's question: a number, a tuple or None." },
 	{ "add_storage", collector_add_storage, METH_VARARGS,
 	  "add_storage(storage, identity, on_host, addr, dtype) -> its number." },
-	{ "finish", collector_finish, METH_O,
-	  "finish(describe) -> (storages, identities, rows, elsewhere, number of tensors)." },
+	{ "finish", collector_finish, METH_NOARGS,
+	  "finish() -> (storages, identities, rows, elsewhere, number of tensors)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -23,14 +23,18 @@
 	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
 	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
 	X(STRIDED, "strided")                 /* torch.strided */                                  \
-	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
-	X(METADATA, "metadata")               /* tensor -> dict, {} without conj or neg */         \
-	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
+	/* methods of a tensor, see sfr_py_ask */                                                  \
+	X(GETSTATE, "getstate")   /* object.__getstate__ */                                        \
+	X(IS_NEG, "is_neg")       /* tensor -> bool */                                             \
+	X(IS_CONJ, "is_conj")     /* tensor -> bool */                                             \
+	X(IS_ZERO, "is_zero")     /* tensor -> bool: memory of zeros that is not there */          \
+	X(HAS_NAMES, "has_names") /* tensor -> bool, or None */                                    \
 	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
-	X(DATA_PTR, "data_ptr")               /* storage -> address */                             \
-	X(NBYTES, "nbytes")                   /* storage -> length */                              \
-	X(STORAGE_TUPLE, "storage_tuple")     /* (collector, storage) -> persistent id */          \
-	X(LOCATION, "location")               /* storage -> its location tag */                    \
+	/* functions */                                                                            \
+	X(DATA_PTR, "data_ptr")           /* storage -> address */                                 \
+	X(NBYTES, "nbytes")               /* storage -> length */                                  \
+	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
+	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	/* from here on getset descriptors, see sfr_py_get */                                      \
 	X(LAYOUT, "layout")                                                                        \
 	X(IS_CPU, "is_cpu")                                                                        \
@@ -47,6 +51,8 @@ enum sfr_py_part {
 #undef X
 		SFR_PY_NR_PARTS
 };
+#define SFR_PY_FIRST_METHOD SFR_PY_GETSTATE
+#define SFR_PY_LAST_METHOD SFR_PY_UNTYPED_STORAGE
 #define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
 
 #define SFR_PY_MAX_DTYPES 32
@@ -56,13 +62,15 @@ struct sfr_py_dtype {
 	PyObject *dtype;
 	PyObject *storage_class; /* "FloatStorage", a str */
 	const char *name;        /* its UTF-8, as long as it */
+	bool complex;
 	uint32_t itemsize;
 };
 
 struct sfr_py_kinds {
 	PyObject_HEAD
 	PyObject *part[SFR_PY_NR_PARTS];
-	descrgetfunc get[SFR_PY_NR_PARTS]; /* of the descriptors */
+	descrgetfunc get[SFR_PY_NR_PARTS];   /* of the descriptors */
+	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
 	PyObject *cpu; /* "cpu" */
@@ -82,6 +90,8 @@ struct sfr_py_found {
 int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found);
 /* The attribute behind a getset descriptor, without the search for it. A new reference. */
 PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
+/* Calls a method of a tensor without arguments, without the search for it. A new reference. */
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor);
 /* Calls a part on one object and takes the answer as a number. 0 or -1. */
 int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out);
@@ -115,6 +125,12 @@ struct sfr_py_storage {
 	bool known; /* addr and nbytes are set */
 };
 
+/* What one call of the bridge has written. */
+struct sfr_py_rows {
+	struct sfr_py_rows *next;
+	int64_t words[];
+};
+
 /* What one save has found. */
 struct sfr_py_collector {
 	PyObject_HEAD
@@ -129,7 +145,10 @@ struct sfr_py_collector {
 	struct sfr_py_map storage_at; /* StorageImpl -> number */
 	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
 	PyObject *storage_list;       /* list of UntypedStorage, by number */
-	int64_t *rows;                /* the bridge's words */
+	PyObject *describe;           /* the bridge's operator */
+	size_t nr_placed;             /* found ones up to here are described */
+	struct sfr_py_rows *rows;     /* the bridge's words; found[].row points into them */
+	bool finished;
 };
 
 /* The number of a storage, new or known. 0, or -1 with an exception set, as all of these. */
@@ -137,10 +156,12 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 			 bool on_host, size_t *number);
 /* Refuses bytes that are seen as two dtypes, in torch's words. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
+/* Finds the storage of a plain tensor; one without is refused in torch's words. */
+int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
-/* Describes every plain tensor with the bridge's operator, and finds its storage. */
-int sfr_py_place_tensors(struct sfr_py_collector *c, PyObject *describe);
+/* Has the bridge describe the plain tensors found since the last time. */
+int sfr_py_place_tensors(struct sfr_py_collector *c);
 /* Doubles an array that is full. */
 int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
 

@@ -1,9 +1,9 @@
 /* Where the found tensors live.
  *
  * A storage is known by the address of its StorageImpl and has a number from the moment it is
- * met: in a persistent id (the general road), or under a plain tensor when the pickler is
- * done. Then its address, length and location tag are asked for, once for each storage; most
- * stand in the bridge's row of the first tensor over it.
+ * met: in a persistent id (the general road), or under a plain tensor, as long as that is in the
+ * processor's cache. Its address and length are asked for when the pickler is done, once for each
+ * storage; most stand in the bridge's row of the first tensor over it.
  *
  * torch.save refuses bytes that are seen as two dtypes, going by the address of the bytes. So
  * does check_dtype, whichever road the two came by.
@@ -123,15 +123,15 @@ static int ask_location(struct sfr_py_collector *c, size_t number, bool on_host)
 	return 0;
 }
 
-/* The plain tensors, as a list. A new reference. */
-static PyObject *plain_tensors(const struct sfr_py_collector *c)
+/* The plain tensors from `from` on, as a list. A new reference. */
+static PyObject *plain_tensors(const struct sfr_py_collector *c, size_t from)
 {
 	PyObject *list = PyList_New(0);
 	size_t i;
 
 	if (list == NULL)
 		return NULL;
-	for (i = 0; i < c->nr_found; i++) {
+	for (i = from; i < c->nr_found; i++) {
 		if (c->found[i].plain && PyList_Append(list, c->found[i].object) != 0) {
 			Py_DECREF(list);
 			return NULL;
@@ -140,44 +140,44 @@ static PyObject *plain_tensors(const struct sfr_py_collector *c)
 	return list;
 }
 
-/* Has the bridge fill c->rows; *words is what it wrote. 0 or -1. */
-static int ask_bridge(struct sfr_py_collector *c, PyObject *describe, PyObject *tensors,
-		      size_t *words)
+/* Has the bridge write the rows of some tensors, kept in c->rows. NULL with an exception set. */
+static const int64_t *ask_bridge(struct sfr_py_collector *c, PyObject *tensors)
 {
 	size_t room = 10 * (size_t)PyList_Size(tensors); /* three dimensions each; tried twice */
 	int tries;
 
 	for (tries = 0; tries < 2; tries++) {
+		struct sfr_py_rows *rows;
 		PyObject *answer;
+		size_t words;
 
-		PyMem_Free(c->rows);
-		c->rows = PyMem_Malloc(room * sizeof(*c->rows) + 1);
-		if (c->rows == NULL) {
+		rows = PyMem_Malloc(sizeof(*rows) + room * sizeof(rows->words[0]));
+		if (rows == NULL) {
 			(void)PyErr_NoMemory(); /* always NULL */
-			return -1;
+			return NULL;
 		}
-		answer = PyObject_CallFunction(describe, "OKn", tensors,
-					       (unsigned long long)(uintptr_t)c->rows,
+		rows->next = c->rows;
+		c->rows = rows;
+		answer = PyObject_CallFunction(c->describe, "OKn", tensors,
+					       (unsigned long long)(uintptr_t)rows->words,
 					       (Py_ssize_t)room);
 		if (answer == NULL)
-			return -1;
-		*words = PyLong_AsSize_t(answer);
+			return NULL;
+		words = PyLong_AsSize_t(answer);
 		Py_DECREF(answer);
-		if (*words == (size_t)-1 && PyErr_Occurred())
-			return -1;
-		if (*words <= room)
-			return 0;
-		room = *words;
+		if (words == (size_t)-1 && PyErr_Occurred())
+			return NULL;
+		if (words <= room)
+			return rows->words;
+		room = words;
 	}
 	PyErr_SetString(PyExc_RuntimeError, "a tensor was reshaped while it was saved");
-	return -1;
+	return NULL;
 }
 
-/* Finds the storage of a plain tensor. 0 or -1. */
-static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
+int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
-	PyObject *storage = PyObject_CallFunctionObjArgs(c->kinds->part[SFR_PY_UNTYPED_STORAGE],
-							 tensor->object, NULL);
+	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
 	uint64_t identity;
 	size_t number = 0;
 	int rc = -1;
@@ -215,32 +215,29 @@ static int read_row(struct sfr_py_collector *c, const struct sfr_py_found *tenso
 	return sfr_py_check_dtype(c, entry->addr, dtype->dtype);
 }
 
-/* Describes every plain tensor and places it. 0 or -1. */
-int sfr_py_place_tensors(struct sfr_py_collector *c, PyObject *describe)
+int sfr_py_place_tensors(struct sfr_py_collector *c)
 {
-	PyObject *tensors;
-	size_t words = 0, at = 0, i;
-	int rc;
+	PyObject *tensors = plain_tensors(c, c->nr_placed);
+	const int64_t *row = NULL;
+	size_t from = c->nr_placed;
+	int rc = 0;
 
-	/* First, since a tensor without a storage is refused here in torch's words. */
-	for (i = 0; i < c->nr_found; i++)
-		if (c->found[i].plain && find_storage(c, &c->found[i]) != 0)
-			return -1;
-	tensors = plain_tensors(c);
 	if (tensors == NULL)
 		return -1;
-	rc = PyList_Size(tensors) == 0 ? 0 : ask_bridge(c, describe, tensors, &words);
+	c->nr_placed = c->nr_found; /* the bridge may run Python code that comes back here */
+	if (PyList_Size(tensors) != 0) {
+		row = ask_bridge(c, tensors);
+		rc = row == NULL ? -1 : 0;
+	}
 	Py_DECREF(tensors);
-	for (i = 0; rc == 0 && i < c->nr_found; i++) {
-		struct sfr_py_found *tensor = &c->found[i];
-		const int64_t *row = c->rows + at;
+	for (; rc == 0 && from < c->nr_placed; from++) {
+		struct sfr_py_found *tensor = &c->found[from];
 
 		if (!tensor->plain)
 			continue;
-		at += 4 + 2 * (size_t)row[3];
 		rc = read_row(c, tensor, row);
-		if (rc == 0)
-			tensor->row = row;
+		tensor->row = row;
+		row += 4 + 2 * (size_t)row[3];
 	}
 	return rc;
 }

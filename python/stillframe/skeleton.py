@@ -117,7 +117,7 @@ def _make_kinds() -> _core.Kinds:
     """Collects the parts of torch that the C side needs."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
-        (dtype, name, dtype.itemsize)
+        (dtype, name, dtype.itemsize, dtype.is_complex)
         for dtype, name in torch.storage._dtype_to_storage_type_map().items()
         if not name.startswith("Q")  # quantized tensors carry more than a storage
     ]
@@ -128,7 +128,9 @@ def _make_kinds() -> _core.Kinds:
         storage_classes=torch._storage_classes,
         strided=torch.strided,
         getstate=object.__getstate__,
-        metadata=torch._C._get_tensor_metadata,  # type: ignore[attr-defined]
+        is_neg=attributes["is_neg"],
+        is_conj=attributes["is_conj"],
+        is_zero=attributes["_is_zerotensor"],
         has_names=attributes.get("has_names"),
         untyped_storage=attributes["untyped_storage"],
         data_ptr=torch._C.StorageBase.__dict__["data_ptr"],
@@ -144,6 +146,7 @@ def _make_kinds() -> _core.Kinds:
         backward_hooks=attributes["_backward_hooks"],
         cdata=torch._C.StorageBase.__dict__["_cdata"],
         dtypes=dtypes,
+        sample=torch.empty(0),
     )
 
 
@@ -194,7 +197,9 @@ def build(obj: object) -> Skeleton:
     Raises:
         Whatever ``torch.save`` raises for ``obj``.
     """
-    collector = _core.Collector(_kinds, plain_road=_plain_road(), plain_cpu=_plain_cpu())
+    collector = _core.Collector(
+        _kinds, _describe, plain_road=_plain_road(), plain_cpu=_plain_cpu()
+    )
     try:
         pickle = _pickle_object(obj, collector)
     except MemoryError:
@@ -203,11 +208,11 @@ def build(obj: object) -> Skeleton:
         # torch.save looks at each tensor as it comes by and would have met a tensor that it
         # refuses before what stopped the pickler.
         try:
-            collector.finish(_describe)
+            collector.finish()
         except Exception as earlier:
             raise earlier from None
         raise error
-    storages, identities, rows, elsewhere, num_tensors = collector.finish(_describe)
+    storages, identities, rows, elsewhere, num_tensors = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)
     return Skeleton(data, storages, identities, rows, num_tensors, fallbacks)
