@@ -4,6 +4,9 @@
 # make lint   ruff, mypy, clang-format (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
 # make tsan, make valgrind   the C tests under those
+# make crash  every state a power failure can leave (its short form is part of make test)
+# make small-pool   round trips, the mutation oracle and the faults again, in one and two blocks
+# make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make clean  removes what was built; make distclean removes .venv too
 #
 # Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
@@ -25,7 +28,8 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench lint format asan tsan valgrind clean distclean
+.PHONY: build demo test bench lint format asan tsan valgrind crash small-pool campaign clean \
+	distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -121,6 +125,23 @@ tsan:
 valgrind:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain
 	@$(C_RUN) valgrind $(C_PROGRAMS_plain)
+
+crash:
+	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_crash
+	CHECK_CRASH=full build/plain/test_crash
+
+# ---- long runs of the Python tests -----------------------------------------------------------
+
+CAMPAIGN_S ?= 600
+
+small-pool: build
+	STILLFRAME_TEST_POOL=1 $(PY) -m pytest $(SMALL_POOL) $(ARGS)
+	STILLFRAME_TEST_POOL=2 $(PY) -m pytest $(SMALL_POOL) $(ARGS)
+SMALL_POOL := tests/unit/test_round_trip.py tests/unit/test_save.py tests/oracle/test_mutation_oracle.py \
+	      tests/fault
+
+campaign: build
+	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/fault/test_model.py $(ARGS)
 
 # ---------------------------------------------------------------------------------------------
 

@@ -152,6 +152,12 @@ static uint32_t nr_waitable_locked(const struct sfr_engine *engine)
 	return nr;
 }
 
+/* Is somebody in the pool whom close has to wait for? */
+static bool is_used_locked(const struct sfr_engine *engine)
+{
+	return engine->nr_pool_users > 0 || nr_waitable_locked(engine) > 0;
+}
+
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), now;
@@ -163,9 +169,9 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	pthread_mutex_lock(&engine->mu);
 	engine->closing = true;
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
-	while (nr_waitable_locked(engine) > 0 && rc == 0)
+	while (is_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (nr_waitable_locked(engine) == 0)
+	if (!is_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_last_remove();
@@ -213,7 +219,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-static int open_for_use(struct sfr_engine *engine)
+/* The pool stays until end_use. SFR_EFORK, SFR_ECLOSED. */
+static int begin_use(struct sfr_engine *engine)
 {
 	int rc;
 
@@ -221,20 +228,38 @@ static int open_for_use(struct sfr_engine *engine)
 		return SFR_EFORK;
 	pthread_mutex_lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
+	if (rc == 0)
+		engine->nr_pool_users++;
 	pthread_mutex_unlock(&engine->mu);
 	return rc;
 }
 
+static void end_use(struct sfr_engine *engine)
+{
+	pthread_mutex_lock(&engine->mu);
+	engine->nr_pool_users--;
+	pthread_cond_broadcast(&engine->cv_state); /* close may wait for this */
+	pthread_mutex_unlock(&engine->mu);
+}
+
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes)
 {
-	int rc = open_for_use(engine);
+	int rc = begin_use(engine);
 
-	return rc < 0 ? rc : sfr__pool_warm_up(engine->pool, nbytes);
+	if (rc < 0)
+		return rc;
+	rc = sfr__pool_warm_up(engine->pool, nbytes);
+	end_use(engine);
+	return rc;
 }
 
 int sfr_engine_trim(struct sfr_engine *engine)
 {
-	int rc = open_for_use(engine);
+	int rc = begin_use(engine);
 
-	return rc < 0 ? rc : sfr__pool_trim(engine->pool);
+	if (rc < 0)
+		return rc;
+	rc = sfr__pool_trim(engine->pool);
+	end_use(engine);
+	return rc;
 }

@@ -29,6 +29,11 @@
  *   3. Tail and sync do not wait for the detectors; the rename does (READY comes after STAGED).
  *   4. From CAPTURING to the end the engine counts the ticket and holds a reference, which
  *      goes over to the notice of its end.
+ *   5. A save ends, either way, when no job of it is queued or running. Jobs hold no reference:
+ *      a writer that has told of its work and not yet come back for its lock is still in the
+ *      ticket.
+ *   6. What only the work needed (image, jobs, samples) goes at the end: a handle that is kept
+ *      for its report costs no more than that.
  */
 #include <string.h>
 
@@ -67,15 +72,27 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 	return job;
 }
 
+/* Frees what only the work needed; the figures of the image stay. Nobody works any more. */
+static void free_tools(struct sfr_ticket *t)
+{
+	sfr_sys.free(t->img.entries);
+	sfr_sys.free(t->img.runs);
+	sfr_sys.free(t->jobs);
+	sfr_sys.free(t->samples);
+	sfr_sys.free(t->sums);
+	t->img.entries = NULL;
+	t->img.runs = NULL;
+	t->jobs = NULL;
+	t->samples = NULL;
+	t->sums = NULL;
+}
+
 void sfr__ticket_free(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr__image_fini(&t->img);
-	sfr_sys.free(t->jobs);
-	sfr_sys.free(t->samples);
-	sfr_sys.free(t->sums);
+	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
 	sfr_engine_put(engine);
@@ -132,7 +149,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 	if (t->state == SFR_STAGED && t->blocks_written == t->nr_blocks)
 		sfr__ticket_set_state_locked(t, SFR_WRITING);
-	if (t->state == SFR_WRITING && t->synced) {
+	if (t->state == SFR_WRITING && t->synced && t->jobs_out == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
 		sfr__log_ready(&t->log);
 	}
@@ -155,6 +172,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	struct sfr_engine *engine = t->engine;
 	bool ok;
 
+	free_tools(t);
 	pthread_mutex_lock(&engine->mu);
 	if (err && err->code && t->err.code == 0)
 		t->err = *err;

@@ -121,6 +121,7 @@ struct sfr_engine {
 	struct sfr__job *job_head, *job_tail;
 	struct sfr_ticket *tickets; /* in flight */
 	uint32_t nr_in_flight;
+	uint32_t nr_pool_users; /* threads in warm_up or trim */
 	uint64_t next_seq, nr_saves;
 };
 

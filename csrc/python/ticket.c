@@ -136,6 +136,8 @@ static PyObject *ticket_wait(ARGS)
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	if (rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
+		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return PyBool_FromLong(rc == 0);
 }
 

@@ -34,6 +34,7 @@ Path = str | os.PathLike[str]
 _PAGE = 4096
 _DEFAULT_BLOCK = 16 << 20
 _DEFAULT_WRITERS = 2
+_WARM_UP_PIECE = 1 << 30
 _WHEN_BUSY = ("wait", "skip", "raise")
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -43,11 +44,20 @@ _DRIVER = (
 )
 
 
-def _positive(name: str, value: object) -> int:
+# What an option may be at most: beyond, it is a slip of the keyboard, and would wrap in the core.
+_MOST_BYTES = 1 << 46  # half of the address space that Linux gives a process
+_MOST_BLOCKS = 1 << 28
+_MOST_WRITERS = 256
+_MOST_IN_FLIGHT = 1 << 16
+
+
+def _positive(name: str, value: object, most: int = _MOST_BYTES) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} has to be an int, not {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name} has to be at least 1, not {value}")
+    if value > most:
+        raise ValueError(f"{name} has to be at most {most}, not {value}")
     return value
 
 
@@ -61,7 +71,7 @@ def _pool_bytes_from_environment() -> int | None:
         raise ValueError(
             f"{_POOL_VARIABLE}={text!r} is no size: give bytes, or a number with KiB, MiB or GiB"
         )
-    return int(digits) * _UNITS[unit]
+    return _positive(_POOL_VARIABLE, int(digits) * _UNITS[unit])
 
 
 class Engine:
@@ -104,6 +114,11 @@ class Engine:
                 f"{source} ({pool_bytes} bytes) is less than one block: give at least block_bytes"
                 f" ({block_bytes} bytes)"
             )
+        if pool_bytes is not None and pool_bytes // block_bytes > _MOST_BLOCKS:
+            raise ValueError(
+                f"{source} ({pool_bytes} bytes) is more than {_MOST_BLOCKS} blocks of"
+                f" {block_bytes} bytes: give larger block_bytes"
+            )
         if when_busy not in _WHEN_BUSY:
             raise ValueError(
                 f"when_busy has to be one of {', '.join(map(repr, _WHEN_BUSY))}, not {when_busy!r}"
@@ -111,13 +126,18 @@ class Engine:
         writers = (
             _DEFAULT_WRITERS
             if writer_threads is None
-            else _positive("writer_threads", writer_threads)
+            else _positive("writer_threads", writer_threads, _MOST_WRITERS)
         )
+        in_flight = _positive("max_in_flight", max_in_flight, _MOST_IN_FLIGHT)
         self._when_busy = when_busy
         self._closed = False
-        self._core = _core.Engine(
-            pool_bytes or 0, block_bytes, writers, _positive("max_in_flight", max_in_flight)
-        )
+        try:
+            self._core = _core.Engine(pool_bytes or 0, block_bytes, writers, in_flight)
+        except MemoryError:
+            raise MemoryError(
+                f"the system has no address space for a pool of {pool_bytes or block_bytes} bytes:"
+                " give a smaller pool_bytes"
+            ) from None
 
     def __enter__(self) -> Engine:
         return self
@@ -137,7 +157,13 @@ class Engine:
             MemoryError: The system has not that much.
             StillframeError: The engine is closed.
         """
-        self._core.warm_up(_positive("nbytes", nbytes))
+        nbytes = _positive("nbytes", nbytes)
+        # A piece at a time: between two of them signals are answered. What has memory is skipped.
+        for upto in range(_WARM_UP_PIECE, nbytes, _WARM_UP_PIECE):
+            if self._core.stats()["pool_bytes"] < upto:
+                break
+            self._core.warm_up(upto)
+        self._core.warm_up(nbytes)
 
     def trim(self) -> None:
         """Gives the memory of blocks that are not in use back to the system."""

@@ -112,20 +112,15 @@ static inline int saving_save(struct sfr_engine *engine, const char *dir, const 
 	return rc;
 }
 
-/* The byte the file at dir/name is filled with; -1: there is none; -2: it is not whole. */
-static inline int saving_look(const char *dir, const char *name)
+/* The byte an open file is filled with; -2: it is not whole; -4: it passes for whole and is not. */
+static inline int saving_look_fd(int fd)
 {
 	struct sfr_check *check = NULL;
 	struct saving_state s;
 	struct sfr__image img;
-	char path[PATH_MAX];
 	unsigned char byte, same[SAVING_LEN];
-	int found = -2, fd;
+	int found = -2;
 
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		return -1;
 	saving_fill(&s, 0);
 	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
 					    .skeleton_len = sizeof(saving_skeleton),
@@ -146,15 +141,30 @@ static inline int saving_look(const char *dir, const char *name)
 			byte = same[0];
 			for (uint64_t k = 0; k < entry->nbytes; k++)
 				if (same[k] != byte)
-					found = -2;
+					found = -4;
 			if (found == -3)
 				found = byte;
 			else if (found != byte)
-				found = -2;
+				found = -4;
 		}
 		sfr__image_fini(&img);
 	}
 	sfr_check_free(check);
+	return found;
+}
+
+/* The same of the file at dir/name; -1: there is none. */
+static inline int saving_look(const char *dir, const char *name)
+{
+	char path[PATH_MAX];
+	int found, fd;
+
+	if (!CHECK(snprintf(path, sizeof(path), "%s/%s", dir, name) < PATH_MAX))
+		return -1;
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return -1;
+	found = saving_look_fd(fd);
 	(void)close(fd);
 	return found;
 }

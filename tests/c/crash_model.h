@@ -1,0 +1,335 @@
+/* What a disk may hold after the power went: a model of a directory's files.
+ *
+ * The calls of a run are recorded through the system-call table, in the order in which they were
+ * made. A machine that dies after the k-th of them has on its disk
+ *
+ *   - all that a later sync had covered: fdatasync the bytes and the length of its file, fsync of
+ *     a directory the names in it;
+ *   - of everything else any part: each write absent, whole, or torn between two sectors of 512
+ *     bytes; each length, each new name, rename and unlink absent or whole; in any combination,
+ *     so that a rename may be there before the bytes it names.
+ *
+ * That is weaker than what journaling file systems promise, and what POSIX leaves open. A write
+ * to the same place as an earlier one is the only order kept.
+ *
+ * crash_enumerate goes through all those states for every k, and asks what a reader would find.
+ */
+#ifndef CRASH_MODEL_H
+#define CRASH_MODEL_H
+
+#include "crash_record.h"
+
+/* ---- what is on the disk ---------------------------------------------------- */
+
+static inline bool crash__is_call(const struct crash_op *op)
+{
+	return op->kind <= CRASH_LAST_CALL;
+}
+
+static inline bool crash__is_name(const struct crash_op *op)
+{
+	return op->kind == CRASH_CREATE || op->kind == CRASH_RENAME || op->kind == CRASH_UNLINK;
+}
+
+static inline bool crash__lies_in(const char *path, const char *dir)
+{
+	size_t len = strlen(dir);
+
+	return strncmp(path, dir, len) == 0 && path[len] == '/' && !strchr(path + len + 1, '/');
+}
+
+/* Marks what the first `nr` calls leave no doubt about. */
+static inline void crash__mark_synced(int nr)
+{
+	for (int i = 0; i < nr; i++) {
+		struct crash_op *op = &crash.ops[i];
+
+		op->synced = 0;
+		for (int k = i + 1; k < nr && !op->synced; k++) {
+			const struct crash_op *later = &crash.ops[k];
+
+			if (crash__is_name(op))
+				op->synced = later->kind == CRASH_SYNC_DIR &&
+					     crash__lies_in(op->name, later->name);
+			else
+				op->synced = later->kind == CRASH_SYNC && later->inode == op->inode;
+		}
+	}
+}
+
+/* Does the torn write keep this sector? One of three patterns, as the call's number has it: the
+ * front half, the back half, every other one. */
+static inline bool crash__keeps(int call, uint64_t sector, uint64_t nr_sectors)
+{
+	switch (call % 3) {
+	case 0:
+		return sector < nr_sectors / 2;
+	case 1:
+		return sector >= nr_sectors / 2;
+	default:
+		return sector % 2 == 1;
+	}
+}
+
+/* Builds a file in crash.image; its length. */
+static inline uint64_t crash__build(int inode, int nr)
+{
+	uint64_t len = 0;
+
+	memset(crash.image, 0, sizeof(crash.image));
+	for (int i = 0; i < nr; i++) {
+		const struct crash_op *op = &crash.ops[i];
+
+		if (op->inode != inode || op->choice == CRASH_ABSENT)
+			continue;
+		if (op->kind == CRASH_SIZE && op->len > len)
+			len = op->len;
+		if (op->kind != CRASH_WRITE)
+			continue;
+		for (uint64_t at = 0; at < op->len; at += CRASH_SECTOR) {
+			uint64_t some = op->len - at < CRASH_SECTOR ? op->len - at : CRASH_SECTOR;
+
+			if (op->choice == CRASH_TORN &&
+			    !crash__keeps(i, at / CRASH_SECTOR, op->len / CRASH_SECTOR))
+				continue;
+			memcpy(crash.image + op->off + at, op->bytes + at, some);
+			if (op->off + at + some > len)
+				len = op->off + at + some;
+		}
+	}
+	return len;
+}
+
+/* What a reader finds in an inode, as saving_look says it. Equal bytes are read once. */
+static inline int crash__look(int inode, int nr)
+{
+	uint64_t key = 14695981039346656037u, len, slot;
+
+	for (int i = 0; i < nr; i++) {
+		const struct crash_op *op = &crash.ops[i];
+
+		if (op->inode != inode || op->choice == CRASH_ABSENT || crash__is_name(op))
+			continue;
+		key = (key ^ (uint64_t)(i * 8 + op->choice)) * 1099511628211u;
+		key ^= key >> 29;
+	}
+	key = (key ^ (uint64_t)inode) * 1099511628211u | 1;
+	slot = (key >> 20) % CRASH_MEMO;
+	if (crash.memo[slot].key == key)
+		return crash.memo[slot].found;
+	len = crash__build(inode, nr);
+	if (crash.memfd < 0)
+		crash.memfd = memfd_create("crash", MFD_CLOEXEC);
+	CHECK_EQ(ftruncate(crash.memfd, (off_t)len), 0);
+	CHECK_EQ(pwrite(crash.memfd, crash.image, len, 0), len);
+	crash.memo[slot].key = key;
+	crash.memo[slot].found = saving_look_fd(crash.memfd);
+	return crash.memo[slot].found;
+}
+
+/* The names on the disk; how many. */
+static inline int crash__names(int nr, struct crash_name *names)
+{
+	int nr_names = 0;
+
+	for (int i = 0; i < nr; i++) {
+		const struct crash_op *op = &crash.ops[i];
+		const char *set = op->kind == CRASH_CREATE ? op->name :
+				  op->kind == CRASH_RENAME ? op->to :
+							     NULL;
+
+		if (!crash__is_name(op) || op->choice == CRASH_ABSENT)
+			continue;
+		if (op->kind != CRASH_CREATE)
+			for (int k = 0; k < nr_names; k++)
+				if (names[k].inode == op->inode &&
+				    strcmp(names[k].name, op->name) == 0)
+					names[k--] = names[--nr_names];
+		if (!set)
+			continue;
+		for (int k = 0; k < nr_names; k++)
+			if (strcmp(names[k].name, set) == 0)
+				names[k--] = names[--nr_names];
+		if (nr_names == CRASH_MAX_NAMES) {
+			crash.lost = true;
+			return nr_names;
+		}
+		names[nr_names++] = (struct crash_name){ .name = set, .inode = op->inode };
+	}
+	return nr_names;
+}
+
+/* ---- what may be on the disk -------------------------------------------------- */
+
+#define CRASH_MISSING (-1)
+#define CRASH_DAMAGED (-2)
+
+struct crash_count {
+	uint64_t states, bad;
+	char first[CRASH_PATH + 128]; /* the first bad one */
+};
+
+/* Was a save of `later` to the name begun after that of `value`? */
+static inline bool crash__begun_after(const char *name, int nr, int value, int later)
+{
+	bool begun = false;
+
+	for (int i = 0; i < nr; i++) {
+		const struct crash_op *op = &crash.ops[i];
+
+		if (op->kind != CRASH_BEGUN || strcmp(op->name, name) != 0)
+			continue;
+		if (begun && op->value == later)
+			return true;
+		begun = begun || op->value == value;
+	}
+	return false;
+}
+
+/* Is `found` right for a name, after the first `nr` entries of the record? */
+static inline bool crash__allowed(const char *name, int nr, int found, bool durable)
+{
+	bool ok = found == CRASH_MISSING; /* as long as nothing was durable */
+
+	for (int i = 0; i < nr; i++) {
+		const struct crash_op *op = &crash.ops[i];
+
+		if (op->kind < CRASH_BEGUN || strcmp(op->name, name) != 0)
+			continue;
+		if (op->kind == CRASH_DURABLE)
+			ok = found == op->value || crash__begun_after(name, nr, op->value, found);
+		else if (op->kind == CRASH_BEGUN)
+			ok = ok || found == op->value || (!durable && found == CRASH_DAMAGED);
+		else
+			ok = ok || found == CRASH_MISSING;
+	}
+	return ok;
+}
+
+static inline void crash__judge(int nr, bool durable, struct crash_count *count)
+{
+	struct crash_name names[CRASH_MAX_NAMES];
+	int nr_names = crash__names(nr, names), nr_whole = 0, nr_durable = 0;
+	bool good = true;
+	char what[128] = "";
+
+	for (int i = 0; i < nr && good; i++) {
+		const struct crash_op *op = &crash.ops[i];
+		int found = CRASH_MISSING;
+
+		if (op->kind != CRASH_BEGUN && op->kind != CRASH_REMOVED)
+			continue;
+		for (int k = 0; k < nr_names; k++)
+			if (strcmp(names[k].name, op->name) == 0)
+				found = crash__look(names[k].inode, nr);
+		nr_whole += found >= 0;
+		good = crash__allowed(op->name, nr, found, durable);
+		if (!good)
+			(void)snprintf(what, sizeof(what), "%s is %d", strrchr(op->name, '/') + 1,
+				       found);
+	}
+	for (int i = 0; i < nr; i++)
+		nr_durable += crash.ops[i].kind == CRASH_DURABLE;
+	if (good && durable && nr_durable > 0 && nr_whole == 0) {
+		good = false;
+		(void)snprintf(what, sizeof(what), "no checkpoint is left");
+	}
+	count->states++;
+	if (good)
+		return;
+	if (count->bad++ == 0)
+		(void)snprintf(count->first, sizeof(count->first),
+			       "after %d entries of the record: %s", nr, what);
+}
+
+/* Goes through every choice for the calls open[from] ... open[to - 1]. */
+static inline void crash__vary(const int *open, int from, int to, int nr, bool durable,
+			       struct crash_count *count)
+{
+	struct crash_op *op;
+	unsigned nr_choices;
+
+	if (from == to) {
+		crash__judge(nr, durable, count);
+		return;
+	}
+	op = &crash.ops[open[from]];
+	nr_choices = op->kind == CRASH_WRITE ? 3 : 2;
+	/* With the last call absent it is a state that was looked at one call ago. */
+	for (unsigned choice = open[from] == nr - 1; choice < nr_choices; choice++) {
+		op->choice = (unsigned char)choice;
+		crash__vary(open, from + 1, to, nr, durable, count);
+	}
+}
+
+/* Bytes that no name ever leads a reader to do not: those of saves that failed. */
+static inline bool crash__matters(const struct crash_op *op)
+{
+	for (int i = 0; i < crash.nr_ops; i++)
+		if (crash.ops[i].kind == CRASH_RENAME && crash.ops[i].inode == op->inode)
+			return true;
+	return crash__is_name(op);
+}
+
+/* Every state after every entry of the record. Of more than `most` calls in doubt, as many at a
+ * time vary, the others being all there or all absent. */
+static inline struct crash_count crash_enumerate(int most, bool durable)
+{
+	struct crash_count count = { 0, 0, "" };
+	int open[CRASH_MAX_OPS];
+
+	for (int nr = 1; nr <= crash.nr_ops; nr++) {
+		int nr_open = 0;
+
+		crash__mark_synced(nr);
+		for (int i = 0; i < nr; i++) {
+			crash.ops[i].choice = CRASH_WHOLE;
+			if (crash__is_call(&crash.ops[i]) && !crash.ops[i].synced &&
+			    crash__matters(&crash.ops[i]))
+				open[nr_open++] = i;
+		}
+		if (nr_open <= most) {
+			crash__vary(open, 0, nr_open, nr, durable, &count);
+			continue;
+		}
+		for (int from = 0; from + most <= nr_open; from++)
+			for (unsigned others = CRASH_ABSENT; others <= CRASH_WHOLE; others++) {
+				for (int i = 0; i < nr_open; i++)
+					crash.ops[open[i]].choice = (unsigned char)others;
+				crash__vary(open, from, from + most, nr, durable, &count);
+			}
+	}
+	CHECK(!crash.lost);
+	return count;
+}
+
+/* ---- the record, changed: what a faulty save would have done ------------------- */
+
+/* Takes the entries of a kind out. */
+static inline void crash_drop(enum crash_kind kind)
+{
+	int nr = 0;
+
+	for (int i = 0; i < crash.nr_ops; i++)
+		if (crash.ops[i].kind == kind)
+			free(crash.ops[i].bytes);
+		else
+			crash.ops[nr++] = crash.ops[i];
+	crash.nr_ops = nr;
+	memset(crash.memo, 0, sizeof(crash.memo));
+}
+
+/* Puts every entry of a kind before the one of another kind that it came right after. */
+static inline void crash_hasten(enum crash_kind kind, enum crash_kind before)
+{
+	for (int i = 1; i < crash.nr_ops; i++)
+		if (crash.ops[i].kind == kind && crash.ops[i - 1].kind == before) {
+			struct crash_op op = crash.ops[i];
+
+			crash.ops[i] = crash.ops[i - 1];
+			crash.ops[i - 1] = op;
+		}
+	memset(crash.memo, 0, sizeof(crash.memo));
+}
+
+#endif

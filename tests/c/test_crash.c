@@ -1,0 +1,346 @@
+/* R5: every state that a machine may be found in after it died during saves and removes.
+ *
+ * The path holds a whole file at any time from the first durable save on, and it is the last one
+ * that was said to be durable, or a later one. crash_model.h says which states there are.
+ *
+ * CHECK_CRASH=full goes through files of more writes, and more of them in doubt at a time
+ * (`make crash`).
+ */
+#include "crash_model.h"
+
+static const char *dir;
+static bool full;
+static uint64_t nr_states;
+
+static struct sfr_engine *new_engine(uint32_t max_in_flight)
+{
+	/* Fewer and larger blocks are fewer writes: 5 of a file, or 10. */
+	const uint64_t block_bytes = full ? SAVING_BLOCK : 4 * SAVING_BLOCK;
+	const struct sfr_engine_opts opts = { .pool_bytes = 4 * block_bytes,
+					      .block_bytes = block_bytes,
+					      .nr_writers = 2,
+					      .max_in_flight = max_in_flight };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static struct sfr_engine *begin(uint32_t max_in_flight)
+{
+	crash_forget();
+	crash_record();
+	return new_engine(max_in_flight);
+}
+
+static void end(struct sfr_engine *engine)
+{
+	uint64_t seq = 0;
+
+	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+	crash_stop();
+}
+
+static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, int value,
+				 uint32_t flags)
+{
+	static struct saving_state states[4]; /* as many as may be in flight at a time */
+	static unsigned next;
+	struct saving_state *s = &states[next++ % 4];
+	struct sfr_ticket *t;
+
+	saving_fill(s, (unsigned char)value);
+	CHECK_EQ(saving_new(engine, dir, name, s, flags, &t), 0);
+	crash_note(CRASH_BEGUN, dir, name, value);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
+/* Waits for the end; what is durable is noted. The code it ended with. */
+static int finish(struct sfr_ticket *t, const char *name, int value, uint32_t flags)
+{
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	(void)sfr_save_confirm(t, -1);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	if (report.err.code == 0 && (flags & SFR_SAVE_DURABLE))
+		crash_note(CRASH_DURABLE, dir, name, value);
+	while (saving_notice() != SFR_NOTICE_ENDED)
+		;
+	sfr_ticket_put(t);
+	return report.err.code;
+}
+
+static int save(struct sfr_engine *engine, const char *name, int value, uint32_t flags)
+{
+	return finish(submit(engine, name, value, flags), name, value, flags);
+}
+
+static void remove_name(const char *name)
+{
+	char key[PATH_MAX];
+
+	CHECK(snprintf(key, sizeof(key), "%s/%s", dir, name) < PATH_MAX);
+	crash_note(CRASH_REMOVED, dir, name, 0);
+	CHECK_EQ(sfr_log_remove(key, NULL), 0);
+}
+
+static struct crash_count enumerate(bool durable)
+{
+	struct crash_count count = crash_enumerate(full ? 12 : 7, durable);
+
+	nr_states += count.states;
+	return count;
+}
+
+/* No state is bad; there were at least so many. */
+static void no_state_is_bad(bool durable, uint64_t at_least)
+{
+	struct crash_count count = enumerate(durable);
+
+	if (!CHECK_EQ(count.bad, 0))
+		(void)fprintf(stderr, "  %s\n", count.first);
+	CHECK(count.states >= at_least);
+	(void)printf(" (%llu states)", (unsigned long long)count.states);
+}
+
+/* ---- saves and removes ----------------------------------------------------- */
+
+static void the_path_is_the_last_durable_save_or_a_later_one(void)
+{
+	struct sfr_engine *engine = begin(1);
+
+	for (int value = 1; value <= 3; value++)
+		CHECK_EQ(save(engine, "a", value, SFR_SAVE_DURABLE), 0);
+	end(engine);
+	no_state_is_bad(true, 2000);
+}
+
+static void a_rotation_never_leaves_less_than_one(void)
+{
+	struct sfr_engine *engine = begin(2);
+	struct sfr_ticket *t;
+
+	CHECK_EQ(save(engine, "e1", 1, SFR_SAVE_DURABLE), 0);
+	t = submit(engine, "e2", 2, SFR_SAVE_DURABLE);
+	remove_name("e1");
+	CHECK_EQ(finish(t, "e2", 2, SFR_SAVE_DURABLE), 0);
+	t = submit(engine, "e3", 3, SFR_SAVE_DURABLE);
+	remove_name("e2");
+	CHECK_EQ(finish(t, "e3", 3, SFR_SAVE_DURABLE), 0);
+	/* and one that comes back under a name that was removed */
+	CHECK_EQ(save(engine, "e1", 4, SFR_SAVE_DURABLE), 0);
+	end(engine);
+	no_state_is_bad(true, 2000);
+}
+
+static void saves_in_flight_together_do_not_endanger_each_other(void)
+{
+	struct sfr_engine *engine = begin(2);
+	struct sfr_ticket *a, *b;
+
+	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
+	a = submit(engine, "a", 2, SFR_SAVE_DURABLE);
+	b = submit(engine, "b", 3, SFR_SAVE_DURABLE);
+	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	CHECK_EQ(finish(a, "a", 2, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(finish(b, "b", 3, SFR_SAVE_DURABLE), 0);
+	a = submit(engine, "a", 4, SFR_SAVE_DURABLE);
+	b = submit(engine, "a", 5, SFR_SAVE_DURABLE);
+	CHECK_EQ(sfr_save_wait(b, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(b, -1), 0);
+	CHECK_EQ(finish(a, "a", 4, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(finish(b, "a", 5, SFR_SAVE_DURABLE), 0);
+	end(engine);
+	no_state_is_bad(true, 2000);
+}
+
+static void failed_and_cancelled_saves_endanger_nothing(void)
+{
+	static const char *const calls[] = { "pwrite", "fdatasync", "rename" };
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	engine = begin(1);
+	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
+	for (int i = 0; i < 3; i++) {
+		const struct sfr_fault fault = {
+			.call = calls[i], .nth = i == 0 ? 3 : 1, .err = EIO, .limit = -1
+		};
+
+		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(save(engine, "a", 2 + i, SFR_SAVE_DURABLE), -EIO);
+		sfr_inject_clear();
+		remove_name("a"); /* dropped: the save before it did not become durable */
+	}
+	t = submit(engine, "a", 8, SFR_SAVE_DURABLE);
+	(void)sfr_save_cancel(t);
+	CHECK_EQ(finish(t, "a", 8, SFR_SAVE_DURABLE), SFR_ECANCELLED);
+	CHECK_EQ(save(engine, "a", 9, SFR_SAVE_DURABLE), 0);
+	end(engine);
+	sfr_inject_remove();
+	no_state_is_bad(true, 2000);
+}
+
+static void what_is_not_synced_is_old_new_or_found_to_be_damaged(void)
+{
+	struct sfr_engine *engine = begin(1);
+	struct crash_count count;
+
+	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(save(engine, "a", 2, 0), 0);
+	end(engine);
+	no_state_is_bad(false, 1000);
+	/* and it is what it says: with the promise of a durable one it would be broken */
+	count = enumerate(true);
+	CHECK(count.bad > 0);
+}
+
+static void a_removed_directory_takes_nothing_else_with_it(void)
+{
+	struct sfr_engine *engine = begin(1);
+	char path[PATH_MAX];
+	const char *top = dir;
+	char below[PATH_MAX];
+
+	CHECK(snprintf(path, sizeof(path), "%s/old", dir) < PATH_MAX);
+	CHECK_EQ(mkdir(path, 0777), 0);
+	CHECK(snprintf(below, sizeof(below), "%s/old", dir) < PATH_MAX);
+	dir = below;
+	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
+	dir = top;
+	CHECK_EQ(save(engine, "b", 2, SFR_SAVE_DURABLE), 0);
+	crash_note(CRASH_REMOVED, below, "a", 0);
+	remove_name("old");
+	end(engine);
+	CHECK_EQ(saving_look(below, "a"), -1);
+	no_state_is_bad(true, 1000);
+}
+
+/* ---- the same with a fault of ours: it has to be noticed -------------------- */
+
+static void record_an_overwrite(void)
+{
+	struct sfr_engine *engine = begin(1);
+
+	CHECK_EQ(save(engine, "a", 1, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(save(engine, "a", 2, SFR_SAVE_DURABLE), 0);
+	end(engine);
+}
+
+static void a_missing_or_late_sync_would_be_noticed(void)
+{
+	record_an_overwrite();
+	crash_drop(CRASH_SYNC);
+	CHECK(enumerate(true).bad > 0);
+
+	record_an_overwrite();
+	crash_drop(CRASH_SYNC_DIR);
+	CHECK(enumerate(true).bad > 0);
+
+	record_an_overwrite();
+	crash_hasten(CRASH_RENAME, CRASH_SYNC);
+	CHECK(enumerate(true).bad > 0);
+
+	record_an_overwrite();
+	crash_hasten(CRASH_DURABLE, CRASH_SYNC_DIR);
+	CHECK(enumerate(true).bad > 0);
+}
+
+static void a_remove_that_does_not_wait_would_be_noticed(void)
+{
+	struct sfr_engine *engine = begin(1);
+	struct sfr_ticket *t;
+
+	CHECK_EQ(save(engine, "e1", 1, SFR_SAVE_DURABLE), 0);
+	t = submit(engine, "e2", 2, SFR_SAVE_DURABLE);
+	remove_name("e1");
+	CHECK_EQ(finish(t, "e2", 2, SFR_SAVE_DURABLE), 0);
+	end(engine);
+	crash_hasten(CRASH_UNLINK, CRASH_DURABLE); /* the two may come in either order */
+	CHECK_EQ(enumerate(true).bad, 0);
+	crash_hasten(CRASH_UNLINK, CRASH_SYNC_DIR);
+	CHECK(enumerate(true).bad > 0);
+}
+
+/* ---- life after it ------------------------------------------------------------ */
+
+/* Puts a state on the disk for real. */
+static void rebuild(int nr, const char *where)
+{
+	struct crash_name names[CRASH_MAX_NAMES];
+	int nr_names = crash__names(nr, names);
+
+	for (int i = 0; i < nr_names; i++) {
+		uint64_t len = crash__build(names[i].inode, nr);
+		char path[PATH_MAX];
+		int fd;
+
+		CHECK(snprintf(path, sizeof(path), "%s/%s", where,
+			       strrchr(names[i].name, '/') + 1) < PATH_MAX);
+		fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+		CHECK(fd >= 0);
+		CHECK_EQ(pwrite(fd, crash.image, len, 0), len);
+		CHECK_EQ(close(fd), 0);
+	}
+}
+
+static void the_next_run_saves_into_what_is_left(void)
+{
+	unsigned random = 1;
+
+	record_an_overwrite();
+	for (int nr = 1; nr <= crash.nr_ops; nr++) {
+		const char *where = saving_dir();
+		struct sfr_engine *engine;
+		struct saving_state s;
+		int found;
+
+		crash__mark_synced(nr);
+		for (int i = 0; i < nr; i++) {
+			random = random * 1103515245u + 12345u;
+			crash.ops[i].choice = crash.ops[i].synced ? CRASH_WHOLE : random >> 16 & 1;
+		}
+		rebuild(nr, where);
+		found = saving_look(where, "a");
+		CHECK(found == -1 || found == 1 || found == 2);
+		engine = new_engine(1);
+		saving_fill(&s, 3);
+		CHECK_EQ(saving_save(engine, where, "a", &s, SFR_SAVE_DURABLE), 0);
+		CHECK_EQ(saving_look(where, "a"), 3);
+		CHECK_EQ(saving_nr_temporaries(where), 0); /* they bear this boot's name */
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_engine_put(engine);
+		saving_rmdir(where);
+	}
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+int main(void)
+{
+	const char *mode = getenv("CHECK_CRASH");
+	static char own[PATH_MAX];
+
+	full = mode && strcmp(mode, "full") == 0;
+	CHECK(snprintf(own, sizeof(own), "%s", saving_dir()) < PATH_MAX);
+	dir = own;
+	RUN(the_path_is_the_last_durable_save_or_a_later_one);
+	RUN(a_rotation_never_leaves_less_than_one);
+	RUN(saves_in_flight_together_do_not_endanger_each_other);
+	RUN(failed_and_cancelled_saves_endanger_nothing);
+	RUN(what_is_not_synced_is_old_new_or_found_to_be_damaged);
+	RUN(a_removed_directory_takes_nothing_else_with_it);
+	RUN(a_missing_or_late_sync_would_be_noticed);
+	RUN(a_remove_that_does_not_wait_would_be_noticed);
+	RUN(the_next_run_saves_into_what_is_left);
+	(void)printf("  %llu states in all\n", (unsigned long long)nr_states);
+	saving_rmdir(dir);
+	return check_done();
+}

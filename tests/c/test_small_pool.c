@@ -1,0 +1,383 @@
+/* Small pools: several saves and threads, and fewer blocks than any of them needs.
+ *
+ * Layouts, pools, writers and what happens to the saves are drawn at random from a seed that is
+ * printed with a failure; CHECK_SEED in the environment repeats one.
+ */
+#include <errno.h>
+#include <pthread.h>
+
+#include "saving.h"
+
+enum {
+	NR_ROUNDS = 60,
+	NR_THREADS = 3,
+	NR_SAVES = 4, /* of each thread in a round */
+	MAX_SOURCES = 7,
+	BLOCK = SAVING_BLOCK,
+	MAX_LEN = 3 * BLOCK,
+};
+
+static const char *dir;
+static struct saving_state one;
+
+static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers,
+				     uint32_t max_in_flight)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * BLOCK,
+					      .block_bytes = BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = max_in_flight };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+}
+
+static void slow(const char *call, uint64_t delay_ns)
+{
+	const struct sfr_fault fault = {
+		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
+	};
+
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+}
+
+/* ---- any layout, any pool, several threads ---- */
+
+static uint32_t draw(uint64_t *random, uint32_t below)
+{
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(*random >> 33) % below;
+}
+
+/* One thread's saves: bytes that tell which save and which source they are of. */
+struct saver {
+	struct sfr_engine *engine;
+	unsigned number;
+	uint64_t random;
+	unsigned char bytes[MAX_SOURCES][MAX_LEN];
+	int durable, cancelled; /* how they ended */
+};
+
+/* A length around which something happens: nothing, one byte, a block and its neighbours. */
+static uint64_t draw_len(uint64_t *random)
+{
+	static const uint64_t lens[] = { 0,         1,     63,        64,        4096,
+					 BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, MAX_LEN };
+	uint32_t i = draw(random, 2 * sizeof(lens) / sizeof(lens[0]));
+
+	return i < sizeof(lens) / sizeof(lens[0]) ? lens[i] : draw(random, MAX_LEN);
+}
+
+static unsigned char value(unsigned thread, unsigned save, unsigned source, uint64_t at)
+{
+	return (unsigned char)(thread * 61 + save * 17 + source * 5 + at % 251);
+}
+
+/* Does the file hold just these sources, each with this save's bytes? */
+static bool holds(const char *name, const struct saver *s, unsigned save,
+		  const struct sfr_save_desc *desc)
+{
+	static _Thread_local unsigned char got[MAX_LEN];
+	struct sfr_check *check = NULL;
+	struct sfr__image img;
+	char path[PATH_MAX];
+	bool ok = false;
+	int fd;
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return false;
+	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 &&
+	    sfr_check_run(check, SFR_FOREVER) == 0 && sfr_check_result(check)->ok &&
+	    sfr_check_result(check)->nr_unchecked == 0 && sfr__image_init(&img, desc, BLOCK) == 0) {
+		ok = true;
+		for (uint32_t i = 0; i < img.nr_entries; i++) {
+			const struct sfr__entry *entry = &img.entries[i];
+
+			if (entry->source < 0)
+				continue;
+			ok = ok && pread(fd, got, entry->nbytes, (off_t)entry->data_off) ==
+					   (ssize_t)entry->nbytes;
+			for (uint64_t k = 0; ok && k < entry->nbytes; k++)
+				ok = got[k] == value(s->number, save, (unsigned)entry->source, k);
+		}
+		sfr__image_fini(&img);
+	}
+	sfr_check_free(check);
+	(void)close(fd);
+	return ok;
+}
+
+/* From admit to launch in slices so short that every wait is interrupted. */
+static int submit_in_slices(struct sfr_ticket *t)
+{
+	const uint64_t slice_ns = 100 * 1000;
+	int rc;
+
+	do
+		rc = sfr_save_admit(t, slice_ns);
+	while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return rc;
+	do
+		rc = sfr_save_capture(t, slice_ns);
+	while (rc == SFR_EAGAIN);
+	return rc < 0 ? rc : sfr_save_launch(t);
+}
+
+static void save_one(struct saver *s, unsigned save)
+{
+	struct sfr_source sources[MAX_SOURCES];
+	uint32_t nr_sources = draw(&s->random, MAX_SOURCES + 1), fate = draw(&s->random, 8);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+	char name[32];
+
+	(void)snprintf(name, sizeof(name), "%u-%u", s->number, save);
+	for (uint32_t i = 0; i < nr_sources; i++) {
+		uint64_t len = draw_len(&s->random);
+
+		for (uint64_t k = 0; k < len; k++)
+			s->bytes[i][k] = value(s->number, save, i, k);
+		sources[i] = (struct sfr_source){
+			.addr = (uint64_t)(uintptr_t)s->bytes[i],
+			.nbytes = len,
+			.lane = draw(&s->random, 2) ? SFR_CAPTURED : SFR_LANE_HOST,
+		};
+	}
+	const struct sfr_save_desc desc = { .dir = dir,
+					    .name = name,
+					    .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = sources,
+					    .nr_sources = nr_sources };
+	if (!CHECK_EQ(sfr_save_new(s->engine, &desc, &t), 0))
+		return;
+	if (!CHECK_EQ(submit_in_slices(t), 0))
+		return;
+	if (fate == 0)
+		(void)sfr_save_cancel(t); /* it may be through already */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	(void)sfr_save_confirm(t, -1);
+	if (fate == 1)
+		(void)sfr_engine_trim(s->engine);
+	if (fate == 2)
+		(void)sfr_engine_warm_up(s->engine, 2 * BLOCK);
+	/* From here on the sources may change: the next save's are written over them. */
+	memset(s->bytes, 0xee, sizeof(s->bytes));
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK(report.peak_pool_bytes <= s->engine->pool_bytes);
+	s->durable += report.state == SFR_DURABLE;
+	s->cancelled += report.state == SFR_CANCELLED;
+	if (report.state == SFR_DURABLE)
+		CHECK(holds(name, s, save, &desc));
+	else
+		CHECK(fate == 0 && report.state == SFR_CANCELLED);
+	sfr_ticket_put(t);
+}
+
+static void *saver_main(void *arg)
+{
+	for (unsigned save = 0; save < NR_SAVES; save++)
+		save_one(arg, save);
+	return NULL;
+}
+
+/* Takes what the notices say until nothing more comes. */
+static void drain_notices(int nr_ended)
+{
+	while (nr_ended > 0)
+		nr_ended -= saving_notice() == SFR_NOTICE_ENDED;
+}
+
+static void one_round(uint64_t seed, int *durable, int *cancelled)
+{
+	static struct saver savers[NR_THREADS];
+	uint64_t random = seed;
+	uint32_t nr_blocks = 1 + draw(&random, 3), nr_writers = 1 + draw(&random, 3);
+	struct sfr_engine *engine =
+		new_engine(nr_blocks, nr_writers, 1 + draw(&random, NR_THREADS));
+	int failed = check__nr_failed;
+	pthread_t threads[NR_THREADS];
+
+	for (unsigned i = 0; i < NR_THREADS; i++) {
+		savers[i].engine = engine;
+		savers[i].number = i;
+		savers[i].random = seed * 1000 + i;
+		savers[i].durable = savers[i].cancelled = 0;
+		CHECK_EQ(pthread_create(&threads[i], NULL, saver_main, &savers[i]), 0);
+	}
+	drain_notices(NR_THREADS * NR_SAVES);
+	for (unsigned i = 0; i < NR_THREADS; i++) {
+		CHECK_EQ(pthread_join(threads[i], NULL), 0);
+		*durable += savers[i].durable;
+		*cancelled += savers[i].cancelled;
+	}
+	free_engine(engine);
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	if (check__nr_failed != failed)
+		(void)fprintf(stderr, "  (CHECK_SEED=%llu: %u blocks, %u writers)\n",
+			      (unsigned long long)seed, nr_blocks, nr_writers);
+}
+
+static void any_layout_goes_through_any_small_pool_whoever_else_saves(void)
+{
+	const char *seed = getenv("CHECK_SEED");
+	int durable = 0, cancelled = 0;
+
+	if (seed) {
+		one_round(strtoull(seed, NULL, 10), &durable, &cancelled);
+		return;
+	}
+	for (uint64_t i = 1; i <= NR_ROUNDS; i++)
+		one_round(i, &durable, &cancelled);
+	CHECK(cancelled > 0 && durable > 2 * cancelled);
+}
+
+/* ---- the waiting is told ---- */
+
+static void a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger(void)
+{
+	struct sfr_engine *engine = new_engine(1, 1, 2);
+	struct sfr_report report;
+	struct sfr_stats stats;
+	struct sfr_ticket *t;
+
+	slow("pwrite", 2 * 1000 * 1000);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(saving_submit(t), 0); /* 20,000 captured bytes, 8,192 at a time */
+	saving_finish(t);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_DURABLE);
+	CHECK(report.captured_nbytes > 2 * BLOCK);
+	CHECK(report.block_wait_ns >= 2 * 2 * 1000 * 1000); /* two blocks had to be written first */
+	CHECK_EQ(report.peak_pool_bytes, BLOCK);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.committed_bytes, BLOCK);
+	CHECK_EQ(stats.leased_bytes, 0);
+	sfr_ticket_put(t);
+	free_engine(engine);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+}
+
+/* A save that a signal handler makes while the interrupted one waits for blocks. */
+static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(void)
+{
+	struct sfr_engine *engine = new_engine(1, 1, 1);
+	struct sfr_ticket *outer, *nested;
+
+	slow("pwrite", 5 * 1000 * 1000);
+	CHECK_EQ(saving_new(engine, dir, "outer", &one, 0, &outer), 0);
+	CHECK_EQ(sfr_save_admit(outer, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* it has one block with the writer */
+	CHECK_EQ(saving_new(engine, dir, "nested", &one, SFR_SAVE_NESTED, &nested), 0);
+	CHECK_EQ(saving_submit(nested), 0);
+	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(nested, -1), 0);
+	CHECK_EQ(sfr_save_wait(nested, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(saving_look(dir, "nested"), 1);
+	CHECK_EQ(sfr_save_capture(outer, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(outer), 0);
+	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(outer, -1), 0);
+	CHECK_EQ(sfr_save_wait(outer, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	sfr_inject_clear();
+	CHECK_EQ(saving_look(dir, "outer"), 1);
+	drain_notices(2);
+	sfr_ticket_put(outer);
+	sfr_ticket_put(nested);
+	free_engine(engine);
+}
+
+/* ---- ends ---- */
+
+/* Jobs hold no reference: a writer that has said what it wrote, and has not yet come back for the
+ * lock, keeps the save from its end by being counted. */
+static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
+{
+	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	pthread_mutex_lock(&engine->mu);
+	t->jobs_out++; /* this thread plays the writer */
+	pthread_mutex_unlock(&engine->mu);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	do
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+	while (report.written_nbytes < report.nbytes);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
+	pthread_mutex_lock(&engine->mu);
+	t->jobs_out--;
+	sfr__ticket_step_locked(t);
+	pthread_mutex_unlock(&engine->mu);
+	saving_finish(t);
+	CHECK(!t->jobs && !t->samples && !t->img.entries); /* the report needs none of them */
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* What a thread does to a pool while another closes the engine. */
+static void *use_the_pool(void *engine)
+{
+	int rc;
+
+	do {
+		rc = sfr_engine_warm_up(engine, 8 * SAVING_BLOCK);
+		if (rc == 0)
+			rc = sfr_engine_trim(engine);
+	} while (rc == 0);
+	return (void *)(intptr_t)rc;
+}
+
+static void close_waits_for_those_who_warm_and_trim_the_pool(void)
+{
+	for (int i = 0; i < 20; i++) {
+		struct sfr_engine *engine = new_engine(8, 1, 1);
+		struct sfr_stats stats;
+		pthread_t user;
+		void *rc;
+
+		slow("mmap", 100 * 1000);
+		slow("madvise", 100 * 1000);
+		CHECK_EQ(pthread_create(&user, NULL, use_the_pool, engine), 0);
+		do
+			CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+		while (stats.committed_bytes == 0);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		CHECK_EQ(pthread_join(user, &rc), 0);
+		CHECK_EQ((intptr_t)rc, SFR_ECLOSED);
+		sfr_inject_clear();
+		free_engine(engine);
+	}
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	CHECK_EQ(sfr_inject_install(), 0);
+	RUN(any_layout_goes_through_any_small_pool_whoever_else_saves);
+	RUN(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger);
+	RUN(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for);
+	RUN(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it);
+	RUN(close_waits_for_those_who_warm_and_trim_the_pool);
+	CHECK_EQ(sfr_log_stop(), 0);
+	saving_rmdir(dir);
+	return check_done();
+}
