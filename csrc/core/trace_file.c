@@ -34,7 +34,8 @@
 
 enum {
 	TEXT_BYTES = 256 << 10,
-	LINE_BYTES = 768, /* no event takes more */
+	LINE_BYTES = 768,
+	EVENT_LINES = 16, /* no event takes more, its row's names included */
 	END_BYTES = 256,
 };
 
@@ -52,6 +53,7 @@ static struct {
 	uint64_t off; /* of the document's end */
 	uint64_t start_ns, started_unix_ns;
 	uint64_t nr_events, nr_dropped, nr_lost_seen, end_len;
+	uint64_t nr_unwritten; /* events of the text not yet written */
 	int error;
 	char *text;
 	size_t len; /* of the text not yet written */
@@ -116,6 +118,8 @@ static void flush_text(void)
 		goto out;
 	}
 	session.error = rc;
+	session.nr_events -= session.nr_unwritten;
+	session.nr_dropped += session.nr_unwritten;
 	if (session.off == 0)
 		goto out; /* not even the head: an empty file */
 	/* Only bytes that are there already are written over, so a full disk does not matter. */
@@ -127,6 +131,7 @@ static void flush_text(void)
 	(void)write_at(session.text, end_len, session.off, &done); /* the first error is kept */
 out:
 	session.len = 0;
+	session.nr_unwritten = 0;
 }
 
 __attribute__((format(printf, 1, 2))) static void add(const char *format, ...)
@@ -139,7 +144,12 @@ __attribute__((format(printf, 1, 2))) static void add(const char *format, ...)
 	va_end(args);
 	if (len > 0)
 		session.len += (size_t)len < LINE_BYTES ? (size_t)len : LINE_BYTES - 1;
-	if (session.len > TEXT_BYTES - LINE_BYTES - END_BYTES)
+}
+
+/* Before each event: only whole ones are followed by the document's end. */
+static void make_room(void)
+{
+	if (session.len > TEXT_BYTES - EVENT_LINES * LINE_BYTES - END_BYTES)
 		flush_text();
 }
 
@@ -303,14 +313,17 @@ static void read_ring(struct sfr__ring *ring, void *unused)
 		if (!early && session.error) {
 			session.nr_dropped++;
 		} else if (!early) {
+			make_room();
 			name_rows(ring, steps);
-			add_event(ring, event);
 			session.nr_events++;
+			session.nr_unwritten++;
+			add_event(ring, event);
 		}
 		sfr__ring_pop(ring);
 	}
 	if (dropped == ring->dropped_seen)
 		return;
+	make_room();
 	name_rows(ring, false);
 	add(",\n{\"name\":\"%" PRIu64
 	    " events dropped\",\"cat\":\"trace\",\"ph\":\"i\",\"s\":\"t\","
@@ -373,7 +386,7 @@ static int open_file(const char *path)
 	(void)sfr_sys.clock_gettime(CLOCK_REALTIME, &now); /* always there on Linux */
 	session.started_unix_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 	session.off = session.nr_events = session.nr_dropped = session.nr_lost_seen = 0;
-	session.end_len = 0;
+	session.end_len = session.nr_unwritten = 0;
 	session.error = 0;
 	session.len = 0;
 	add("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
@@ -454,8 +467,10 @@ int sfr_trace_stop(struct sfr_trace_result *out)
 void sfr_trace_name_thread(uint64_t tid, const char *name)
 {
 	pthread_mutex_lock(&session.mu);
-	if (session.state == RUNNING && !session.error)
+	if (session.state == RUNNING && !session.error) {
+		make_room();
 		add_row(tid, name, -1);
+	}
 	pthread_mutex_unlock(&session.mu);
 }
 
