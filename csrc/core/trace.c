@@ -23,7 +23,7 @@ _Atomic uint32_t sfr__trace_on;
 
 static struct {
 	pthread_mutex_t mu;
-	struct sfr__ring *rings;
+	struct sfr__ring *rings, *of_parent;
 	bool reading; /* a trace is being written: rings of ended threads are left to its reader */
 } registry = { .mu = PTHREAD_MUTEX_INITIALIZER };
 static _Atomic uint64_t lost;
@@ -320,7 +320,9 @@ void sfr__ring_pop(struct sfr__ring *ring)
 
 void sfr__rings_forked(void)
 {
-	/* The rings are not freed: the allocator's locks may be those of threads that are gone. */
+	/* The rings are not freed: the allocator's locks may be those of threads that are gone.
+	 * They are kept in sight of leak checkers. */
+	registry.of_parent = registry.rings;
 	atomic_store(&sfr__trace_on, 0);
 	mine = NULL;
 	if (have_key)

@@ -55,7 +55,7 @@ static struct {
 	uint64_t nr_events, nr_dropped, nr_lost_seen, end_len;
 	uint64_t nr_unwritten; /* events of the text not yet written */
 	int error;
-	char *text;
+	char *text, *of_parent;
 	size_t len; /* of the text not yet written */
 } session = { .mu = PTHREAD_MUTEX_INITIALIZER, .fd = -1 };
 
@@ -477,10 +477,12 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 void sfr__trace_forked(void)
 {
 	/* fork.c has closed the descriptor; the text stays, as the rings do. */
+	char *text = session.text;
 	uint32_t number = session.number;
 
 	sfr__rings_forked();
 	memset(&session, 0, sizeof(session));
+	session.of_parent = text;
 	session.number = number; /* rows of before must be named anew */
 	session.fd = -1;
 	(void)pthread_mutex_init(&session.mu, NULL); /* cannot fail for a default mutex */
