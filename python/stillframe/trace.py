@@ -28,21 +28,21 @@ class trace:  # a context manager that reads as a verb
             train()
 
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
-    topmost row shows training steps (from the end of one optimizer step to the end of the next, the
-    optimizer's part inside it), below it is one row a thread: the call with plan and capture, the
-    gate, copies, checksums, writes, syncs and commits, with the number of their save and their
-    bytes. A save as a whole, from the call to its end, is a slice of its own (`save`, with file name
-    and outcome) once it has ended.
+    topmost row shows training steps (from the end of one optimizer step to the end of the next,
+    the optimizer's part inside it), below it is one row a thread: the call with plan and capture,
+    the gate, copies, checksums, writes, syncs and commits, with the number of their save and their
+    bytes. A save as a whole, from the call to its end, is a slice of its own (`save`, with file
+    name and outcome) once it has ended.
 
     It is cheap enough to leave on: about 0.1 µs a span, written by a thread of its own ten times a
-    second. Spans that come faster than that thread empties the buffers (8,192 a thread) are dropped,
-    counted, and reported: in the timeline, in `dropped`, and as a warning in the log.
+    second. Spans that come faster than that thread empties the buffers (8,192 a thread) are
+    dropped, counted, and reported: in the timeline, in `dropped`, and as a warning in the log.
 
     After each write the file is a complete document, so that a process that dies inside the block
-    leaves a valid one, at most 0.1 s short. Saves still in flight when the block ends have only their
-    spans so far in it: call `wait_all()` inside the block to have them whole. There is one trace at a
-    time in a process; blocks cannot be nested. A forked child writes nothing into its parent's
-    trace and may begin its own.
+    leaves a valid one, at most 0.1 s short. Saves still in flight when the block ends have only
+    their spans so far in it: call `wait_all()` inside the block to have them whole. There is one
+    trace at a time in a process; blocks cannot be nested. A forked child writes nothing into its
+    parent's trace and may begin its own.
 
     Args:
         path: The file to write; one that is there is replaced.
@@ -55,8 +55,8 @@ class trace:  # a context manager that reads as a verb
             timeline is no reason to end a training. The file holds what was written before.
 
     Raises:
-        TypeError: `path` is no path.
-        OSError: (on entering) The file cannot be made; the message and `filename` say why and where.
+        TypeError, ValueError: `path` is no path.
+        OSError: (on entering) The file cannot be made; message and `filename` say why and where.
         StillframeError: (on entering) Another trace is being written.
     """
 
