@@ -51,6 +51,7 @@
 #include <string.h>
 
 #include "sfr_internal.h"
+#include "trace.h"
 
 #define SLICE (4u << 20) /* of one write: larger ones gain nothing, smaller ones cost */
 
@@ -209,6 +210,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 		return fail(err, SFR_ESTATE, SFR_PHASE_WRITE, NULL);
 	while (len) {
 		size_t want = len < SLICE ? len : SLICE, done;
+		SFR__TRACE(SFR_TRACE_WRITE, 0, want);
 		ssize_t put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
 		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
 
@@ -233,6 +235,7 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
+	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN; /* for good: see the top */
@@ -259,6 +262,7 @@ static int check_destination(const char *path)
 /* 0 or -errno. */
 static int sync_directory(struct sfr__file *f)
 {
+	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);
 	int fd = sfr__fd_open(f->dir, O_RDONLY | O_DIRECTORY, 0);
 	int rc;
 

@@ -36,6 +36,7 @@
 #include <unistd.h>
 
 #include "sfr_internal.h"
+#include "trace.h"
 
 #define NR_FDS 4096
 
@@ -71,6 +72,7 @@ static void after_in_child(void)
 	sfr__tmp_forked();
 	sfr__log_forked();
 	sfr__notice_forked();
+	sfr__trace_forked();
 	(void)pthread_mutex_unlock(&fork_mu); /* taken by this very thread in before() */
 }
 

@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "ticket.h"
+#include "trace.h"
 
 enum {
 	MAX_SAMPLES = 4096,
@@ -89,6 +90,7 @@ int sfr__take_samples(struct sfr_ticket *t)
 	uint32_t first, nr_entries;
 	uint64_t per_entry;
 
+	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
 	if (t->img.nr_runs < 2)
 		return 0;
 	first = t->img.runs[1].first_entry;
@@ -162,6 +164,7 @@ static void capture_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char
 
 	for (size_t done = 0, len; done < seg->len; done += len) {
 		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
+		SFR__TRACE(SFR_TRACE_PIECE, 0, len);
 		sfr_sys.capture_copy(dst + done, src + done, len);
 	}
 }
@@ -175,6 +178,7 @@ static void lane_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char *d
 
 	for (size_t done = 0, len; done < seg->len; done += len) {
 		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
+		SFR__TRACE(SFR_TRACE_PIECE, 0, len);
 		entry->crc = sfr_sys.lane_copy(entry->crc, dst + done, src + done, len);
 		entry->crc_len += len;
 	}
@@ -188,6 +192,7 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
+	SFR__TRACE(SFR_TRACE_COPY, t->number, sfr__image_block_len(&t->img, run, blk));
 	sfr__seg_iter_init(&it, &t->img, run, blk);
 	while (sfr__seg_next(&it, &seg)) {
 		switch (seg.kind) {

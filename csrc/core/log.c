@@ -22,6 +22,7 @@
 #include <string.h>
 
 #include "ticket.h"
+#include "trace.h"
 
 struct sfr_log_load {
 	struct sfr_log_load *next; /* on the same entry */
@@ -125,6 +126,7 @@ static void run_remove(const struct sfr__log_entry *e, bool drop)
 {
 	struct sfr_err err = { .index = -1 };
 
+	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
 	if (drop) {
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 e->key);
@@ -136,14 +138,21 @@ static void run_remove(const struct sfr__log_entry *e, bool drop)
 						     strerror(-err.code));
 }
 
+/* A span of its own: it has ended before anybody hears of the save's end. */
+static void commit_file(struct sfr_ticket *t, struct sfr_err *err)
+{
+	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
+	(void)sfr__file_commit(&t->file, err); /* err holds what it returns */
+	sfr__file_fini(&t->file);
+}
+
 static void run_commit(struct sfr_ticket *t)
 {
 	struct sfr_err err = { .index = -1 };
 
 	if (!sfr__ticket_begin_commit(t))
 		return; /* cancelled in time: it ends as any failed save does */
-	(void)sfr__file_commit(&t->file, &err); /* err holds what it returns */
-	sfr__file_fini(&t->file);
+	commit_file(t, &err);
 	sfr__ticket_finish(t, &err);
 }
 

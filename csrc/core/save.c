@@ -15,10 +15,12 @@
 #include <string.h>
 
 #include "ticket.h"
+#include "trace.h"
 
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		 struct sfr_ticket **out)
 {
+	static _Atomic uint64_t nr_saves;
 	struct sfr_ticket *t;
 	size_t dir_len = strlen(desc->dir), key_len;
 	int rc;
@@ -34,6 +36,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
+	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
 	t->created_ns = sfr__now_ns();
 	t->file.fd = -1;
@@ -76,6 +79,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
+	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
 	rc = sfr__log_start();
 	if (rc < 0)
 		return rc;
@@ -153,6 +157,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	if (rc == SFR_EAGAIN) {
 		uint64_t start = sfr__now_ns();
 
+		SFR__TRACE(SFR_TRACE_POOL_WAIT, t->number, 0);
 		rc = sfr__pool_get(engine->pool, t->seq, need, slice_ns, &block);
 		waited = sfr__now_ns() - start;
 	}
@@ -203,6 +208,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	pthread_mutex_unlock(&t->engine->mu);
 	if (rc < 0)
 		return rc;
+	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
 	while (t->capture_blk < run->nr_blocks && !is_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :

@@ -229,6 +229,7 @@ struct sfr_report {
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
 uint64_t sfr_ticket_seq(const struct sfr_ticket *t);
+uint64_t sfr_ticket_number(const struct sfr_ticket *t); /* from 1, of the process; trace.h */
 
 void sfr_ticket_get(struct sfr_ticket *t);
 void sfr_ticket_put(struct sfr_ticket *t); /* NULL is fine */

@@ -38,6 +38,7 @@
 #include <string.h>
 
 #include "ticket.h"
+#include "trace.h"
 
 /* How often each arrow was taken, so that a test can ask for all of them. */
 static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
@@ -116,6 +117,11 @@ uint64_t sfr_ticket_seq(const struct sfr_ticket *t)
 	return t->seq;
 }
 
+uint64_t sfr_ticket_number(const struct sfr_ticket *t)
+{
+	return t->number;
+}
+
 /* ---- the state machine ---- */
 
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
@@ -192,6 +198,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
+	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
+			strrchr(t->log.key, '/') + 1);
 	pthread_mutex_unlock(&engine->mu);
 	sfr__notice_post(&t->notice_ended); /* with the engine's reference */
 }

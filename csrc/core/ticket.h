@@ -57,7 +57,8 @@ struct sfr__log_entry {
 struct sfr_ticket {
 	struct sfr_engine *engine; /* a reference */
 	atomic_uint refs;          /* atomic */
-	uint64_t fork_generation;  /* constant, as are the next five */
+	uint64_t fork_generation;  /* constant, as are the next six */
+	uint64_t number;           /* counts the saves of the process: its name in a timeline */
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	uint32_t nr_blocks;    /* of the whole image */

@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 
 #include "ticket.h"
+#include "trace.h"
 
 void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job)
 {
@@ -57,6 +58,7 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 {
 	if (failing(t))
 		return;
+	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
 	if (sfr__file_open(&t->file, err) < 0)
 		return;
 	pthread_mutex_lock(&t->engine->mu);
@@ -114,6 +116,7 @@ static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
+	SFR__TRACE(SFR_TRACE_CHECKSUM, t->number, to - from);
 	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
 		struct sfr__entry *entry = &t->img.entries[seg.entry];
@@ -148,6 +151,7 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	struct sfr_engine *engine = t->engine;
 	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
 	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
+	SFR__TRACE(SFR_TRACE_BLOCK, t->number, len);
 	bool written = !failing(t) && complete_block(t, job) && wait_opened(t) &&
 		       sfr__file_write(&t->file, job->block->mem, len, off, err) == 0;
 
@@ -173,6 +177,7 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 
 	if (failing(t))
 		return;
+	SFR__TRACE(SFR_TRACE_TAIL, t->number, len);
 	tail = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (tail == MAP_FAILED) {
 		sfr__err_set(err, -ENOMEM, SFR_PHASE_WRITE, "no memory for the directory");

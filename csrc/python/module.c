@@ -81,15 +81,11 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-	{ Py_mod_exec, exec_errors },
-	{ Py_mod_exec, sfr_py_add_engine },
-	{ Py_mod_exec, sfr_py_add_ticket },
-	{ Py_mod_exec, sfr_py_add_log },
-	{ Py_mod_exec, sfr_py_add_inject },
-	{ Py_mod_exec, sfr_py_add_reader },
-	{ Py_mod_exec, sfr_py_add_skeleton },
-	{ Py_mod_exec, sfr_py_add_observer },
-	{ 0, NULL },
+	{ Py_mod_exec, exec_errors },         { Py_mod_exec, sfr_py_add_engine },
+	{ Py_mod_exec, sfr_py_add_ticket },   { Py_mod_exec, sfr_py_add_log },
+	{ Py_mod_exec, sfr_py_add_inject },   { Py_mod_exec, sfr_py_add_reader },
+	{ Py_mod_exec, sfr_py_add_skeleton }, { Py_mod_exec, sfr_py_add_observer },
+	{ Py_mod_exec, sfr_py_add_trace },    { 0, NULL },
 };
 
 static struct PyModuleDef definition = {

@@ -43,5 +43,6 @@ int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for test
 int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
 int sfr_py_add_observer(PyObject *module); /* observer.c */
+int sfr_py_add_trace(PyObject *module);    /* trace.c */
 
 #endif

@@ -254,6 +254,13 @@ static PyObject *ticket_id(PyObject *object, void *closure)
 	return PyLong_FromVoidPtr(((struct sfr_py_ticket *)object)->ticket);
 }
 
+static PyObject *ticket_number(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyLong_FromUnsignedLongLong(sfr_ticket_number(((struct sfr_py_ticket *)object)
+								     ->ticket));
+}
+
 #define METHOD(name, function, doc)                                                                \
 	{ name, (PyCFunction)(void (*)(void))function,                                             \
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
@@ -272,6 +279,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
 	{ "id", ticket_id, NULL, "what notice_wait() names the ticket by", NULL },
+	{ "number", ticket_number, NULL, "what a timeline names the save by", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

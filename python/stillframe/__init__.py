@@ -31,6 +31,7 @@ from stillframe.errors import (
 from stillframe.gate import register_optimizer
 from stillframe.handle import SaveHandle, SaveReport
 from stillframe.reader import load
+from stillframe.trace import trace
 
 __version__ = "0.1.0"
 
@@ -53,5 +54,6 @@ __all__ = [
     "register_optimizer",
     "remove",
     "save",
+    "trace",
     "wait_all",
 ]

@@ -26,6 +26,7 @@ from stillframe import _core, completion, gate, paths, skeleton
 from stillframe._depth import inside
 from stillframe.errors import BusyError, StillframeError
 from stillframe.handle import SaveHandle, SaveReport, take_failures
+from stillframe.trace import end_at_exit
 
 log = logging.getLogger("stillframe")
 
@@ -198,6 +199,7 @@ class Engine:
         create_parents: bool = False,
     ) -> SaveHandle:
         entered = time.perf_counter()
+        began = _core.trace_begin()
         if on_durable is not None and not callable(on_durable):
             raise TypeError(f"on_durable has to be callable, not {type(on_durable).__name__}")
         with inside() as nested:
@@ -226,6 +228,7 @@ class Engine:
                 self._core, target.directory, target.name, tree.data, tree.rows, flags
             )
             handle._ticket = ticket
+            _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
             completion.in_flight[ticket.id] = handle
             if deferral.indices:
                 handle._deferral = deferral
@@ -248,6 +251,7 @@ class Engine:
                 deferral.close()
                 handle._release_sources()
             handle._blocked_s = time.perf_counter() - entered
+            _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
             if completion.completion.over:
                 handle.settle_here()
             for sentence in tree.fallbacks:
@@ -462,6 +466,7 @@ def _drain_at_exit() -> None:
         _close_default,
         _core.log_stop,
         completion.completion.stop,
+        end_at_exit,  # saves that finish here are still in the timeline
     ]
     while steps:
         try:

@@ -245,6 +245,7 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The pre-hook: gates at once, or passes on a closure that gates."""
+    _core.trace_step_begins(optimizer)
     owner = ownership.meet(optimizer)
     owner.begin(optimizer)
     known = owner.qualifies(optimizer) and not owner.ungated
@@ -266,6 +267,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     owner = ownership.find(optimizer)
     if owner is not None:
         owner.end(optimizer)
+    _core.trace_step_ends(optimizer)
 
 
 def forked() -> None:

@@ -282,11 +282,12 @@ class SaveHandle:
         `stillframe.gate.Pending`."""
         if self._ticket is None or self._settled:
             return
-        entered = time.perf_counter()
+        entered, began = time.perf_counter(), _core.trace_begin()
         with inside():
             self._ticket.wait(_core.WAIT_COPIED, None)
             self._verdict()
         self._gate_wait_s += time.perf_counter() - entered
+        _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
 
     def settle_here(self) -> None:
         """Waits for the end where no completion thread will come."""

@@ -1,0 +1,365 @@
+/* Timelines: rings under several threads, what is dropped, failing files, forks. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/wait.h>
+
+#include "fix_dir.h"
+#include "saving.h"
+#include "trace.h"
+
+enum { NR_THREADS = 4, NR_SPANS = 5000 };
+
+static const char *dir;
+
+static void one_span(uint64_t save)
+{
+	SFR__TRACE(SFR_TRACE_COPY, save, 4096);
+}
+
+static const char *text_of(const char *path)
+{
+	static char text[8 << 20];
+	FILE *file = fopen(path, "rb");
+	size_t len = file ? fread(text, 1, sizeof(text) - 1, file) : 0;
+
+	if (file)
+		(void)fclose(file);
+	text[len] = '\0';
+	return text;
+}
+
+/* How often `what` occurs. Whether the whole is JSON is a question for Python's tests. */
+static int count(const char *text, const char *what)
+{
+	int nr = 0;
+
+	for (const char *at = text; (at = strstr(at, what)); at += strlen(what))
+		nr++;
+	return nr;
+}
+
+static bool is_closed(const char *text)
+{
+	size_t len = strlen(text);
+
+	return len > 3 && text[0] == '{' && strcmp(text + len - 3, "}}\n") == 0;
+}
+
+static int nr_rings;
+static void count_ring(struct sfr__ring *ring, void *unused)
+{
+	(void)ring, (void)unused;
+	nr_rings++;
+}
+
+static int rings(void)
+{
+	nr_rings = 0;
+	sfr__rings_each(count_ring, NULL);
+	return nr_rings;
+}
+
+/* ---- */
+
+static void without_a_trace_nothing_is_recorded_and_no_ring_is_made(void)
+{
+	struct sfr_trace_result result;
+
+	one_span(1);
+	sfr_trace_end(SFR_TRACE_GATE, sfr_trace_begin(), 1, 0);
+	sfr_trace_step(1, false);
+	sfr_trace_step(1, true);
+	sfr__trace_save(1, 1, 2, 3, SFR_DURABLE, "a");
+	sfr_trace_name_thread(1, "nobody");
+	CHECK_EQ(sfr_trace_begin(), 0);
+	CHECK_EQ(rings(), 0);
+	CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
+}
+
+static void *record_spans(void *unused)
+{
+	(void)unused;
+	for (int i = 0; i < NR_SPANS; i++)
+		one_span((uint64_t)i + 1);
+	return NULL;
+}
+
+static void every_span_of_every_thread_is_written_or_counted(void)
+{
+	const char *path = dir_path(dir, "threads.json"), *text;
+	struct sfr_trace_result result;
+	pthread_t threads[NR_THREADS];
+
+	CHECK_EQ(sfr_trace_start(path), 0);
+	for (int i = 0; i < NR_THREADS; i++)
+		CHECK_EQ(pthread_create(&threads[i], NULL, record_spans, NULL), 0);
+	for (int i = 0; i < NR_THREADS; i++)
+		CHECK_EQ(pthread_join(threads[i], NULL), 0);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	CHECK_EQ(result.error, 0);
+	CHECK_EQ(result.nr_events + result.nr_dropped, NR_THREADS * NR_SPANS);
+	CHECK_EQ(result.nr_dropped, 0); /* a ring holds more than that */
+	text = text_of(path);
+	CHECK(is_closed(text));
+	CHECK_EQ(count(text, "\"name\":\"copy\""), NR_THREADS * NR_SPANS);
+	CHECK_EQ(count(text, "\"name\":\"thread_name\""), NR_THREADS);
+	CHECK_EQ(rings(), 0); /* their threads have ended */
+}
+
+static void what_one_trace_has_left_is_not_in_the_next(void)
+{
+	const char *path = dir_path(dir, "full.json");
+	struct sfr_trace_result result;
+
+	/* No reader: the ring is this thread's and nobody empties it. */
+	sfr__rings_begin(1000);
+	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
+		one_span(7);
+	atomic_store(&sfr__trace_on, 0);
+	CHECK_EQ(rings(), 1);
+	/* What is left of one trace is not in the next one, nor are its losses. */
+	CHECK_EQ(sfr_trace_start(path), 0);
+	one_span(8);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	CHECK_EQ(result.nr_events, 1);
+	CHECK_EQ(result.nr_dropped, 0);
+	CHECK_EQ(count(text_of(path), "\"save\":7"), 0);
+	CHECK_EQ(count(text_of(path), "\"save\":8"), 1);
+}
+
+static uint64_t seen_dropped;
+static void add_dropped(struct sfr__ring *ring, void *unused)
+{
+	(void)unused;
+	seen_dropped += atomic_load(&ring->dropped);
+}
+
+static void a_full_ring_drops_and_counts(void)
+{
+	sfr__rings_begin(1001);
+	for (int i = 0; i < SFR__RING_EVENTS + 100; i++)
+		one_span((uint64_t)i + 1);
+	atomic_store(&sfr__trace_on, 0);
+	seen_dropped = 0;
+	sfr__rings_each(add_dropped, NULL);
+	CHECK_EQ(seen_dropped, 100);
+	sfr__rings_begin(1002); /* empties it */
+	atomic_store(&sfr__trace_on, 0);
+	seen_dropped = 0;
+	sfr__rings_each(add_dropped, NULL);
+	CHECK_EQ(seen_dropped, 0);
+	sfr__rings_sweep(true);
+}
+
+static void *record_one(void *unused)
+{
+	(void)unused;
+	one_span(1);
+	return NULL;
+}
+
+static void a_thread_without_memory_for_a_ring_is_counted(void)
+{
+	const struct sfr_fault fault = {
+		.call = "calloc", .nth = 1, .sticky = 1, .err = ENOMEM, .limit = -1
+	};
+	struct sfr_trace_result result;
+	pthread_t thread;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "memory.json")), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(pthread_create(&thread, NULL, record_one, NULL), 0);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	CHECK_EQ(result.nr_events, 0);
+	CHECK_EQ(result.nr_dropped, 1);
+	CHECK_EQ(count(text_of(dir_path(dir, "memory.json")), "\"dropped_events\":\"1\""), 1);
+}
+
+static void a_trace_that_cannot_begin_says_why_and_leaves_nothing_open(void)
+{
+	struct sfr_trace_result result;
+
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "missing/t.json")), -ENOENT);
+	CHECK_EQ(sfr_trace_start(dir), -EISDIR);
+	CHECK_EQ(sfr_trace_start("/dev/null"), -EINVAL);
+	CHECK_EQ(mkfifo(dir_path(dir, "pipe"), 0600), 0);
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "pipe")), -ENXIO);
+	CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
+	FOR_EVERY_FAILURE(run, "*", ENOSPC)
+	{
+		int rc = sfr_trace_start(dir_path(dir, "faulty.json"));
+
+		check_heal(&run);
+		CHECK(rc == 0 || check_acted(&run));
+		CHECK_EQ(sfr_trace_stop(&result), rc == 0 ? 0 : SFR_ESTATE);
+		CHECK_EQ(sfr_trace_begin(), 0);
+	}
+}
+
+static void a_second_trace_is_refused_while_one_is_written(void)
+{
+	struct sfr_trace_result result;
+
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "first.json")), 0);
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "second.json")), SFR_EBUSY);
+	CHECK(access(dir_path(dir, "second.json"), F_OK) < 0);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	CHECK_EQ(sfr_trace_start(dir_path(dir, "second.json")), 0);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+}
+
+static void a_failing_disk_leaves_a_whole_document_and_counts_the_rest(void)
+{
+	/* The first write is the head's. The one after it fails, at once or half-way. */
+	for (int half = 0; half < 2; half++) {
+		const struct sfr_fault cut = { .call = "pwrite", .nth = 1, .limit = -2 };
+		const struct sfr_fault full = {
+			.call = "pwrite", .nth = 1 + (uint64_t)half, .err = ENOSPC, .limit = -1
+		};
+		const char *path = dir_path(dir, "disk.json");
+		struct sfr_trace_result result;
+
+		CHECK_EQ(sfr_inject_install(), 0);
+		CHECK_EQ(sfr_trace_start(path), 0);
+		sfr_inject_clear();
+		if (half)
+			CHECK_EQ(sfr_inject_set(&cut), 0);
+		CHECK_EQ(sfr_inject_set(&full), 0);
+		for (int i = 0; i < 100; i++)
+			one_span(1);
+		while (sfr_inject_hits() < 1 + (uint64_t)half) /* the writing thread comes by */
+			(void)usleep(1000);
+		one_span(2);
+		CHECK_EQ(sfr_trace_stop(&result), 0);
+		sfr_inject_clear();
+		CHECK_EQ(result.error, -ENOSPC);
+		CHECK_EQ(result.nr_events, 0);
+		CHECK_EQ(result.nr_dropped, 101);
+		CHECK_EQ(count(text_of(path), "\"name\":\"copy\""), 0);
+		/* The head, one row, the end; what had been written of the events is blank. */
+		CHECK_EQ(count(text_of(path), "]"), 1);
+		CHECK_EQ(count(text_of(path), "{"), 4);
+		CHECK_EQ(count(text_of(path), " ") > 100, half);
+	}
+}
+
+static void a_child_writes_nothing_of_its_parents_and_may_begin_its_own(void)
+{
+	const char *path = dir_path(dir, "parent.json"), *own = dir_path(dir, "child.json");
+	struct sfr_trace_result result;
+	int status = -1;
+	pid_t pid;
+
+	CHECK_EQ(sfr_trace_start(path), 0);
+	one_span(1);
+	pid = fork();
+	if (pid == 0) {
+		int failed = check__nr_failed;
+
+		(void)alarm(60);
+		one_span(2);
+		CHECK_EQ(sfr_trace_begin(), 0);
+		CHECK_EQ(sfr_trace_stop(&result), SFR_ESTATE);
+#ifndef __SANITIZE_THREAD__ /* it knows no threads after the fork of a threaded process */
+		CHECK_EQ(sfr_trace_start(own), 0);
+		one_span(3);
+		CHECK_EQ(sfr_trace_stop(&result), 0);
+		CHECK_EQ(result.nr_events, 1);
+#endif
+		_exit(check__nr_failed != failed);
+	}
+	CHECK(pid > 0);
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+	one_span(4);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	CHECK_EQ(result.nr_events, 2);
+	CHECK_EQ(count(text_of(path), "\"save\":1") + count(text_of(path), "\"save\":4"), 2);
+	CHECK_EQ(count(text_of(path), "\"save\":2") + count(text_of(path), "\"save\":3"), 0);
+#ifndef __SANITIZE_THREAD__
+	CHECK_EQ(count(text_of(own), "\"save\":3"), 1);
+#endif
+	CHECK_EQ(count(text_of(own), "\"save\":1"), 0);
+}
+
+static void steps_that_raise_are_forgotten(void)
+{
+	const char *path = dir_path(dir, "steps.json"), *text;
+	struct sfr_trace_result result;
+
+	CHECK_EQ(sfr_trace_start(path), 0);
+	sfr_trace_step(1, true); /* it began before the trace */
+	sfr_trace_step(1, false);
+	sfr_trace_step(1, false); /* the first one raised */
+	sfr_trace_step(2, false); /* nested: an optimizer around another */
+	sfr_trace_step(2, true);
+	sfr_trace_step(3, false); /* raises inside */
+	sfr_trace_step(1, true);
+	for (uint64_t i = 10; i < 30; i++) /* nested deeper than is kept */
+		sfr_trace_step(i, false);
+	for (uint64_t i = 29; i >= 10; i--)
+		sfr_trace_step(i, true);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	text = text_of(path);
+	CHECK_EQ(count(text, "\"name\":\"step\""), 2);
+	CHECK_EQ(count(text, "\"name\":\"optimizer\""), 2 + 8);
+}
+
+static void a_save_is_seen_in_every_phase(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 2,
+					      .max_in_flight = 2 };
+	static const char *const phases[] = { "save",           "admit", "capture",  "samples",
+					      "copy",           "block", "checksum", "write",
+					      "open",           "tail",  "sync",     "commit",
+					      "sync directory", "remove" };
+	const char *path = dir_path(dir, "save.json"), *text;
+	struct sfr_trace_result result;
+	struct sfr_engine *engine;
+	struct saving_state state;
+	char what[64];
+
+	saving_fill(&state, 1);
+	CHECK_EQ(sfr_trace_start(path), 0);
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(saving_save(engine, dir, "a \"b\"\n\377.pt", &state, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "a \"b\"\n\377.pt"), NULL), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+	CHECK_EQ(sfr_trace_stop(&result), 0);
+	text = text_of(path);
+	for (size_t i = 0; i < sizeof(phases) / sizeof(phases[0]); i++) {
+		(void)snprintf(what, sizeof(what), "\"name\":\"%s\",", phases[i]);
+		CHECK(count(text, what) > 0);
+	}
+	CHECK_EQ(count(text, "\"file\":\"a \\\"b\\\"\\u000a?.pt\",\"state\":\"durable\""), 1);
+	CHECK_EQ(count(text, "\"name\":\"copy piece\""), 0); /* all of them are small */
+}
+
+int main(void)
+{
+	static char path[PATH_MAX];
+
+	(void)snprintf(path, sizeof(path), "%s", saving_dir());
+	dir = path;
+	RUN(without_a_trace_nothing_is_recorded_and_no_ring_is_made);
+	RUN(every_span_of_every_thread_is_written_or_counted);
+	RUN(what_one_trace_has_left_is_not_in_the_next);
+	RUN(a_full_ring_drops_and_counts);
+	RUN(a_thread_without_memory_for_a_ring_is_counted);
+	RUN(a_trace_that_cannot_begin_says_why_and_leaves_nothing_open);
+	RUN(a_second_trace_is_refused_while_one_is_written);
+	RUN(a_failing_disk_leaves_a_whole_document_and_counts_the_rest);
+	RUN(a_child_writes_nothing_of_its_parents_and_may_begin_its_own);
+	RUN(steps_that_raise_are_forgotten);
+	RUN(a_save_is_seen_in_every_phase);
+	saving_rmdir(dir);
+	return check_done();
+}

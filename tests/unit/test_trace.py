@@ -1,0 +1,395 @@
+"""`stillframe.trace`: is the timeline whole, true, and nobody's obstacle?"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from stillframe import _core
+from stillframe.testing import fault
+
+MIB = 1 << 20
+STEPS_TID = 1 << 22  # added to the number of a thread: the row of its training steps
+TOLERANCE_US = 0.002  # of figures in decimal text
+
+
+class Timeline:
+    """A trace's file, read as strictly as JSON can be."""
+
+    def __init__(self, path: Path) -> None:
+        self.document = json.loads(path.read_text())
+        self.events: list[dict[str, Any]] = self.document["traceEvents"]
+        self.spans = [event for event in self.events if event["ph"] == "X"]
+        self.rows = {
+            event["tid"]: event["args"]["name"]
+            for event in self.events
+            if event["name"] == "thread_name"
+        }
+        self.order = {
+            event["tid"]: event["args"]["sort_index"]
+            for event in self.events
+            if event["name"] == "thread_sort_index"
+        }
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [span for span in self.spans if span["name"] == name]
+
+    def row_of(self, name: str) -> set[str]:
+        return {self.rows[span["tid"]] for span in self.named(name)}
+
+    def total(self, name: str, number: str = "bytes") -> int:
+        return sum(span["args"][number] for span in self.named(name))
+
+    def parents(self) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+        """Every span with the innermost one around it; fails where two of a row overlap."""
+        found = []
+        by_row = defaultdict(list)
+        for span in self.spans:
+            by_row[span["pid"], span["tid"]].append(span)
+        for spans in by_row.values():
+            spans.sort(key=lambda span: (span["ts"], -span["dur"]))
+            around: list[dict[str, Any]] = []
+            for span in spans:
+                while around and end(around[-1]) <= span["ts"] + TOLERANCE_US:
+                    around.pop()
+                assert not around or end(span) <= end(around[-1]) + TOLERANCE_US, (span, around[-1])
+                found.append((span, around[-1] if around else None))
+                around.append(span)
+        return found
+
+
+def end(span: dict[str, Any]) -> float:
+    return span["ts"] + span["dur"]
+
+
+class Trained:
+    """A model and AdamW whose state is deferred from the fourth step on."""
+
+    def __init__(self, width: int = 512, layers: int = 4) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.width = width
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, self.width)).square().mean().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], stillframe.trace]:
+    """Three saves between steps, seen from the first to the last byte."""
+    trained = Trained()
+    trained.step(4)
+    reports = []
+    with stillframe.trace(tmp_path / "t.json") as trace:  # noqa: SIM117 (the engine ends first)
+        with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
+            for number in range(3):
+                path = tmp_path / f"save{number}.pt"
+                handle = stillframe.async_save(trained.state(), path, engine=engine)
+                trained.step()
+                report = handle.result()
+                assert report is not None
+                reports.append(report)
+    return Timeline(tmp_path / "t.json"), reports, trace
+
+
+def test_every_row_is_named_and_steps_stand_above_the_threads(traced):
+    timeline, _, _ = traced
+    assert {span["tid"] for span in timeline.spans} <= set(timeline.rows)
+    assert timeline.row_of("step") == timeline.row_of("optimizer") == {"training steps"}
+    for name in ("async_save", "plan", "admit", "capture", "samples", "gate"):
+        assert timeline.row_of(name) == {"main thread"}, name
+    assert timeline.row_of("copy") == {"main thread", "sfr-lane0"}
+    for name in ("open", "block", "checksum", "tail", "sync"):
+        assert timeline.row_of(name) <= {"sfr-writer0", "sfr-writer1"}, name
+    assert timeline.row_of("commit") == timeline.row_of("sync directory") == {"sfr-log"}
+    assert "sf-completion" in timeline.rows.values() or "sf-completion" not in {
+        thread.name for thread in threading.enumerate()
+    }
+    above = [tid for tid, name in timeline.rows.items() if name == "training steps"]
+    others = [order for tid, order in timeline.order.items() if tid not in above]
+    assert all(timeline.order[tid] < min(others) for tid in above)
+
+
+def test_spans_of_a_row_are_nested_and_a_parts_times_fit_into_the_whole(traced):
+    timeline, _, _ = traced
+    expected = {
+        "plan": "async_save",
+        "admit": "async_save",
+        "capture": "async_save",
+        "samples": "capture",
+        "optimizer": "step",
+        "checksum": "block",
+        "sync": "tail",
+        "sync directory": "commit",
+    }
+    parts: dict[int, float] = defaultdict(float)
+    wholes: dict[int, float] = {}
+    for span, parent in timeline.parents():
+        if span["name"] in expected:
+            assert parent is not None and parent["name"] == expected[span["name"]], span
+        if span["name"] == "write":
+            assert parent is not None and parent["name"] in ("block", "tail")
+        if parent is not None:
+            parts[id(parent)] += span["dur"]
+            wholes[id(parent)] = parent["dur"]
+            assert (
+                parent["args"].get("save") == span["args"].get("save")
+                or "save" not in (parent["args"])
+            )
+    assert parts
+    for key, total in parts.items():
+        assert total <= wholes[key] + 1000 * TOLERANCE_US
+
+
+def test_bytes_and_counts_are_those_of_the_saves(traced):
+    timeline, reports, trace = traced
+    assert trace.error is None and trace.dropped == 0
+    assert timeline.total("write") == sum(report.nbytes for report in reports)
+    assert timeline.total("block") == timeline.total("copy") == timeline.total("checksum")
+    assert timeline.total("block") + timeline.total("tail") == timeline.total("write")
+    assert timeline.total("capture") == sum(report.captured_nbytes for report in reports)
+    for name in ("async_save", "plan", "open", "tail", "sync", "commit", "sync directory"):
+        assert len(timeline.named(name)) == 3, name
+    assert timeline.total("async_save", "tensors") == sum(report.num_tensors for report in reports)
+    assert [span["args"]["number"] for span in timeline.named("step")] == [1, 2, 3]
+    assert len(timeline.named("optimizer")) == 3
+    numbers = {span["args"]["save"] for span in timeline.named("commit")}
+    assert len(numbers) == 3
+    saves = [event for event in timeline.events if event["ph"] in "be"]
+    assert trace.events == len(timeline.spans) + len(saves) // 2
+    assert {event["id"] for event in saves} == numbers
+    begins = [event for event in saves if event["ph"] == "b"]
+    assert [event["args"]["file"] for event in begins] == ["save0.pt", "save1.pt", "save2.pt"]
+    assert {event["args"]["state"] for event in begins} == {"durable"}
+
+
+def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path: Path):
+    trained = Trained()
+    trained.step(4)
+    with (
+        stillframe.testing.slow("lane_copy", 0.02),
+        stillframe.trace(tmp_path / "t.json"),
+        stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,
+    ):
+        handle = stillframe.async_save(trained.state(), tmp_path / "a.pt", engine=engine)
+        trained.step()
+        report = handle.result()
+    assert report is not None
+    gates = Timeline(tmp_path / "t.json").named("gate")
+    assert report.gate_wait_s > 0.02
+    assert sum(gate["dur"] for gate in gates) >= report.gate_wait_s * 1e6
+
+
+def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path: Path):
+    state = {f"t{i}": torch.zeros(MIB // 4) for i in range(8)}
+    with (
+        stillframe.testing.slow("pwrite", 0.005),
+        stillframe.trace(tmp_path / "t.json"),
+        stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as engine,
+    ):
+        stillframe.save(state, tmp_path / "a.pt", engine=engine)
+    timeline = Timeline(tmp_path / "t.json")
+    assert timeline.named("wait for block")
+    assert timeline.named("copy piece")
+    assert timeline.row_of("wait for block") == {"main thread"}
+
+
+def test_a_failed_save_says_so_and_names_may_be_anything(tmp_path: Path):
+    name = 'a "b"\n\\é😀\udcff' + "x" * 40 + ".pt"
+    with (
+        fault("fdatasync", err=errno.EIO),
+        stillframe.trace(tmp_path / "t.json"),
+        stillframe.Engine() as engine,
+    ):
+        handle = stillframe.async_save({"a": 1}, tmp_path / name, engine=engine)
+        assert isinstance(handle.exception(), stillframe.SaveError)
+    timeline = Timeline(tmp_path / "t.json")
+    (save,) = (event for event in timeline.events if event["ph"] == "b")
+    assert save["args"]["state"] == "failed"
+    assert save["args"]["file"].startswith('a "b"\n\\é😀?xxx')
+    assert not timeline.named("commit")
+
+
+def test_without_a_trace_nothing_is_recorded(tmp_path: Path):
+    trained = Trained(width=16)
+    with stillframe.trace(tmp_path / "empty.json") as trace:
+        pass
+    trained.step(2)
+    stillframe.save(trained.state(), tmp_path / "a.pt")
+    assert trace.events == 0
+    with stillframe.trace(tmp_path / "later.json") as trace:
+        pass
+    assert trace.events == 0
+    assert Timeline(tmp_path / "later.json").spans == []
+    assert _core.trace_begin() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "code"),
+    [
+        ("missing/t.json", FileNotFoundError, errno.ENOENT),
+        (".", IsADirectoryError, errno.EISDIR),
+        ("file/t.json", NotADirectoryError, errno.ENOTDIR),
+        ("null", OSError, errno.EINVAL),
+        ("pipe", OSError, errno.ENXIO),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_an_error_at_entry(tmp_path, name, error, code):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "null").symlink_to("/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    entered = False
+    with pytest.raises(error, match="trace") as caught, stillframe.trace(tmp_path / name):
+        entered = True
+    assert not entered
+    assert caught.value.errno == code
+    assert caught.value.filename == str(tmp_path / name)
+    with stillframe.trace(tmp_path / "good.json"):  # nothing is left of it
+        pass
+
+
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ValueError, match="no path"):
+        stillframe.trace(path)
+
+
+def test_a_number_is_no_path():
+    with pytest.raises(TypeError):
+        stillframe.trace(3)  # type: ignore[arg-type]
+
+
+def test_two_traces_at_a_time_are_refused_and_the_first_goes_on(tmp_path: Path):
+    with stillframe.trace(tmp_path / "first.json") as first:
+        second = stillframe.trace(tmp_path / "second.json")
+        with pytest.raises(stillframe.StillframeError, match=r"first\.json"):
+            second.__enter__()
+        with pytest.raises(stillframe.StillframeError, match=r"first\.json"):
+            first.__enter__()
+        stillframe.save({"a": 1}, tmp_path / "a.pt")
+    assert not (tmp_path / "second.json").exists()
+    assert Timeline(tmp_path / "first.json").named("commit")
+    with second:
+        pass
+    assert Timeline(tmp_path / "second.json").spans == []
+
+
+def test_an_error_in_the_block_passes_and_the_file_is_whole(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), stillframe.trace(tmp_path / "t.json"):
+        stillframe.save({"a": 1}, tmp_path / "a.pt")
+        raise ZeroDivisionError
+    assert Timeline(tmp_path / "t.json").named("sync")
+
+
+def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path: Path, caplog):
+    # The first write is that of the empty document, the second one of the events.
+    with fault("pwrite", nth=2, err=errno.ENOSPC), stillframe.trace(tmp_path / "t.json") as trace:
+        start = _core.trace_begin()
+        _core.trace_end(_core.TRACE_GATE, start, 1, 0)
+    assert trace.error is not None and trace.error.errno == errno.ENOSPC
+    assert (trace.events, trace.dropped) == (0, 1)
+    assert "not complete" in caplog.text and "1 events were dropped" in caplog.text
+    assert Timeline(tmp_path / "t.json").spans == []
+
+
+def test_steps_of_several_threads_have_rows_of_their_own(tmp_path: Path):
+    def train() -> None:
+        Trained(width=16).step(3)
+
+    with stillframe.trace(tmp_path / "t.json"):
+        threads = [threading.Thread(target=train) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        train()
+        for thread in threads:
+            thread.join()
+    timeline = Timeline(tmp_path / "t.json")
+    timeline.parents()
+    rows = defaultdict(list)
+    for span in timeline.named("step"):
+        rows[span["tid"]].append(span["args"]["number"])
+    assert len(rows) == 3
+    assert all(numbers == [1, 2, 3] for numbers in rows.values())
+    assert all(tid >= STEPS_TID for tid in rows)
+
+
+def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path: Path):
+    code = """
+    import os, json, stillframe
+    with stillframe.trace("parent.json"):
+        stillframe.save({"a": 1}, "before.pt")
+        child = os.fork()
+        if child == 0:
+            stillframe.save({"a": 1}, "child.pt")
+    if child == 0:  # it has left the parent's block
+        with stillframe.trace("child.json"):
+            stillframe.save({"a": 1}, "own.pt")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        check=True,
+        timeout=120,
+    )
+    files = {
+        name: [e["args"]["file"] for e in Timeline(tmp_path / name).events if e["ph"] == "b"]
+        for name in ("parent.json", "child.json")
+    }
+    assert files == {"parent.json": ["before.pt"], "child.json": ["own.pt"]}
+
+
+@pytest.mark.parametrize("leave", ["os._exit(3)", "os.kill(os.getpid(), 9)", "sys.exit(3)"])
+def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path: Path, leave):
+    code = f"""
+    import os, sys, json, stillframe
+    with stillframe.trace("t.json"):
+        stillframe.save({{"a": 1}}, "a.pt")
+        while '"commit"' not in open("t.json").read():  # written ten times a second
+            pass
+        {leave}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=False, timeout=120
+    )
+    assert done.returncode == (-9 if "kill" in leave else 3)
+    assert Timeline(tmp_path / "t.json").named("commit")
+
+
+def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path: Path):
+    code = """
+    import threading, time, stillframe
+    inside, forever = threading.Event(), threading.Event()
+    def run():
+        with stillframe.trace("t.json"):
+            inside.set()
+            forever.wait()
+    threading.Thread(target=run, daemon=True).start()
+    inside.wait()
+    stillframe.async_save({"a": 1}, "a.pt")
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True, timeout=120
+    )
+    timeline = Timeline(tmp_path / "t.json")
+    assert [event["args"]["state"] for event in timeline.events if event["ph"] == "b"] == [
+        "durable"
+    ]
