@@ -169,7 +169,7 @@ def _file_exists(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
 
 
 def _link_checkpoint(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
-    method = type(callback)._link_checkpoint
+    method = getattr(type(callback), "_link_checkpoint", None)
     stock = getattr(method, "__module__", "").endswith("callbacks.model_checkpoint")
 
     def link(original: Callable[..., Any], trainer: Any, filepath: Any, linkpath: Any) -> None:
