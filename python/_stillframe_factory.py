@@ -2,18 +2,49 @@
 
 So this module stands outside the package, and importing it imports nothing: neither stillframe
 (whose import sets the optimizer hooks) nor torch. A Trainer gets the companion callback only if
-a plugin of ours is alive in the process.
+it saves with a plugin of ours.
 """
 
 import importlib
+import logging
 import sys
+
+_MAX_FRAMES = 16
+
+
+def _trainer_being_made():
+    """The Trainer in whose constructor the factory is called; None if it is not found."""
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "__init__" and frame.f_code.co_argcount:
+            self = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if hasattr(self, "_accelerator_connector") and hasattr(self, "_callback_connector"):
+                return self
+    return None
 
 
 def _companions(module: str) -> list[object]:
-    plugin = sys.modules.get("stillframe._plugin")
-    if plugin is None or not len(plugin.live):
+    plugins = sys.modules.get("stillframe._plugin")
+    if plugins is None or not len(getattr(plugins, "live", ())):
         return []
-    return [importlib.import_module(module).StillframeCompanion()]
+    try:
+        companion = importlib.import_module(module).StillframeCompanion()
+        trainer = _trainer_being_made()
+        if trainer is not None:
+            plugin = plugins.plugin_of(trainer)
+            if plugin is None:
+                return []
+            plugin.adopt(trainer)
+        return [companion]
+    except Exception:
+        # Every Trainer of the environment comes through here.
+        logging.getLogger("stillframe").exception(
+            "stillframe: the companion callback could not be made"
+        )
+        return []
 
 
 def lightning_callbacks() -> list[object]:

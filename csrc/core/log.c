@@ -7,6 +7,8 @@
  *                    ended (failed ...)   drop it, remember that it was no success
  *   head is a remove                      remove, or drop it when the last save before it
  *                                         did not become durable
+ *   head is work     not ended            whoever does it may (work.c); wait
+ *                    ended                drop it, remember how a save among them ended
  *
  * A save's data is written and synced by the engine's writers long before; only the commit
  * waits here. So a rotation (save the new, remove the old) can never leave fewer durable
@@ -42,6 +44,7 @@ static struct {
 	uint64_t last_seq, last_remove_seq;
 	uint64_t done_seq; /* every entry up to here has ended and left the list */
 	uint64_t nr_pending;
+	uint64_t nr_stops;
 	bool last_save_bad; /* the last save that left the list did not become durable */
 } slog = { .mu = PTHREAD_MUTEX_INITIALIZER };
 
@@ -58,6 +61,16 @@ static int init_locked(void)
 	return rc;
 }
 
+static bool creates(const struct sfr__log_entry *e)
+{
+	return e->kind == SFR__LOG_WORK ? sfr__work_creates(e->work) : e->kind == SFR__LOG_SAVE;
+}
+
+static bool is_save(const struct sfr__log_entry *e)
+{
+	return e->kind == SFR__LOG_WORK ? sfr__work_is_save(e->work) : e->kind == SFR__LOG_SAVE;
+}
+
 /* Does this entry decide what `key` will be? A remove also takes what lies below it. */
 static bool touches(const struct sfr__log_entry *e, const char *key)
 {
@@ -65,7 +78,7 @@ static bool touches(const struct sfr__log_entry *e, const char *key)
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	return e->kind == SFR__LOG_REMOVE && strncmp(e->key, key, len) == 0 && key[len] == '/';
+	return !creates(e) && strncmp(e->key, key, len) == 0 && key[len] == '/';
 }
 
 static struct sfr__log_entry *last_touching_locked(const char *key)
@@ -164,9 +177,16 @@ static void *log_main(void *unused)
 		struct sfr__log_entry *e = slog.head;
 		struct sfr_log_load *loads;
 		struct sfr_ticket *ticket;
+		struct sfr_log_work *work;
 
 		if (!e && slog.stopping)
 			break;
+		if (e && e->kind == SFR__LOG_WORK && !e->ended) {
+			e->ready = !e->taken;
+			pthread_cond_broadcast(&slog.cv_done);
+			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
+			continue;
+		}
 		if (!e || (e->kind == SFR__LOG_SAVE && !e->ready && !e->ended)) {
 			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
 			continue;
@@ -187,7 +207,7 @@ static void *log_main(void *unused)
 		}
 		/* The head has ended: it leaves the list when its loads are open, since until
 		 * then nothing behind it may run. */
-		if (e->kind == SFR__LOG_SAVE)
+		if (is_save(e))
 			slog.last_save_bad = !e->ok;
 		loads = e->loads;
 		e->loads = NULL;
@@ -204,9 +224,12 @@ static void *log_main(void *unused)
 		slog.nr_pending--;
 		pthread_cond_broadcast(&slog.cv_done);
 		ticket = e->ticket;
+		work = e->work;
 		pthread_mutex_unlock(&slog.mu);
 		if (e->kind == SFR__LOG_SAVE) {
 			sfr_ticket_put(ticket); /* e is part of it */
+		} else if (e->kind == SFR__LOG_WORK) {
+			sfr__work_left_log(work); /* and of this */
 		} else {
 			sfr_sys.free(e->key);
 			sfr_sys.free(e);
@@ -241,8 +264,10 @@ int sfr_log_stop(void)
 		return 0;
 	}
 	slog.stopping = true;
+	slog.nr_stops++;
 	thread = slog.thread;
 	pthread_cond_signal(&slog.cv_work);
+	pthread_cond_broadcast(&slog.cv_done); /* who waits for work is to end as well */
 	pthread_mutex_unlock(&slog.mu);
 	(void)sfr_sys.thread_join(thread, NULL); /* cannot fail: it is ours and joinable */
 	pthread_mutex_lock(&slog.mu);
@@ -275,6 +300,44 @@ void sfr__log_ended(struct sfr__log_entry *entry, bool ok)
 	entry->ok = ok;
 	pthread_cond_signal(&slog.cv_work);
 	pthread_mutex_unlock(&slog.mu);
+}
+
+void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok)
+{
+	pthread_mutex_lock(&slog.mu);
+	if (!entry->ended) {
+		entry->ended = true;
+		entry->ok = ok;
+		pthread_cond_signal(&slog.cv_work);
+	}
+	pthread_mutex_unlock(&slog.mu);
+}
+
+int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good)
+{
+	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
+	int rc;
+
+	*out = NULL;
+	pthread_mutex_lock(&slog.mu);
+	rc = init_locked();
+	nr_stops = slog.nr_stops;
+	while (rc == 0) {
+		struct sfr__log_entry *e = slog.head;
+
+		if (e && e->kind == SFR__LOG_WORK && e->ready && !e->ended) {
+			e->ready = false;
+			e->taken = true;
+			*out = e;
+			*after_good = !slog.last_save_bad;
+			break;
+		}
+		rc = slog.nr_stops != nr_stops && !e ?
+			     SFR_ECLOSED :
+			     sfr__cond_wait(&slog.cv_done, &slog.mu, deadline);
+	}
+	pthread_mutex_unlock(&slog.mu);
+	return rc;
 }
 
 uint64_t sfr__log_last_remove(void)
@@ -327,7 +390,7 @@ int sfr_log_exists(const char *key)
 	e = last_touching_locked(key);
 	/* A save that has failed by now leaves the name as it was; whoever asks gets that from
 	 * the file system, which an earlier entry may still change: then the earlier one says. */
-	while (e && e->kind == SFR__LOG_SAVE && e->ended && !e->ok) {
+	while (e && creates(e) && e->ended && !e->ok) {
 		struct sfr__log_entry *before = NULL;
 
 		for (struct sfr__log_entry *p = slog.head; p != e; p = p->next)
@@ -336,7 +399,7 @@ int sfr_log_exists(const char *key)
 		e = before;
 	}
 	if (e)
-		answer = e->kind == SFR__LOG_SAVE;
+		answer = creates(e);
 	pthread_mutex_unlock(&slog.mu);
 	return answer;
 }

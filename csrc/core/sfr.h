@@ -258,6 +258,28 @@ uint64_t sfr_log_pending(void);
 /* Ends the log's thread once the log has run out; the next save or remove starts it again. */
 int sfr_log_stop(void);
 
+/* ---- work done elsewhere, in the log's order (work.c) -------------------- */
+
+/* An entry whose work somebody outside the core does: a link, a save or a remove by other code.
+ * It blocks the log from the moment it is at the head until sfr_log_work_end, so everything
+ * submitted before it has ended by then, and nothing submitted after it has begun to take effect.
+ * Loads and sfr_log_exists see it as they see saves and removes. */
+enum sfr_work_kind { SFR_WORK_SAVE, SFR_WORK_REMOVE, SFR_WORK_LINK };
+struct sfr_log_work;
+/* Makes an entry with one reference, the caller's; it is in no log yet. -ENOMEM, -EINVAL. */
+int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out);
+/* Submits it: once. Never waits. */
+int sfr_log_work_append(struct sfr_log_work *work);
+/* Waits until an entry of this kind is at the head and hands it out, each once: no reference
+ * comes with it, whoever keeps one knows it by its address. *after_good is 0 when the last save
+ * before it failed. SFR_EAGAIN; SFR_ECLOSED when the log is being stopped. */
+int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_good);
+/* The work has ended, well (`ok`) or not; a save that did not holds back removes as any other.
+ * Later calls change nothing. */
+void sfr_log_work_end(struct sfr_log_work *work, int ok);
+/* Drops the caller's reference; what was appended and not ended ends as failed. NULL is fine. */
+void sfr_log_work_put(struct sfr_log_work *work);
+
 /* ---- notices (notice.c) ------------------------------------------------ */
 
 #define SFR_NOTICE_COPIED 1u /* every byte copied: give sfr_save_confirm, let sources go */

@@ -42,6 +42,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 	Py_VISIT(state->engine_type);
 	Py_VISIT(state->ticket_type);
 	Py_VISIT(state->load_type);
+	Py_VISIT(state->work_type);
 	Py_VISIT(state->kinds_type);
 	Py_VISIT(state->collector_type);
 	Py_VISIT(state->observer_type);
@@ -62,6 +63,7 @@ static int clear(PyObject *module)
 	Py_CLEAR(state->engine_type);
 	Py_CLEAR(state->ticket_type);
 	Py_CLEAR(state->load_type);
+	Py_CLEAR(state->work_type);
 	Py_CLEAR(state->kinds_type);
 	Py_CLEAR(state->collector_type);
 	Py_CLEAR(state->observer_type);
@@ -81,11 +83,20 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-	{ Py_mod_exec, exec_errors },         { Py_mod_exec, sfr_py_add_engine },
-	{ Py_mod_exec, sfr_py_add_ticket },   { Py_mod_exec, sfr_py_add_log },
-	{ Py_mod_exec, sfr_py_add_inject },   { Py_mod_exec, sfr_py_add_reader },
-	{ Py_mod_exec, sfr_py_add_skeleton }, { Py_mod_exec, sfr_py_add_observer },
-	{ Py_mod_exec, sfr_py_add_trace },    { 0, NULL },
+	/* one a line: what is added does not move the others */
+	/* clang-format off */
+	{ Py_mod_exec, exec_errors },
+	{ Py_mod_exec, sfr_py_add_engine },
+	{ Py_mod_exec, sfr_py_add_ticket },
+	{ Py_mod_exec, sfr_py_add_log },
+	{ Py_mod_exec, sfr_py_add_work },
+	{ Py_mod_exec, sfr_py_add_inject },
+	{ Py_mod_exec, sfr_py_add_reader },
+	{ Py_mod_exec, sfr_py_add_skeleton },
+	{ Py_mod_exec, sfr_py_add_observer },
+	{ Py_mod_exec, sfr_py_add_trace },
+	/* clang-format on */
+	{ 0, NULL },
 };
 
 static struct PyModuleDef definition = {

@@ -16,6 +16,7 @@
  * strong references, visited and cleared by the module. */
 struct sfr_py_state {
 	PyTypeObject *engine_type, *ticket_type, *load_type; /* engine.c, ticket.c, log.c */
+	PyTypeObject *work_type;                             /* work.c */
 	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
 	PyTypeObject *observer_type;                         /* observer.c */
 	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
@@ -39,6 +40,7 @@ int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns);
 int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
+int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
 int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */

@@ -10,19 +10,25 @@ When a save returns:
     a Trainer, from on_train_start to on_train_end   once the state is captured
     a Trainer at any other time                      once it is durable
     a signal handler                                 once it is durable
+    a Trainer that saves a `hpc_ckpt_*`              once it is durable
     Fabric                                           once the state is captured
     your own code                                    as by the Trainers that use the plugin, if
                                                      there are any, otherwise as by Fabric
 
 A Trainer's saves outside training are followed by something that needs the file at once: the
 learning rate finder and the batch size scaler read it back, a spawned worker names it to its
-parent, a script uploads it. The companion callback tells the plugin when training starts and
-ends, and `Trainer.state` when it broke off. A Trainer without the companion never has an
-asynchronous save, since nothing would hold its hooks back while the state is being copied.
+parent, a script uploads it, a job is requeued. The companion callback tells the plugin when
+training starts and ends, and `Trainer.state` when it broke off. A Trainer without the companion
+never has an asynchronous save, since nothing would hold its hooks back while the state is being
+copied.
 
 When an error is raised: once, by the next save (which is made all the same), or by `teardown`;
 the oldest first. A save that is durable on return raises its own. While Lightning handles an
-exception of the training, errors are logged instead: they must not take its place.
+exception of the training, errors are logged instead: they must not take its place. Where a Trainer
+has several ranks, all of them raise, behind the barrier of the save (`_ranks.py`).
+
+A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
+right after) and while loggers are still to be told of it; see `Work.held`.
 """
 
 from __future__ import annotations
@@ -32,21 +38,24 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from stillframe import gate
+from stillframe import _core, _links, _ordered, _ranks, _strategies, gate, paths
 from stillframe._caller import Fabric, calling_trainer, inside_signal_handler, io_chain
+from stillframe._publish import Publication, logger_call, metrics_call
 from stillframe._waiting import WaitingLine
-from stillframe.engine import Engine, default_engine, remove, wait_for_path
-from stillframe.handle import SaveHandle, SaveReport
+from stillframe._work import Work, absolute, error_of, is_failure, log_error, warn
+from stillframe._wraps import Wraps
+from stillframe.engine import Engine, default_engine, exists, remove, wait_for_path
+from stillframe.handle import SaveReport
 
 log = logging.getLogger("stillframe")
 
 _DEFAULT_IN_FLIGHT = 2
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_ON_ERROR = ("raise", "warn")
 
 _NO_COMPANION = (
     "stillframe's companion callback is not among this Trainer's callbacks, so each of its saves"
@@ -58,23 +67,10 @@ _NO_COMPANION = (
 live: weakref.WeakSet[CheckpointPlugin] = weakref.WeakSet()
 
 
-@dataclass
-class _Work:
-    """What one process has under way. A forked child starts with nothing.
+class _Group:
+    """A save of a Trainer with several ranks, whose error is raised behind their barrier."""
 
-    Attributes:
-        pid: The process.
-        engine: The plugin's own engine.
-        pending: Saves whose end has not been looked at, oldest first.
-        errors: Errors of saves that have ended, oldest first, until they are raised or logged.
-        removed: The newest remove; it takes effect after all earlier ones.
-    """
-
-    pid: int
-    engine: Engine | None = None
-    pending: list[SaveHandle] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)
-    removed: str | None = None
+    error: BaseException | None = None
 
 
 class CheckpointPlugin:
@@ -98,6 +94,10 @@ class CheckpointPlugin:
             at a wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own once a
             checkpoint is durable.
+        on_error: "raise" what failed, at the next save or at the end, or "warn" of it and train
+            on.
+        log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
+            `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable.
 
     Raises:
         TypeError, ValueError: What `Engine` refuses, an engine that skips saves, or `engine=`
@@ -117,8 +117,12 @@ class CheckpointPlugin:
         overlap: bool = True,
         check_mutation: bool = False,
         on_durable: Callable[[Any, SaveReport], object] | None = None,
+        on_error: str = "raise",
+        log_metrics: bool = False,
     ) -> None:
         _refuse_skipping(when_busy if engine is None else engine._when_busy)
+        if on_error not in _ON_ERROR:
+            raise ValueError(f"on_error has to be 'raise' or 'warn', not {on_error!r}")
         own = pool_bytes is not None or max_in_flight != _DEFAULT_IN_FLIGHT or when_busy != "wait"
         if engine is not None and own:
             raise ValueError(
@@ -138,13 +142,18 @@ class CheckpointPlugin:
         self._overlap = overlap
         self._check_mutation = check_mutation
         self._on_durable = on_durable
+        self._on_error = on_error
+        self._log_metrics = log_metrics
         self._enlist()
 
     def _enlist(self) -> None:
-        self._work = _Work(os.getpid())
+        self._work = Work()
         # Trainers that use this plugin; those of them between on_train_start and on_train_end.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._training: weakref.WeakSet[Any] = weakref.WeakSet()
+        # What the companion has put over methods, for each Trainer between setup and teardown.
+        self._wraps: weakref.WeakKeyDictionary[Any, Wraps] = weakref.WeakKeyDictionary()
+        self._groups: list[_Group] = []
         register_with_loaded_packages(type(self))
         live.add(self)
 
@@ -156,7 +165,7 @@ class CheckpointPlugin:
                 " max_in_flight or when_busy instead of an engine."
             )
         state = self.__dict__.copy()
-        for name in ("_work", "_known", "_training"):
+        for name in ("_work", "_known", "_training", "_wraps", "_groups"):
             del state[name]
         return state
 
@@ -175,12 +184,44 @@ class CheckpointPlugin:
         directories are made. A symbolic link at `path` is replaced, not followed.
 
         Raises:
-            TypeError: `storage_options` was given, or the checkpoint cannot be pickled.
+            TypeError: `storage_options` was given, the checkpoint cannot be pickled, or the
+                strategy is one of XLA's.
             ValueError: `path` is not a local one.
             StillframeError: This save's own error where the call or a wait for durability finds
                 it. Otherwise the oldest error of an earlier save that was not raised yet; this
                 save has been made all the same.
         """
+        trainer = calling_trainer(self, "save_checkpoint")
+        # Looked at before anything of ours can fail, which would be an exception being handled too.
+        quiet = self._training_failed(trainer)
+        group = self._groups[-1] if self._groups else None
+        work = self._current_work()
+        work.newest, work.failed = None, True
+        error: BaseException | None = None
+        try:
+            self._save(work, trainer, checkpoint, path, storage_options)
+        except Exception as caught:
+            error = caught
+            if not quiet and group is None and not self._warns(error):
+                raise
+        work.collect_ended(but=work.newest)
+        if error is None and work.errors and not quiet and not self._warns(work.errors[0]):
+            error = work.errors.pop(0)
+        elif quiet or self._on_error == "warn":
+            for each in _taken(work.errors):
+                self._tell(each, quiet)
+        if error is None:
+            return
+        if quiet or self._warns(error):
+            self._tell(error, quiet)
+        elif group is not None:
+            group.error = error
+        else:
+            raise error
+
+    def _save(
+        self, work: Work, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None
+    ) -> None:
         if storage_options is not None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
@@ -188,38 +229,30 @@ class CheckpointPlugin:
                 " `CheckpointIO` to define how you'd like to use `storage_options`."
             )
         _refuse_remote(path)
-        trainer = calling_trainer(self, "save_checkpoint")
-        # Looked at before anything of ours can fail, which would be an exception being handled too.
-        quiet = self._training_failed(trainer)
-        asynchronous = self._may_return_early(trainer)
-        work = self._current_work()
-        handle = None
-        try:
-            handle = self._get_engine(work)._submit(
-                checkpoint,
-                path,
-                overlap=self._overlap and asynchronous,
-                durable=self._durable,
-                check_mutation=self._check_mutation,
-                on_durable=self._on_durable,
-                follow_link=False,
-                create_parents=True,
-            )
-            work.pending.append(handle)
-            if not asynchronous:
-                error = _error_of(handle)
-                _discard(work.pending, handle)
-                if error is not None:
-                    raise error
-        except Exception as error:
-            if not quiet:
-                raise
-            _log_error(error)
-        _collect_ended(work, but=handle)
-        if quiet:
-            _log_errors(work)
-        elif work.errors:
-            raise work.errors.pop(0)
+        if _is_trainer(trainer):
+            _strategies.refuse(trainer.strategy)
+        asynchronous = self._may_return_early(trainer) and not _for_requeue(path)
+        self._make_room(work, absolute(path))
+        handle = self._get_engine(work)._submit(
+            checkpoint,
+            path,
+            overlap=self._overlap and asynchronous and not _swaps_weights(trainer),
+            durable=self._durable,
+            check_mutation=self._check_mutation,
+            on_durable=self._on_durable,
+            follow_link=False,
+            create_parents=True,
+        )
+        work.pending.append(handle)
+        work.newest, work.failed = handle, False
+        if self._log_metrics and _is_trainer(trainer):
+            work.publications.append(Publication(handle, None, metrics_call(trainer)))
+        if not asynchronous:
+            error = error_of(handle)
+            work.discard(handle)
+            if error is not None:
+                work.failed = True
+                raise error
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads with Lightning's own reader, after the saves of `path` that were submitted before.
@@ -248,14 +281,16 @@ class CheckpointPlugin:
         """
         _refuse_remote(path)
         asynchronous = self._may_return_early(calling_trainer(self, "remove_checkpoint"))
-        remove(path)
-        if asynchronous:
-            self._current_work().removed = os.path.abspath(os.fsdecode(path))
-        else:
+        work = self._current_work()
+        name = absolute(path)
+        work.links.pop(name, None)
+        work.held.append(name)
+        self._release(work, all_of_them=not asynchronous)
+        if not asynchronous:
             wait_for_path(path, follow_link=False)
 
     def teardown(self) -> None:
-        """Waits for this plugin's saves and removes.
+        """Waits for this plugin's saves, links and removes.
 
         A line on stderr says so when that takes more than a second. May be called again, and
         the plugin used again. Fabric never calls it: use `stillframe.wait_all()` there.
@@ -270,26 +305,29 @@ class CheckpointPlugin:
             # Called by hand in a `finally` or `except`, with no Trainer there to ask.
             not self._trainers(trainer) and sys.exc_info()[0] is not None
         )
-        work = self._current_work()
-        if work.pending or work.removed is not None or work.engine is not None:
-            with WaitingLine(work.pending):
-                self._drain(work)
-        if quiet:
-            _log_errors(work)
-        elif work.errors:
-            first = work.errors.pop(0)
-            for error in work.errors:
-                first.add_note(f"Another checkpoint failed as well: {error}")
-            _log_errors(work)
-            raise first
+        self._finish(trainer, quiet)
 
     # ---- for the companion ----
 
-    def attach(self, trainer: Any) -> None:
-        """`trainer` has the companion. It does not train yet, though an earlier fit may have
-        broken off."""
+    def adopt(self, trainer: Any) -> None:
+        """`trainer` was made with this plugin and has the companion."""
+        self._known.add(trainer)
+        if self._current_work().pending:
+            # It may look for the newest checkpoint in a directory before any hook of it runs.
+            _core.log_drain(None)
+
+    def attach(self, trainer: Any) -> Wraps:
+        """`trainer` is being set up. It does not train yet, though an earlier fit may have broken
+        off. Returns where to put what goes over methods."""
         self._known.add(trainer)
         self._training.discard(trainer)
+        return self._wraps.setdefault(trainer, Wraps())
+
+    def detach(self, trainer: Any) -> None:
+        """Takes everything off that was put over methods for `trainer`."""
+        wraps = self._wraps.pop(trainer, None)
+        if wraps is not None:
+            wraps.restore()
 
     def training_starts(self, trainer: Any) -> None:
         self._known.add(trainer)
@@ -297,6 +335,82 @@ class CheckpointPlugin:
 
     def training_ends(self, trainer: Any) -> None:
         self._training.discard(trainer)
+
+    def tend(self) -> None:
+        """Tells loggers what is due, and lets go of removes that waited for it."""
+        work = self._current_work()
+        if work.publications:
+            self._deliver(work)
+        if work.held:
+            self._release(work)
+
+    def finish(self, trainer: Any) -> None:
+        """As `teardown`; some strategies never call that."""
+        self._finish(trainer, self._training_failed(trainer))
+
+    def settle(self) -> None:
+        """Waits for everything and tells loggers; errors are left for the next save or the end."""
+        work = self._current_work()
+        if work.under_way():
+            with WaitingLine(work.pending):
+                error = self._drain(work, close=False)
+            if error is not None:
+                work.errors.insert(0, error)
+
+    def publish(self, tell: Callable[[Any], object], callback: Any) -> None:
+        """`tell(callback)` once the last checkpoint is durable; at once if it was not ours."""
+        work = self._current_work()
+        if work.newest is None:
+            if not work.failed:
+                tell(callback)
+            return
+        handle = work.newest
+        work.publications.append(
+            Publication(handle, absolute(handle.path), logger_call(tell, callback))
+        )
+        self._deliver(work)
+
+    def link(self, trainer: Any, target: Any, path: Any) -> None:
+        """Makes `path` a link to `target` when all saves submitted before have ended."""
+        work = self._current_work()
+        source, name = absolute(target), absolute(path)
+        durable = self._durable
+        self._make_room(work, name)
+        work.links[name] = source
+        key = self._key(name)
+        _ordered.submit(
+            key,
+            _core.WORK_LINK,
+            lambda after_good: _links.make_link(source, name, durable=durable),
+        )
+        work.newest_key = key
+        self._release(work)
+        if not self._may_return_early(trainer):
+            _ordered.wait_for_key(key)
+
+    def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
+        """Whether `path` will be there when the log has run out."""
+        if _is_remote(path):
+            return otherwise(path)
+        return absolute(path) not in self._current_work().held and exists(path)
+
+    def wait_for(self, path: Any) -> None:
+        """Waits for the saves, links and removes of `path` that were submitted before."""
+        if not _is_remote(path):
+            wait_for_path(path)
+
+    @contextmanager
+    def group(self, trainer: Any) -> Iterator[None]:
+        """Around a save that all ranks of `trainer` make together: they raise together, too."""
+        group = _Group()
+        self._groups.append(group)
+        try:
+            yield
+        finally:
+            self._groups.remove(group)
+        error = _ranks.agree(trainer, group.error)
+        if error is not None:
+            raise error
 
     # ---- inside ----
 
@@ -332,12 +446,12 @@ class CheckpointPlugin:
             return []
         return list(self._known) if trainer is None else [trainer]
 
-    def _current_work(self) -> _Work:
+    def _current_work(self) -> Work:
         if self._work.pid != os.getpid():
-            self._work = _Work(os.getpid())
+            self._work = Work()
         return self._work
 
-    def _get_engine(self, work: _Work) -> Engine:
+    def _get_engine(self, work: Work) -> Engine:
         if self._engine is not None:
             return self._engine
         if self._engine_options is None:
@@ -348,19 +462,81 @@ class CheckpointPlugin:
             work.engine = Engine(**self._engine_options)
         return work.engine
 
-    def _drain(self, work: _Work) -> None:
-        """Waits for everything; what an interrupted wait did not get to is left for the next."""
-        while work.pending:
-            handle = work.pending[0]
-            error = _error_of(handle)
-            if _discard(work.pending, handle) and error is not None:
-                work.errors.append(error)
-        if work.removed is not None:
-            wait_for_path(work.removed, follow_link=False)
-            work.removed = None
-        if work.engine is not None:
+    def _key(self, path: str) -> bytes:
+        return paths.key(path, follow_link=False)
+
+    def _make_room(self, work: Work, path: str) -> None:
+        """Something is about to be submitted that makes `path`: removes of it come first."""
+        work.links.pop(path, None)
+        if path in work.held:
+            self._remove(work, path)
+
+    def _release(self, work: Work, all_of_them: bool = False) -> None:
+        """Submits the removes that nothing holds back."""
+        for path in list(work.held):
+            if all_of_them or not work.needed(path):
+                self._remove(work, path)
+
+    def _remove(self, work: Work, path: str) -> None:
+        while path in work.held:
+            work.held.remove(path)
+        remove(path)
+        work.newest_key = self._key(path)
+
+    def _deliver(self, work: Work) -> None:
+        while work.publications and work.publications[0].due():
+            work.publications.popleft().deliver()
+        self._release(work)
+
+    def _finish(self, trainer: Any, quiet: bool) -> None:
+        work = self._current_work()
+        error: BaseException | None = None
+        if work.under_way():
+            with WaitingLine(work.pending):
+                error = self._drain(work, close=True)
+        if error is not None:
+            work.errors.insert(0, error)
+        if quiet:
+            work.log_errors()
+            return
+        error = work.take_error()
+        if error is not None and self._warns(error):
+            self._tell(error, quiet)
+            error = None
+        if _is_trainer(trainer) and trainer in self._wraps and _ranks.several(trainer):
+            error = _ranks.agree(trainer, error)
+        if error is not None:
+            raise error
+
+    def _drain(self, work: Work, *, close: bool) -> BaseException | None:
+        """Waits for everything; what an interrupted wait did not get to is left for the next.
+
+        Returns what a logger raised when it was told of a checkpoint.
+        """
+        work.wait_for_saves()
+        error: BaseException | None = None
+        while work.publications:
+            try:
+                work.publications.popleft().deliver()
+            except Exception as caught:
+                error = error or caught
+        self._release(work, all_of_them=True)
+        if work.newest_key is not None:
+            _ordered.wait_for_key(work.newest_key)
+            work.newest_key = None
+        if close and work.engine is not None:
             work.engine.close()
             work.engine = None
+        return error
+
+    def _warns(self, error: BaseException) -> bool:
+        return self._on_error == "warn" and is_failure(error)
+
+    def _tell(self, error: BaseException, quiet: bool) -> None:
+        if quiet:
+            log_error(error)
+        else:
+            warn(error)
 
 
 def plugin_of(trainer: Any) -> CheckpointPlugin | None:
@@ -403,38 +579,26 @@ def _refuse_remote(path: Any) -> None:
         )
 
 
-def _error_of(handle: SaveHandle) -> BaseException | None:
-    """Waits for the save and collects its error. None too if `wait_all` has raised that already."""
-    if handle.done() and handle._failure is not None and handle._failure.collected:
-        return None
-    try:
-        return handle.exception()
-    except CancelledError as cancelled:
-        return cancelled
+def _is_trainer(caller: Any) -> bool:
+    return caller is not None and caller is not Fabric
 
 
-def _discard(pending: list[SaveHandle], handle: SaveHandle) -> bool:
-    """False if a save made by a signal handler in the meantime took `handle` off the list."""
-    try:
-        pending.remove(handle)
-    except ValueError:
-        return False
-    return True
+def _for_requeue(path: Any) -> bool:
+    """A checkpoint that SLURM's requeue comes right after."""
+    return os.path.basename(os.fsdecode(path)).startswith("hpc_ckpt_")
 
 
-def _collect_ended(work: _Work, but: SaveHandle | None) -> None:
-    """Takes the errors of saves that have ended; not that of `but`, however fast it failed."""
-    for handle in list(work.pending):
-        if handle is not but and handle.done() and _discard(work.pending, handle):
-            error = _error_of(handle)
-            if error is not None:
-                work.errors.append(error)
+def _swaps_weights(trainer: Any) -> bool:
+    """Whether ModelCheckpoint loads older weights for a save and puts the newer back right after:
+    with manual optimization, where the module keeps them."""
+    module = trainer.lightning_module if _is_trainer(trainer) else None
+    return (
+        module is not None
+        and not module.automatic_optimization
+        and isinstance(getattr(module, "saved_models", None), dict)
+    )
 
 
-def _log_errors(work: _Work) -> None:
-    while work.errors:
-        _log_error(work.errors.pop(0))
-
-
-def _log_error(error: BaseException) -> None:
-    log.error("a checkpoint was not saved: %s", error, exc_info=error)
+def _taken(errors: list[BaseException]) -> Iterator[BaseException]:
+    while errors:
+        yield errors.pop(0)

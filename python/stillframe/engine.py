@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from stillframe import _core, completion, gate, paths, skeleton
+from stillframe import _core, _ordered, completion, gate, paths, skeleton
 from stillframe._depth import inside
 from stillframe.errors import BusyError, StillframeError
 from stillframe.handle import SaveHandle, SaveReport, take_failures
@@ -402,6 +402,7 @@ def wait_all(timeout: float | None = None) -> None:
     Raises:
         TimeoutError: `timeout` seconds passed.
     """
+    _ordered.refuse_inside()
     with inside():
         if not _core.log_drain(timeout):
             raise TimeoutError(f"{_core.log_pending()} saves and removes have not ended yet")
@@ -423,7 +424,12 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> int:
     Raises:
         OSError: As `os.open`.
     """
+    _ordered.refuse_inside()
     with inside():
+        if follow_link and os.path.islink(path):
+            # It may be about to become another link.
+            with contextlib.suppress(OSError):
+                os.close(_core.LogLoad(paths.key(path, follow_link=False)).open())
         load = _core.LogLoad(paths.key(path, follow_link=follow_link))
         try:
             return load.open()

@@ -138,7 +138,8 @@ def trainer(pkg, tmp_path, **options):
 
 
 def _saves(options):
-    return any(type(each).__name__ == "ModelCheckpoint" for each in options["callbacks"])
+    names = {cls.__name__ for each in options["callbacks"] for cls in type(each).__mro__}
+    return bool(names & {"Checkpoint", "ModelCheckpoint"})
 
 
 def every_steps(pkg, directory, steps, **options):

@@ -27,9 +27,10 @@ OUTSIDE_THE_STEP = {
         )
     ),
 }
+WITH_ONE_MORE = ("setup", "teardown", "on_exception")  # arguments
+AROUND_THE_STEP = {"on_train_batch_start", "on_train_batch_end"}
 INSIDE_THE_STEP = {
-    *("on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"),
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"),
 }
 
@@ -120,12 +121,13 @@ def test_every_callback_is_still_set_up(lit, tmp_path):
     assert calls == [1, 2]
 
 
-def test_in_a_trainer_with_another_plugin_it_does_nothing(lit, tmp_path, monkeypatch):
-    ours = lit.AsyncCheckpointIO()  # alive, so every Trainer gets the callback
+def test_a_trainer_with_another_plugin_does_not_get_it(lit, tmp_path, monkeypatch):
+    ours = lit.AsyncCheckpointIO()  # alive, so every Trainer is looked at
     run = trainer(
         lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[every_steps(lit, tmp_path, 4)]
     )
     order = list(run.callbacks)
+    assert companions(run) == 0
     monkeypatch.setattr(gate, "wait", lambda: pytest.fail("gated"))
     run.fit(lit.Model(), loader())
     assert run.callbacks == order
@@ -134,24 +136,62 @@ def test_in_a_trainer_with_another_plugin_it_does_nothing(lit, tmp_path, monkeyp
 
 def test_it_gates_at_every_hook_outside_the_step_and_no_other(pkg, tmp_path, monkeypatch):
     hooks = {name for name in vars(pkg.Callback) if not name.startswith("_")} - {"state_key"}
-    assert hooks == OUTSIDE_THE_STEP | INSIDE_THE_STEP
+    assert hooks == OUTSIDE_THE_STEP | AROUND_THE_STEP | INSIDE_THE_STEP
     overridden = {
         name for name in hooks if getattr(pkg.Companion, name) is not getattr(pkg.Callback, name)
     }
-    assert overridden == OUTSIDE_THE_STEP
+    assert overridden == OUTSIDE_THE_STEP | AROUND_THE_STEP
 
     calls = []
     monkeypatch.setattr(gate, "wait", lambda: calls.append(True))
     plugin = pkg.AsyncCheckpointIO()
     companion = pkg.Companion()
     run = types.SimpleNamespace(
-        strategy=types.SimpleNamespace(_checkpoint_io=plugin), callbacks=[companion]
+        strategy=types.SimpleNamespace(_checkpoint_io=plugin),
+        callbacks=[companion],
+        loggers=[],
+        world_size=1,
+        is_global_zero=True,
     )
     # SimpleNamespace is neither hashable nor weakly referenced; a Trainer is both.
     run = type("Trainer", (), vars(run))()
     for nr, name in enumerate(sorted(OUTSIDE_THE_STEP), start=1):
-        getattr(companion, name)(run, None, *([None] if name in ("setup", "teardown") else []))
+        getattr(companion, name)(run, None, *([None] if name in WITH_ONE_MORE else []))
         assert len(calls) == nr, name
+    for name in AROUND_THE_STEP:
+        getattr(companion, name)(run, None)
+    assert len(calls) == len(OUTSIDE_THE_STEP)
+
+
+def test_one_that_got_into_such_a_trainer_does_nothing(lit, tmp_path, monkeypatch):
+    run = trainer(lit, tmp_path, plugin=lit.TorchCheckpointIO(), callbacks=[lit.Companion()])
+    monkeypatch.setattr(gate, "wait", lambda: pytest.fail("gated"))
+    run.fit(lit.Model(), loader())
+
+
+def test_a_companion_that_cannot_be_made_is_logged_and_breaks_no_trainer(
+    lit, tmp_path, monkeypatch, caplog
+):
+    import stillframe.lightning
+
+    plugin = lit.AsyncCheckpointIO()
+    monkeypatch.setattr(stillframe.lightning, "StillframeCompanion", None)
+    run = trainer(lit, tmp_path, plugin=plugin)
+    assert companions(run) == 0
+    assert "could not be made" in caplog.text
+
+
+def test_an_extension_that_cannot_be_imported_breaks_no_trainer():
+    code = (
+        "import sys; sys.modules['stillframe._core'] = None\n"
+        "try: import stillframe.lightning\n"
+        "except ImportError: pass\n"
+        "else: raise SystemExit('imported')\n"
+        "from lightning.pytorch import Trainer\n"
+        "run = Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)\n"
+        "assert 'Companion' not in str(run.callbacks), run.callbacks\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
 
 
 def test_it_leaves_no_trace_in_a_checkpoint(pkg, tmp_path):

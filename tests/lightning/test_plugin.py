@@ -28,6 +28,8 @@ def test_the_options_are_these(pkg):
         "overlap": True,
         "check_mutation": False,
         "on_durable": None,
+        "on_error": "raise",
+        "log_metrics": False,
     }
     assert all(each.kind is each.KEYWORD_ONLY for each in parameters.values())
 

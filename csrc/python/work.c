@@ -1,0 +1,127 @@
+/* _core.LogWork and log_work_next: work that Python does in the log's order. */
+#include "module.h"
+
+struct sfr_py_work {
+	PyObject_HEAD
+	struct sfr_log_work *work;
+};
+
+static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "key", "kind", NULL };
+	struct sfr_log_work *work;
+	struct sfr_py_work *self;
+	allocfunc alloc;
+	const char *key;
+	int kind, rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "yi:LogWork", names, &key, &kind))
+		return NULL;
+	rc = sfr_log_work_new(key, (enum sfr_work_kind)kind, &work);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(type), rc);
+	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	self = (struct sfr_py_work *)alloc(type, 0);
+	if (!self) {
+		sfr_log_work_put(work);
+		return NULL;
+	}
+	self->work = work;
+	return (PyObject *)self;
+}
+
+static void work_dealloc(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	sfr_log_work_put(((struct sfr_py_work *)object)->work);
+	release(object);
+	Py_DECREF(type);
+}
+
+static PyObject *work_append(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+			     Py_ssize_t nargs, PyObject *kwnames)
+{
+	int rc = sfr_log_work_append(((struct sfr_py_work *)object)->work);
+
+	(void)args, (void)nargs, (void)kwnames;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *work_end(PyObject *object, PyObject *ok)
+{
+	int truth = PyObject_IsTrue(ok);
+
+	if (truth < 0)
+		return NULL;
+	sfr_log_work_end(((struct sfr_py_work *)object)->work, truth);
+	Py_RETURN_NONE;
+}
+
+static PyObject *work_id(PyObject *object, void *unused)
+{
+	(void)unused;
+	return PyLong_FromVoidPtr(((struct sfr_py_work *)object)->work);
+}
+
+static PyMethodDef work_methods[] = {
+	{ "append", (PyCFunction)(void (*)(void))work_append,
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, "append(): submits it. Once." },
+	{ "end", work_end, METH_O, "end(ok): it has ended; the first end counts." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyGetSetDef work_getset[] = {
+	{ "id", work_id, NULL, "What log_work_next calls it by.", NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot work_slots[] = {
+	{ Py_tp_new, work_new },
+	{ Py_tp_dealloc, work_dealloc },
+	{ Py_tp_methods, work_methods },
+	{ Py_tp_getset, work_getset },
+	{ Py_tp_doc, "LogWork(key, kind): an entry of the log whose work Python does" },
+	{ 0, NULL },
+};
+
+static PyType_Spec work_spec = {
+	.name = "stillframe._core.LogWork",
+	.basicsize = sizeof(struct sfr_py_work),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = work_slots,
+};
+
+static PyObject *log_work_next(PyObject *module, PyObject *unused)
+{
+	struct sfr_log_work *work;
+	int rc, after_good;
+
+	(void)unused;
+	/* Called on a daemon thread of the package, which no signal is delivered to. */
+	Py_BEGIN_ALLOW_THREADS rc = sfr_log_work_next(SFR_FOREVER, &work, &after_good);
+	Py_END_ALLOW_THREADS if (rc == SFR_ECLOSED) Py_RETURN_NONE;
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	return Py_BuildValue("(NN)", PyLong_FromVoidPtr(work), PyBool_FromLong(after_good));
+}
+
+static PyMethodDef functions[] = {
+	{ "log_work_next", log_work_next, METH_NOARGS,
+	  "log_work_next() -> (id, after_good): waits for the next work whose turn it is; None when the "
+	  "log is being stopped." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_work(PyObject *module)
+{
+	if (PyModule_AddFunctions(module, functions) < 0 ||
+	    PyModule_AddIntConstant(module, "WORK_SAVE", SFR_WORK_SAVE) < 0 ||
+	    PyModule_AddIntConstant(module, "WORK_REMOVE", SFR_WORK_REMOVE) < 0 ||
+	    PyModule_AddIntConstant(module, "WORK_LINK", SFR_WORK_LINK) < 0)
+		return -1;
+	return sfr_py_add_type(module, &work_spec, &sfr_py_state(module)->work_type);
+}

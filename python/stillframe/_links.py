@@ -1,0 +1,66 @@
+"""`last.ckpt` as a symbolic link (`ModelCheckpoint(save_last="link")`), in the order of the log.
+
+A link is made when its target is on the disk, and replaces an older one at once: there is no
+moment at which the name is missing, or names a file that is not there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+
+from stillframe import paths
+
+log = logging.getLogger("stillframe")
+
+# File systems without symbolic links, and systems that reserve them.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
+
+
+def make_link(target: str, path: str, *, durable: bool) -> bool:
+    """Makes `path` a relative link to `target`; False, and a warning, if there is no target.
+
+    Args:
+        durable: Sync the directory of the link.
+    """
+    if not os.path.exists(target):
+        log.warning(
+            "stillframe: %s was not linked to %s: that checkpoint did not become durable",
+            path,
+            target,
+        )
+        return False
+    directory, name = os.path.split(path)
+    # One name for each link: what a dead process left is used up by the next.
+    temporary = os.path.join(directory, f".{name}.stillframe-link")
+    try:
+        _remove(temporary)
+        _link_or_copy(target, temporary, directory)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        if durable:
+            paths.sync_directory(directory or ".")
+    except OSError as error:
+        log.warning("stillframe: %s could not be linked to %s: %s", path, target, error)
+        return False
+    return True
+
+
+def _link_or_copy(target: str, path: str, directory: str) -> None:
+    try:
+        os.symlink(os.path.relpath(target, directory or "."), path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.isdir(target):
+            raise
+        log.warning("stillframe: %s is copied, as %s has no symbolic links", target, directory)
+        shutil.copy(target, path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

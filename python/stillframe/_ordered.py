@@ -1,0 +1,123 @@
+"""Work that Python does in the order of the log: links, and what a wrapped CheckpointIO does.
+
+Such work has an entry among the saves and removes (csrc/core/work.c). When its turn comes,
+everything submitted before has ended, and nothing submitted after takes effect until it has
+ended itself. One thread does all of it, started with the first; the core says whose turn it is, so
+a signal handler may submit work in the middle of another submission.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from stillframe import _core, completion
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+# Called with whether the last save before it did well; returns whether it did well itself.
+Work = Callable[[bool], bool]
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
+
+    def submit(self, key: bytes, kind: int, function: Work) -> None:
+        completion.completion.start()
+        entry = _core.LogWork(key, kind)
+        # Known before the log can call for it.
+        self._waiting[entry.id] = entry, function
+        try:
+            entry.append()
+        except BaseException:
+            del self._waiting[entry.id]
+            raise
+        if completion.completion.over:
+            while entry.id in self._waiting:  # nobody else is left to do it
+                self._turn()
+        else:
+            self._start()
+
+    def is_current(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while self._turn():
+            pass
+        with self._lock:
+            self._thread = None
+            again = bool(self._waiting)
+        if again:
+            self._start()
+
+    def _turn(self) -> bool:
+        """Does what is next; False when the log is being stopped."""
+        turn = _core.log_work_next()
+        if turn is None:
+            return False
+        number, after_good = turn
+        entry, function = self._waiting.pop(number)
+        good = False
+        try:
+            good = function(after_good)
+        except Exception:
+            log.exception("stillframe: work in the order of saves failed")
+        finally:
+            entry.end(good)
+        return True
+
+
+_worker = _Worker()
+
+
+def submit(key: bytes, kind: int, function: Work) -> None:
+    """Appends an entry to the log; `function` runs on a thread of its own when its turn comes.
+
+    Args:
+        key: The name in the log, see `paths.key`.
+        kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
+        function: The work. What it raises is logged, and counts as not having done well.
+    """
+    _worker.submit(key, kind, function)
+
+
+def refuse_inside() -> None:
+    """For calls that wait for the log: work that has its turn would wait for itself.
+
+    Raises:
+        StillframeError: This thread is doing such work.
+    """
+    if _worker.is_current():
+        raise StillframeError(
+            "a CheckpointIO that stillframe wraps must not save or load with stillframe itself:"
+            " that would wait for its own end"
+        )
+
+
+def wait_for_key(key: bytes) -> None:
+    """Waits until nothing of that name that was submitted before is pending."""
+    refuse_inside()
+    with contextlib.suppress(OSError):  # the name need not be there, nor be a local one
+        os.close(_core.LogLoad(key).open())
+
+
+def _forked() -> None:
+    """In the child: thread, entries and work are the parent's."""
+    global _worker
+    _worker = _Worker()
+
+
+os.register_at_fork(after_in_child=_forked)
