@@ -16,12 +16,13 @@
 #include <errno.h>
 #include <string.h>
 
+#include "snapshot.h"
 #include "ticket.h"
 #include "trace.h"
 
 enum {
-	MAX_SAMPLES = 4096,
-	SAMPLE_LEN = 64,
+	MAX_SAMPLES = SFR__MAX_SAMPLES,
+	SAMPLE_LEN = SFR__SAMPLE_LEN,
 	PREFETCH_AHEAD = 24,
 	COPY_PIECE = 4 << 20, /* between looks at the clock of a test, and at a cancel */
 };
@@ -30,7 +31,7 @@ enum {
 
 /* The i-th of n sampled lines of an entry with nr_lines lines: the first, the last, and one at
  * a place of its own in each stratum between them, so that no stride goes unseen for ever. */
-static uint64_t sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
+uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	uint64_t from, to;
 
@@ -61,7 +62,7 @@ static void place_samples(struct sfr_ticket *t, uint32_t first, uint64_t per_ent
 		uint64_t n = nr_lines < per_entry ? nr_lines : per_entry, last = 0;
 
 		for (uint64_t j = 0; j < n; j++) {
-			uint64_t line = sample_line(j, n, nr_lines, &random);
+			uint64_t line = sfr__sample_line(j, n, nr_lines, &random);
 
 			if (j > 0 && line <= last)
 				line = last + 1; /* strictly ascending */
@@ -263,6 +264,12 @@ void *sfr__lane_main(void *arg)
 	for (;;) {
 		struct sfr_ticket *t = engine->lane_head;
 
+		/* A snapshot has its memory already: it never waits, and what waits for it, waits
+		 * for the saves too. */
+		if (engine->snapshot_head) {
+			sfr__snapshot_copy_locked(engine);
+			continue;
+		}
 		if (!t && engine->stopping)
 			break;
 		if (!t) {

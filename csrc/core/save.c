@@ -166,6 +166,8 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
+	} else if (rc == SFR_EEXHAUSTED && by == SFR__BY_CALLER) {
+		; /* the call raises it, and there is no save */
 	} else if (rc < 0 && rc != SFR_EAGAIN) {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 	}
@@ -216,7 +218,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 							   0;
 
 		rc = sfr__stage_next(t, run, t->capture_blk, SFR__BY_CALLER, slice);
-		if (rc == SFR_EAGAIN)
+		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 		if (rc == 0)
 			t->capture_blk++;

@@ -33,12 +33,16 @@ enum sfr__stager {
 	SFR__BY_LANE,   /* adds up CRCs and compares with the samples on the way */
 };
 
+/* Samples of one save or snapshot at most, and the bytes of one: a cache line. */
+#define SFR__MAX_SAMPLES 4096
+#define SFR__SAMPLE_LEN 64
+
 /* One cache line of a deferred source as it was at the call. */
 struct sfr__sample {
 	uint32_t entry; /* ascending, then off ascending: the order in which the lane copies */
 	uint32_t len;
 	uint64_t off;
-	unsigned char bytes[64];
+	unsigned char bytes[SFR__SAMPLE_LEN];
 };
 
 /* A save's, remove's or other work's place in the process's log; guarded by the log's mutex. */
@@ -122,7 +126,10 @@ struct sfr_engine {
 
 	struct sfr_ticket *lane_head, *lane_tail;
 	struct sfr__job *job_head, *job_tail;
-	struct sfr_ticket *tickets; /* in flight */
+	struct sfr_ticket *tickets;                         /* in flight */
+	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
+	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
+	uint32_t nr_copying;   /* of them, at the lane */
 	uint32_t nr_in_flight;
 	uint32_t nr_pool_users; /* threads in warm_up or trim */
 	uint64_t next_seq, nr_saves;
@@ -169,6 +176,8 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 		      enum sfr__stager by, int64_t *torn);
 /* Takes samples of every deferred source. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
+/* The i-th of n sampled lines of a source with nr_lines lines; *random goes on with each. */
+uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random);
 void *sfr__lane_main(void *engine);
 void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
 
@@ -179,6 +188,11 @@ void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
 /* ---- engine.c ---- */
 int sfr__engine_start_locked(struct sfr_engine *engine);
 void sfr__engine_get(struct sfr_engine *engine);
+/* Saves in flight but those that this very thread is capturing, further down its stack. */
+uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine);
+/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
+ * pool. */
+void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- log.c ---- */
 /* Starts the log's thread if it does not run. 0 or -errno. */

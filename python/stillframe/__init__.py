@@ -31,6 +31,7 @@ from stillframe.errors import (
 from stillframe.gate import register_optimizer
 from stillframe.handle import SaveHandle, SaveReport
 from stillframe.reader import load
+from stillframe.snapshot import Snapshot, snapshot
 from stillframe.trace import trace
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "SaveError",
     "SaveHandle",
     "SaveReport",
+    "Snapshot",
     "StillframeError",
     "TornSnapshotError",
     "async_save",
@@ -54,6 +56,7 @@ __all__ = [
     "register_optimizer",
     "remove",
     "save",
+    "snapshot",
     "trace",
     "wait_all",
 ]
