@@ -112,11 +112,10 @@ static inline int saving_save(struct sfr_engine *engine, const char *dir, const 
 	return rc;
 }
 
-/* The byte the file at dir/name is filled with; -1: there is none; -2: it is not whole. */
-static inline int saving_look(const char *dir, const char *name)
+/* The byte the file at dir/name is filled with (the layout follows from where sources live); -1: there is none; -2: it is not whole. */
+static inline int saving_look_as(const char *dir, const char *name, const struct saving_state *layout)
 {
 	struct sfr_check *check = NULL;
-	struct saving_state s;
 	struct sfr__image img;
 	char path[PATH_MAX];
 	unsigned char byte, same[SAVING_LEN];
@@ -126,10 +125,9 @@ static inline int saving_look(const char *dir, const char *name)
 	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
 		return -1;
-	saving_fill(&s, 0);
 	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
 					    .skeleton_len = sizeof(saving_skeleton),
-					    .sources = s.sources,
+					    .sources = layout->sources,
 					    .nr_sources = SAVING_NR };
 	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 &&
 	    sfr_check_run(check, SFR_FOREVER) == 0 && sfr_check_result(check)->ok &&
@@ -157,6 +155,14 @@ static inline int saving_look(const char *dir, const char *name)
 	sfr_check_free(check);
 	(void)close(fd);
 	return found;
+}
+
+static inline int saving_look(const char *dir, const char *name)
+{
+	static struct saving_state on_host;
+
+	saving_fill(&on_host, 0);
+	return saving_look_as(dir, name, &on_host);
 }
 
 /* Temporaries of ours in a directory. */
