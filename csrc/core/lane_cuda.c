@@ -198,6 +198,7 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part)
 	sfr__cuda_store_put(lane, &part->store);
 	pthread_mutex_lock(&lane->engine->mu);
 	t->cuda_out--;
+	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	pthread_mutex_unlock(&lane->engine->mu);

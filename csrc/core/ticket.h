@@ -72,7 +72,6 @@ struct sfr_ticket {
 	bool lane_owns;            /* queued at, or being copied by, the lane */
 	uint32_t cuda_out;         /* parts in devices that are not over */
 	uint32_t cuda_unsubmitted; /* of them, those that have copies to queue yet */
-	bool cuda_fallback;        /* fallback[2] is to be asked for */
 	uint32_t jobs_out;         /* queued or running */
 	uint32_t blocks_written;
 

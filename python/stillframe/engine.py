@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from stillframe import _core, completion, gate, paths, skeleton
+from stillframe import _core, _device, completion, gate, paths, skeleton
 from stillframe._depth import inside
 from stillframe.errors import BusyError, StillframeError
 from stillframe.handle import SaveHandle, SaveReport, take_failures
@@ -36,10 +36,6 @@ _DEFAULT_WRITERS = 2
 _WHEN_BUSY = ("wait", "skip", "raise")
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DRIVER = (
-    "No CUDA driver is used: host tensors are staged by the core, tensors on other devices are"
-    " copied to the host by torch inside the call."
-)
 
 
 def _positive(name: str, value: object) -> int:
@@ -132,11 +128,18 @@ class Engine:
     def warm_up(self, nbytes: int) -> None:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
+        In a process that has used CUDA the memory is pinned too, and the lanes of the devices it
+        has used are made. What cannot be pinned is logged, and in the reports of later saves.
+
         Raises:
             MemoryError: The system has not that much.
             StillframeError: The engine is closed.
         """
-        self._core.warm_up(_positive("nbytes", nbytes))
+        _positive("nbytes", nbytes)
+        for device in _device.in_use():
+            if why := self._core.use_device(device):
+                log.warning("stillframe: %s", why)
+        self._core.warm_up(nbytes)
 
     def trim(self) -> None:
         """Gives the memory of blocks that are not in use back to the system."""
@@ -156,7 +159,7 @@ class Engine:
         """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool
         holds), `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
         `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
-        return {**self._core.stats(), "driver": _DRIVER}
+        return {**self._core.stats(), "driver": self._core.driver()}
 
     def _submit(
         self,
@@ -191,6 +194,7 @@ class Engine:
             handle._on_durable = on_durable
             handle._skeleton = tree
             handle._num_tensors = tree.num_tensors
+            handle._devices = tree.devices
             handle._fallbacks = list(tree.fallbacks)
             handle._entered_to_ticket_s = time.perf_counter() - entered
             completion.completion.start()
@@ -202,7 +206,7 @@ class Engine:
             if deferral.indices:
                 handle._deferral = deferral
             try:
-                ticket.submit()
+                ticket.submit(_device.streams(tree.devices))
             except BaseException as error:
                 completion.in_flight.pop(ticket.id, None)
                 deferral.close()
@@ -214,11 +218,12 @@ class Engine:
                 raise
             if deferral.indices:
                 gate.track(handle)
-                if handle._confirmed:  # by the completion thread, before this line
+                if handle._copied:  # the completion thread said so before this line
                     gate.untrack(handle)
             else:
                 deferral.close()
-                handle._release_sources()
+                if not tree.devices:  # those are still being copied
+                    handle._release_sources()
             handle._blocked_s = time.perf_counter() - entered
             if completion.completion.over:
                 handle.settle_here()

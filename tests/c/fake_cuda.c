@@ -243,7 +243,8 @@ static void land(struct CUstream_st *stream)
 
 static void run(struct CUstream_st *stream, struct op *op)
 {
-	pause_a_little();
+	if (op->kind != COPY)
+		pause_a_little();
 	switch (op->kind) {
 	case COPY:
 		op->next = NULL;
