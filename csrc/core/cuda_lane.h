@@ -109,13 +109,25 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part);
 void sfr__cuda_lanes_stop(struct sfr_engine *engine);
 void sfr__cuda_lanes_free(struct sfr_engine *engine);
 
-/* ---- stage_cuda.c ---- */
-/* On the lane's thread: queues a part's deferred bytes. */
-void sfr__cuda_stage(struct sfr__cuda_part *part);
+/* ---- copy_cuda.c ---- */
+/* Fills one block: headers and padding at once, tensor bytes by copies that are queued. The block
+ * is the lane's from here on. `slowly`: on the lane's thread, with few pieces in flight. */
+void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+			   struct sfr__block *block, bool slowly);
+/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
+void sfr__cuda_throttle(struct sfr__cuda_part *part);
+/* Queues copies of the sampled lines of the part's deferred sources. */
+void sfr__cuda_take_samples(struct sfr__cuda_part *part);
+/* Checksums of the part's deferred sources, for SFR_SAVE_CHECK_BYTES: waits for each byte. */
+void sfr__cuda_sum(struct sfr__cuda_part *part);
 /* What landed in a block, compared with the samples. The index of a torn source, or -1. */
 int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece);
 /* Gives memory of samples back: of a part, when it is over; of a lane, when it ends. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
+
+/* ---- stage_cuda.c ---- */
+/* On the lane's thread: queues a part's deferred bytes. */
+void sfr__cuda_stage(struct sfr__cuda_part *part);
 
 #endif

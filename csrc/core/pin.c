@@ -34,7 +34,8 @@ struct sfr__piece {
 	char *home; /* the first block's place in the pool */
 	enum way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* guarded by pin->mu */
+	uint32_t nr_in_trim; /* guarded by pin->mu, as the next */
+	bool keep;           /* a block of it is retired */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -213,6 +214,14 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 	}
 }
 
+void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)
+{
+	pthread_mutex_lock(&pin->mu);
+	if (block->piece)
+		block->piece->keep = true;
+	pthread_mutex_unlock(&pin->mu);
+}
+
 bool sfr__pin_is_pinned(const struct sfr__block *block)
 {
 	return block->piece && block->piece->way != PAGEABLE;
@@ -287,7 +296,8 @@ void sfr__pin_fini(struct sfr__pin *pin)
 		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in drop */
 		while ((piece = pin->pieces)) {
 			pin->pieces = piece->next;
-			give_back(pin, piece->way, piece->mem);
+			if (!piece->keep)
+				give_back(pin, piece->way, piece->mem);
 			sfr_sys.free(piece);
 		}
 		sfr__cuda_leave(&scope);

@@ -39,6 +39,8 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 /* Takes from the driver what lies wholly in the list of blocks in hand: those have no piece any
  * more, the others still have theirs. Enters the context itself. */
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list);
+/* The block is retired: what the driver knows of it, it is to know for ever. */
+void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block);
 /* Whether copies to the block need not pass through the driver's own staging. */
 bool sfr__pin_is_pinned(const struct sfr__block *block);
 /* Whether the kernel may refuse to write from the block directly: it is memory of a driver. */

@@ -311,6 +311,7 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 {
+	sfr__pin_keep(&pool->pin, block);
 	(void)pthread_mutex_lock(&pool->mu);
 	move_locked(pool, block, SFR__BLOCK_RETIRED);
 	(void)pthread_mutex_unlock(&pool->mu);

@@ -880,6 +880,26 @@ EXPORT void fake_cuda_reset(void)
 	pthread_mutex_unlock(&mu);
 }
 
+EXPORT void fake_cuda_forget(void);
+EXPORT void fake_cuda_forget(void)
+{
+	struct registration *r;
+
+	pthread_mutex_lock(&mu);
+	while ((r = registrations)) {
+		registrations = r->next;
+		if (r->allocated)
+			free(r->mem);
+		free(r);
+	}
+	for (struct CUstream_st *s = streams; s; s = s->next)
+		if (s->alive && !s->of_caller)
+			end_stream(s);
+	nr_events = 0;
+	memset(retained, 0, sizeof(retained));
+	pthread_mutex_unlock(&mu);
+}
+
 EXPORT void fake_cuda_fail(const char *name, uint64_t nth, int sticky, int code);
 EXPORT void fake_cuda_fail(const char *name, uint64_t nth, int sticky, int code)
 {

@@ -11,6 +11,8 @@
 #define FAKE_CUDA_LIST(X)                                                                             \
 	/* No faults, violations, delays, counts; dead devices live. Streams and memory stay. */      \
 	X(void, fake_cuda_reset, (void))                                                              \
+	/* Forgets what was left on devices that died: registrations, events, streams, contexts. */   \
+	X(void, fake_cuda_forget, (void))                                                             \
 	/* The nth call of that name (counted from 1 on from now; "*": any call that can fail) and, \
 	 * with `sticky`, every later one returns `code`. Up to 16 at a time. */ \
 	X(void, fake_cuda_fail, (const char *name, uint64_t nth, int sticky, int code))               \
