@@ -8,10 +8,16 @@ One binary of each serves many Python and torch versions. Switches, all from the
     STILLFRAME_SANITIZE=address,undefined   builds with these sanitizers
     STILLFRAME_COVERAGE=1                   builds with gcov counters
     STILLFRAME_WERROR=1                     makes warnings errors (our CI does; users should not)
+
+From a checkout it also builds build/libfake_cuda.so, the tests' CUDA driver. The core is compiled
+with the CUDA toolkit's cuda.h, else with the one of the nvidia-cuda-runtime wheel; where there is
+neither it declares the few types that it needs, which gives the same binary.
 """
 
 import hashlib
 import os
+import shutil
+import sysconfig
 from glob import glob
 from pathlib import Path
 
@@ -25,6 +31,7 @@ except ImportError:
 
 PYTHON_ABI = "0x030b0000"  # CPython 3.11
 TORCH_ABI = "0x020a000000000000"  # torch 2.10
+FAKE_DRIVER = "tests/c/fake_cuda.c"
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
 
 NO_TORCH = """
@@ -47,6 +54,20 @@ def switches() -> tuple[list[str], list[str]]:
     return ["-g", *both, *werror], both
 
 
+def cuda_include() -> list[str]:
+    """The directory of cuda.h: of a toolkit, or of the wheel that torch's CUDA builds bring."""
+    places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", "")]
+    if nvcc := shutil.which("nvcc"):
+        places.append(str(Path(nvcc).resolve().parents[1]))
+    places += ["/usr/local/cuda", *sorted(glob("/usr/local/cuda-*"), reverse=True)]
+    wheels = Path(sysconfig.get_path("purelib"), "nvidia")
+    places += sorted(map(str, [*wheels.glob("cu1*"), *wheels.glob("cuda_runtime")]), reverse=True)
+    for place in filter(None, places):
+        if Path(place, "include", "cuda.h").exists():
+            return [str(Path(place, "include"))]
+    return []
+
+
 def extensions() -> list[Extension]:
     compile_flags, link_flags = switches()
     warnings = ["-Wall", "-Wextra", "-Wshadow", "-fvisibility=hidden", *compile_flags]
@@ -55,6 +76,7 @@ def extensions() -> list[Extension]:
         sources=sorted(glob("csrc/core/*.c") + glob("csrc/python/*.c")),
         depends=HEADERS,
         define_macros=[("_GNU_SOURCE", None)],
+        include_dirs=cuda_include(),
         extra_compile_args=[
             *("-std=c11", "-pthread", "-Wstrict-prototypes", "-Wmissing-prototypes"),
             *warnings,
@@ -85,6 +107,7 @@ def signature(ext: Extension) -> str:
     torch_version = cpp_extension.torch.__version__ if cpp_extension else ""
     digest = hashlib.sha256()
     args = (ext.extra_compile_args, ext.extra_link_args, ext.define_macros, torch_version)
+    args += (ext.include_dirs if ext.name == "stillframe._core" else [],)
     digest.update(repr((args, os.environ.get("CC"), os.environ.get("CXX"))).encode())
     for path in [*ext.sources, *ext.depends, __file__]:
         digest.update(Path(path).read_bytes())
@@ -99,6 +122,32 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
             raise SystemExit(NO_TORCH)
         cpp_extension.min_supported_cpython = PYTHON_ABI  # as its documentation tells one to
         super().__init__(*args, use_ninja=False, **kwargs)
+
+    def run(self) -> None:
+        super().run()
+        self.build_fake_driver()
+
+    def build_fake_driver(self) -> None:
+        """Builds the tests' CUDA driver. Nothing of it is installed."""
+        source, target = Path(FAKE_DRIVER), Path("build/libfake_cuda.so")
+        if not source.exists():
+            return
+        made_of = [source, source.with_suffix(".h"), Path("csrc/core/cuda_types.h")]
+        if target.exists() and all(
+            each.stat().st_mtime <= target.stat().st_mtime for each in made_of
+        ):
+            return
+        compile_flags, link_flags = switches()
+        objects = self.compiler.compile(
+            [str(source)],
+            output_dir=self.build_temp,
+            macros=[("_GNU_SOURCE", None)],
+            include_dirs=["csrc/core"],
+            extra_postargs=["-std=c11", "-pthread", "-fPIC", *compile_flags],
+        )
+        self.compiler.link_shared_object(
+            objects, str(target), extra_postargs=["-pthread", *link_flags]
+        )
 
     def build_extension(self, ext: Extension) -> None:
         marker = Path("build", f"{ext.name}.signature")

@@ -8,9 +8,10 @@
  * own reference goes over to the notice of its end), so threads can be joined there.
  */
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 
-#include "ticket.h"
+#include "cuda_lane.h"
 
 /* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
  * it, and once only. */
@@ -136,6 +137,7 @@ static void stop_threads(struct sfr_engine *engine)
 		(void)sfr_sys.thread_join(engine->writers[i], NULL);
 	engine->nr_writers = 0;
 	engine->started = false;
+	sfr__cuda_lanes_stop(engine);
 }
 
 void sfr__engine_get(struct sfr_engine *engine)
@@ -151,6 +153,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 		return;
 	stop_threads(engine);
 	free_pool(engine);
+	sfr__cuda_lanes_free(engine);
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
 	(void)pthread_cond_destroy(&engine->cv_state);
@@ -281,4 +284,39 @@ int sfr_engine_trim(struct sfr_engine *engine)
 	rc = sfr__pool_trim(engine->pool);
 	end_use(engine);
 	return rc;
+}
+
+int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len)
+{
+	struct sfr__cuda_lane *lane;
+	int rc = begin_use(engine);
+
+	why[0] = '\0';
+	if (rc < 0)
+		return rc;
+	rc = sfr__cuda_lane_get(engine, device, &lane, why, why_len);
+	if (rc == 0)
+		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
+	end_use(engine);
+	return rc;
+}
+
+int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
+{
+	size_t used;
+
+	if (foreign(engine))
+		return SFR_EFORK;
+	sfr__cuda_sentence(text, len);
+	pthread_mutex_lock(&engine->mu);
+	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next) {
+		pthread_mutex_lock(&lane->mu);
+		used = strlen(text);
+		if (lane->dead)
+			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
+				       lane->device, lane->why);
+		pthread_mutex_unlock(&lane->mu);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	return 0;
 }

@@ -16,6 +16,9 @@
  *      captured storages
  *     |------|------|------|------|------|--|   blocks: each run has blocks of its own
  *
+ * Sources make runs by when they are copied and where they live: captured ones of the host, those
+ * of each device, then deferred ones of the host and of each device.
+ *
  * Runs begin and end on 4096, filled up with zeros, and so does the file: the tail's zeros stand
  * in front of its entry, because what follows the directory has to end the file.
  *
@@ -87,30 +90,36 @@ static void add(struct sfr__image *img, const char *name, const char *src, uint6
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
-static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint32_t lane)
+/* What sets sources of one run apart from those of another, in the order of the runs. */
+static uint64_t run_key(uint32_t lane, uint32_t device)
+{
+	return (uint64_t)lane << 32 | device;
+}
+
+static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
 {
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
 		const struct sfr_source *source = &desc->sources[i];
 		char name[sizeof(img->entries->name)];
 
-		if (source->lane != lane)
+		if (run_key(source->lane, source->device) != key)
 			continue;
 		name_storage(name, i);
 		add(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
-		*(lane == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes) +=
+		*(source->lane == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes) +=
 			source->nbytes;
 	}
 }
 
-/* The lowest lane above `lane` that has a source; `lane` itself when there is none. */
-static uint32_t next_lane(const struct sfr_save_desc *desc, uint32_t lane)
+/* The lowest key above `key` that has a source; `key` itself when there is none. */
+static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 {
-	uint32_t next = lane;
+	uint64_t next = key;
 
 	for (uint32_t i = 0; i < desc->nr_sources; i++) {
-		uint32_t its = desc->sources[i].lane;
+		uint64_t its = run_key(desc->sources[i].lane, desc->sources[i].device);
 
-		if (its > lane && (next == lane || its < next))
+		if (its > key && (next == key || its < next))
 			next = its;
 	}
 	return next;
@@ -161,18 +170,17 @@ static int check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes)
 {
 	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources;
-	uint32_t nr_lanes = 1;
+	uint32_t nr_runs = 1;
 	int rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes };
 	rc = check_desc(desc, block_bytes);
 	if (rc != 0)
 		return rc;
-	for (uint32_t lane = SFR_CAPTURED, next; (next = next_lane(desc, lane)) != lane;
-	     lane = next)
-		nr_lanes++;
+	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
+		nr_runs++;
 	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
-	img->runs = sfr_sys.calloc(nr_lanes, sizeof(*img->runs));
+	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
 	if (img->entries == NULL || img->runs == NULL) {
 		rc = -ENOMEM;
 		goto fail;
@@ -182,14 +190,15 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 	img->captured_nbytes = desc->skeleton_len;
 	for (size_t i = 0; i < NR_RECORDS; i++)
 		add(img, records[i].name, records[i].data, strlen(records[i].data), -1);
-	for (uint32_t lane = SFR_CAPTURED; img->nr_runs < nr_lanes; lane = next_lane(desc, lane)) {
+	for (uint64_t key = 0; img->nr_runs < nr_runs; key = next_key(desc, key)) {
 		struct sfr__run *run = &img->runs[img->nr_runs];
 
 		run->off = img->len;
-		run->lane = lane;
-		if (lane != SFR_CAPTURED)
+		run->lane = (uint32_t)(key >> 32);
+		run->device = (uint32_t)key;
+		if (key != 0) /* the first run has the records already */
 			run->first_entry = img->nr_entries;
-		add_storages(img, desc, lane);
+		add_storages(img, desc, key);
 		rc = end_run(img, run);
 		if (rc != 0)
 			goto fail;
@@ -208,6 +217,14 @@ void sfr__image_fini(struct sfr__image *img)
 	sfr_sys.free(img->entries);
 	sfr_sys.free(img->runs);
 	*img = (struct sfr__image){ 0 };
+}
+
+const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)
+{
+	for (uint32_t r = 0; r < img->nr_runs; r++)
+		if (img->runs[r].lane == lane && img->runs[r].device == device)
+			return &img->runs[r];
+	return NULL;
 }
 
 /* ---- blocks and segments ------------------------------------------------- */

@@ -51,12 +51,23 @@ uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *r
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-static void place_samples(struct sfr_ticket *t, uint32_t first, uint64_t per_entry)
+uint64_t sfr__samples_per_entry(const struct sfr_ticket *t)
 {
-	uint64_t random = t->seq + t->created_ns;
+	uint32_t nr = 0;
+
+	for (uint32_t r = 1; r < t->img.nr_runs; r++)
+		if (t->img.runs[r].lane != SFR_CAPTURED)
+			nr += t->img.runs[r].nr_entries;
+	return nr == 0 || nr > MAX_SAMPLES ? 1 : MAX_SAMPLES / nr;
+}
+
+void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
+			struct sfr__samples *samples)
+{
+	uint64_t random = t->seq + t->created_ns, per_entry = sfr__samples_per_entry(t);
 	uint32_t k = 0;
 
-	for (uint32_t i = first; i < t->img.nr_entries; i++) {
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
 		const struct sfr__entry *entry = &t->img.entries[i];
 		uint64_t nr_lines = (entry->nbytes + SAMPLE_LEN - 1) / SAMPLE_LEN;
 		uint64_t n = nr_lines < per_entry ? nr_lines : per_entry, last = 0;
@@ -69,79 +80,71 @@ static void place_samples(struct sfr_ticket *t, uint32_t first, uint64_t per_ent
 			if (line >= nr_lines)
 				break;
 			last = line;
-			t->samples[k].entry = i;
-			t->samples[k].off = line * SAMPLE_LEN;
-			t->samples[k].len =
+			samples->items[k].entry = i;
+			samples->items[k].off = line * SAMPLE_LEN;
+			samples->items[k].len =
 				(uint32_t)(entry->nbytes - line * SAMPLE_LEN < SAMPLE_LEN ?
 						   entry->nbytes - line * SAMPLE_LEN :
 						   SAMPLE_LEN);
 			k++;
 		}
 	}
-	t->nr_samples = k;
+	samples->nr = k;
 }
 
 static const char *sample_src(const struct sfr_ticket *t, uint32_t k)
 {
-	return t->img.entries[t->samples[k].entry].src + t->samples[k].off;
+	return t->img.entries[t->samples.items[k].entry].src + t->samples.items[k].off;
 }
 
 int sfr__take_samples(struct sfr_ticket *t)
 {
-	uint32_t first, nr_entries;
-	uint64_t per_entry;
+	const struct sfr__run *run = sfr__image_run(&t->img, SFR_LANE_HOST, 0);
+	struct sfr__samples *samples = &t->samples;
 
 	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
-	if (t->img.nr_runs < 2)
+	if (run == NULL)
 		return 0;
-	first = t->img.runs[1].first_entry;
-	nr_entries = t->img.nr_entries - first;
-	per_entry = MAX_SAMPLES / nr_entries;
-	if (per_entry == 0)
-		per_entry = 1;
-	t->samples = sfr_sys.malloc(nr_entries * per_entry * sizeof(*t->samples));
-	if (!t->samples)
+	samples->items = sfr_sys.malloc(run->nr_entries * sfr__samples_per_entry(t) *
+					sizeof(*samples->items));
+	if (!samples->items)
 		return -ENOMEM;
-	place_samples(t, first, per_entry);
+	sfr__place_samples(t, run, samples);
 	/* Each line is a cache miss; asked for ahead of time they overlap. */
-	for (uint32_t k = 0; k < t->nr_samples; k++) {
-		if (k + PREFETCH_AHEAD < t->nr_samples)
+	for (uint32_t k = 0; k < samples->nr; k++) {
+		if (k + PREFETCH_AHEAD < samples->nr)
 			__builtin_prefetch(sample_src(t, k + PREFETCH_AHEAD));
-		memcpy(t->samples[k].bytes, sample_src(t, k), t->samples[k].len);
+		memcpy(samples->items[k].bytes, sample_src(t, k), samples->items[k].len);
 	}
-	if (!(t->flags & SFR_SAVE_CHECK_BYTES))
-		return 0;
-	t->sums = sfr_sys.calloc(t->img.nr_entries, sizeof(*t->sums));
-	if (!t->sums)
-		return -ENOMEM;
-	for (uint32_t i = first; i < t->img.nr_entries; i++)
+	for (uint32_t i = run->first_entry; t->sums && i < run->first_entry + run->nr_entries; i++)
 		t->sums[i] = sfr_crc32(0, t->img.entries[i].src, t->img.entries[i].nbytes);
 	return 0;
 }
 
-/* Compares what now stands in the block with samples and sums. Entries and offsets come in
- * ascending order, so the position in the samples only moves on. */
-static int64_t check_piece(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,
-			   size_t len)
+/* Entries and offsets come in ascending order, so the position in the samples only moves on. */
+int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uint32_t i,
+			 uint64_t off, const char *staged, size_t len)
 {
 	const struct sfr__entry *entry = &t->img.entries[i];
+	uint32_t *sum = t->sums ? &t->sums[t->img.nr_entries + i] : NULL;
 
-	for (; t->sample_pos < t->nr_samples; t->sample_pos++) {
-		const struct sfr__sample *s = &t->samples[t->sample_pos];
+	for (; samples->pos < samples->nr; samples->pos++) {
+		const struct sfr__sample *s = &samples->items[samples->pos];
 		uint64_t from = s->off > off ? s->off : off;
 		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
 
 		if (s->entry > i || (s->entry == i && s->off >= off + len))
 			break;
-		if (from < to &&
+		if (s->entry == i && from < to &&
 		    memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
 			return entry->source;
 		if (s->entry == i && s->off + s->len > off + len)
 			break; /* goes on in the next piece */
 	}
-	if (t->sums && entry->crc_len == entry->nbytes && entry->crc != t->sums[i])
-		return entry->source;
-	return -1;
+	if (!sum)
+		return -1;
+	*sum = sfr_crc32(*sum, staged, len);
+	return off + len == entry->nbytes && *sum != t->sums[i] ? entry->source : -1;
 }
 
 /* ---- filling a block ---- */
@@ -184,7 +187,7 @@ static void lane_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char *d
 		entry->crc_len += len;
 	}
 	if (*torn < 0)
-		*torn = check_piece(t, seg->entry, seg->off, dst, seg->len);
+		*torn = sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
 }
 
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
@@ -247,6 +250,8 @@ static void copy_ticket(struct sfr_ticket *t)
 	for (uint32_t r = 1; r < t->img.nr_runs; r++) {
 		const struct sfr__run *run = &t->img.runs[r];
 
+		if (run->device != 0 || run->lane == SFR_CAPTURED)
+			continue; /* another lane's */
 		for (uint32_t blk = 0; blk < run->nr_blocks;) {
 			if (give_up(t))
 				return;
@@ -283,14 +288,7 @@ void *sfr__lane_main(void *arg)
 		copy_ticket(t);
 		pthread_mutex_lock(&engine->mu);
 		t->lane_owns = false;
-		if (!sfr__ticket_failing(t)) {
-			t->copied = true;
-			t->copied_ns = sfr__now_ns();
-		}
-		/* Waiters for "copied" look at a failed save too: its sources are free now. */
-		pthread_cond_broadcast(&engine->cv_state);
-		sfr_ticket_get(t);
-		sfr__notice_post(&t->notice_copied);
+		sfr__ticket_released_locked(t);
 		sfr__ticket_step_locked(t);
 	}
 	pthread_mutex_unlock(&engine->mu);

@@ -29,7 +29,9 @@
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
  *     SHRINKING  RESERVED   trim
- *     SHRINKING  FREE       trim, when the system refuses
+ *     SHRINKING  FREE       trim, when the system refuses, or the driver knows it with others
+ *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
+ *     LEASED     RETIRED    retire: a copy into it may be running for ever
  *
  * Leases of contiguous blocks (runs.c) take the same arrows as get and put do.
  *
@@ -45,8 +47,10 @@
  * The table of blocks lies outside the pool's memory, which a forked child does not have.
  */
 #include <errno.h>
+#include <stdlib.h>
 
 #include "memory.h"
+#include "pin.h"
 #include "pool.h"
 
 #define MAX_WARMERS 4 /* threads in warm_up, the caller among them */
@@ -96,7 +100,8 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 
 bool sfr__pool_in_hand(enum sfr__block_state state)
 {
-	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE;
+	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE &&
+	       state != SFR__BLOCK_RETIRED;
 }
 
 /* Every change of a block's state. A block in hand is in no list, the others are in theirs. */
@@ -115,6 +120,12 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 	block->state = to;
 	if (sfr__pool_in_hand(to))
 		return;
+	if (to == SFR__BLOCK_RETIRED) {
+		pool->nr_retired++;
+		pool->retired_bytes += block->committed;
+		(void)pthread_cond_broadcast(&pool->cv); /* it may have been the last one */
+		return;
+	}
 	sfr__pool_push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
 		       block->committed == pool->block_bytes ? &pool->whole :
 							       &pool->partial,
@@ -202,7 +213,7 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 /* Waits for its turn and takes a block. With `starved`, the system had no memory when
  * `nr_returned` was what it is there: then only a block that has come back since, or nothing
  * left to wait for, is worth another try. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every
- * block is held by snapshots, which only their users end. */
+ * block is held by snapshots, which only their users end; -ENOMEM where every block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
@@ -215,12 +226,15 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 			     pool->nr_in_hand == pool->nr_held;
 
 		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
-		exhausted = *out == NULL && pool->nr_held == pool->nr_blocks;
-		if (*out != NULL || exhausted || late)
+		exhausted = *out == NULL && pool->nr_held > 0 &&
+			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
+		if (*out != NULL || exhausted || late || pool->nr_retired == pool->nr_blocks)
 			break;
 		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
+	if (pool->nr_retired == pool->nr_blocks)
+		return -ENOMEM;
 	return *out != NULL ? 0 : exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
 }
 
@@ -271,6 +285,19 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
+{
+	sfr__pin_keep(&pool->pin, block);
+	(void)pthread_mutex_lock(&pool->mu);
+	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
+{
+	return &pool->pin;
 }
 
 /* ---- warm up and trim ------------------------------------------------------ */
@@ -340,6 +367,53 @@ static uint32_t collect_locked(struct warm_up *job, struct sfr__list *list)
 	return nr;
 }
 
+static int by_index(const void *a, const void *b)
+{
+	uint32_t i = (*(struct sfr__block *const *)a)->index;
+	uint32_t j = (*(struct sfr__block *const *)b)->index;
+
+	return i < j ? -1 : i > j;
+}
+
+/* Pins the free blocks that have all their memory: neighbours together. */
+static void pin_whole(struct sfr__pool *pool)
+{
+	struct sfr__block **found = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
+	struct sfr__cuda_scope scope;
+	struct sfr__block **at = &pool->whole.head, *block;
+	uint32_t nr = 0;
+
+	if (found == NULL)
+		return; /* each is pinned when it is first used, then */
+	if (sfr__cuda_enter(&scope, pool->pin.cu, pool->pin.context) != CUDA_SUCCESS) {
+		sfr_sys.free(found);
+		return;
+	}
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = *at) != NULL) {
+		if (block->piece != NULL) {
+			at = &block->next;
+			continue;
+		}
+		*at = block->next;
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		found[nr++] = block;
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	qsort(found, nr, sizeof(*found), by_index);
+	for (uint32_t i = 0, len; i < nr; i += len) {
+		for (len = 1; i + len < nr && found[i + len]->index == found[i]->index + len;)
+			len++;
+		sfr__pin_blocks(&pool->pin, found + i, len, pool->block_bytes);
+	}
+	sfr__cuda_leave(&scope);
+	(void)pthread_mutex_lock(&pool->mu);
+	for (uint32_t i = 0; i < nr; i++)
+		sfr__pool_move_locked(pool, found[i], SFR__BLOCK_FREE);
+	(void)pthread_mutex_unlock(&pool->mu);
+	sfr_sys.free(found);
+}
+
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 {
 	struct warm_up job = { .pool = pool, .nbytes = nbytes };
@@ -365,6 +439,8 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 	(void)warm_main(&job);
 	while (nr_threads > 0)
 		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+	if (sfr__pin_is_on(&pool->pin))
+		pin_whole(pool);
 	return job.rc;
 }
 
@@ -379,10 +455,17 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
 		sfr__pool_push(&work, block);
 	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__pin_drop(&pool->pin, work.head);
+	(void)pthread_mutex_lock(&pool->mu);
 	while ((block = pop(&work)) != NULL) {
 		size_t had = block->committed;
 		int failed;
 
+		if (block->piece != NULL) { /* the driver knows it together with one in use */
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
+			continue;
+		}
 		(void)pthread_mutex_unlock(&pool->mu);
 		failed = sfr__memory_decommit(block->mem, block->committed);
 		if (failed == 0)
@@ -419,6 +502,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
 	pool->mu = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	sfr__pin_init(&pool->pin);
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
 		sfr_sys.free(pool);
@@ -440,7 +524,11 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	sfr__memory_release(&pool->range);
+	sfr__pin_fini(&pool->pin);
+	/* A copy that may still be running must not find somebody else's memory: a range with a
+	 * retired block stays for as long as the process. */
+	if (pool->nr_retired == 0)
+		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
 	(void)pthread_mutex_destroy(&pool->mu);
@@ -456,7 +544,7 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 		.block_bytes = pool->block_bytes,
 		.committed_bytes = pool->committed_bytes,
 		.leased_bytes = pool->leased_bytes,
-		.retired_bytes = 0, /* host copies always end: no block is ever given up */
+		.retired_bytes = pool->retired_bytes,
 		.nr_waiters = pool->nr_waiters,
 	};
 	(void)pthread_mutex_unlock(&pool->mu);

@@ -7,6 +7,7 @@
 #define SFR_POOL_H
 
 #include "memory.h"
+#include "pin.h"
 
 /* Singly linked by block->next, last in, first out: the block whose lines are warm. */
 struct sfr__list {
@@ -32,10 +33,11 @@ struct sfr__pool {
 	struct sfr__list partial;    /* free, memory for a part */
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_waiters;
-	uint32_t nr_in_hand;
+	uint32_t nr_in_hand, nr_retired;
 	uint32_t nr_held;     /* of them, blocks that only a caller can give back: see runs.c */
 	uint64_t nr_returned; /* blocks that came back with their memory, ever */
-	uint64_t committed_bytes, leased_bytes;
+	uint64_t committed_bytes, leased_bytes, retired_bytes;
+	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
 };
 

@@ -1,6 +1,7 @@
 /* A save's first half, on the caller's thread: lay out, take a slot, capture, launch.
  *
  *   sfr_save_new      the image is laid out; nothing is held yet
+ *   sfr_save_begin    where sources live on a device: their state is marked on its stream
  *   sfr_save_admit    a slot is taken, a writer begins to open the file
  *   sfr_save_capture  captured sources are copied, deferred ones sampled
  *   sfr_save_launch   the log has it, the lane has it, the call may return
@@ -50,7 +51,15 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		goto fail;
 	for (uint32_t i = 0; i < t->img.nr_runs; i++)
 		t->nr_blocks += t->img.runs[i].nr_blocks;
+	rc = sfr__cuda_parts_new(t);
+	if (rc < 0)
+		goto fail;
 	rc = -ENOMEM;
+	if (desc->flags & SFR_SAVE_CHECK_BYTES) {
+		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
+		if (!t->sums)
+			goto fail;
+	}
 	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 3, sizeof(*t->jobs));
 	if (!t->jobs)
 		goto fail;
@@ -122,9 +131,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	return rc;
 }
 
-/* Gives a leased block to the writers. */
-static void push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-			      struct sfr__block *block, bool summed)
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+			    struct sfr__block *block, bool summed)
 {
 	uint32_t first = 0;
 	struct sfr__job *job;
@@ -179,7 +187,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	if (rc == 0) {
 		if (++t->blocks_held > t->peak_blocks)
 			t->peak_blocks = t->blocks_held;
-		push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
+		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
 	}
 	pthread_mutex_unlock(&engine->mu);
 	return rc;
@@ -211,6 +219,9 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
+	/* Devices first: they copy while the host does. */
+	if (!t->capture_done && sfr__cuda_capture(t, slice_ns) == SFR_EAGAIN)
+		return SFR_EAGAIN;
 	while (t->capture_blk < run->nr_blocks && !is_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
@@ -232,6 +243,8 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 			pthread_mutex_unlock(&t->engine->mu);
 		}
 	}
+	if (!t->capture_done)
+		sfr__cuda_capture_end(t);
 	t->capture_done = true;
 	return 0;
 }
@@ -254,32 +267,41 @@ int sfr_save_launch(struct sfr_ticket *t)
 		sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (t->img.nr_runs > 1 && !sfr__ticket_failing(t)) {
+		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing(t)) {
 			t->lane_owns = true;
 			sfr__lane_push_locked(engine, t);
-		} else if (t->img.nr_runs == 1) {
+		}
+		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
-			t->copied = t->confirmed = true;
-			t->copied_ns = t->launched_ns;
+			t->confirmed = true;
+			t->copied = t->nr_parts == 0;
+			t->copied_ns = t->copied ? t->launched_ns : 0;
 		}
 		sfr__ticket_step_locked(t);
 	}
 	pthread_mutex_unlock(&engine->mu);
+	if (rc == 0)
+		sfr__cuda_launch(t);
 	return rc;
 }
 
 void sfr_save_abandon(struct sfr_ticket *t)
 {
 	struct sfr_err err = { .index = -1 };
+	bool yes;
 
 	if (sfr__ticket_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
 	pthread_mutex_lock(&t->engine->mu);
-	if (!t->launched && (t->state == SFR_CAPTURING || t->state == SFR_ENDING)) {
+	yes = !t->launched && !t->abandoned &&
+	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
+	if (yes) {
 		t->abandoned = true;
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}
 	pthread_mutex_unlock(&t->engine->mu);
+	if (yes)
+		sfr__cuda_launch(t);
 }

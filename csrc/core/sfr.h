@@ -41,7 +41,9 @@
 	X(SFR_ECANCELLED, -1006, "the save was cancelled")                                         \
 	X(SFR_ECORRUPT, -1007, "the file is damaged")                                              \
 	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait")               \
-	X(SFR_ESTATE, -1009, "the call does not fit the save's state")
+	X(SFR_ESTATE, -1009, "the call does not fit the save's state")                             \
+	X(SFR_ECAPTURING, -1010,                                                                   \
+	  "a CUDA graph is being captured on the current stream: nothing can be saved until it ends")
 
 enum sfr_code {
 #define X(name, value, text) name = value,
@@ -131,18 +133,26 @@ void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; 
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out);
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
 int sfr_engine_trim(struct sfr_engine *engine);
+/* For a process that uses CUDA: makes the lane of a device and has warm_up pin what it gives memory
+ * to. 0, or -errno with a sentence in `why`. */
+int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
+/* A sentence on the CUDA driver and on devices that are dead. Loads the driver, never starts it. */
+int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
+/* Bounds of what a lane queues on a device: bytes of a piece, pieces in flight (0 = as they are).
+ * For measurements and tests, while no save is in flight. */
+void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 
 /* ---- one save (ticket.c) ----------------------------------------------- */
 
 /* One storage: record data/<index> of the file. */
 struct sfr_source {
-	uint64_t addr; /* host address of its bytes; may be 0 when nbytes is 0 */
+	uint64_t addr; /* address of its bytes where they live; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
-	uint32_t lane; /* SFR_CAPTURED, or the lane that copies it later */
-	uint32_t reserved;
+	uint32_t lane;   /* SFR_CAPTURED, or that a lane copies it later */
+	uint32_t device; /* 0 = host memory; n = CUDA device n - 1 */
 };
 #define SFR_CAPTURED 0u
-#define SFR_LANE_HOST 1u
+#define SFR_LANE_HOST 1u /* of the host for device 0, else of that device */
 
 #define SFR_SAVE_DURABLE 1u /* sync file and directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
@@ -185,6 +195,18 @@ const char *sfr_state_name(enum sfr_state state);
 /* Lays out the image of a save. No I/O, no wait. -ENOMEM, -EINVAL. */
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		 struct sfr_ticket **out);
+/* The caller's current stream on a device that sources live on. */
+struct sfr_stream {
+	uint64_t handle; /* CUstream */
+	uint32_t device; /* the driver's number */
+	uint32_t reserved;
+};
+/* Marks the state that is saved: an event on the caller's stream of each device, before which
+ * nothing of the save is copied. Called before sfr_save_admit; without sources on devices it does
+ * nothing. SFR_ECAPTURING where a stream is capturing a graph, SFR_ECLOSED: both end the ticket.
+ * Any other failure (no driver, a dead device) becomes the ticket's own: 0 is returned, and the
+ * save fails as soon as it is admitted. */
+int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams);
 /* Takes one of the engine's max_in_flight slots and has a writer open the file.
  * SFR_EAGAIN, SFR_EBUSY (with SFR_SAVE_NO_WAIT), SFR_ECLOSED. A failure here ends the
  * ticket: only sfr_ticket_put may follow. */
@@ -203,8 +225,14 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
 /* Waits until every deferred byte is copied (the sources are no longer read); until staged;
  * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
+/* The gate of the next step. Host sources: waits until they are copied, as SFR_WAIT_COPIED does.
+ * Sources on devices: has their copies queued, all of them, and these streams of the calling
+ * thread wait for them; the host waits only while blocks are wanting, where a stream is capturing
+ * a graph, or where a device has no stream in the list. 0, SFR_EAGAIN; call it again then. */
+int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
+		  uint64_t slice_ns);
 /* The caller's verdict on what the core cannot see (tensor version counters): given once,
- * after SFR_WAIT_COPIED. torn_index < 0 passes; otherwise the save fails with SFR_ETORN.
+ * after SFR_WAIT_COPIED or sfr_save_gate. torn_index < 0 passes; otherwise the save fails with SFR_ETORN.
  * A second verdict is ignored and SFR_ESTATE returned. */
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
 /* 1: the save will end as cancelled (or already has); 0: too late. */

@@ -5,6 +5,7 @@
  *
  *   1. engine->mu   every ticket of the engine, its queues, its slots
  *   2. proc->mu     the process's ordered log and its notices
+ *      lane->mu     a device's stream and what is in flight on it; alone, or below engine->mu
  *   3. pool->mu     free blocks, waiters, figures
  *
  * fork_mu (fork.c) stands alone: it is held across open() plus the entry of the descriptor
@@ -88,13 +89,15 @@ enum sfr__block_state {
 	SFR__BLOCK_GROWING,  /* in the hands of a thread that gives it memory */
 	SFR__BLOCK_LEASED,
 	SFR__BLOCK_SHRINKING, /* in the hands of a thread that takes its memory */
+	SFR__BLOCK_RETIRED,   /* a copy into it may never end: nobody's for good */
 	SFR__NR_BLOCK_STATES
 };
 
 struct sfr__block {
-	char *mem;               /* page aligned, pool's block_bytes of address space */
-	struct sfr__block *next; /* owner's use while leased */
-	size_t committed;        /* bytes that have memory, from mem on */
+	char *mem;                /* page aligned, pool's block_bytes of address space */
+	struct sfr__block *next;  /* owner's use while leased */
+	struct sfr__piece *piece; /* how the CUDA driver knows it, NULL = not at all; owner's */
+	size_t committed;         /* bytes that have memory, from mem on */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
 	bool held; /* part of a run that only a caller can give back: see sfr__pool_let_go */
@@ -117,6 +120,11 @@ void sfr__pool_free(struct sfr__pool *pool);
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
 		  struct sfr__block **out);
 void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
+/* Instead of put, for a block into which a copy may be running that nobody will hear of again (a
+ * dead device): it and its memory are never used again. */
+void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
+/* pin.c's part of the pool. */
+struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
 /* Gives memory to the first blocks, nbytes in all (clipped to the cap), on up to four threads. */
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
 /* Gives the memory of free blocks back to the system. */
@@ -170,7 +178,8 @@ void sfr__budget_hold(int64_t bytes);
  *
  *   run 0 (captured): data.pkl, .format_version "0", .storage_alignment "64", byteorder,
  *                     version "3\n", then captured storages
- *   run 1.. (one a lane): that lane's storages
+ *   run 1.. (one a device, then one a lane): captured storages of the device, deferred
+ *                     storages of the lane
  *   tail: padding, .data/serialization_id, central directory, zip64 end record and its
  *         locator, end record; the file's length is a multiple of 4096
  *
@@ -191,7 +200,7 @@ struct sfr__entry {
 
 struct sfr__run {
 	uint64_t off, len;
-	uint32_t lane;
+	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
 	uint32_t nr_blocks;
 };
@@ -210,6 +219,8 @@ struct sfr__image {
  * left out, but run 0 is always there. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
 void sfr__image_fini(struct sfr__image *img);
+/* The run of these sources, NULL when there is none. */
+const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);
 /* Bytes of block `blk` of a run that belong to the file: block_bytes, less for the last. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,

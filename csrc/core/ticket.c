@@ -79,12 +79,12 @@ static void free_tools(struct sfr_ticket *t)
 	sfr_sys.free(t->img.entries);
 	sfr_sys.free(t->img.runs);
 	sfr_sys.free(t->jobs);
-	sfr_sys.free(t->samples);
+	sfr_sys.free(t->samples.items);
 	sfr_sys.free(t->sums);
 	t->img.entries = NULL;
 	t->img.runs = NULL;
 	t->jobs = NULL;
-	t->samples = NULL;
+	t->samples.items = NULL;
 	t->sums = NULL;
 }
 
@@ -93,6 +93,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
+	sfr__cuda_parts_free(t);
 	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -139,7 +140,8 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->state == SFR_ENDING) {
 		bool called = t->launched || t->abandoned;
 
-		if (called && !t->lane_owns && t->jobs_out == 0 && !t->clean_queued) {
+		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0 &&
+		    !t->clean_queued) {
 			t->clean_queued = true;
 			sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_CLEAN));
 		}
@@ -159,6 +161,20 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 		sfr__ticket_set_state_locked(t, SFR_READY);
 		sfr__log_ready(&t->log);
 	}
+}
+
+void sfr__ticket_released_locked(struct sfr_ticket *t)
+{
+	if (t->lane_owns || t->cuda_out != 0)
+		return;
+	if (!sfr__ticket_failing(t)) {
+		t->copied = true;
+		t->copied_ns = sfr__now_ns();
+	}
+	/* Waiters for "copied" look at a failed save too: its sources are free now. */
+	pthread_cond_broadcast(&t->engine->cv_state);
+	sfr_ticket_get(t);
+	sfr__notice_post(&t->notice_copied);
 }
 
 bool sfr__ticket_begin_commit(struct sfr_ticket *t)
@@ -213,13 +229,20 @@ static bool reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 	switch (what) {
 	case SFR_WAIT_COPIED:
 		/* A failed save's sources are free once the lane has let go of it. */
-		return t->copied || (t->state == SFR_ENDING && t->launched && !t->lane_owns);
+		return t->copied ||
+		       (t->state == SFR_ENDING && t->launched && !t->lane_owns && t->cuda_out == 0);
 	case SFR_WAIT_STAGED:
 		return t->state >= SFR_STAGED && t->state != SFR_ENDING;
 	case SFR_WAIT_ENDED:
 		break;
 	}
 	return false;
+}
+
+bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
+{
+	return reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing(t) ||
+	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
 }
 
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
@@ -246,7 +269,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	pthread_mutex_lock(&t->engine->mu);
-	if (t->confirmed || !t->copied || t->state != SFR_STAGING) {
+	if (t->confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
 		rc = SFR_ESTATE;
 	} else {
 		t->confirmed = true;

@@ -45,6 +45,12 @@ struct sfr__sample {
 	unsigned char bytes[SFR__SAMPLE_LEN];
 };
 
+/* Samples of the deferred sources of one run. */
+struct sfr__samples {
+	struct sfr__sample *items;
+	uint32_t nr, pos; /* those before pos were compared */
+};
+
 /* A save's, remove's or other work's place in the process's log; guarded by the log's mutex. */
 enum sfr__log_kind { SFR__LOG_SAVE, SFR__LOG_REMOVE, SFR__LOG_WORK };
 struct sfr__log_entry {
@@ -77,8 +83,10 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool lane_owns;    /* queued at, or being copied by, the lane */
-	uint32_t jobs_out; /* queued or running */
+	bool lane_owns;            /* queued at, or being copied by, the lane */
+	uint32_t cuda_out;         /* parts in devices that are not over */
+	uint32_t cuda_unsubmitted; /* of them, those that have copies to queue yet */
+	uint32_t jobs_out;         /* queued or running */
 	uint32_t blocks_written;
 
 	/* capture position: only the capturing thread touches it */
@@ -87,9 +95,11 @@ struct sfr_ticket {
 	pthread_t caller;
 
 	/* detectors: written by capture, read by the lane */
-	struct sfr__sample *samples;
-	uint32_t nr_samples, sample_pos;
+	struct sfr__samples samples; /* of the host's */
 	uint32_t *sums; /* SFR_SAVE_CHECK_BYTES: CRC of each deferred entry at the call */
+
+	struct sfr__cuda_part *parts; /* one for each device; the array is constant */
+	uint32_t nr_parts;
 
 	struct sfr__log_entry log;
 	struct sfr__notice notice_copied, notice_ended;
@@ -100,7 +110,7 @@ struct sfr_ticket {
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
 	uint32_t io_mode;
 	bool over_slots;
-	char fallback[2][160];
+	char fallback[3][160];
 
 	struct sfr_ticket *lane_next;
 	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
@@ -124,6 +134,7 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
+	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
 	struct sfr_ticket *lane_head, *lane_tail;
 	struct sfr__job *job_head, *job_tail;
 	struct sfr_ticket *tickets;                         /* in flight */
@@ -140,6 +151,22 @@ struct sfr_engine {
  * is no block within the slice; else the ticket has failed with what is returned. */
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
 		    enum sfr__stager by, uint64_t slice_ns);
+
+/* Gives a leased block, staged, to the writers; `summed`: its pieces are in the CRCs already. */
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+			    struct sfr__block *block, bool summed);
+
+/* ---- stage_cuda.c ---- */
+/* A new ticket's parts, from its image. -ENOMEM. */
+int sfr__cuda_parts_new(struct sfr_ticket *t);
+void sfr__cuda_parts_free(struct sfr_ticket *t);
+/* Queues the captured sources on devices and takes samples there. SFR_EAGAIN while it waits for
+ * blocks; other failures become the ticket's. */
+int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
+/* The caller's streams wait for what was queued. */
+void sfr__cuda_capture_end(struct sfr_ticket *t);
+/* Hands the parts to their lanes, or lets go of them (an abandoned or failing save). */
+void sfr__cuda_launch(struct sfr_ticket *t);
 
 /* ---- ticket.c ---- */
 /* Frees a ticket nobody holds, whatever of it was made. */
@@ -158,6 +185,10 @@ void sfr__ticket_step_locked(struct sfr_ticket *t);
 bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 /* The last arrow, after all I/O: slot, log and notice are settled here. */
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
+/* A lane has let go of the ticket: when none has it any more, its sources are free. */
+void sfr__ticket_released_locked(struct sfr_ticket *t);
+/* The next step may begin as far as the host is concerned: every copy has ended or is queued. */
+bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
 static inline bool sfr__ticket_failing(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
@@ -174,10 +205,20 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
  * mismatch with samples or sums. */
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
 		      enum sfr__stager by, int64_t *torn);
-/* Takes samples of every deferred source. -ENOMEM. */
-int sfr__take_samples(struct sfr_ticket *t);
 /* The i-th of n sampled lines of a source with nr_lines lines; *random goes on with each. */
 uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random);
+/* Takes samples of every deferred source in host memory. -ENOMEM. */
+int sfr__take_samples(struct sfr_ticket *t);
+/* How many lines of each deferred source are sampled, and of a whole run, at most. */
+uint64_t sfr__samples_per_entry(const struct sfr_ticket *t);
+/* Says which lines of a run's sources are sampled: fills all but the bytes of nr_entries *
+ * sfr__samples_per_entry items. */
+void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
+			struct sfr__samples *samples);
+/* Compares what was staged of an entry with samples and sums: pieces come in ascending order. The
+ * index of a torn source, or -1. */
+int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uint32_t entry,
+			 uint64_t off, const char *staged, size_t len);
 void *sfr__lane_main(void *engine);
 void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
 

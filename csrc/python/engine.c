@@ -120,6 +120,42 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 			     (unsigned long long)stats.saves_total);
 }
 
+static PyObject *engine_use_device(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+				   Py_ssize_t nargs, PyObject *kwnames)
+{
+	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
+	char why[256];
+	long device;
+	int rc;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "use_device takes a device's number");
+		return NULL;
+	}
+	device = PyLong_AsLong(args[0]);
+	if (device == -1 && PyErr_Occurred())
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS rc =
+		sfr_engine_use_device(self->engine, (uint32_t)device, why, sizeof(why));
+	Py_END_ALLOW_THREADS if (rc < 0 && !why[0]) return sfr_py_raise(PyType_GetModuleState(cls),
+									rc);
+	return PyUnicode_FromString(why);
+}
+
+static PyObject *engine_driver(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+			       Py_ssize_t nargs, PyObject *kwnames)
+{
+	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
+	char text[1024];
+	int rc;
+
+	(void)args, (void)nargs, (void)kwnames;
+	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_driver(self->engine, text, sizeof(text));
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
 #define METHOD(name, function, doc)                                                                \
 	{ name, (PyCFunction)(void (*)(void))function,                                             \
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
@@ -130,6 +166,9 @@ static PyMethodDef methods[] = {
 	       "warm_up(nbytes): gives memory to that much of the pool."),
 	METHOD("trim", engine_trim, "trim(): gives the memory of free blocks back."),
 	METHOD("stats", engine_stats, "stats() -> dict of int."),
+	METHOD("use_device", engine_use_device,
+	       "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''."),
+	METHOD("driver", engine_driver, "driver() -> str: a sentence on CUDA."),
 	{ NULL, NULL, 0, NULL },
 };
 

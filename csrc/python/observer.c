@@ -247,6 +247,8 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 			self->wanted = 1; /* resized, or moved to shared memory */
 			continue;
 		}
+		if (base[number].device != 0 && watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES)
+			continue; /* captured whoever owns it, as small ones of the host are */
 		if (defer_one(t, watch, &base[number], index, lists))
 			goto out;
 	}

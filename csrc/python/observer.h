@@ -83,8 +83,9 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
-#define SFR_PY_LINE 64    /* bytes of a cache line */
-#define SFR_PY_NR_LINES 3 /* looked at in each storage: start, middle, end */
+#define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
+#define SFR_PY_LINE 64                 /* bytes of a cache line */
+#define SFR_PY_NR_LINES 3              /* looked at in each storage: start, middle, end */
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
 

@@ -97,18 +97,18 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	return PyLong_FromSize_t(number);
 }
 
-/* add_storage(storage, identity, on_host, addr, dtype) -> number: one storage of the general
- * road, seen as `dtype` (torch never frees one). An addr of 0 takes no part in the check of
- * types. */
+/* add_storage(storage, identity, device, addr, dtype) -> number: one storage of the general road,
+ * seen as `dtype` (torch never frees one), which lives in host memory (0), on CUDA device n - 1
+ * (n), or elsewhere (-1). An addr of 0 takes no part in the check of types. */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	unsigned long long identity, addr;
 	PyObject *storage, *dtype;
 	size_t number;
-	int on_host;
+	int device;
 
-	if (!PyArg_ParseTuple(args, "OKpKO:add_storage", &storage, &identity, &on_host, &addr,
+	if (!PyArg_ParseTuple(args, "OKiKO:add_storage", &storage, &identity, &device, &addr,
 			      &dtype))
 		return NULL;
 	if (identity == 0) {
@@ -116,8 +116,10 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	if (sfr_py_check_dtype(c, addr, dtype) != 0 ||
-	    sfr_py_enter_storage(c, storage, identity, on_host, &number) != 0)
+	    sfr_py_enter_storage(c, storage, identity, device == 0, &number) != 0)
 		return NULL;
+	if (device > 0)
+		c->storages[number].device = (uint32_t)device;
 	return PyLong_FromSize_t(number);
 }
 
@@ -137,8 +139,33 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 	return count;
 }
 
-/* finish() -> (storages, identities, rows, elsewhere, number of tensors). `elsewhere`
- * lists the numbers of the storages that are not in host memory; their rows have no address. */
+/* The CUDA devices that storages live on, as a tuple of their numbers. A new reference. */
+static PyObject *devices_of(const struct sfr_py_collector *c)
+{
+	uint64_t seen[16] = { 0 }; /* torch counts devices in a byte */
+	PyObject *list = PyList_New(0), *number, *tuple;
+	size_t i;
+
+	for (i = 0; list != NULL && i < c->nr_storages; i++) {
+		uint32_t device = c->storages[i].device;
+
+		if (device == 0 || device > 1024 ||
+		    (seen[(device - 1) / 64] >> (device - 1) % 64 & 1))
+			continue;
+		seen[(device - 1) / 64] |= (uint64_t)1 << (device - 1) % 64;
+		number = PyLong_FromUnsignedLong(device - 1);
+		if (number == NULL || PyList_Append(list, number) != 0)
+			Py_CLEAR(list);
+		Py_XDECREF(number);
+	}
+	tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+	Py_XDECREF(list);
+	return tuple;
+}
+
+/* finish() -> (storages, identities, rows, elsewhere, number of tensors, devices).
+ * `elsewhere` lists the numbers of the storages that are neither in host memory nor on a CUDA
+ * device; their rows have no address. */
 static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -167,14 +194,16 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	for (i = 0; i < c->nr_storages; i++) {
 		const struct sfr_py_storage *entry = &c->storages[i];
 
-		sources[i] = (struct sfr_source){ entry->on_host ? entry->addr : 0, entry->nbytes,
-						  SFR_CAPTURED, 0 };
+		bool ours = entry->on_host || entry->device != 0;
+
+		sources[i] = (struct sfr_source){ ours ? entry->addr : 0, entry->nbytes,
+						  SFR_CAPTURED, entry->device };
 		number = PyLong_FromUnsignedLongLong(entry->identity);
 		if (number == NULL)
 			goto fail;
 		if (PyList_SetItem(identities, (Py_ssize_t)i, number) != 0) /* takes it over */
 			goto fail;
-		if (entry->on_host)
+		if (ours)
 			continue;
 		number = PyLong_FromSize_t(i);
 		if (number == NULL)
@@ -184,8 +213,8 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 		if (rc != 0)
 			goto fail;
 	}
-	result = Py_BuildValue("OOOOn", c->storage_list, identities, rows, elsewhere,
-			       (Py_ssize_t)count_tensors(c));
+	result = Py_BuildValue("OOOOnN", c->storage_list, identities, rows, elsewhere,
+			       (Py_ssize_t)count_tensors(c), devices_of(c));
 fail:
 	Py_XDECREF(identities);
 	Py_XDECREF(elsewhere);
@@ -302,9 +331,9 @@ static PyMethodDef collector_methods[] = {
 	{ "persistent_id", collector_persistent_id, METH_O,
 	  "The pickler's question: a number, a tuple or None." },
 	{ "add_storage", collector_add_storage, METH_VARARGS,
-	  "add_storage(storage, identity, on_host, addr, dtype) -> its number." },
+	  "add_storage(storage, identity, device, addr, dtype) -> its number." },
 	{ "finish", collector_finish, METH_NOARGS,
-	  "finish() -> (storages, identities, rows, elsewhere, number of tensors)." },
+	  "finish() -> (storages, identities, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ NULL, NULL, 0, NULL },
 };

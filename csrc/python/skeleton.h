@@ -35,6 +35,7 @@
 	X(NBYTES, "nbytes")               /* storage -> length */                                  \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
+	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
 	/* from here on getset descriptors, see sfr_py_get */                                      \
 	X(LAYOUT, "layout")                                                                        \
 	X(IS_CPU, "is_cpu")                                                                        \
@@ -121,6 +122,7 @@ struct sfr_py_storage {
 	uint64_t addr, nbytes;
 	PyObject *location; /* a str; NULL if only the general road has met the storage */
 	PyObject *dtype;    /* borrowed: what the last check of types saw; NULL: nothing yet */
+	uint32_t device;    /* of struct sfr_source; 0 for the host, and for elsewhere */
 	bool on_host;
 	bool known; /* addr and nbytes are set */
 };

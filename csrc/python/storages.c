@@ -82,11 +82,11 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	if (sfr_py_ask_u64(c->kinds, SFR_PY_NBYTES, storage, &nbytes) != 0)
 		return -1;
 	/* A general road's meta storage refuses to tell; a plain tensor's device does not. */
-	if ((entry->on_host || entry->location != NULL) &&
+	if ((entry->on_host || entry->device != 0 || entry->location != NULL) &&
 	    sfr_py_ask_u64(c->kinds, SFR_PY_DATA_PTR, storage, &addr) != 0)
 		return -1;
-	if (entry->on_host && addr == 0 && nbytes != 0) {
-		PyErr_SetString(PyExc_RuntimeError, "a host storage has a length and no memory");
+	if ((entry->on_host || entry->device != 0) && addr == 0 && nbytes != 0) {
+		PyErr_SetString(PyExc_RuntimeError, "a storage has a length and no memory");
 		return -1;
 	}
 	entry->addr = addr;
@@ -175,6 +175,25 @@ static const int64_t *ask_bridge(struct sfr_py_collector *c, PyObject *tensors)
 	return NULL;
 }
 
+/* On which CUDA device a storage lives that is not the host's, from a tensor over it. 0 or -1. */
+static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
+{
+	PyObject *answer;
+	long index;
+
+	if (c->storages[number].on_host || c->storages[number].device != 0)
+		return 0;
+	answer = PyObject_CallFunctionObjArgs(c->kinds->part[SFR_PY_DEVICE_INDEX], tensor, NULL);
+	if (answer == NULL)
+		return -1;
+	index = PyLong_AsLong(answer);
+	Py_DECREF(answer);
+	if (index == -1 && PyErr_Occurred())
+		return -1;
+	c->storages[number].device = index < 0 ? 0 : (uint32_t)index + 1;
+	return 0;
+}
+
 int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
@@ -187,6 +206,8 @@ int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	if (sfr_py_ask_u64(c->kinds, SFR_PY_CDATA, storage, &identity) == 0 &&
 	    sfr_py_enter_storage(c, storage, identity, tensor->on_host, &number) == 0)
 		rc = ask_location(c, number, tensor->on_host);
+	if (rc == 0 && !tensor->on_host)
+		rc = ask_device(c, number, tensor->object);
 	tensor->storage = (uint32_t)number;
 	Py_DECREF(storage);
 	return rc;

@@ -74,14 +74,49 @@ static void ticket_dealloc(PyObject *object)
 		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
 
-/* Admit, capture, launch: from a laid out save to one in flight. */
+#define MAX_STREAMS 64
+
+/* Reads a tuple of (device, handle of its current stream). Their number, or -1. */
+static int read_streams(PyObject *tuple, struct sfr_stream streams[MAX_STREAMS])
+{
+	Py_ssize_t nr = PyTuple_Size(tuple);
+
+	if (nr < 0)
+		return -1;
+	if (nr > MAX_STREAMS) {
+		PyErr_SetString(PyExc_ValueError, "too many devices");
+		return -1;
+	}
+	for (Py_ssize_t i = 0; i < nr; i++) {
+		PyObject *pair = PyTuple_GetItem(tuple, i);
+		unsigned int device;
+		unsigned long long handle;
+
+		if (!pair || !PyArg_ParseTuple(pair, "IK", &device, &handle))
+			return -1;
+		streams[i] = (struct sfr_stream){ .handle = handle, .device = device };
+	}
+	return (int)nr;
+}
+
+/* Begin, admit, capture, launch: from a laid out save to one in flight. */
 static PyObject *ticket_submit(ARGS)
 {
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	uint64_t left = SFR_FOREVER, slice;
-	int rc;
+	struct sfr_stream streams[MAX_STREAMS];
+	int rc, nr_streams = 0;
 
-	UNUSED_ARGS;
+	(void)kwnames;
+	if (nargs > 0)
+		nr_streams = read_streams(args[0], streams);
+	if (nr_streams < 0)
+		return NULL;
+	if (nr_streams > 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_begin(t, streams, (uint32_t)nr_streams);
+		Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls),
+								     rc);
+	}
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
@@ -100,8 +135,10 @@ static PyObject *ticket_submit(ARGS)
 			return NULL;
 		}
 	}
-	if (rc == 0)
-		rc = sfr_save_launch(t);
+	if (rc == 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_launch(t);
+		Py_END_ALLOW_THREADS
+	}
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
@@ -141,6 +178,32 @@ static PyObject *ticket_wait(ARGS)
 	if (rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *ticket_gate(ARGS)
+{
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	struct sfr_stream streams[MAX_STREAMS];
+	uint64_t left = SFR_FOREVER, slice;
+	int rc, nr_streams;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
+		return NULL;
+	}
+	nr_streams = read_streams(args[0], streams);
+	if (nr_streams < 0)
+		return NULL;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0);
 }
 
 static PyObject *ticket_confirm(ARGS)
@@ -267,7 +330,12 @@ static PyObject *ticket_number(PyObject *object, void *closure)
 	{ name, (PyCFunction)(void (*)(void))function,                                             \
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
-	METHOD("submit", ticket_submit, "submit(): takes a slot, captures, launches."),
+	METHOD("submit", ticket_submit,
+	       "submit(streams=()): marks the state on the current stream of each device, takes a"
+	       " slot, captures, launches."),
+	METHOD("gate", ticket_gate,
+	       "gate(streams) -> bool: the step on these streams comes after every copy; True when"
+	       " all have ended."),
 	METHOD("wait", ticket_wait,
 	       "wait(what, timeout=None) -> bool: False when the timeout passed."),
 	METHOD("confirm", ticket_confirm,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from stillframe import _core, _ordered, completion, gate, paths, skeleton
+from stillframe import _core, _device, _ordered, completion, gate, paths, skeleton
 from stillframe._depth import inside
 from stillframe.errors import BusyError, StillframeError
 from stillframe.handle import SaveHandle, SaveReport, take_failures
@@ -39,10 +39,6 @@ _WARM_UP_PIECE = 1 << 30
 _WHEN_BUSY = ("wait", "skip", "raise")
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DRIVER = (
-    "No CUDA driver is used: host tensors are staged by the core, tensors on other devices are"
-    " copied to the host by torch inside the call."
-)
 
 
 # What an option may be at most: beyond, it is a slip of the keyboard, and would wrap in the core.
@@ -154,11 +150,17 @@ class Engine:
     def warm_up(self, nbytes: int) -> None:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
+        In a process that has used CUDA the memory is pinned too, and the lanes of the devices it
+        has used are made. What cannot be pinned is logged, and in the reports of later saves.
+
         Raises:
             MemoryError: The system has not that much.
             StillframeError: The engine is closed.
         """
         nbytes = _positive("nbytes", nbytes)
+        for device in _device.in_use():
+            if why := self._core.use_device(device):
+                log.warning("stillframe: %s", why)
         # A piece at a time: between two of them signals are answered. What has memory is skipped.
         for upto in range(_WARM_UP_PIECE, nbytes, _WARM_UP_PIECE):
             if self._core.stats()["pool_bytes"] < upto:
@@ -184,7 +186,7 @@ class Engine:
         """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool
         holds), `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
         `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
-        return {**self._core.stats(), "driver": _DRIVER}
+        return {**self._core.stats(), "driver": self._core.driver()}
 
     def _submit(
         self,
@@ -221,6 +223,7 @@ class Engine:
             handle._on_durable = on_durable
             handle._skeleton = tree
             handle._num_tensors = tree.num_tensors
+            handle._devices = tree.devices
             handle._fallbacks = list(tree.fallbacks)
             handle._entered_to_ticket_s = time.perf_counter() - entered
             completion.completion.start()
@@ -233,7 +236,7 @@ class Engine:
             if deferral.indices:
                 handle._deferral = deferral
             try:
-                ticket.submit()
+                ticket.submit(_device.streams(tree.devices))
             except BaseException as error:
                 completion.in_flight.pop(ticket.id, None)
                 deferral.close()
@@ -245,11 +248,12 @@ class Engine:
                 raise
             if deferral.indices:
                 gate.track(handle)
-                if handle._confirmed:  # by the completion thread, before this line
+                if handle._copied:  # the completion thread said so before this line
                     gate.untrack(handle)
             else:
                 deferral.close()
-                handle._release_sources()
+                if not tree.devices:  # those are still being copied
+                    handle._release_sources()
             handle._blocked_s = time.perf_counter() - entered
             _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
             if completion.completion.over:

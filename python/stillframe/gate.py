@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stillframe import _core, ownership
+from stillframe import _core, _device, ownership
 from stillframe.ownership import Owner, register_optimizer
 
 __all__ = [
@@ -56,8 +56,9 @@ _CALL_POLL_S = 0.0005
 class Pending(Protocol):
     """A save in flight, as the gate sees it."""
 
-    def gate(self) -> None:
-        """Returns when the save is staged or has ended; raises only what a signal handler does."""
+    def gate(self) -> bool:
+        """Returns when a step may begin on the calling thread's current streams; raises only what
+        a signal handler does. False: a later step has to ask again, on streams of its own."""
 
 
 class Sources(Protocol):
@@ -196,14 +197,18 @@ def untrack(pending: Pending) -> None:
 
 
 def wait() -> None:
-    """Waits until every tracked save is staged or has ended; raises none of their errors."""
-    while _pendings:
-        try:
-            pending = next(iter(_pendings.values()))
-        except (StopIteration, RuntimeError):  # another thread took or added one just now
-            continue
-        pending.gate()
-        untrack(pending)
+    """Waits until every tracked save is staged or has ended, or has the calling thread's current
+    streams wait for it; raises none of their errors."""
+    asked: list[Pending] = []
+    while True:
+        new = [each for each in tuple(_pendings.values()) if each not in asked]
+        if not new:
+            return
+        for pending in new:
+            if pending.gate() is False:
+                asked.append(pending)
+            else:
+                untrack(pending)
 
 
 def _wait_for_calls() -> None:
@@ -254,6 +259,9 @@ def _before_step(
     _core.trace_step_begins(optimizer)
     owner = ownership.meet(optimizer)
     owner.begin(optimizer)
+    if _device.capturing():
+        # The graph's replays will change everything with no hook to say so.
+        owner.distrusted = True
     known = owner.qualifies(optimizer) and not owner.ungated
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     # Another pre-hook may write, and runs before the closure does.

@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from stillframe import _core, completion, gate
+from stillframe import _core, _device, completion, gate
 from stillframe._depth import inside
 from stillframe.errors import (
     PoolExhaustedError,
@@ -147,6 +147,8 @@ class SaveHandle:
         self._lock = threading.RLock()
         self._settled = False
         self._confirmed = False
+        self._copied = False
+        self._devices: tuple[int, ...] = ()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._failure: _Failure | None = None
@@ -282,17 +284,22 @@ class SaveHandle:
 
     # ---- what the package calls ----
 
-    def gate(self) -> None:
-        """Returns when every byte is copied or the save has ended. The gate's side of
+    def gate(self) -> bool:
+        """Returns when every byte of host memory is copied, and the calling thread's current
+        streams wait for those of devices, or when the save has ended. The gate's side of
         `stillframe.gate.Pending`."""
         if self._ticket is None or self._settled:
-            return
+            return True
         entered, began = time.perf_counter(), _core.trace_begin()
         with inside():
-            self._ticket.wait(_core.WAIT_COPIED, None)
-            self._verdict()
+            if self._devices:
+                copied = self._ticket.gate(_device.streams(self._devices))
+            else:
+                copied = self._ticket.wait(_core.WAIT_COPIED, None)
+            self._verdict(copied)
         self._gate_wait_s += time.perf_counter() - entered
         _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
+        return copied
 
     def settle_here(self) -> None:
         """Waits for the end where no completion thread will come."""
@@ -308,13 +315,15 @@ class SaveHandle:
             if future is not None:
                 self._resolve_staging(future)
 
-    def _verdict(self) -> None:
+    def _verdict(self, copied: bool = True) -> None:
         """The version detector. Whoever comes first decides: the core ignores every later
-        verdict."""
+        verdict. `copied`: no step needs to wait for this save any more."""
         deferral, ticket = self._deferral, self._ticket
         if deferral is not None and ticket is not None and not self._confirmed:
             ticket.confirm(deferral.torn())
             self._confirmed = True
+        if copied and not self._copied:
+            self._copied = True
             gate.untrack(self)
 
     def _release_sources(self) -> None:

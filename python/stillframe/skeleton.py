@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from stillframe import _core, _keypaths
+from stillframe import _core, _device, _keypaths
 
 _PROTOCOL = 2
-_SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, reserved
+_SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
 # The pickle of a plain tensor is written without asking the tensor, which is right as long as
 # these are torch's own.
@@ -43,13 +43,15 @@ class Skeleton:
 
     Attributes:
         data: The record ``data.pkl``, pickle protocol 2.
-        storages: Host storages; number ``i`` becomes the record ``data/i``. Their bytes stay
-            where ``rows`` says as long as this list lives and nobody resizes them.
+        storages: Storages in host memory or on CUDA devices; number ``i`` becomes the record
+            ``data/i``. Their bytes stay where ``rows`` says as long as this list lives and nobody
+            resizes them.
         identities: Addresses of the StorageImpls in the caller's tree, in the same order. They
-            differ from those of ``storages`` where a device's storage was copied.
+            differ from those of ``storages`` where a storage was copied to the host.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: Distinct tensor objects.
         fallbacks: Sentences for the report.
+        devices: Numbers of the CUDA devices that storages live on.
     """
 
     data: bytes
@@ -58,6 +60,7 @@ class Skeleton:
     rows: bytearray
     num_tensors: int
     fallbacks: list[str]
+    devices: tuple[int, ...] = ()
 
     def names(self, index: int) -> list[str]:
         """Key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage ``index``.
@@ -102,7 +105,7 @@ def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str,
         numel = storage.nbytes()
     device = storage.device
     addr = 0 if str(device) == "meta" else storage.data_ptr()
-    number = collector.add_storage(storage, storage._cdata, device.type == "cpu", addr, dtype)
+    number = collector.add_storage(storage, storage._cdata, _device.place_of(device), addr, dtype)
     fake_device = getattr(obj, "_fake_device", None)
     location = str(fake_device) if fake_device is not None else _location(storage)
     return ("storage", storage_type, str(number), location, numel)
@@ -113,41 +116,43 @@ def _location(storage: UntypedStorage) -> str:
     return location
 
 
-def _make_kinds() -> _core.Kinds:
-    """Collects the parts of torch that the C side needs."""
+def _make_kinds(**other: Any) -> _core.Kinds:
+    """Collects the parts of torch that the C side needs; `other` ones take their place."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
         (dtype, name, dtype.itemsize, dtype.is_complex)
         for dtype, name in torch.storage._dtype_to_storage_type_map().items()
         if not name.startswith("Q")  # quantized tensors carry more than a storage
     ]
-    return _core.Kinds(
-        tensor=Tensor,
-        parameter=Parameter,
-        typed_storage=TypedStorage,
-        storage_classes=torch._storage_classes,
-        strided=torch.strided,
-        getstate=object.__getstate__,
-        is_neg=attributes["is_neg"],
-        is_conj=attributes["is_conj"],
-        is_zero=attributes["_is_zerotensor"],
-        has_names=attributes.get("has_names"),
-        untyped_storage=attributes["untyped_storage"],
-        data_ptr=torch._C.StorageBase.__dict__["data_ptr"],
-        nbytes=torch._C.StorageBase.__dict__["nbytes"],
-        storage_tuple=_storage_tuple,
-        location=_location,
-        layout=attributes["layout"],
-        is_cpu=attributes["is_cpu"],
-        is_cuda=attributes["is_cuda"],
-        is_nested=attributes["is_nested"],
-        dtype=attributes["dtype"],
-        requires_grad=attributes["requires_grad"],
-        backward_hooks=attributes["_backward_hooks"],
-        cdata=torch._C.StorageBase.__dict__["_cdata"],
-        dtypes=dtypes,
-        sample=torch.empty(0),
-    )
+    parts: dict[str, Any] = {
+        "tensor": Tensor,
+        "parameter": Parameter,
+        "typed_storage": TypedStorage,
+        "storage_classes": torch._storage_classes,
+        "strided": torch.strided,
+        "getstate": object.__getstate__,
+        "is_neg": attributes["is_neg"],
+        "is_conj": attributes["is_conj"],
+        "is_zero": attributes["_is_zerotensor"],
+        "has_names": attributes.get("has_names"),
+        "untyped_storage": attributes["untyped_storage"],
+        "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
+        "nbytes": torch._C.StorageBase.__dict__["nbytes"],
+        "storage_tuple": _storage_tuple,
+        "location": _location,
+        "device_index": _device.index_of,
+        "layout": attributes["layout"],
+        "is_cpu": attributes["is_cpu"],
+        "is_cuda": attributes["is_cuda"],
+        "is_nested": attributes["is_nested"],
+        "dtype": attributes["dtype"],
+        "requires_grad": attributes["requires_grad"],
+        "backward_hooks": attributes["_backward_hooks"],
+        "cdata": torch._C.StorageBase.__dict__["_cdata"],
+        "dtypes": dtypes,
+        "sample": torch.empty(0),
+    }
+    return _core.Kinds(**{**parts, **other})
 
 
 _describe = _load_bridge()
@@ -191,15 +196,13 @@ def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
 def build(obj: object) -> Skeleton:
     """Pickles ``obj`` as ``torch.save`` does, all but the bytes of its storages.
 
-    Storages of other devices than the CPU are copied to host memory inside the call, with a
-    sentence in ``fallbacks``.
+    Storages that are neither on the CPU nor on a CUDA device are copied to host memory inside the
+    call, with a sentence in ``fallbacks``.
 
     Raises:
         Whatever ``torch.save`` raises for ``obj``.
     """
-    collector = _core.Collector(
-        _kinds, _describe, plain_road=_plain_road(), plain_cpu=_plain_cpu()
-    )
+    collector = _core.Collector(_kinds, _describe, plain_road=_plain_road(), plain_cpu=_plain_cpu())
     try:
         pickle = _pickle_object(obj, collector)
     except MemoryError:
@@ -212,10 +215,10 @@ def build(obj: object) -> Skeleton:
         except Exception as earlier:
             raise earlier from None
         raise error
-    storages, identities, rows, elsewhere, num_tensors = collector.finish()
+    storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)
-    return Skeleton(data, storages, identities, rows, num_tensors, fallbacks)
+    return Skeleton(data, storages, identities, rows, num_tensors, fallbacks, devices)
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:

@@ -58,11 +58,12 @@ class _Copy:
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
-    def gate(self) -> None:
+    def gate(self) -> bool:
         """Returns when nothing of the tree is read any more."""
         with inside():
             self.core.wait(None)
             self.settle()
+        return True
 
     def after_copy(self) -> None:
         """On the completion thread."""

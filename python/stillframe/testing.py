@@ -19,14 +19,19 @@ Faults belong to the process, not to a thread. Blocks nest; up to 16 faults act 
 the first one while no save is in flight: it exchanges the table.
 """
 
+import ctypes
 import errno as _errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from stillframe import _core
+import torch
 
-__all__ = ["Injected", "fault", "slow"]
+from stillframe import _core, _device, skeleton
+
+__all__ = ["FakeDriver", "Injected", "fault", "host_as_device", "slow"]
 
 _LIMITS = {"half": -2, "all but one": -3}
 _lock = threading.Lock()
@@ -132,3 +137,144 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
         raise ValueError(f"seconds must not be negative, got {seconds}")
     with _injected(call, nth, sticky, 0, -1, round(seconds * 1e9)) as injected:
         yield injected
+
+
+# ---- the CUDA path without a GPU ----
+
+_VARIABLE = "STILLFRAME_LIBCUDA"
+_REAL_PLACE_OF = _device.place_of
+_shown_depth = 0
+_capturing = False
+
+
+class FakeDriver:
+    """The controls of the fake CUDA driver (`tests/c/fake_cuda.h` has the list).
+
+    Raises:
+        RuntimeError: `STILLFRAME_LIBCUDA` does not name it.
+    """
+
+    def __init__(self) -> None:
+        path = os.environ.get(_VARIABLE, "")
+        try:
+            self._library = ctypes.CDLL(path or None)
+            _ = self._library.fake_cuda_reset
+        except (OSError, AttributeError):
+            raise RuntimeError(
+                f"{_VARIABLE}={path!r} is not the fake CUDA driver: build it with `make build` and"
+                f" set {_VARIABLE}=build/libfake_cuda.so before stillframe first uses CUDA"
+            ) from None
+        self._library.fake_cuda_violation.restype = ctypes.c_char_p
+        for name in ("hits", "calls", "nr_violations", "live", "copied_bytes"):
+            getattr(self._library, f"fake_cuda_{name}").restype = ctypes.c_int64
+
+    def reset(self) -> None:
+        """No faults, violations, delays and counts; a dead device lives again."""
+        self._library.fake_cuda_reset()
+
+    def fail(self, call: str, *, nth: int = 1, sticky: bool = False, code: int) -> None:
+        """Has the `nth` call of that name (its exact symbol, or "*") return a CUDA error `code`;
+        with `sticky` every later one too. One after which a context is lost kills the device."""
+        self._library.fake_cuda_fail(call.encode(), ctypes.c_uint64(nth), int(sticky), code)
+
+    def fail_copy(self, nth: int, code: int) -> None:
+        """Has the device die of `code` when the `nth` copy from now on lands."""
+        self._library.fake_cuda_fail_copy(ctypes.c_uint64(nth), code)
+
+    def delay(self, max_ns: int, seed: int = 1) -> None:
+        """Pauses of random length before each thing that a stream does."""
+        self._library.fake_cuda_delay(ctypes.c_uint64(max_ns), ctypes.c_uint64(seed))
+
+    def hold(self, yes: bool) -> None:
+        """Whether the streams stand still."""
+        self._library.fake_cuda_hold(int(yes))
+
+    def capture(self, yes: bool) -> None:
+        """Whether the current stream is said to capture a graph."""
+        global _capturing
+        _capturing = yes
+        self._library.fake_cuda_capture(None, int(yes))
+
+    def allow_pageable(self, yes: bool) -> None:
+        """Whether a copy to memory that is not registered is no violation."""
+        self._library.fake_cuda_allow_pageable(int(yes))
+
+    def calls(self, name: str = "*") -> int:
+        """How often a call was made; "sync" counts those that wait for the device."""
+        return int(self._library.fake_cuda_calls(name.encode()))
+
+    def live(self, what: str) -> int:
+        """How many "streams", "events", "registered", "allocated" or "contexts" there are."""
+        return int(self._library.fake_cuda_live(what.encode()))
+
+    @property
+    def hits(self) -> int:
+        """How many faults have acted."""
+        return int(self._library.fake_cuda_hits())
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that have landed."""
+        return int(self._library.fake_cuda_copied_bytes())
+
+    @property
+    def violations(self) -> list[str]:
+        """What broke a rule of the driver's, as sentences."""
+        nr = min(int(self._library.fake_cuda_nr_violations()), 64)
+        return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
+
+
+def _place_on_device(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else _REAL_PLACE_OF(device)
+
+
+@contextmanager
+def host_as_device() -> Iterator[FakeDriver]:
+    """Inside the block, saves take tensors in host memory for tensors on CUDA device 0.
+
+    `STILLFRAME_LIBCUDA` has to name the fake driver (`build/libfake_cuda.so`, left by `make
+    build`), whose "current stream" is the calling thread: that is where torch runs CPU work. What
+    is saved says in the file that it lives on the CPU, as it does. Everything else is the path that
+    tensors of a GPU take. Blocks nest; saves that begin in other threads are meant too.
+
+    Yields:
+        The driver's controls.
+
+    Raises:
+        RuntimeError: `STILLFRAME_LIBCUDA` does not name the fake driver.
+    """
+    global _shown_depth
+    driver = FakeDriver()
+    with _lock:
+        if _shown_depth == 0:
+            _show_on_device()
+        _shown_depth += 1
+    try:
+        yield driver
+    finally:
+        with _lock:
+            _shown_depth -= 1
+            if _shown_depth == 0:
+                for module, name, value in _hidden:
+                    setattr(module, name, value)
+
+
+def _show_on_device() -> None:
+    kinds = skeleton._make_kinds(
+        is_cpu=property(lambda tensor: False),
+        is_cuda=property(lambda tensor: tensor.device.type == "cpu"),
+        device_index=lambda tensor: 0,
+    )
+    shown: list[tuple[Any, str, Any]] = [
+        (skeleton, "_kinds", kinds),
+        (_device, "place_of", _place_on_device),
+        (_device, "current_stream", lambda device: 0),
+        (_device, "in_use", lambda: [0]),
+        (_device, "capturing", lambda: _capturing),
+    ]
+    _hidden[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]
+    for module, name, value in shown:
+        setattr(module, name, value)
+
+
+_hidden: list[tuple[Any, str, Any]] = []

@@ -59,7 +59,8 @@ static inline void check_runs(const struct sfr__image *img)
 	for (uint32_t r = 0; r < img->nr_runs; r++) {
 		const struct sfr__run *run = &img->runs[r];
 
-		CHECK(r == 0 || run->lane > run[-1].lane);
+		CHECK(r == 0 || run->lane > run[-1].lane ||
+		      (run->lane == run[-1].lane && run->device > run[-1].device));
 		CHECK_EQ(run->off, off);
 		CHECK_EQ(run->len % PAGE, 0);
 		CHECK(run->len > 0);

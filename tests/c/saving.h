@@ -112,19 +112,18 @@ static inline int saving_save(struct sfr_engine *engine, const char *dir, const 
 	return rc;
 }
 
-/* The byte an open file is filled with; -2: it is not whole; -4: it passes for whole and is not. */
-static inline int saving_look_fd(int fd)
+/* The byte an open file is filled with; -2: it is not whole; -4: it passes for whole and is not.
+ * `layout`: where the sources lived, from which the file's layout follows. */
+static inline int saving_look_in(int fd, const struct saving_state *layout)
 {
 	struct sfr_check *check = NULL;
-	struct saving_state s;
 	struct sfr__image img;
 	unsigned char byte, same[SAVING_LEN];
 	int found = -2;
 
-	saving_fill(&s, 0);
 	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
 					    .skeleton_len = sizeof(saving_skeleton),
-					    .sources = s.sources,
+					    .sources = layout->sources,
 					    .nr_sources = SAVING_NR };
 	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 &&
 	    sfr_check_run(check, SFR_FOREVER) == 0 && sfr_check_result(check)->ok &&
@@ -154,7 +153,8 @@ static inline int saving_look_fd(int fd)
 }
 
 /* The same of the file at dir/name; -1: there is none. */
-static inline int saving_look(const char *dir, const char *name)
+static inline int saving_look_as(const char *dir, const char *name,
+				 const struct saving_state *layout)
 {
 	char path[PATH_MAX];
 	int found, fd;
@@ -164,9 +164,27 @@ static inline int saving_look(const char *dir, const char *name)
 	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
 		return -1;
-	found = saving_look_fd(fd);
+	found = saving_look_in(fd, layout);
 	(void)close(fd);
 	return found;
+}
+
+static inline const struct saving_state *saving_on_host(void)
+{
+	static struct saving_state on_host;
+
+	saving_fill(&on_host, 0);
+	return &on_host;
+}
+
+static inline int saving_look_fd(int fd)
+{
+	return saving_look_in(fd, saving_on_host());
+}
+
+static inline int saving_look(const char *dir, const char *name)
+{
+	return saving_look_as(dir, name, saving_on_host());
 }
 
 /* Temporaries of ours in a directory. */

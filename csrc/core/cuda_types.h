@@ -1,0 +1,78 @@
+/* Types and values of the CUDA driver's interface.
+ *
+ * With the toolkit's cuda.h they are its own. A build without that header (a machine with a CPU's
+ * torch and no toolkit) declares the few it needs here: they are part of the driver's binary
+ * interface and cannot change, and so the very same library serves both machines. cuda.c has the
+ * compiler compare the two where the header is there. */
+#ifndef SFR_CUDA_TYPES_H
+#define SFR_CUDA_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__has_include)
+#if __has_include(<cuda.h>) && !defined(SFR_NO_CUDA_H)
+#define SFR_HAVE_CUDA_H 1
+#endif
+#endif
+
+#ifdef SFR_HAVE_CUDA_H
+#include <cuda.h>
+#else
+typedef int CUresult;
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef struct CUevent_st *CUevent;
+typedef int CUstreamCaptureMode;
+typedef int CUstreamCaptureStatus;
+#endif
+
+/* Values: X(name, value). cuda.c compares them with the header's. */
+#define SFR__CUDA_VALUES(X)                                                                        \
+	X(CUDA_SUCCESS, 0)                                                                         \
+	X(CUDA_ERROR_INVALID_VALUE, 1)                                                             \
+	X(CUDA_ERROR_OUT_OF_MEMORY, 2)                                                             \
+	X(CUDA_ERROR_NOT_INITIALIZED, 3)                                                           \
+	X(CUDA_ERROR_DEINITIALIZED, 4)                                                             \
+	X(CUDA_ERROR_ECC_UNCORRECTABLE, 214)                                                       \
+	X(CUDA_ERROR_CONTEXT_IS_DESTROYED, 709)                                                    \
+	X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714)                                                    \
+	X(CUDA_ERROR_ILLEGAL_INSTRUCTION, 715)                                                     \
+	X(CUDA_ERROR_MISALIGNED_ADDRESS, 716)                                                      \
+	X(CUDA_ERROR_INVALID_ADDRESS_SPACE, 717)                                                   \
+	X(CUDA_ERROR_INVALID_PC, 718)                                                              \
+	X(CUDA_ERROR_ILLEGAL_ADDRESS, 700)                                                         \
+	X(CUDA_ERROR_LAUNCH_FAILED, 719)                                                           \
+	X(CUDA_ERROR_ASSERT, 710)                                                                  \
+	X(CUDA_ERROR_NOT_READY, 600)                                                               \
+	X(CUDA_ERROR_NOT_SUPPORTED, 801)                                                           \
+	X(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, 906)                                                 \
+	X(CU_STREAM_NON_BLOCKING, 1)                                                               \
+	X(CU_EVENT_DISABLE_TIMING, 2)                                                              \
+	X(CU_MEMHOSTREGISTER_PORTABLE, 1)                                                          \
+	X(CU_MEMHOSTALLOC_PORTABLE, 1)                                                             \
+	X(CU_STREAM_CAPTURE_STATUS_NONE, 0)                                                        \
+	X(CU_STREAM_CAPTURE_MODE_RELAXED, 2)
+
+#ifndef SFR_HAVE_CUDA_H
+enum {
+#define X(name, value) name = value,
+	SFR__CUDA_VALUES(X)
+#undef X
+};
+#endif
+
+/* A batched copy's attributes. Declared here in any case: cuda.h has them from 12.8 on only. */
+struct sfr__cu_location {
+	int type, id;
+};
+struct sfr__cu_copy_attributes {
+	int src_access_order; /* 1: sources are read in the order of the stream */
+	struct sfr__cu_location src_hint, dst_hint;
+	unsigned int flags;
+};
+#define SFR__CU_ORDER_STREAM 1
+
+#endif

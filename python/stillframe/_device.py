@@ -1,0 +1,58 @@
+"""What the package asks torch about CUDA: where a tensor lives, and the stream it is worked on.
+
+Nothing here starts CUDA in a process that has not used it: a forked child of such a process could
+never use it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# A build of torch for AMD's devices calls them "cuda" too; the driver behind is another one.
+_is_cuda = torch.version.cuda is not None
+
+index_of: Callable[[torch.Tensor], int] = (
+    torch._C.TensorBase.get_device if _is_cuda else lambda tensor: -1
+)
+"""The number of the device that a tensor not in host memory lives on, -1 when it is not CUDA's."""
+
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def place_of(device: torch.device) -> int:
+    """0 for host memory, n for CUDA device n - 1, -1 for any other."""
+    if device.type == "cpu":
+        return 0
+    if device.type == "cuda" and _is_cuda and device.index is not None:
+        return device.index + 1
+    return -1
+
+
+def current_stream(device: int) -> int:
+    """The driver's handle of the calling thread's current stream on a device."""
+    return int(_raw_stream(device))
+
+
+def streams(devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The current streams of these devices: (device, handle)."""
+    return tuple((device, current_stream(device)) for device in devices)
+
+
+def capturing() -> bool:
+    """Whether the calling thread's current stream is capturing a CUDA graph."""
+    if not _is_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def in_use() -> list[int]:
+    """Devices that this process has used, the current one first."""
+    if not _is_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]
+    current = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != current and has_context(i)]
+    return [current, *others]

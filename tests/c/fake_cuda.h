@@ -1,0 +1,39 @@
+/* What the fake driver offers to tests beside the driver's own functions. See fake_cuda.c.
+ *
+ * Tests load the library as the core does and find these by name (X: return type, name,
+ * parameters); Python does it with ctypes. */
+#ifndef FAKE_CUDA_H
+#define FAKE_CUDA_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define FAKE_CUDA_LIST(X)                                                                             \
+	/* No faults, violations, delays, counts; dead devices live. Streams and memory stay. */      \
+	X(void, fake_cuda_reset, (void))                                                              \
+	/* Forgets what was left on devices that died: registrations, events, streams, contexts. */   \
+	X(void, fake_cuda_forget, (void))                                                             \
+	/* The nth call of that name (counted from 1 on from now; "*": any call that can fail) and, \
+	 * with `sticky`, every later one returns `code`. Up to 16 at a time. */ \
+	X(void, fake_cuda_fail, (const char *name, uint64_t nth, int sticky, int code))               \
+	/* The nth copy from now on does not land: the device is dead of `code` then. */              \
+	X(void, fake_cuda_fail_copy, (uint64_t nth, int code))                                        \
+	X(uint64_t, fake_cuda_hits, (void))              /* faults that acted */                      \
+	X(uint64_t, fake_cuda_calls, (const char *name)) /* "*" = all, "sync" = those that wait */    \
+	X(uint64_t, fake_cuda_nr_violations, (void))                                                  \
+	X(const char *, fake_cuda_violation, (uint64_t i)) /* a sentence */                           \
+	X(void, fake_cuda_allow_pageable, (int yes)) /* copies to memory nobody registered */         \
+	X(void, fake_cuda_delay, (uint64_t max_ns, uint64_t seed)) /* before things happen */         \
+	X(void, fake_cuda_hold, (int yes))                  /* nothing on any stream goes on */       \
+	X(void, fake_cuda_capture, (void *stream, int yes)) /* the stream captures a graph */         \
+	X(void, fake_cuda_activate,                                                                   \
+	  (int device, int yes)) /* primary contexts are active at first */                           \
+	/* A stream of the caller's, as torch has them, and work on it: fn(arg) runs in its turn. */  \
+	X(void *, fake_cuda_stream, (int device))                                                     \
+	X(void, fake_cuda_launch, (void *stream, void (*fn)(void *), void *arg))                      \
+	X(void, fake_cuda_drain, (void *stream)) /* waits until all of it has run */                  \
+	/* What is alive: "streams", "events", "registered", "allocated", "contexts". */              \
+	X(int64_t, fake_cuda_live, (const char *what))                                                \
+	X(uint64_t, fake_cuda_copied_bytes, (void))
+
+#endif

@@ -1,0 +1,460 @@
+/* Saves from devices, over the fake driver: order, lifetimes, several devices, the gate. */
+#include <errno.h>
+#include <pthread.h>
+#include <time.h>
+
+#include "fake.h"
+
+static const char *dir;
+static struct saving_state one, two;
+
+static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+static void begin(void)
+{
+	fake.fake_cuda_reset();
+	fake.fake_cuda_forget(); /* what a device that died left behind */
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	sfr_cuda_tune(4 << 20, 4);
+}
+
+/* The end of a test in which every rule of the driver was kept. */
+static void end(struct sfr_engine *engine)
+{
+	free_engine(engine);
+	fake_check();
+	fake_check_nothing_left();
+}
+
+static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers(void)
+{
+	begin();
+	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
+		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
+			struct sfr_engine *engine = new_engine(nr_blocks, nr_writers);
+
+			fake_place(&one, 0, SAVING_NR, 0);
+			fake_place(&two, 1, 4, 0);
+			fake_place(&two, 4, 5, 1);
+			CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+			CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+			CHECK_EQ(fake_save(engine, dir, "a", &two, 0), 0);
+			CHECK_EQ(saving_look_as(dir, "a", &two), 2);
+			end(engine);
+		}
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+}
+
+/* ---- order: work on a stream of the caller's overwrites everything as early as it may ---- */
+
+enum { FIRST_DEFERRED = 2, GARBAGE = 0xee };
+
+/* One piece of work on the device: fills storages [from, to) with a value. */
+struct fill {
+	struct saving_state *s;
+	unsigned from, to;
+	unsigned char value;
+};
+
+static void fill(void *arg)
+{
+	const struct fill *f = arg;
+
+	for (unsigned i = f->from; i < f->to; i++)
+		memset(f->s->bytes[i], f->value, SAVING_LEN);
+}
+
+static uint64_t random_state = 1;
+static uint32_t rng(uint32_t below)
+{
+	random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(random_state >> 33) % below;
+}
+
+/* Three saves of a training whose every step is queued without waiting for anything; each file
+ * must be the one step at which it was saved. */
+static void one_schedule(void *stream, uint64_t seed)
+{
+	static struct saving_state state;
+	static struct fill work[16];
+	struct sfr_engine *engine;
+	struct sfr_ticket *t[3];
+	unsigned nr = 0;
+	char name[8];
+
+	random_state = seed * 2654435761u + 1;
+	fake.fake_cuda_delay(rng(3) ? 1 + rng(30000) : 0, seed);
+	sfr_cuda_tune(256u << rng(7), 1 + rng(4));
+	engine = new_engine(1 + rng(7), 1 + rng(2));
+	saving_fill(&state, 0);
+	fake_place(&state, rng(2), SAVING_NR, 0); /* with one storage of the host's, or none */
+	memset(state.bytes[0], GARBAGE, SAVING_LEN);
+	for (unsigned i = 0; i < 3; i++) {
+		unsigned from = state.sources[0].device ? 0 : 1;
+		unsigned char value = (unsigned char)(10 + i);
+
+		memset(state.bytes[0], value, from ? SAVING_LEN : 0);
+		work[nr] = (struct fill){ &state, from, SAVING_NR, value };
+		fake.fake_cuda_launch(stream, fill, &work[nr++]);
+		(void)snprintf(name, sizeof(name), "s%u", i);
+		CHECK_EQ(saving_new(engine, dir, name, &state, 0, &t[i]), 0);
+		CHECK_EQ(fake_submit(t[i], stream), 0);
+		memset(state.bytes[0], GARBAGE, from ? SAVING_LEN : 0);
+		work[nr] = (struct fill){ &state, from, FIRST_DEFERRED, GARBAGE };
+		fake.fake_cuda_launch(stream, fill, &work[nr++]);
+		if (rng(4) == 0)
+			CHECK_EQ(sfr_save_wait(t[i], SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		else
+			CHECK_EQ(fake_gate(t[i], stream), 0);
+		(void)sfr_save_confirm(t[i], -1);
+		work[nr] = (struct fill){ &state, FIRST_DEFERRED, SAVING_NR, GARBAGE };
+		fake.fake_cuda_launch(stream, fill, &work[nr++]);
+	}
+	for (unsigned i = 0; i < 3; i++) {
+		saving_finish(t[i]);
+		sfr_ticket_put(t[i]);
+		(void)snprintf(name, sizeof(name), "s%u", i);
+		if (!CHECK_EQ(saving_look_as(dir, name, &state), 10 + i))
+			(void)fprintf(stderr, "  in schedule %llu\n", (unsigned long long)seed);
+	}
+	fake.fake_cuda_drain(stream); /* it writes to `state` and reads `work` */
+	free_engine(engine);
+}
+
+static void random_schedules_tear_nothing(void)
+{
+	const char *text = getenv("STILLFRAME_SCHEDULES");
+	uint64_t nr = text ? strtoull(text, NULL, 10) : 300;
+	void *stream;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	(void)alarm(0); /* 10^4 of them take their time */
+	for (uint64_t seed = 1; seed <= nr; seed++)
+		one_schedule(stream, seed);
+	fake_check();
+	fake_check_nothing_left();
+}
+
+static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	void *stream;
+
+	begin();
+	engine = new_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	/* Nothing on the device goes on: whoever waits for it, waits for ever. */
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	CHECK_EQ(fake_gate(t, stream), 0);
+	CHECK_EQ(fake_gate(t, stream), 0); /* once more, as a second optimizer does */
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	end(engine);
+}
+
+static void a_lane_has_few_pieces_in_flight_until_the_gate_comes(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	struct sfr_stats stats;
+	void *stream;
+
+	begin();
+	sfr_cuda_tune(SAVING_BLOCK, 2);
+	engine = new_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK(stats.leased_bytes <= 6 * SAVING_BLOCK); /* captured ones, and two */
+	CHECK_EQ(fake_gate(t, stream), 0);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK(stats.leased_bytes >= 8 * SAVING_BLOCK); /* all of it */
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	end(engine);
+}
+
+static void a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	struct sfr_stats stats;
+	void *stream;
+
+	begin();
+	engine = new_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	CHECK_EQ(fake_gate(t, stream), 0);
+	CHECK_EQ(sfr_save_cancel(t), 1);
+	CHECK_EQ(fake_gate(t, stream), 0); /* a save that is given up holds nobody */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK(stats.leased_bytes > 0);
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	CHECK_EQ(stats.retired_bytes, 0);
+	sfr_ticket_put(t);
+	end(engine);
+}
+
+static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t, *refused;
+	void *stream;
+
+	begin();
+	engine = new_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &refused), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	fake.fake_cuda_capture(stream, 1);
+	CHECK_EQ(fake_submit(refused, stream), SFR_ECAPTURING);
+	CHECK_EQ(fake_gate(t, stream), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), 0); /* it waited on the host */
+	fake.fake_cuda_capture(stream, 0);
+	saving_finish(t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	sfr_ticket_put(refused);
+	end(engine);
+}
+
+static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+
+	begin();
+	engine = new_engine(16, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(fake_submit(t, NULL), 0);
+	CHECK_EQ(sfr_save_gate(t, NULL, 0, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	end(engine);
+}
+
+static void bytes_that_changed_before_their_copy_are_noticed(void)
+{
+	for (int by_sum = 0; by_sum < 2; by_sum++) {
+		struct sfr_engine *engine;
+		struct sfr_report report;
+		struct sfr_ticket *t;
+		struct fill work = { &one, 3, 4, 9 };
+		void *stream;
+
+		begin();
+		engine = new_engine(1, 1); /* so that little is copied before the gate */
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
+			 0);
+		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+			 0);
+		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, fill, &work); /* before anything deferred is queued */
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_save_launch(t), 0);
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, SFR_ETORN);
+		CHECK_EQ(report.err.index, 3);
+		sfr_ticket_put(t);
+		end(engine);
+	}
+}
+
+/* ---- what fails ------------------------------------------------------------------ */
+
+static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_stats stats;
+	char text[512];
+
+	begin();
+	engine = new_engine(16, 2);
+	fake_place(&one, 2, SAVING_NR, 1);          /* device 1 */
+	fake_place(&two, 2, SAVING_NR, 2);          /* device 2 */
+	fake.fake_cuda_fail_copy(4 * 157 + 2, 700); /* after the samples */
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK(stats.retired_bytes > 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
+	CHECK_EQ(fake_save(engine, dir, "b", &two, 0), 0);
+	CHECK_EQ(saving_look_as(dir, "b", &two), 2);
+	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), 0);
+	CHECK(strstr(text, "Device 1 is dead") != NULL);
+	free_engine(engine);
+	fake_check();
+}
+
+static void a_pool_whose_every_block_is_retired_says_so(void)
+{
+	struct sfr_engine *engine;
+
+	begin();
+	engine = new_engine(1, 1);
+	fake_place(&one, 0, SAVING_NR, 0);
+	fake.fake_cuda_fail_copy(1, 719);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
+	saving_fill(&two, 2);
+	CHECK_EQ(saving_save(engine, dir, "b", &two, 0), -ENOMEM);
+	free_engine(engine);
+	fake_check();
+}
+
+/* Every call of the driver fails in its turn, once and for good, with every kind of error. */
+static void whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs(void)
+{
+	static const int codes[] = { 1, 2, 201, 700, 801, 999, 4 };
+	unsigned nr_runs = 0;
+	int before = check__nr_failed;
+
+	begin();
+	fake_place(&one, 0, SAVING_NR, 0);
+	fake_place(&two, 0, SAVING_NR, 0);
+	(void)alarm(0);
+	for (size_t c = 0; c < sizeof(codes) / sizeof(codes[0]); c++)
+		for (int sticky = 0; sticky < 2; sticky++)
+			for (uint64_t nth = 1;; nth += 1 + nth / 24) {
+				struct sfr_engine *engine = new_engine(4, 2);
+				bool acted;
+				int rc;
+
+				CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+				fake.fake_cuda_allow_pageable(1);
+				fake.fake_cuda_fail("*", nth, sticky, codes[c]);
+				rc = fake_save(engine, dir, "a", &two, 0);
+				acted = fake.fake_cuda_hits() > 0;
+				CHECK(rc == 0 || acted);
+				CHECK_EQ(saving_look_as(dir, "a", &one), rc == 0 ? 2 : 1);
+				if (check__nr_failed != before)
+					(void)fprintf(stderr, "  code %d, call %d%s\n", codes[c],
+						      (int)nth, sticky ? " and later ones" : "");
+				before = check__nr_failed;
+				CHECK_EQ(saving_nr_temporaries(dir), 0);
+				free_engine(engine);
+				fake_check();
+				nr_runs++;
+				fake.fake_cuda_reset();
+				fake.fake_cuda_forget();
+				engine = new_engine(4, 2);
+				CHECK_EQ(fake_save(engine, dir, "a", &two, 0), 0);
+				free_engine(engine);
+				if (!acted)
+					break;
+			}
+	CHECK(nr_runs > 100);
+}
+
+static void a_device_nobody_made_active_is_refused(void)
+{
+	struct sfr_engine *engine;
+	char why[160];
+
+	begin();
+	engine = new_engine(4, 1);
+	fake.fake_cuda_activate(1, 0);
+	CHECK(sfr_engine_use_device(engine, 1, why, sizeof(why)) < 0);
+	CHECK(strstr(why, "no active context") != NULL);
+	fake_place(&one, 0, SAVING_NR, 1);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -ENODEV);
+	fake_place(&one, 0, SAVING_NR, 99); /* a device that vanished */
+	struct sfr_ticket *t;
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .device = 99 }, 1), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	end(engine);
+}
+
+static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
+{
+	struct sfr_engine *engine;
+	char why[160];
+
+	begin();
+	engine = new_engine(16, 1);
+	CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
+	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
+	CHECK_EQ(fake.fake_cuda_live("registered"), 1);
+	CHECK_EQ(sfr_engine_trim(engine), 0);
+	CHECK_EQ(fake.fake_cuda_live("registered"), 0);
+	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 0, 2); /* the large one is refused */
+	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
+	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+	CHECK_EQ(fake.fake_cuda_live("registered"), 3); /* and the samples' */
+	end(engine);
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	dir = saving_dir();
+	RUN(a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers);
+	RUN(a_gate_inserts_its_wait_and_holds_nobody_up);
+	RUN(a_lane_has_few_pieces_in_flight_until_the_gate_comes);
+	RUN(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended);
+	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
+	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
+	RUN(bytes_that_changed_before_their_copy_are_noticed);
+	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
+	RUN(a_pool_whose_every_block_is_retired_says_so);
+	RUN(a_device_nobody_made_active_is_refused);
+	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
+	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
+	RUN(random_schedules_tear_nothing);
+	saving_rmdir(dir);
+	return check_done();
+}

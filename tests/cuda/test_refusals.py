@@ -1,0 +1,185 @@
+"""What cannot be saved from a device, and says so; and what fails on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from fix_training import adamw
+from stillframe.testing import FakeDriver
+from test_mutation_oracle import assert_same, now, read, warmed_up
+
+MIB = 1 << 20
+OUT_OF_MEMORY, INVALID_VALUE, NOT_SUPPORTED, ILLEGAL_ADDRESS = 2, 1, 801, 700
+
+
+def state(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"large": torch.full((MIB,), value), "small": torch.full((10,), value)}
+
+
+def test_a_save_while_a_graph_is_captured_is_refused(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.capture(True)
+    with pytest.raises(stillframe.StillframeError, match="graph"):
+        stillframe.async_save(state(), tmp_path / "a", engine=engine)
+    fake.capture(False)
+    stillframe.save(state(), tmp_path / "a", engine=engine)
+    assert engine.stats()["saves_total"] == 1
+
+
+def test_a_captured_step_waits_on_the_host_and_captures_from_then_on(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    training = warmed_up(adamw, steps=12)
+    wanted = now(training)
+    handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
+    fake.capture(True)
+    training.advance()
+    fake.capture(False)
+    report = handle.result()
+    assert report is not None and report.deferred_nbytes > 0
+    assert_same(read(tmp_path / "a"), wanted)
+    report = stillframe.async_save(training.state(), tmp_path / "a", engine=engine).result()
+    assert report is not None and report.deferred_nbytes == 0
+
+
+def test_memory_that_cannot_be_registered_comes_from_the_driver(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
+    report = stillframe.save(state(), tmp_path / "a", engine=engine)
+    assert report is not None
+    assert any("cuMemHostAlloc" in each for each in report.fallbacks)
+    assert fake.live("allocated") > 0 and fake.live("registered") == 0
+    assert_same(read(tmp_path / "a"), state())
+    engine.trim()
+    assert fake.live("allocated") == 0
+
+
+def test_memory_that_cannot_be_pinned_at_all_still_serves(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.allow_pageable(True)
+    fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
+    fake.fail("cuMemHostAlloc", sticky=True, code=OUT_OF_MEMORY)
+    report = stillframe.save(state(), tmp_path / "a", engine=engine)
+    assert report is not None
+    assert any("pageable" in each for each in report.fallbacks)
+    assert_same(read(tmp_path / "a"), state())
+
+
+def test_large_pieces_that_are_refused_are_registered_in_smaller_ones(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)
+    engine.warm_up(8 * MIB)
+    assert fake.live("registered") == 2
+
+
+def test_a_driver_without_batches_gets_single_copies(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
+    tree = {str(i): torch.full((100,), float(i)) for i in range(100)}
+    stillframe.save(tree, tmp_path / "a", engine=engine)
+    assert_same(read(tmp_path / "a"), tree)
+    assert fake.calls("cuMemcpyDtoHAsync_v2") >= 100
+
+
+def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+    training = warmed_up(adamw, steps=12)
+    path = tmp_path / "a"
+    with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
+        stillframe.save(training.state(), path, engine=engine)
+        before = read(path)
+        fake.fail_copy(10, ILLEGAL_ADDRESS)
+        handle = stillframe.async_save(training.state(), path, engine=engine)
+        training.advance()  # goes on: its own error, if it has one, is its own
+        with pytest.raises(stillframe.SaveError, match=r"ILLEGAL_ADDRESS") as info:
+            handle.result()
+        assert info.value.phase == "stage"
+        assert_same(read(path), before)
+        stats = engine.stats()
+        assert "Device 0 is dead" in str(stats["driver"])
+        assert int(stats["retired_bytes"]) > 0
+        with pytest.raises(stillframe.SaveError, match="dead"):
+            stillframe.save(state(), path, engine=engine)
+        # What lives elsewhere is served as before.
+        stillframe.save({"numbers": list(range(1000))}, tmp_path / "b", engine=engine)
+        assert engine.stats()["leased_bytes"] == 0
+
+
+def test_without_a_driver_the_error_names_the_library(tmp_path: Path) -> None:
+    script = f"""
+import stillframe, torch
+from stillframe import skeleton, _device
+print(stillframe.default_engine().stats()["driver"])
+skeleton._kinds = skeleton._make_kinds(
+    is_cpu=property(lambda t: False), is_cuda=property(lambda t: True), device_index=lambda t: 0)
+_device.current_stream = lambda device: 0
+try:
+    stillframe.save({{"a": torch.ones(10)}}, {str(tmp_path / "a")!r})
+except stillframe.SaveError as error:
+    print("refused:", error)
+stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **__import__("os").environ,
+            "STILLFRAME_LIBCUDA": "/nowhere/libcuda.so.1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert "/nowhere/libcuda.so.1" in first
+    assert second.startswith("refused:") and "/nowhere/libcuda.so.1" in second
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuDeviceGet",
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent_v2",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuMemcpyDtoHAsync_v2",
+        "cuEventQuery",
+        "*",
+    ],
+)
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
+def test_any_call_may_fail(call: str, code: int, tmp_path: Path, fake: FakeDriver) -> None:
+    """The file is old or new, nothing hangs, and the next engine works."""
+    old, new = state(1.0), state(2.0)
+    path = tmp_path / "a"
+    outcomes = set()
+    for nth in range(1, 12):
+        stillframe.save(old, path)
+        with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
+            fake.fail(call, nth=nth, code=code)
+            try:
+                stillframe.save(new, path, engine=engine)
+                outcomes.add("new")
+                assert_same(read(path), new)
+            except stillframe.StillframeError:
+                outcomes.add("old")
+                assert_same(read(path), old)
+        hits = fake.hits
+        fake.reset()
+        if not hits:
+            break
+    assert outcomes
