@@ -277,10 +277,12 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
                     " memory: %s: %s",
                     key,
                     type(error).__name__,
-                    error,
+                    str(error),
                 )
             return {}, 0, 0
-        log.debug("CPUOffloadCallback: the keys are copied one by one", exc_info=True)
+        # The text alone: the frames of the error's traceback would hold the checkpoint for as long
+        # as somebody keeps the record.
+        log.debug("CPUOffloadCallback: the keys are copied one by one: %s", str(error))
     moved: dict[str, Any] = {}
     tensors = nbytes = 0
     for key, value in wanted.items():
@@ -296,7 +298,7 @@ def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
         taken = snapshot(wanted)
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
-        log.warning("CPUOffloadCallback: ordinary memory is used: %s", error)
+        log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
         return ordinary_copy(wanted)
 
 
