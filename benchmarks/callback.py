@@ -1,0 +1,190 @@
+"""What does CPUOffloadCallback cost a save, against a callback that copies tensor by tensor?
+
+    python benchmarks/callback.py [--rounds N] [--only NAME ...] [--json FILE]
+
+Three callbacks for the same checkpoint: none; a naive one that calls `.to("cpu", copy=True)` on
+each tensor; stillframe's. Each runs in a process of its own, and the processes take turns, one save
+each; so does one memcpy of as many bytes, from warm memory to warm memory. Where torch sees a GPU,
+the checkpoint is on it. README.md says how each figure is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from common import Series, format_size, format_times, plain_tensors, print_table, write_json
+from machine import Others, check_memory, facts_lines, machine_facts, status_bytes
+
+STATES = {"1 GB in 1,200 tensors": (10**9, 1_200), "64 MB in 20,000 tensors": (64 * 10**6, 20_000)}
+WAYS = ("memcpy", "none", "naive", "stillframe")
+GOAL = 1.1  # of one memcpy of the bytes, on CPU tensors
+
+
+def _copies(nbytes: int) -> Any:
+    """A function that copies `nbytes` once."""
+    import torch
+
+    source = torch.randint(255, (nbytes,), dtype=torch.uint8)
+    target = torch.zeros(nbytes, dtype=torch.uint8)
+    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+
+def _hook(way: str) -> Any:
+    """`on_save_checkpoint(checkpoint)` of one way."""
+    if way == "none":
+        return lambda checkpoint: None
+    if way == "naive":
+
+        def naive(checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                key: tensor.to("cpu", copy=True) for key, tensor in state.items()
+            }
+
+        return naive
+    from stillframe.lightning import CPUOffloadCallback
+
+    callback = CPUOffloadCallback()
+    trainer = SimpleNamespace(global_rank=0, strategy=None)
+    return lambda checkpoint: callback.on_save_checkpoint(trainer, None, checkpoint)
+
+
+def measure(connection: Connection, way: str, nbytes: int, nr_tensors: int) -> None:
+    """In a process of its own: one save for each message, until it is None.
+
+    Answers (seconds in the hook, bytes of resident memory more than before the first save while
+    the checkpoint is held, bytes of GPU memory freed).
+    """
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if way == "memcpy":
+        copy = _copies(nbytes)
+    else:
+        state = {key: each.to(device) for key, each in plain_tensors(nbytes, nr_tensors).items()}
+        hook = _hook(way)
+    gc.collect()
+    before = status_bytes("VmRSS")
+    connection.send("ready")
+    while connection.recv() is not None:
+        gpu = torch.cuda.memory_allocated() if device == "cuda" else 0
+        checkpoint = None if way == "memcpy" else {"state_dict": dict(state)}
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        if checkpoint is None:
+            copy()
+        else:
+            hook(checkpoint)
+        seconds = time.perf_counter() - start
+        freed = gpu - torch.cuda.memory_allocated() if device == "cuda" else 0
+        connection.send((seconds, status_bytes("VmRSS") - before, freed))
+
+
+def run_state(name: str, rounds: int) -> dict[str, Any]:
+    """Figures of every way for one state; the first round is apart."""
+    nbytes, nr_tensors = STATES[name]
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes = []
+    for way in WAYS:
+        pipes[way], theirs = context.Pipe()
+        process = context.Process(target=measure, args=(theirs, way, nbytes, nr_tensors))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes[way].recv()  # ready
+    others = Others()
+    answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
+    for _ in range(rounds + 1):
+        for way in WAYS:
+            pipes[way].send("save")
+            answers[way].append(pipes[way].recv())
+    share = others.share()
+    for way in WAYS:
+        pipes[way].send(None)
+    for process in processes:
+        process.join()
+    return {
+        "nbytes": nbytes,
+        "nr_tensors": nr_tensors,
+        "others": share,
+        "ways": {
+            way: {
+                "first_s": answers[way][0][0],
+                "seconds": Series.of([seconds for seconds, _, _ in answers[way][1:]]),
+                "extra_rss": max(extra for _, extra, _ in answers[way]),
+                "freed": max(freed for _, _, freed in answers[way]),
+            }
+            for way in WAYS
+        },
+    }
+
+
+def rows(results: dict[str, dict[str, Any]], on_gpu: bool) -> list[list[str] | None]:
+    table: list[list[str] | None] = []
+    for name, result in results.items():
+        memcpy = result["ways"]["memcpy"]["seconds"].median
+        table.append([name, "", "", "", "", "", ""])
+        for way in WAYS:
+            figures = result["ways"][way]
+            series = figures["seconds"]
+            ratio = series.median / memcpy
+            verdict = ""
+            if way == "stillframe" and not on_gpu and name.startswith("1 GB"):
+                verdict = f"<= {GOAL}: {'met' if ratio <= GOAL else 'MISSED'}"
+            speed = result["nbytes"] / series.median / 1e9 if way != "none" else 0.0
+            table.append(
+                [
+                    f"  {way}",
+                    format_times([series.median, min(series.values), max(series.values)]),
+                    f"{ratio:.2f}",
+                    f"{speed:.1f} GB/s" if speed else "",
+                    format_times([figures["first_s"]]),
+                    format_size(max(0, figures["extra_rss"])),
+                    verdict or (f"freed {format_size(figures['freed'])}" if on_gpu else " "),
+                ]
+            )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="saves of each way, 9 by default")
+    parser.add_argument("--only", nargs="+", choices=["1GB", "64MB"], default=["1GB", "64MB"])
+    parser.add_argument("--json", type=Path, help="where to save every value")
+    options = parser.parse_args()
+    import torch
+
+    check_memory(7 * 10**9 if "1GB" in options.only else 10**9)
+    wanted = {name for name in STATES if name.split(" in ")[0].replace(" ", "") in options.only}
+    results = {name: run_state(name, options.rounds) for name in STATES if name in wanted}
+    facts = machine_facts(Path.cwd())
+    print("\n".join(facts_lines(facts)))
+    print_table(
+        "time in on_save_checkpoint",
+        ("", "median (min..max)", "of memcpy", "", "first", "extra memory", ""),
+        rows(results, torch.cuda.is_available()),
+    )
+    for name, result in results.items():
+        if result["others"] >= 0.03:
+            print(f"disturbed: other processes took {result['others']:.0%} of the machine ({name})")
+    if options.json:
+        for result in results.values():
+            for figures in result["ways"].values():
+                figures["seconds"] = figures["seconds"].to_json()
+        write_json(options.json, {"machine": facts, "command": sys.argv, "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Lightning's own AsyncCheckpointIO writes; the callback has the tensors off the device first."""
+
+import logging
+import pathlib
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from stillframe.lightning import CPUOffloadCallback
+
+logging.basicConfig(format="%(message)s")
+logging.getLogger("stillframe").setLevel(logging.INFO)
+
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(256, 256)
+
+    def training_step(self, batch, batch_idx):
+        return (self.layer(batch) - batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+trainer = Trainer(
+    max_steps=20,
+    accelerator="cpu",
+    logger=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    plugins=[AsyncCheckpointIO()],
+    callbacks=[
+        CPUOffloadCallback(),
+        ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1),
+    ],
+)
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(160, 256), batch_size=8))
+
+for path in sorted(pathlib.Path("checkpoints").iterdir()):
+    print(path.name, "holds step", torch.load(path, weights_only=False)["global_step"])

@@ -1,0 +1,28 @@
+"""A plain training loop: save every 20 steps, keep training, keep the newest file."""
+
+import stillframe
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+handle, newest = None, None
+
+for step in range(1, 61):
+    inputs = torch.randn(32, 256)
+    loss = (model(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()  # waits by itself for whatever a save has not copied yet
+    if step % 20 == 0:
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
+        handle = stillframe.async_save(state, f"step{step}.pt")
+        if newest:
+            stillframe.remove(newest)  # takes effect once step{step}.pt is durable
+        newest = handle.path
+
+report = handle.result()  # durable; raises what went wrong
+stillframe.wait_all()
+print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, durable")
+print(f"still there: step 40 {stillframe.exists('step40.pt')}, step 60 {stillframe.exists(newest)}")
+print("resumes at step", stillframe.load(newest, verify=True)["step"])

@@ -1,0 +1,50 @@
+"""The worked examples run, print what README says, and stand in README as they are."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def shown_output(name):
+    """What README shows under an example's name, as patterns: any number of seconds will do."""
+    block = re.search(rf"`examples/{name}`.*?```python\n(.*?)```.*?```text\n(.*?)```", README, re.S)
+    assert block, f"README does not show {name}"
+    lines = [re.escape(line) for line in block[2].splitlines()]
+    return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
+
+
+def test_there_are_three():
+    assert [each.name for each in EXAMPLES] == [
+        "lightning_plugin.py",
+        "offload_callback.py",
+        "training_loop.py",
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_readme_shows(path, tmp_path):
+    code, lines = shown_output(path.name)
+    assert code == path.read_text()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Lightning has a good deal to say besides, which differs between versions.
+    printed = [*done.stderr.splitlines(), *done.stdout.splitlines()]
+    place = 0
+    for line in lines:
+        while place < len(printed) and not re.fullmatch(line, printed[place]):
+            place += 1
+        assert place < len(printed), f"{line} is not in {printed}"
