@@ -1,4 +1,4 @@
-"""The command line: `stillframe verify PATH...` and `stillframe demo`.
+"""The command line: `stillframe verify PATH...`, `stillframe bench DIR` and `stillframe demo`.
 
 Exit status of verify, of several paths the largest:
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from stillframe import _core
+from stillframe import _core, bench
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -286,6 +286,15 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory of files")
     verify.add_argument("--json", action="store_true", help="print a list of objects, not a table")
     verify.set_defaults(run=_verify)
+    bench.add_arguments(
+        commands.add_parser(
+            "bench",
+            help="measure a disk: what it can do, and what saves and loads make of it",
+            description="Half a minute: raw memcpy, write and read; save and load as shares of"
+            " them; and advice. Its files go to a directory of their own in DIR and are removed.",
+            epilog="Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
+        )
+    )
     # Its options are its own: main hands them over unread.
     commands.add_parser("demo", add_help=False, help="train a small model and compare two plugins")
     return parser

@@ -17,7 +17,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe.testing import fault
+from stillframe.testing import fault, slow
 
 MIB = 1 << 20
 STEPS_TID = 1 << 22  # added to the number of a thread: the row of its training steps
@@ -184,7 +184,7 @@ def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path: Path):
     trained = Trained()
     trained.step(4)
     with (
-        stillframe.testing.slow("lane_copy", 0.02),
+        slow("lane_copy", 0.02),
         stillframe.trace(tmp_path / "t.json"),
         stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,
     ):
@@ -200,7 +200,7 @@ def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path: Path):
 def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path: Path):
     state = {f"t{i}": torch.zeros(MIB // 4) for i in range(8)}
     with (
-        stillframe.testing.slow("pwrite", 0.005),
+        slow("pwrite", 0.005),
         stillframe.trace(tmp_path / "t.json"),
         stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as engine,
     ):

@@ -1,0 +1,175 @@
+"""What memory and a disk can do at best, with nothing of ours in between."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import time
+from pathlib import Path
+
+CALL_BYTES = 4 << 20  # of one write or read: larger ones gain nothing
+PAGE_BYTES = mmap.PAGESIZE
+
+MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+NETWORK = frozenset(
+    (
+        *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "glusterfs", "gpfs", "lustre", "nfs"),
+        *("nfs4", "ocfs2", "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "weka", "wekafs"),
+    )
+)
+
+
+def is_network(file_system: str) -> bool:
+    """Whether files of this type live on another machine; FUSE may be anything, and counts."""
+    return file_system in NETWORK or file_system.split(".")[0] in ("fuse", "fuseblk")
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds `path`, such as "ext4"; "unknown" where /proc does
+    not say."""
+    try:
+        device = os.stat(path).st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    real = str(path.resolve())
+    best, found = -1, "unknown"
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        point = fields[4].encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
+        score = len(point) + (1 << 20 if same else 0)
+        if inside and score >= best:  # of two mounts on one point the later one counts
+            best, found = score, right.split()[0]
+    return found
+
+
+def free_memory() -> int:
+    """Bytes that may still be taken: what the system and our cgroup leave."""
+    left = os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left = int(line.split()[1]) * 1024
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            node = Path("/sys/fs/cgroup") / group.lstrip("/")
+            if not controllers and (limit := (node / "memory.max").read_text().strip()) != "max":
+                left = min(left, int(limit) - int((node / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no cgroup here, or none that limits
+    return max(left, 0)
+
+
+def make_buffer(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory whose bytes do not compress; `nbytes` is a multiple of a page.
+
+    As long as what is written from it: a short buffer would come from the CPU's cache, as a
+    checkpoint never does.
+    """
+    buffer = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without them
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    pattern = os.urandom(min(nbytes, 8 << 20))
+    for off in range(0, nbytes, len(pattern)):
+        buffer[off : off + len(pattern)] = pattern[: nbytes - off]
+    return buffer
+
+
+def copy_seconds(source: mmap.mmap, target: mmap.mmap) -> float:
+    """Seconds of one memcpy of all of `source`, by one thread."""
+    from_, to = (ctypes.c_char.from_buffer(buffer) for buffer in (source, target))
+    start = time.perf_counter()
+    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(from_), len(source))
+    return time.perf_counter() - start
+
+
+def write_seconds(path: Path, source: mmap.mmap, *, direct: bool) -> float | None:
+    """Seconds to write `source` to a new file and have it on the disk; None where `direct` (past
+    the page cache) is refused. The file stays.
+
+    Counted are room, writes and fdatasync; open and close are not.
+    """
+    flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
+    except OSError as error:
+        if direct and _refuses_direct(error):
+            return None
+        raise
+    try:
+        with memoryview(source) as view:
+            start = time.perf_counter()
+            try:
+                if direct:
+                    _reserve(fd, len(source))
+                done = 0
+                while done < len(source):
+                    done += os.pwrite(fd, view[done : done + CALL_BYTES], done)
+            except OSError as error:
+                if direct and _refuses_direct(error):
+                    return None
+                raise
+            os.fdatasync(fd)
+            return time.perf_counter() - start
+    finally:
+        os.close(fd)
+
+
+def read_seconds(path: Path, target: mmap.mmap, *, direct: bool) -> float | None:
+    """Seconds to read the file into `target`, which is as long; None where `direct` is refused.
+
+    Without `direct` the page cache is asked to forget the file first, which it may not do.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    except OSError as error:
+        if direct and _refuses_direct(error):
+            return None
+        raise
+    try:
+        if not direct:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with memoryview(target) as view:
+            start = time.perf_counter()
+            done = 0
+            while done < len(target):
+                try:
+                    got = os.preadv(fd, [view[done : done + CALL_BYTES]], done)
+                except OSError as error:
+                    if direct and _refuses_direct(error):
+                        return None
+                    raise
+                if got == 0:
+                    raise OSError(errno.EIO, "the file is shorter than what was written", str(path))
+                done += got
+            return time.perf_counter() - start
+    finally:
+        os.close(fd)
+
+
+def forget(path: Path) -> None:
+    """Asks the page cache to drop a synced file, so that reading it means the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """fallocate(2), as a save makes it; not posix_fallocate, which writes where a file system has
+    none. What it says does not matter: the writes say it again."""
+    libc = ctypes.CDLL(None)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    libc.fallocate(fd, 0, 0, nbytes)
+
+
+def _refuses_direct(error: OSError) -> bool:
+    """Whether this is what a file system without O_DIRECT says."""
+    return error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)

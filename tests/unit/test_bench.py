@@ -1,0 +1,268 @@
+"""`stillframe bench DIR`: what it measures, what it advises, what it leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import stillframe
+from fix_checkpoints import open_descriptors, unprivileged
+from stillframe import bench, bench_raw, cli
+from stillframe.testing import fault, slow
+
+MIB = 1 << 20
+GOOD = bench.Result(
+    directory="/ckpt",
+    file_system="ext4",
+    nbytes=100 * MIB,
+    rounds=3,
+    raw_direct=True,
+    memcpy_s=0.01,
+    write_s=0.05,
+    read_s=0.05,
+    call_s=0.001,
+    staged_s=0.012,
+    durable_s=0.06,
+    first_durable_s=0.1,
+    load_s=0.06,
+    io_mode="direct",
+    pool_bytes=1000 * MIB,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path):
+    """No file, no descriptor, no save in flight, whatever has happened."""
+    before = open_descriptors()
+    term = signal.getsignal(signal.SIGTERM)
+    yield
+    stillframe.wait_all(timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
+    assert open_descriptors() == before
+    assert signal.getsignal(signal.SIGTERM) is term
+
+
+def run(*arguments: object) -> int:
+    return cli.main(["bench", *map(str, arguments)])
+
+
+def test_json_has_every_figure_the_shares_and_advice(disk_path: Path, capsys):
+    assert run(disk_path, "--size", "2MiB", "--json") == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert output.err == ""
+    assert set(found) == {f.name for f in dataclasses.fields(bench.Result)} | {"shares", "advice"}
+    assert found["nbytes"] == 2 * MIB
+    assert 1 <= found["rounds"] <= 5
+    for name, value in found.items():
+        assert not name.endswith("_s") or value > 0, name
+    assert found["call_s"] <= found["staged_s"] <= found["durable_s"]
+    assert found["shares"] == {
+        "copy": pytest.approx(found["memcpy_s"] / found["staged_s"]),
+        "save": pytest.approx(found["write_s"] / found["durable_s"]),
+        "load": pytest.approx(found["read_s"] / found["load_s"]),
+    }
+    assert found["file_system"] == bench_raw.file_system_of(disk_path)
+    assert found["advice"]
+
+
+def test_the_table_ends_with_the_advice(disk_path: Path, capsys):
+    assert run(disk_path, "--size", "1MiB") == 0
+    out = capsys.readouterr().out
+    for row in ("raw memcpy", "raw write + sync", "durable after", "raw read", "load"):
+        assert row in out
+    assert out.rstrip().endswith(".")
+
+
+def test_the_state_is_deferred_so_that_the_call_is_the_one_of_a_training(disk_path, monkeypatch):
+    reports = []
+    save = bench._Bench._save
+
+    def keep(self):
+        reports.append(save(self))
+        return reports[-1]
+
+    monkeypatch.setattr(bench._Bench, "_save", keep)
+    assert run(disk_path, "--size", "8MiB", "--json") == 0
+    assert all(report.deferred_nbytes >= 0.99 * 8 * MIB for report in reports)
+    assert len(reports) >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"file_system": "tmpfs", "io_mode": "buffered"}, ["memory", "reboot"]),
+        ({"file_system": "nfs4"}, ["network file system", "server"]),
+        ({"file_system": "fuse.sshfs"}, ["network file system"]),
+        (
+            {"io_mode": "buffered", "fallbacks": ["The file system refuses O_DIRECT (EINVAL)."]},
+            ["page cache (the file system refuses O_DIRECT (EINVAL))"],
+        ),
+        ({"io_mode": "buffered"}, ["has no O_DIRECT"]),
+        ({"pool_bytes": 50 * MIB}, ["pool (52.4 MB)", "STILLFRAME_POOL_BYTES"]),
+        ({"durable_s": 0.2}, ["4.0 times", "stillframe.trace"]),
+        ({}, ["Nothing to mend", "10 GB", "6 s"]),
+    ],
+)
+def test_advice_names_what_is_in_the_way(change, words):
+    found = bench.advice(dataclasses.replace(GOOD, **change))
+    assert len(found) == 1
+    for word in words:
+        assert word in found[0]
+
+
+def test_several_things_in_the_way_are_all_named():
+    found = bench.advice(
+        dataclasses.replace(GOOD, file_system="nfs", io_mode="buffered", pool_bytes=MIB)
+    )
+    assert len(found) == 3
+    assert not any("Nothing to mend" in sentence for sentence in found)
+
+
+def test_a_small_pool_of_the_environment_is_noticed(disk_path, monkeypatch, capsys):
+    monkeypatch.setenv("STILLFRAME_POOL_BYTES", "16MiB")
+    assert run(disk_path, "--size", "24MiB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["pool_bytes"] == 16 * MIB
+    assert any("STILLFRAME_POOL_BYTES" in sentence for sentence in found["advice"])
+
+
+def test_a_disk_without_direct_writes_is_measured_through_the_page_cache(
+    disk_path, monkeypatch, capsys
+):
+    opened = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", path)
+        return opened(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert run(disk_path, "--size", "1MiB", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["raw_direct"] is False
+
+
+def test_a_missing_directory_or_a_file_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(tmp_path / "missing") == 2
+    assert "there is no such directory" in capsys.readouterr().err
+    assert run(tmp_path / "file") == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_directory_that_may_not_be_written_to_is_refused(tmp_path: Path, capsys):
+    tmp_path.chmod(0o555)
+    try:
+        with unprivileged():
+            assert run(tmp_path) == 2
+    finally:
+        tmp_path.chmod(0o755)
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_too_little_room_or_memory_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch, capsys
+):
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 10 * MIB))
+        assert run(tmp_path, "--size", "5MiB") == 2
+        assert "on the disk" in capsys.readouterr().err
+        assert run(tmp_path) == 2
+        assert "too little room" in capsys.readouterr().err
+    monkeypatch.setattr(bench_raw, "free_memory", lambda: 10 * MIB)
+    assert run(tmp_path, "--size", "5MiB") == 2
+    assert "of memory" in capsys.readouterr().err
+    assert run(tmp_path) == 2
+    assert "too little memory" in capsys.readouterr().err
+
+
+def test_a_failing_disk_is_an_error_and_leaves_nothing(disk_path: Path, capsys):
+    with fault("fdatasync", sticky=True):
+        assert run(disk_path, "--size", "1MiB") == 2
+    assert "Input/output error" in capsys.readouterr().err
+    assert list(disk_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["copy_seconds", "write_seconds", "read_seconds", "forget"])
+def test_ctrl_c_leaves_nothing(disk_path: Path, monkeypatch, where):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_raw, where, interrupt)
+    assert run(disk_path, "--size", "1MiB") == cli.INTERRUPTED
+    assert list(disk_path.iterdir()) == []
+
+
+def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
+    seen = []
+
+    def interrupt(handle: stillframe.SaveHandle) -> None:
+        seen.append(handle)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stillframe.SaveHandle, "wait_staged", interrupt)
+    with slow("pwrite", 0.05):
+        assert run(disk_path, "--size", "1MiB") == cli.INTERRUPTED
+    assert list(disk_path.iterdir()) == []
+    assert [handle.state for handle in seen] == ["cancelled"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_signal_leaves_nothing(disk_path: Path, number):
+    code = """
+import sys
+from stillframe import bench_raw, cli
+write = bench_raw.write_seconds
+def told(*args, **named):
+    print("writing", flush=True)
+    return write(*args, **named)
+bench_raw.write_seconds = told
+sys.exit(cli.main(["bench", sys.argv[1], "--size", "8MiB"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(disk_path)], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(number)
+        process.stdout.read()
+    # A very fast machine may be through before the signal comes.
+    assert process.returncode in (cli.INTERRUPTED, 0)
+    assert list(disk_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("160MB", 160_000_000), ("4GiB", 4 << 30), ("1.5 kib", 1536), ("4096", 4096)],
+)
+def test_sizes_are_read(text, nbytes):
+    assert bench.parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1MB", "MB", "10XB", "nan", "1e400"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+        bench.parse_size(text)
+
+
+def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_raw, "free_memory", lambda: 7 * 1000 * MIB)
+    for seconds, expected in ((0.1, 320 * MIB), (100.0, 32 * MIB), (1e-6, 512 * MIB)):
+
+        def write(path: Path, source: object, *, direct: bool, seconds: float = seconds) -> float:
+            path.touch()
+            return seconds
+
+        monkeypatch.setattr(bench_raw, "write_seconds", write)
+        assert bench._choose_size(tmp_path, None, lambda _: None) == expected
