@@ -10,11 +10,14 @@
 # make clean  removes what was built; make distclean removes .venv too
 #
 # Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
-# PYTHON=python3.12, CC=clang CXX=clang++, ARGS='arguments of the demo, of pytest, of a benchmark'.
+# PYTHON=python3.12, CC=clang CXX=clang++, ARGS='arguments of the demo, of pytest, of
+# vs_peers.py', DIR='a directory on the disk that make bench measures'.
 
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+LIMITS_ARGS ?=
+DIR    ?= .
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(origin CC),default)
 CC := cc
@@ -72,9 +75,14 @@ demo: build
 test: build asan
 	$(PY) -m pytest $(ARGS)
 
-bench: build
-	$(PY) benchmarks/limits.py $(ARGS)
-	$(PY) benchmarks/vs_peers.py $(ARGS)
+# A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone.
+bench: build $(VENV)/.bench
+	$(PY) benchmarks/limits.py --dir $(DIR) --json build/limits.json $(LIMITS_ARGS)
+	$(PY) benchmarks/vs_peers.py --dir $(DIR) --json build/vs_peers.json $(ARGS)
+
+$(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
+	$(PIP) install --constraint requirements.txt --requirement benchmarks/requirements.txt
+	@touch $@
 
 lint: $(VENV)/.requirements
 	$(PY) -m ruff check .

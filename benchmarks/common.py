@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: sizes, statistics, ticks, states, output.
+"""What the benchmark scripts share: sizes, statistics, ticks, output.
 
 Nothing here imports torch at module level: the parent process of a benchmark stays small, and
 only the processes that save pay for torch.
@@ -16,10 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 class BenchError(Exception):
@@ -168,69 +165,25 @@ def tick(stop: Stamp, start_ns: int, until_ns: int, *, busy: bool) -> Ticks:
     return Ticks(count, now - start_ns, worst)
 
 
-# ---- states --------------------------------------------------------------------------------
+# ---- states (states.py makes them) ------------------------------------------------------------
 
 TENSOR_BYTES = 4 * 472 * 472  # 1.07 GB in 3 x 400 tensors
 
 
-class Training:
-    """A residual MLP under AdamW whose parameters, exp_avg and exp_avg_sq total `nbytes`.
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What a measured process holds.
 
-    nr_params weights of equal shape (width, width), one a layer, float32; the optimizer's step
-    scalars come on top (4 bytes a parameter).
+    nbytes: parameters and optimizer state together. kind: a key of `KINDS`. nr_params: weights
+    ("mlp": a third of the tensors; "few", "plain": all of them; "lightning": layers). threads:
+    torch.set_num_threads. pool_bytes: STILLFRAME_POOL_BYTES, 0 for the default.
     """
 
-    def __init__(self, nbytes: int, nr_params: int) -> None:
-        import torch
-
-        torch.manual_seed(1)
-        width = max(8, round((nbytes / (3 * nr_params * 4)) ** 0.5))
-        self.model = torch.nn.Sequential(*(_residual(width) for _ in range(nr_params)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.nbytes = 3 * nr_params * width * width * 4
-        self._width = width
-        self._data: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def step(self, batch: int) -> None:
-        """One real step: forward, backward, AdamW; `batch` rows of (batch, width)."""
-        import torch
-
-        if batch not in self._data:
-            self._data[batch] = (
-                torch.randn(batch, self._width),
-                torch.randn(batch, self._width),
-            )
-        x, y = self._data[batch]
-        self.optimizer.zero_grad()
-        loss: Any = torch.nn.functional.mse_loss(self.model(x), y)
-        loss.backward()
-        self.optimizer.step()
-
-    def tree(self) -> dict[str, Any]:
-        """What a training loop saves."""
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
-
-
-def _residual(width: int) -> torch.nn.Module:
-    import torch
-
-    class Residual(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(width, width, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 0.1 * torch.relu(self.linear(x))
-
-    return Residual()
-
-
-def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, torch.Tensor]:
-    """A dict of float32 tensors that no optimizer owns; `nbytes` in all."""
-    import torch
-
-    numel = max(1, nbytes // (4 * nr_tensors))
-    return {f"tensor{i}": torch.randn(numel) for i in range(nr_tensors)}
+    nbytes: int
+    kind: str
+    nr_params: int
+    threads: int
+    pool_bytes: int = 0
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures of one run of vs_peers.py, the goals they are held against, and the table."""
+"""The figures of one run of vs_peers.py, and the table that shows them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import TENSOR_BYTES, Series, format_seconds, format_size, format_times, print_table
+from common import Series, format_seconds, format_size, format_times, print_table
+from goals import GOALS
 from machine import facts_lines
-
-OURS, LIGHTNING, TORCH, RAW = "stillframe", "Lightning", "torch.save", "raw"
+from peers import DCP, DCP_STAGER, OURS, RAW
+from scenarios import SCENARIOS, Scenario, title_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +20,21 @@ class Settings:
     """Sizes in bytes, counts a way to save."""
 
     state: int
+    many: int
+    large: int
+    transformer: int
     loop_state: int
     rounds: int
     pairs: int
     pairs_large: int
     threads: int
-    loop_steps: int = 4
+    growth_saves: int
+    loop_steps: int = 12
     loop_batch: int = 128
     loop_steps_large: int = 4
     loop_batch_large: int = 64
+    loop_batch_transformer: int = 8
+    growth_state: int = 16_000_000
 
 
 # ---- the figures of one run ----------------------------------------------------------------
@@ -63,68 +70,6 @@ class Figures:
         return tree
 
 
-# ---- the goals -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """A bound on our median, or on its ratio to another median of the same run.
-
-    other: (scenario, who, metric) that ours is divided by; None bounds ours itself. at_most:
-    False turns the bound round.
-    """
-
-    scenario: str
-    metric: str
-    bound: float
-    text: str
-    other: tuple[str, str, str] | None = None
-    at_most: bool = True
-    who: str = OURS
-
-    def value(self, figures: Figures) -> float | None:
-        """What is compared with the bound; None where the run has no such figures."""
-        ours = figures.median(self.scenario, self.who, self.metric)
-        if ours is None or self.other is None:
-            return ours
-        other = figures.median(*self.other)
-        return None if other is None or other <= 0 else ours / other
-
-    def met(self, figures: Figures) -> bool | None:
-        value = self.value(figures)
-        if value is None:
-            return None
-        return value <= self.bound if self.at_most else value >= self.bound
-
-    def verdict(self, figures: Figures) -> str:
-        met, value = self.met(figures), self.value(figures)
-        if met is None or value is None:
-            return f"{self.text}: -"
-        ratio = f" ({_format_ratio(value)})" if self.other else ""
-        return f"{self.text}{ratio}: {'met' if met else 'MISSED'}"
-
-
-def _format_ratio(value: float) -> str:
-    if value <= 0:
-        return "below the noise"
-    return f"1/{1 / value:.1f}" if value < 0.5 else f"{value:.2f} x"
-
-
-GOALS = (
-    Goal("busy", "call_s", 0.006, "≤ 6 ms"),
-    Goal("busy", "call_s", 1 / 25, "≤ 1/25 of Lightning's", ("busy", LIGHTNING, "call_s")),
-    Goal("busy", "finished_s", 1 / 15, "≤ 1/15 of Lightning's", ("busy", LIGHTNING, "finished_s")),
-    Goal("busy", "finished_s", 1.5, "≤ 1.5 x raw disk", ("busy", RAW, "finished_s")),
-    Goal("busy", "speed", 0.9, "≥ 90 %", at_most=False),
-    Goal("busy", "stall_s", 0.005, "≤ 5 ms"),
-    Goal("busy", "extra_rss", 1.1, "≤ 1.1 x the state"),
-    Goal("loop", "lost_s", 0.2, "≤ 1/5 of Lightning's", ("loop", LIGHTNING, "lost_s")),
-    Goal("loop", "lost_s", 0.2, "≤ 1/5 of torch.save's", ("loop", TORCH, "lost_s")),
-    Goal("loop_large", "lost_s", 0.2, "≤ 1/5 of Lightning's", ("loop_large", LIGHTNING, "lost_s")),
-    Goal("loop_large", "lost_s", 0.2, "≤ 1/5 of torch.save's", ("loop_large", TORCH, "lost_s")),
-)
-
-
 # ---- the table -----------------------------------------------------------------------------
 
 Format = Callable[[Sequence[float]], str]
@@ -141,6 +86,14 @@ def _times(values: Sequence[float]) -> str:
 
 
 TIME: Format = format_times
+# What "finished" means; DCP syncs its file and not the directory.
+ENDS = {OURS: "durable", DCP: "file synced", DCP_STAGER: "file synced"}
+
+
+def _sizes(values: Sequence[float]) -> str:
+    return format_size(values[0]) if values[0] > 0 else "none"
+
+
 SAVE_ROWS = (
     ("call_s", "call blocks", TIME),
     ("finished_s", "finished after", TIME),
@@ -161,19 +114,31 @@ LOOP_ROWS = (
 )
 
 
+GATE_ROWS = (
+    ("gate_at_once_s", "gate of a step at once", TIME),
+    ("gate_late_s", "gate of a step a second later", TIME),
+    ("deferred_share", "of the state is deferred", _percent),
+    ("memcpy_s", "(raw memcpy of as many bytes, one thread)", TIME),
+)
+GROWTH_ROWS = (("growth_nbytes", "growth of the process's memory", _sizes),)
+WATCH_ROWS = (("finished_s", "finished after", TIME),)
+
+
+def _rows_of(scenario: Scenario) -> tuple[tuple[str, str, Format], ...]:
+    if scenario.kind == "save":
+        return SAVE_ROWS if scenario.busy else IDLE_ROWS
+    rows = {"loop": LOOP_ROWS, "gate": GATE_ROWS, "growth": GROWTH_ROWS, "watch": WATCH_ROWS}
+    return rows[scenario.kind]
+
+
 def _sections(s: Settings) -> list[tuple[str, str, tuple[Any, ...]]]:
-    big, small = format_size(s.state), format_size(s.loop_state)
-    count = 3 * max(1, round(s.state / (3 * TENSOR_BYTES)))
-    return [
-        ("busy", f"{big} in {count} tensors, main thread busy in Python, warm", SAVE_ROWS),
-        ("idle", "the same, main thread idle, warm", IDLE_ROWS),
-        ("busy_cold", "the first save of a process, main thread busy", FEW_ROWS),
-        ("idle_cold", "the first save of a process, main thread idle", FEW_ROWS),
-        ("unowned", f"{big} that no optimizer owns, main thread idle, warm", FEW_ROWS),
-        ("unowned_cold", "the same, first save of a process", FEW_ROWS),
-        ("loop", f"training loop on {s.threads} threads, {small} of state", LOOP_ROWS),
-        ("loop_large", f"training loop on {s.threads} threads, {big} of state", LOOP_ROWS),
-    ]
+    sections = []
+    for scenario in SCENARIOS:
+        title = title_of(scenario, s)
+        sections.append((scenario.name, title, _rows_of(scenario)))
+        if scenario.kind == "save":
+            sections.append((scenario.cold, f"{scenario.cold}: the first save", FEW_ROWS))
+    return sections
 
 
 def _cell(series: Series | None, form: Format) -> str:
@@ -188,7 +153,7 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
     """One row a figure and scenario: what, each way to save, the raw disk, the goal's verdict."""
     rows: list[list[str] | None] = []
     for scenario, title, metrics in _sections(settings):
-        if not any(figures.series(scenario, p, "call_s") for p in peers):
+        if not any(figures.series(scenario, p, metrics[0][0]) for p in peers):
             continue
         if rows:
             rows.append(None)
@@ -199,7 +164,7 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
             verdicts = [
                 goal.verdict(figures)
                 for goal in GOALS
-                if (goal.scenario, goal.metric) == (scenario, metric)
+                if (goal.scenario, goal.row or goal.metric) == (scenario, metric)
             ]
             first = verdicts[0] if verdicts else ""
             rows.append([f"  {label}", *cells, _cell(raw, form) if raw else "", first])
@@ -219,30 +184,12 @@ def print_results(
 ) -> None:
     """The machine, the raw limits, the table and a line that counts the goals."""
     print("\n".join(facts_lines(facts)))
-    nbytes = settings.state
-    limits = []
-    memcpy = figures.median("limits", RAW, "memcpy_s")
-    if memcpy:
-        limits.append(f"memcpy {nbytes / memcpy / 1e9:.1f} GB/s (one thread)")
-    labels = (("finished_s", "O_DIRECT + fdatasync"), ("buffered_s", "buffered + fsync"))
-    for metric, label in labels:
-        medians = [
-            value
-            for scenario in ("busy_cold", "busy", "idle_cold", "idle", "unowned_cold", "unowned")
-            if (series := figures.series(scenario, RAW, metric)) is not None
-            for value in series.values
-        ]
-        if medians:
-            middle = statistics.median(medians)
-            limits.append(f"{label} {nbytes / middle / 1e9:.2f} GB/s ({format_seconds(middle)})")
-    print("Raw limits in this run: " + ", ".join(limits))
     if small:
         print("A smaller run than the full one: the goals are set for that, on two quiet cores.")
     print()
-    finished = {TORCH: " (unsynced)", LIGHTNING: " (unsynced)", OURS: " (durable)"}
     print_table(
         "Medians (min..max)",
-        ["", *[p + finished[p] for p in peers], "raw disk (durable)", "goal"],
+        ["", *[f"{p} ({ENDS.get(p, 'unsynced')})" for p in peers], "raw", "goal"],
         table_rows(figures, settings, peers),
     )
     shares = figures.everywhere("others")

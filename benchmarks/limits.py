@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+import pictures
 from common import (
     BenchError,
     Series,
@@ -38,6 +39,7 @@ from machine import (
 
 CALL_BYTES = 4 << 20  # bytes a write call
 PAGE_BYTES = 4096
+LONGEST_SOURCE = 1 << 30  # bytes that a raw write is made from
 
 _libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the interpreter lock in its calls
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -85,25 +87,31 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> f
     return time.perf_counter() - start
 
 
-def write_seconds(path: Path, source: mmap.mmap, *, direct: bool) -> float:
+def write_seconds(
+    path: Path, source: mmap.mmap, *, direct: bool, nbytes: int | None = None
+) -> float:
     """Seconds to write `source` to the new file `path` and have it on the disk.
+
+    nbytes: length of the file; a source that is shorter (far longer than any cache) is repeated.
 
     Counted: fallocate, the writes, fdatasync (fsync for the buffered way). Not counted: open,
     close, and the removal, which follows. OSError with EINVAL where the filesystem has no
     O_DIRECT.
     """
+    nbytes = len(source) if nbytes is None else nbytes
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
     try:
         with memoryview(source) as view:
             start = time.perf_counter()
-            if direct and _libc.fallocate(fd, 0, 0, len(source)) != 0:
+            if direct and _libc.fallocate(fd, 0, 0, nbytes) != 0:
                 code = ctypes.get_errno()
                 if code != errno.EOPNOTSUPP:
                     raise OSError(code, os.strerror(code), str(path))
             off = 0
-            while off < len(source):
-                off += os.pwrite(fd, view[off : off + CALL_BYTES], off)
+            while off < nbytes:
+                at = off % len(source)
+                off += os.pwrite(fd, view[at : at + min(CALL_BYTES, nbytes - off)], off)
             if direct:
                 os.fdatasync(fd)
             else:
@@ -119,12 +127,17 @@ class RawDisk:
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._directory = directory
-        self._source = make_buffer(nbytes)
+        self._nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._source = make_buffer(min(self._nbytes, LONGEST_SOURCE))
+
+    def _write(self, name: str, *, direct: bool) -> float:
+        path = self._directory / name
+        return write_seconds(path, self._source, direct=direct, nbytes=self._nbytes)
 
     def direct(self) -> float:
         """Seconds; falls back to nan where the filesystem has no O_DIRECT."""
         try:
-            return write_seconds(self._directory / "raw.direct", self._source, direct=True)
+            return self._write("raw.direct", direct=True)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return float("nan")
@@ -132,7 +145,7 @@ class RawDisk:
 
     def buffered(self) -> float:
         """Seconds."""
-        return write_seconds(self._directory / "raw.buffered", self._source, direct=False)
+        return self._write("raw.buffered", direct=False)
 
 
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> Series:
@@ -189,7 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     if args.json:
         figures = {name: s.to_json() for name, s in series.items()}
-        write_json(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
+        document = {"facts": facts, "nbytes": nbytes, "seconds": figures}
+        write_json(args.json, document)
+        pictures.beside(args.json, document)
     return 0
 
 

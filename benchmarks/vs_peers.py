@@ -1,4 +1,4 @@
-"""What does a save cost the training, against torch.save and Lightning's AsyncCheckpointIO?
+"""What does a save cost the training, against torch.save, Lightning's AsyncCheckpointIO and DCP?
 
     python benchmarks/vs_peers.py --dir DIR --json vs_peers.json
 
@@ -18,98 +18,152 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from common import TENSOR_BYTES, BenchError, format_size, parse_size, write_json
-from figures import GOALS, LIGHTNING, OURS, RAW, TORCH, Figures, Settings, print_results
+import pictures
+from common import BenchError, format_size, parse_size, write_json
+from figures import Figures, Settings, print_results
+from goals import GOALS
 from limits import PAGE_BYTES, RawDisk, measure_copy
 from machine import add_directory_options, check_memory, machine_facts, scratch_directory
-from peers import PEERS, Spec, Worker
+from peers import PEERS, RAW
+from scenarios import ONE_AFTER_ANOTHER, SCENARIOS, Scenario, peers_of, spec_of
+from session import Worker
+
+SLOW_S = 10.0  # a way to save that takes longer
+FEW_ROUNDS = 2  # has only that many warm rounds
 
 # ---- the run -------------------------------------------------------------------------------
 
 
 class Run:
-    """Runs the scenarios with the given ways to save and fills `figures`."""
+    """Runs the scenarios with the given ways to save and fills `figures`.
+
+    Attributes:
+        curves: way to save -> {"times_s", "nbytes"}: bytes written over time, of scenario watch.
+        resident: bytes of memory after each save, of scenario growth.
+    """
 
     def __init__(
         self, settings: Settings, peers: list[str], directory: Path, progress: Callable[[str], None]
     ) -> None:
         self.settings = settings
         self.figures = Figures()
+        self.curves: dict[str, Any] = {}
+        self.resident: list[int] = []
         self._peers = peers
         self._directory = directory
         self._progress = progress
+        self._disk: RawDisk | None = None
 
-    def all(self, scenarios: list[str]) -> None:
-        s = self.settings
-        self._limits()
-        owned = [name for name in ("busy", "idle", "loop_large") if name in scenarios]
-        if owned:
-            with self._fleet(s.state, owned=True) as fleet:
-                if "busy" in owned:
-                    self._saves(fleet, "busy", "busy_cold", busy=True)
-                if "idle" in owned:
-                    cold = None if "busy" in owned else "idle_cold"
-                    self._saves(fleet, "idle", cold, busy=False)
-                if "loop_large" in owned:
-                    self._loop(
-                        fleet, "loop_large", s.pairs_large, s.loop_steps_large, s.loop_batch_large
-                    )
-        if "unowned" in scenarios:
-            with self._fleet(s.state, owned=False) as fleet:
-                self._saves(fleet, "unowned", "unowned_cold", busy=False)
-        if "loop" in scenarios:
-            with self._fleet(s.loop_state, owned=True) as fleet:
-                self._loop(fleet, "loop", s.pairs, s.loop_steps, s.loop_batch)
+    def all(self, names: list[str]) -> None:
+        """The scenarios of those names; those of one state share its processes."""
+        wanted = [s for s in SCENARIOS if s.name in names and peers_of(s, self._peers)]
+        for state in dict.fromkeys(s.state for s in wanted):
+            here = [s for s in wanted if s.state == state]
+            nbytes = spec_of(state, self.settings).nbytes
+            saves = any(s.kind == "save" for s in here)
+            self._disk = RawDisk(self._directory, nbytes) if saves else None
+            if state in ONE_AFTER_ANOTHER:
+                for peer in self._peers:
+                    mine = [s for s in here if peer in peers_of(s, self._peers)]
+                    if mine:
+                        self._scenarios(state, mine, [peer])
+            else:
+                self._scenarios(state, here, self._peers)
+            self._disk = None
 
-    def _limits(self) -> None:
-        self._progress("raw memcpy")
-        nbytes = -(-self.settings.state // PAGE_BYTES) * PAGE_BYTES
-        for value in measure_copy(nbytes, self.settings.rounds).values:
-            self.figures.add("limits", RAW, {"memcpy_s": value})
-        self._disk = RawDisk(self._directory, nbytes)
+    def _scenarios(self, state: str, scenarios: list[Scenario], peers: list[str]) -> None:
+        peers = [p for p in peers if any(p in peers_of(s, peers) for s in scenarios)]
+        with self._fleet(state, peers) as fleet:
+            saved = False
+            for scenario in scenarios:
+                here = [w for w in fleet if w.peer in peers_of(scenario, peers)]
+                if scenario.kind == "save":
+                    self._saves(here, scenario, cold=not saved)
+                    saved = True
+                elif scenario.kind == "loop":
+                    self._loop(here, scenario)
+                elif scenario.kind == "gate":
+                    self._gate(here, scenario)
+                else:
+                    self._once(here, scenario)
 
     @contextlib.contextmanager
-    def _fleet(self, nbytes: int, *, owned: bool) -> Iterator[list[Worker]]:
-        """One process a way to save, all over a state of the same size; gone afterwards."""
-        self._progress(f"building {format_size(nbytes)} in {len(self._peers)} processes")
-        nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
-        spec = Spec(nbytes, nr_params, owned, self.settings.threads)
+    def _fleet(self, state: str, peers: list[str]) -> Iterator[list[Worker]]:
+        """One process a way to save, all over the same state; gone afterwards."""
+        spec = spec_of(state, self.settings)
+        self._progress(f"{state}: building {format_size(spec.nbytes)} in {len(peers)} processes")
         with contextlib.ExitStack() as stack:
-            fleet = [stack.enter_context(Worker(p, spec, self._directory)) for p in self._peers]
+            fleet = [stack.enter_context(Worker(p, spec, self._directory)) for p in peers]
             for worker in fleet:
                 worker.ready()
-                scenario = f"state of {nbytes}" if owned else f"unowned state of {nbytes}"
-                self.figures.add(scenario, worker.peer, worker.info)
+                self.figures.add(f"state {state}", worker.peer, worker.info)
             yield fleet
 
-    def _saves(self, fleet: list[Worker], warm: str, cold: str | None, *, busy: bool) -> None:
-        """Rounds of one save each; the first round is cold unless the processes saved before."""
-        names = ([cold] if cold else []) + [warm] * self.settings.rounds
+    def _saves(self, fleet: list[Worker], scenario: Scenario, *, cold: bool) -> None:
+        """Rounds of one save each; the first is cold unless the processes saved before."""
+        names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
+        slow: set[str] = set()
         for number, name in enumerate(names):
             for worker in fleet:
+                if worker.peer in slow and number >= FEW_ROUNDS + cold:
+                    continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.peer}")
-                answer = worker.call("save", busy=busy, check=number == 0)
+                answer = worker.call("save", busy=scenario.busy, check=number == 0)
                 self.figures.add(name, worker.peer, answer)
+                if answer["finished_s"] > SLOW_S:
+                    slow.add(worker.peer)
             self._progress(f"{name}, round {number + 1} of {len(names)}: raw disk")
+            assert self._disk is not None
             direct, buffered = self._disk.direct(), self._disk.buffered()
             self.figures.add(name, RAW, {"buffered_s": buffered})
             if not math.isnan(direct):
                 self.figures.add(name, RAW, {"finished_s": direct})
 
-    def _loop(self, fleet: list[Worker], name: str, pairs: int, steps: int, batch: int) -> None:
+    def _loop(self, fleet: list[Worker], scenario: Scenario) -> None:
         """Rounds of a pair each; the first is a warm-up kept apart."""
+        s = self.settings
+        pairs, steps, batch = {
+            "loop": (s.pairs, s.loop_steps, s.loop_batch),
+            "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
+        }.get(scenario.state, (s.pairs_large, s.loop_steps_large, s.loop_batch_large))
         for number in range(pairs + 1):
             for worker in fleet:
+                name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.peer}")
                 answer = worker.call("pair", steps=steps, batch=batch)
-                self.figures.add(name if number else f"{name}_first", worker.peer, answer)
+                self.figures.add(name if number else scenario.cold, worker.peer, answer)
+
+    def _gate(self, fleet: list[Worker], scenario: Scenario) -> None:
+        s = self.settings
+        nbytes = -(-spec_of(scenario.state, s).nbytes // PAGE_BYTES) * PAGE_BYTES
+        self._progress(f"{scenario.name}: raw memcpy")
+        for value in measure_copy(nbytes, s.rounds).values:
+            self.figures.add(scenario.name, RAW, {"memcpy_s": value})
+        for number in range(s.rounds + 1):
+            for worker in fleet:
+                self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
+                answer = worker.call("gate")
+                self.figures.add(scenario.name if number else scenario.cold, worker.peer, answer)
+
+    def _once(self, fleet: list[Worker], scenario: Scenario) -> None:
+        for worker in fleet:
+            self._progress(f"{scenario.name}: {worker.peer}")
+            if scenario.kind == "watch":
+                worker.call("save", busy=False, check=False)  # whoever is cold is not any more
+                curve = worker.call("watch")
+                self.curves[worker.peer] = curve
+                self.figures.add(scenario.name, worker.peer, {"finished_s": curve["times_s"][-1]})
+            else:
+                answer = worker.call("growth", saves=self.settings.growth_saves)
+                self.resident = answer.pop("resident_nbytes")
+                self.figures.add(scenario.name, worker.peer, answer)
 
 
 # ---- the command line ----------------------------------------------------------------------
 
 FULL_STATE = 1_070_000_000  # bytes; the goals are set for it
-SCENARIOS = ("busy", "idle", "loop_large", "unowned", "loop")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -117,37 +171,59 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").split("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="214 MB, few rounds: about a minute")
-    parser.add_argument(
-        "--state", type=parse_size, default=FULL_STATE, help="state of the save scenarios"
+    sizes = (
+        ("--state", FULL_STATE, "the state in 1,200 tensors, and of the training loop_large"),
+        ("--many", 64_000_000, "the state in 20,000 tensors"),
+        ("--large", 4_000_000_000, "the state in 24 tensors"),
+        ("--transformer", 400_000_000, "the Lightning checkpoint"),
+        ("--loop-state", 160_000_000, "the state of scenario loop"),
     )
-    parser.add_argument(
-        "--loop-state", type=parse_size, default=160_000_000, help="state of scenario loop"
-    )
+    for option, default, text in sizes:
+        parser.add_argument(option, type=parse_size, default=default, help=text, metavar="SIZE")
+    parser.add_argument("--quick", action="store_true", help="a fifth of each state, few rounds")
     parser.add_argument("--rounds", type=int, default=5, help="warm saves a scenario")
-    parser.add_argument("--pairs", type=int, default=24, help="block pairs of scenario loop")
+    parser.add_argument("--pairs", type=int, default=10, help="block pairs of the small loops")
     parser.add_argument("--pairs-large", type=int, default=3, help="those of scenario loop_large")
+    parser.add_argument("--growth-saves", type=int, default=200, help="saves of scenario growth")
     parser.add_argument(
         "--threads",
         type=int,
         default=len(os.sched_getaffinity(0)),
         help="torch.set_num_threads; taskset -c 0,1 gives the two cores of the goals",
     )
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    names = [scenario.name for scenario in SCENARIOS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="SCENARIO")
     parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--no-pictures", action="store_true", help="no PNG beside the JSON")
     add_directory_options(parser)
     args = parser.parse_args(argv)
-    if min(args.rounds, args.pairs, args.pairs_large, args.threads) < 1:
-        parser.error("--rounds, --pairs, --pairs-large and --threads start at 1")
+    counts = (args.rounds, args.pairs, args.pairs_large, args.threads, args.growth_saves)
+    if min(counts) < 1:
+        parser.error("numbers of rounds, pairs, saves and threads start at 1")
     if args.quick:
-        args.state = min(args.state, 214_000_000)
-        args.rounds, args.pairs, args.pairs_large = min(args.rounds, 2), min(args.pairs, 4), 1
+        for name in ("state", "many", "large", "transformer", "loop_state"):
+            default = parser.get_default(name)
+            setattr(args, name, min(getattr(args, name), default // 5))
+        args.rounds, args.pairs, args.pairs_large = min(args.rounds, 2), min(args.pairs, 3), 1
+        args.growth_saves = min(args.growth_saves, 50)
     return args
 
 
-def _need_memory(settings: Settings, nr_peers: int) -> int:
-    """Each process: weights, state, gradients and torch; on top the largest clone, pool, file."""
-    return int(nr_peers * (1.4 * settings.state + 5e8) + 5.5 * settings.state)
+def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
+    """Of the largest fleet: weights, state, gradients and torch in each process; on top the
+    largest clone, pool and file, and the source of raw writes."""
+    most = 0
+    for scenario in SCENARIOS:
+        if scenario.name not in names:
+            continue
+        spec = spec_of(scenario.state, settings)
+        alone = scenario.state in ONE_AFTER_ANOTHER or scenario.only_ours
+        processes = 1 if alone else nr_peers
+        gradients = 1.0 if spec.kind == "few" else 1.4
+        # Warm pools and staging caches stay, one of each peer that has one.
+        need = processes * (gradients * spec.nbytes + 5e8) + (3 if alone else 5.5) * spec.nbytes
+        most = max(most, int(need))
+    return most
 
 
 @contextlib.contextmanager
@@ -171,21 +247,32 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0, 2 where it cannot run, 130 after Ctrl-C."""
     args = _parse(argv)
-    packages = {TORCH: "torch", LIGHTNING: "lightning", OURS: "stillframe"}
-    peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(packages[p])]
+    peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(PEERS[p][1])]
     for missing in [p for p in args.peers if p not in peers]:
         print(f"vs_peers.py: {missing} is not installed and left out", file=sys.stderr)
     settings = Settings(
         state=args.state,
+        many=args.many,
+        large=args.large,
+        transformer=args.transformer,
         loop_state=args.loop_state,
         rounds=args.rounds,
         pairs=args.pairs,
         pairs_large=args.pairs_large,
         threads=args.threads,
+        growth_saves=args.growth_saves,
     )
-    largest = max(settings.state, settings.loop_state)
+    chosen = [scenario for scenario in SCENARIOS if scenario.name in args.only]
+    if importlib.util.find_spec("lightning") is None:
+        left_out = [s.name for s in chosen if s.state == "lightning"]
+        chosen = [s for s in chosen if s.state != "lightning"]
+        for name in left_out:
+            print(f"vs_peers.py: {name} needs lightning and is left out", file=sys.stderr)
+    names = [scenario.name for scenario in chosen]
+    largest = max((spec_of(s.state, settings).nbytes for s in chosen), default=0)
+    json_path = args.json or Path("build") / "vs_peers.json"
     try:
-        check_memory(_need_memory(dataclasses.replace(settings, state=largest), len(peers)))
+        check_memory(_need_memory(settings, names, len(peers)))
         with (
             scratch_directory(
                 args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=int(2.5 * largest)
@@ -194,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         ):
             facts = machine_facts(directory)
             run = Run(settings, peers, directory, progress)
-            run.all(args.only)
+            run.all(names)
     except BenchError as error:
         print(f"vs_peers.py: {error}", file=sys.stderr)
         return 2
@@ -202,26 +289,28 @@ def main(argv: list[str] | None = None) -> int:
         print("vs_peers.py: interrupted; its files are removed", file=sys.stderr)
         return 130
     print_results(run.figures, settings, peers, facts, args.quick or args.state < FULL_STATE)
-    goals = [
-        {
-            "scenario": goal.scenario,
-            "metric": goal.metric,
-            "goal": goal.text,
-            "bound": goal.bound,
-            "value": goal.value(run.figures),
-            "met": goal.met(run.figures),
-        }
-        for goal in GOALS
-    ]
-    write_json(
-        args.json or Path("build") / "vs_peers.json",
-        {
-            "facts": facts,
-            "settings": dataclasses.asdict(settings),
-            "figures": run.figures.to_json(),
-            "goals": goals,
-        },
-    )
+    document = {
+        "facts": facts,
+        "settings": dataclasses.asdict(settings),
+        "figures": run.figures.to_json(),
+        "goals": [
+            {
+                "scenario": goal.scenario,
+                "metric": goal.metric,
+                "goal": goal.text,
+                "bound": goal.bound,
+                "value": goal.value(run.figures),
+                "met": goal.met(run.figures),
+                "times_the_bound": goal.miss(run.figures),
+            }
+            for goal in GOALS
+        ],
+        "bytes_over_time": run.curves,
+        "resident_nbytes": run.resident,
+    }
+    write_json(json_path, document)
+    if not args.no_pictures:
+        pictures.beside(json_path, document)
     return 0
 
 

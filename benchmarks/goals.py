@@ -1,0 +1,113 @@
+"""What vs_peers.py's figures have to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from peers import DCP, DCP_STAGER, LIGHTNING, OURS, RAW, TORCH, TORCH_NO_CRC
+
+if TYPE_CHECKING:
+    from figures import Figures
+
+Place = tuple[str, str, str]  # scenario, who, metric
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A bound on our median, or on its ratio to the least of other medians of the same run.
+
+    row: the metric beside which the verdict stands, where it is another. at_most: False turns
+    the bound round.
+    """
+
+    scenario: str
+    metric: str
+    bound: float
+    text: str
+    others: tuple[Place, ...] = ()
+    at_most: bool = True
+    row: str = ""
+
+    def value(self, figures: Figures) -> float | None:
+        """What is compared with the bound; None where the run has no such figures."""
+        ours = figures.median(self.scenario, OURS, self.metric)
+        if ours is None or not self.others:
+            return ours
+        found = [figures.median(*place) for place in self.others]
+        least = min((value for value in found if value is not None and value > 0), default=None)
+        return None if least is None else ours / least
+
+    def met(self, figures: Figures) -> bool | None:
+        value = self.value(figures)
+        if value is None:
+            return None
+        return value <= self.bound if self.at_most else value >= self.bound
+
+    def miss(self, figures: Figures) -> float | None:
+        """How many times the bound it is (below 1: within it); None where it is not measured."""
+        value = self.value(figures)
+        if value is None:
+            return None
+        if not self.at_most:
+            return self.bound / value if value > 0 else float("inf")
+        return value / self.bound if self.bound > 0 else float("inf")
+
+    def verdict(self, figures: Figures) -> str:
+        met, value, miss = self.met(figures), self.value(figures), self.miss(figures)
+        if met is None or value is None or miss is None:
+            return f"{self.text}: -"
+        ratio = f" ({_format_ratio(value)})" if self.others else ""
+        return f"{self.text}{ratio}: " + ("met" if met else f"MISSED ({miss:.2f} x the bound)")
+
+
+def _format_ratio(value: float) -> str:
+    if value <= 0:
+        return "below the noise"
+    return f"1/{1 / value:.1f}" if value < 0.5 else f"{value:.2f} x"
+
+
+def _goals() -> tuple[Goal, ...]:
+    goals = []
+    for state, busy, idle in (
+        ("main", "busy", "idle"),
+        ("many", "many_busy", "many_idle"),
+        ("large", "large_busy", "large_idle"),
+        ("lightning", "lightning_busy", "lightning_idle"),
+    ):
+        for name in (busy, idle):
+            goals.append(Goal(name, "call_of_budget", 1.0, "≤ 2 µs a tensor + 1 ms", row="call_s"))
+            peer_call = ((name, LIGHTNING, "call_s"),)
+            if state == "main":
+                goals.append(Goal(name, "call_s", 1 / 50, "≤ 1/50 of Lightning's", peer_call))
+            if state == "large":
+                goals.append(Goal(name, "call_s", 1 / 300, "≤ 1/300 of Lightning's", peer_call))
+            if state in ("main", "large"):
+                raw = ((name, RAW, "finished_s"),)
+                goals.append(Goal(name, "finished_s", 1.25, "≤ 1.25 x raw disk", raw))
+                goals.append(Goal(name, "extra_rss", 1.05, "≤ 1.05 x the state"))
+            if state == "many":
+                text = "≤ 1.2 x the state + 32 MiB"
+                goals.append(Goal(name, "extra_rss_less_32mib", 1.2, text, row="extra_rss"))
+        if state in ("main", "many"):
+            peer_end = ((busy, LIGHTNING, "finished_s"),)
+            goals.append(Goal(busy, "finished_s", 1 / 20, "≤ 1/20 of Lightning's", peer_end))
+        goals.append(Goal(busy, "speed", 0.9, "≥ 90 %", at_most=False))
+        goals.append(Goal(busy, "stall_s", 0.005, "≤ 5 ms"))
+    for name in ("small_pool", "large_small_pool"):
+        goals.append(Goal(name, "extra_rss", 0.2, "≤ 0.2 x the state"))
+    for name in ("loop", "loop_large", "lightning_loop"):
+        peers = (TORCH, TORCH_NO_CRC, LIGHTNING, DCP, DCP_STAGER)
+        others = tuple((name, peer, "lost_s") for peer in peers)
+        goals.append(Goal(name, "lost_s", 1.0, "the least of all", others))
+        torch = ((name, TORCH, "lost_s"),)
+        goals.append(Goal(name, "lost_s", 1 / 7, "≤ 1/7 of torch.save's", torch))
+    memcpy = (("gate", RAW, "memcpy_s"),)
+    goals.append(Goal("gate", "gate_at_once_s", 1.3, "≤ 1.3 x raw memcpy", memcpy))
+    goals.append(Goal("gate", "gate_late_s", 0.001, "≤ 1 ms"))
+    # Less than one page a save is what the kernel's own bookkeeping moves.
+    goals.append(Goal("growth", "growth_nbytes", 1 << 20, "no growth (≤ 1 MiB)"))
+    return tuple(goals)
+
+
+GOALS = _goals()

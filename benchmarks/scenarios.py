@@ -1,0 +1,106 @@
+"""What vs_peers.py measures: states, and what the main thread does beside their saves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from common import TENSOR_BYTES, Spec, format_size
+from peers import OURS
+
+if TYPE_CHECKING:
+    from figures import Settings
+
+LEAST_POOL_BYTES = 16 << 20  # one block of an engine's defaults
+FEW_TENSORS = 24
+MANY_TENSORS = 20_000
+LAYERS = 6  # of the transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One block of the table.
+
+    state: which state; scenarios of one state share its processes. kind: "save" (with `busy`),
+    "loop", "gate", "watch" or "growth": see session.py. only_ours: no peer is measured in it.
+    """
+
+    name: str
+    state: str
+    kind: str
+    title: str
+    busy: bool = False
+    only_ours: bool = False
+
+    @property
+    def cold(self) -> str:
+        """Where the first round of its processes goes: it is in no median."""
+        return f"{self.name}_cold" if self.kind == "save" else f"{self.name}_first"
+
+
+SCENARIOS = (
+    Scenario("busy", "main", "save", "main thread busy in Python", busy=True),
+    Scenario("idle", "main", "save", "main thread idle"),
+    Scenario("watch", "main", "watch", "bytes over time, main thread idle"),
+    Scenario("gate", "main", "gate", "the step after the call", only_ours=True),
+    Scenario("loop_large", "main", "loop", "training loop"),
+    Scenario("many_busy", "many", "save", "main thread busy in Python", busy=True),
+    Scenario("many_idle", "many", "save", "main thread idle"),
+    Scenario("large_busy", "large", "save", "main thread busy in Python", busy=True),
+    Scenario("large_idle", "large", "save", "main thread idle"),
+    Scenario("lightning_busy", "lightning", "save", "main thread busy in Python", busy=True),
+    Scenario("lightning_idle", "lightning", "save", "main thread idle"),
+    Scenario("lightning_loop", "lightning", "loop", "training loop"),
+    Scenario("unowned", "unowned", "save", "main thread idle"),
+    Scenario("loop", "loop", "loop", "training loop"),
+    Scenario("small_pool", "small_pool", "save", "main thread idle", only_ours=True),
+    Scenario("small_pool_loop", "small_pool", "loop", "training loop", only_ours=True),
+    Scenario("large_small_pool", "large_small_pool", "save", "main thread idle", only_ours=True),
+    Scenario("growth", "growth", "growth", "saves one after another", only_ours=True),
+)
+# Two copies of this state are more than a machine of the goals holds: one process at a time.
+ONE_AFTER_ANOTHER = ("large", "large_small_pool")
+
+
+def spec_of(state: str, s: Settings) -> Spec:
+    """The state of that name, as its processes make it."""
+
+    def mlp(nbytes: int, pool_bytes: int = 0) -> Spec:
+        nr_params = max(1, round(nbytes / (3 * TENSOR_BYTES)))
+        return Spec(nbytes, "mlp", nr_params, s.threads, pool_bytes)
+
+    def eighth(nbytes: int) -> int:
+        return max(nbytes // 8, LEAST_POOL_BYTES)
+
+    # Smaller runs keep the size of a tensor.
+    many = max(1, round(MANY_TENSORS / 3 * s.many / 64e6))
+    return {
+        "main": mlp(s.state),
+        "many": Spec(s.many, "mlp", many, s.threads),
+        "large": Spec(s.large, "few", FEW_TENSORS, s.threads),
+        "lightning": Spec(s.transformer, "lightning", LAYERS, s.threads),
+        "unowned": Spec(s.state, "plain", 3 * mlp(s.state).nr_params, s.threads),
+        "loop": mlp(s.loop_state),
+        "small_pool": mlp(s.state, eighth(s.state)),
+        "large_small_pool": Spec(s.large, "few", FEW_TENSORS, s.threads, eighth(s.large)),
+        "growth": mlp(s.growth_state),
+    }[state]
+
+
+def title_of(scenario: Scenario, s: Settings) -> str:
+    """The heading of its block: the state, and what goes on beside the saves."""
+    spec = spec_of(scenario.state, s)
+    size = format_size(spec.nbytes)
+    states = {
+        "mlp": f"{size} in {3 * spec.nr_params} tensors",
+        "few": f"{size} in {spec.nr_params} tensors, the largest {format_size(0.55 * spec.nbytes)}",
+        "plain": f"{size} in {spec.nr_params} tensors that no optimizer owns",
+        "lightning": f"a transformer's whole Lightning checkpoint, about {size}",
+    }
+    pool = f", pool of {format_size(spec.pool_bytes)}" if spec.pool_bytes else ""
+    on = f" on {s.threads} threads" if scenario.kind == "loop" else ""
+    return f"{scenario.name}: {states[spec.kind]}{pool}; {scenario.title}{on}"
+
+
+def peers_of(scenario: Scenario, peers: list[str]) -> list[str]:
+    return [peer for peer in peers if peer == OURS or not scenario.only_ours]

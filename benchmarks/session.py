@@ -1,0 +1,312 @@
+"""The process that one peer is measured in, and the parent's hold on it.
+
+`Worker` runs one peer over one state in a process of its own, so that memory, allocator and thread
+pools of one never show up in the figures of another; it answers one command at a time and sleeps
+in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common import BenchError, Spec, Stamp, tick
+from machine import Others, reset_peak_rss, status_bytes
+from peers import PEERS, Peer
+
+CALIBRATE_NS = 400_000_000  # the main thread's own speed is taken over this long before each save
+TAIL_NS = 50_000_000  # stalls are watched for this long after the end: memory is given back there
+WARM_STEPS = 5  # real steps before the first save
+SAVE_BATCH = 8  # rows a step between the saves of the idle and busy scenarios
+GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
+LATE_STEP_S = 1.0  # after that a step finds its copy made, unless it takes longer than a second
+SAMPLE_S = 0.002  # between two looks at the bytes written
+
+# A worker's answer: numbers, and for pictures lists of them.
+Answer = dict[str, float]
+
+
+class _Session:
+    """The measured process: one peer, one state."""
+
+    def __init__(self, peer: str, spec: Spec, directory: str) -> None:
+        import states
+
+        self._state = states.make(spec)
+        self._tensors_of = states.tensors_of
+        # After the state: a peer may read the environment, and Lightning's Trainer is made there.
+        self._peer: Peer = PEERS[peer][0]()
+        self._directory = Path(directory)
+        self._number = 0
+        for _ in range(WARM_STEPS):
+            self._state.step(SAVE_BATCH)
+        gc.collect()
+        self._rss = 0  # before the first save
+
+    def info(self) -> Answer:
+        return {
+            "state_nbytes": float(self._state.nbytes),
+            "num_tensors": float(self._state.num_tensors),
+        }
+
+    def _next_path(self) -> Path:
+        self._number += 1
+        return self._directory / f"save{self._number}.pt"
+
+    def save(self, busy: bool, check: bool) -> Answer:
+        """One save with the main thread busy or idle beside it.
+
+        check: load the file afterwards and compare the first, middle and last tensors.
+        """
+        state = self._state
+        state.step(SAVE_BATCH)
+        tree, path, stamp = state.tree(), self._next_path(), Stamp()
+        time.sleep(0.2)
+        begin = time.perf_counter_ns()
+        others = Others()
+        alone = tick(Stamp(), begin, begin + CALIBRATE_NS, busy=busy)
+        self._rss = self._rss or status_bytes("VmRSS")
+        reset_peak_rss()
+        start = time.perf_counter_ns()
+        self._peer.save(tree, str(path), stamp)
+        returned = time.perf_counter_ns()
+        beside = tick(stamp, returned, returned + GIVE_UP_NS, busy=busy)
+        after = returned + beside.elapsed_ns
+        tail = tick(Stamp(), after, after + TAIL_NS, busy=busy)
+        if not stamp.at_ns:
+            raise BenchError(f"a save has not finished after {GIVE_UP_NS / 1e9:.0f} s")
+        peak = status_bytes("VmHWM")
+        call_s = (returned - start) / 1e9
+        figures = {
+            "call_s": call_s,
+            "call_of_budget": call_s / (2e-6 * state.num_tensors + 1e-3),
+            "finished_s": (stamp.at_ns - start) / 1e9,
+            "rss_before": float(self._rss),
+            "extra_rss": (peak - self._rss) / state.nbytes,
+            "extra_rss_less_32mib": (peak - self._rss - (32 << 20)) / state.nbytes,
+            "others": others.share(),
+            "file_nbytes": float(_length(path)),
+            **{f"report_{k}": v for k, v in self._peer.collect().items()},
+        }
+        if stamp.at_ns > returned:
+            figures |= {
+                "speed": beside.rate / alone.rate,
+                "stall_s": max(beside.worst_ns, tail.worst_ns) / 1e9,
+                "stall_alone_s": alone.worst_ns / 1e9,
+            }
+        if check:
+            self._check(tree, path)
+        _remove(path)
+        return figures
+
+    def _check(self, tree: Any, path: Path) -> None:
+        import torch
+
+        expected = self._tensors_of(tree)
+        found = self._tensors_of(self._peer.load(path, tree))
+        if len(expected) != len(found):
+            raise BenchError(f"{path.name} holds {len(found)} tensors of {len(expected)}")
+        for i in {0, len(expected) // 2, len(expected) - 1}:
+            if not torch.equal(expected[i], found[i]):
+                raise BenchError(f"{path.name}: tensor {i} differs from what was saved")
+
+    def pair(self, steps: int, batch: int) -> Answer:
+        """Training steps with one save before the first, between as many without a save.
+
+        Half of the plain steps come before and half after, so a machine that grows slower or
+        faster does not count as lost time. The steps with a save go on until it has finished,
+        so that none of its work is left out.
+        """
+        state = self._state
+        others = Others()
+        plain_s = self._timed_steps(steps // 2, batch)
+        path, stamp, count = self._next_path(), Stamp(), 0
+        start = time.perf_counter_ns()
+        tree = state.tree()
+        call_start = time.perf_counter_ns()
+        self._peer.save(tree, str(path), stamp)
+        call_s = (time.perf_counter_ns() - call_start) / 1e9
+        del tree
+        while count < steps or not stamp.at_ns:
+            state.step(batch)
+            count += 1
+            if time.perf_counter_ns() - start > GIVE_UP_NS:
+                raise BenchError(f"a save has not finished after {GIVE_UP_NS / 1e9:.0f} s")
+        total_s = (time.perf_counter_ns() - start) / 1e9
+        own = self._peer.collect()
+        _remove(path)
+        plain_s += self._timed_steps(steps - steps // 2, batch)
+        lost_s = total_s - count * plain_s / steps
+        gate_s = own.get("gate_wait_s", 0.0)
+        return {
+            "lost_s": lost_s,
+            "call_s": call_s,
+            "gate_s": gate_s,
+            "slowdown_s": lost_s - call_s - gate_s,
+            "finished_s": (stamp.at_ns - call_start) / 1e9,
+            "step_s": plain_s / steps,
+            "steps": float(count),
+            "others": others.share(),
+            **{f"report_{k}": v for k, v in own.items()},
+        }
+
+    def _timed_steps(self, steps: int, batch: int) -> float:
+        self._state.step(batch)  # not counted: it wakes what a pause has let fall asleep
+        start = time.perf_counter_ns()
+        for _ in range(steps):
+            self._state.step(batch)
+        return (time.perf_counter_ns() - start) / 1e9
+
+    def gate(self) -> Answer:
+        """A save with the optimizer's step at once, then one with a step that comes late."""
+        answer: Answer = {}
+        for name, pause_s in (("gate_at_once_s", 0.0), ("gate_late_s", LATE_STEP_S)):
+            self._state.step(SAVE_BATCH)
+            tree, path = self._state.tree(), self._next_path()
+            time.sleep(0.2)
+            self._peer.save(tree, str(path), Stamp())
+            del tree
+            time.sleep(pause_s)
+            self._state.update()
+            own = self._peer.collect()
+            _remove(path)
+            answer[name] = own.get("gate_wait_s", 0.0)
+            answer["deferred_share"] = own.get("deferred_nbytes", 0.0) / self._state.nbytes
+        return answer
+
+    def growth(self, saves: int) -> dict[str, Any]:
+        """The process's memory after each of `saves` saves with a step before each."""
+        resident = []
+        for _ in range(saves):
+            self._state.step(SAVE_BATCH)
+            path, stamp = self._next_path(), Stamp()
+            self._peer.save(self._state.tree(), str(path), stamp)
+            now = time.perf_counter_ns()
+            tick(stamp, now, now + GIVE_UP_NS, busy=False)
+            self._peer.collect()
+            _remove(path)
+            resident.append(status_bytes("VmRSS"))
+        warm = resident[min(len(resident) // 10, len(resident) - 1)]
+        return {"growth_nbytes": float(resident[-1] - warm), "resident_nbytes": resident}
+
+    def watch(self) -> dict[str, Any]:
+        """One save, the main thread idle but for looks at how many bytes are written."""
+        self._state.step(SAVE_BATCH)
+        tree, path, stamp = self._state.tree(), self._next_path(), Stamp()
+        time.sleep(0.2)
+        times, nbytes = [0.0], [0]
+        start = time.perf_counter_ns()
+        self._peer.save(tree, str(path), stamp)
+        while not stamp.at_ns and time.perf_counter_ns() - start < GIVE_UP_NS:
+            with contextlib.suppress(FileNotFoundError):  # renamed between two looks
+                nbytes.append(self._peer.progress(self._directory))
+                times.append((time.perf_counter_ns() - start) / 1e9)
+            time.sleep(SAMPLE_S)
+        times.append((stamp.at_ns - start) / 1e9)
+        self._peer.collect()
+        nbytes.append(_length(path))
+        _remove(path)
+        return {"times_s": times, "nbytes": nbytes}
+
+    def close(self) -> Answer:
+        self._peer.close()
+        return {}
+
+
+def _length(path: Path) -> int:
+    if path.is_dir():
+        return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return path.stat().st_size
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _serve(conn: Connection, peer: str, spec: Spec, directory: str) -> None:
+    """The child's main: answers commands until `close` or the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and removes the files
+    # Lightning writes its temporary where tempfile says; keep it on the disk that is measured.
+    os.environ["TMPDIR"] = directory
+    try:
+        session = _Session(peer, spec, directory)
+        conn.send(("ok", session.info()))
+        while True:
+            name, arguments = conn.recv()
+            conn.send(("ok", getattr(session, name)(**arguments)))
+            if name == "close":
+                return
+    except (EOFError, BrokenPipeError):
+        return
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            conn.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+# ---- in the parent -------------------------------------------------------------------------
+
+
+class Worker:
+    """One peer over one state in a fresh process (spawned, never forked); a context manager."""
+
+    def __init__(self, peer: str, spec: Spec, directory: Path) -> None:
+        self.peer = peer
+        self.spec = spec
+        own = directory / f"{time.monotonic_ns()}"
+        own.mkdir()
+        context = multiprocessing.get_context("spawn")
+        self._conn, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, peer, spec, str(own)), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.info: Answer = {}
+
+    def ready(self) -> None:
+        """Waits until the state stands and its first steps are done."""
+        self.info = self._answer()
+
+    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Runs one command there; BenchError with the worker's own traceback if it fails."""
+        self._conn.send((name, arguments))
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            if not self._conn.poll(GIVE_UP_NS / 1e9 + 60):
+                raise BenchError(f"{self.peer}: no answer from its process")
+            kind, value = self._conn.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            raise BenchError(
+                f"{self.peer}: its process died (exit code {self._process.exitcode})"
+            ) from None
+        if kind != "ok":
+            raise BenchError(f"{self.peer}: {value}")
+        return {str(k): v for k, v in value.items() if not (isinstance(v, float) and math.isnan(v))}
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.call("close")
+            self._process.join(30)
+        self._conn.close()
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()

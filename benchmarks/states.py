@@ -1,0 +1,233 @@
+"""The states that are saved: what is trained, and the tree that a training would save of it.
+
+Each is made in the measured process. `step(batch)` is one real training step, `tree()` what goes
+to the peers, `nbytes` the tensors in it and `num_tensors` how many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from common import Spec
+from torch import Tensor
+
+
+class State(Protocol):
+    nbytes: int
+    num_tensors: int
+
+    def step(self, batch: int) -> None:
+        """One training step on `batch` rows."""
+
+    def update(self) -> None:
+        """The optimizer's step alone, with the gradients that are there."""
+
+    def tree(self) -> Any:
+        """What a training saves now."""
+
+
+class Mlp:
+    """A residual MLP under AdamW whose parameters, exp_avg and exp_avg_sq total `nbytes`.
+
+    nr_params weights of equal shape (width, width), one a layer, float32; the optimizer's step
+    scalars come on top (4 bytes a parameter).
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        torch.manual_seed(1)
+        width = max(8, round((spec.nbytes / (3 * spec.nr_params * 4)) ** 0.5))
+        self.model = torch.nn.Sequential(*(_Residual(width) for _ in range(spec.nr_params)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.nbytes = 3 * spec.nr_params * width * width * 4
+        self.num_tensors = 4 * spec.nr_params
+        self._width = width
+        self._data: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def step(self, batch: int) -> None:
+        if batch not in self._data:
+            shape = (batch, self._width)
+            self._data[batch] = (torch.randn(shape), torch.randn(shape))
+        x, y = self._data[batch]
+        self.optimizer.zero_grad()
+        torch.nn.functional.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+
+class _Residual(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.relu(self.linear(x))
+
+
+class Few:
+    """`nr_params` weights under plain SGD, the first of them 0.55 of `nbytes`: 2.2 GB of 4 GB.
+
+    With moments one tensor of more than 2 GB would be three, so this optimizer keeps none. Steps
+    have gradients that take no memory (one number, expanded), and no forward.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        large = int(0.55 * spec.nbytes) // 4
+        small = (spec.nbytes // 4 - large) // max(1, spec.nr_params - 1)
+        sizes = [large] + [small] * (spec.nr_params - 1)
+        self.weights = [torch.nn.Parameter(torch.full((size,), 0.5)) for size in sizes]
+        for weight in self.weights:
+            weight.grad = torch.full((1,), 1e-3).expand_as(weight)
+        self.optimizer = torch.optim.SGD(self.weights, lr=1e-3)
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
+        self.num_tensors = len(self.weights)
+
+    def step(self, batch: int) -> None:
+        self.optimizer.step()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def tree(self) -> dict[str, Any]:
+        model = {f"weight{i}": weight.detach() for i, weight in enumerate(self.weights)}
+        return {"model": model, "optim": self.optimizer.state_dict()}
+
+
+class Plain:
+    """A dict of float32 tensors that no optimizer owns."""
+
+    def __init__(self, spec: Spec) -> None:
+        numel = max(1, spec.nbytes // (4 * spec.nr_params))
+        self._tensors = {f"tensor{i}": torch.randn(numel) for i in range(spec.nr_params)}
+        self.nbytes = 4 * numel * spec.nr_params
+        self.num_tensors = spec.nr_params
+
+    def step(self, batch: int) -> None:
+        pass
+
+    def update(self) -> None:
+        pass
+
+    def tree(self) -> dict[str, Any]:
+        return self._tensors
+
+
+class LightningTransformer:
+    """A transformer with AdamW after a Trainer's fit; the tree is the Trainer's whole checkpoint.
+
+    Loops, callbacks, hyperparameters and the scheduler are in it, as `trainer.save_checkpoint`
+    would dump them. `nr_params` encoder layers; their width follows from `nbytes`.
+    """
+
+    LENGTH = 32  # tokens a row
+    VOCABULARY = 1024
+
+    def __init__(self, spec: Spec) -> None:
+        torch.manual_seed(1)
+        # A layer of width w has 12 w² weights; each has two moments; four bytes each.
+        width = round((spec.nbytes / (3 * 4 * 12 * spec.nr_params)) ** 0.5 / 64) * 64
+        with _quiet():
+            import lightning.pytorch as pl
+
+            self._module = _module(pl, max(64, width), spec.nr_params)
+            self._trainer = pl.Trainer(
+                accelerator="cpu",
+                max_steps=2,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            tokens = torch.randint(self.VOCABULARY, (4, self.LENGTH))
+            self._trainer.fit(self._module, torch.utils.data.DataLoader(list(tokens), 2))
+        self._optimizer = self._trainer.optimizers[0]
+        self._module.train()
+        tensors = tensors_of(self.tree())
+        self.nbytes = sum(t.nbytes for t in tensors)
+        self.num_tensors = len(tensors)
+
+    def step(self, batch: int) -> None:
+        tokens = torch.randint(self.VOCABULARY, (batch, self.LENGTH))
+        self._optimizer.zero_grad()
+        self._module.loss(tokens).backward()
+        self._optimizer.step()
+
+    def update(self) -> None:
+        self._optimizer.step()
+
+    def tree(self) -> dict[str, Any]:
+        return dict(self._trainer._checkpoint_connector.dump_checkpoint())
+
+
+def _module(pl: Any, width: int, layers: int) -> Any:
+    class Transformer(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, width: int, layers: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            layer = torch.nn.TransformerEncoderLayer(
+                width, width // 64, 4 * width, dropout=0.0, batch_first=True
+            )
+            self.embedding = torch.nn.Embedding(LightningTransformer.VOCABULARY, width)
+            self.encoder = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            self.head = torch.nn.Linear(width, LightningTransformer.VOCABULARY)
+
+        def loss(self, tokens: Tensor) -> Tensor:
+            logits = self.head(self.encoder(self.embedding(tokens)))
+            return torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+            )
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    return Transformer(width, layers)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning talks about devices and workers, in the middle of our progress line."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in dicts and lists, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_of(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_of(v)]
+    return []
+
+
+KINDS: dict[str, type[Mlp] | type[Few] | type[Plain] | type[LightningTransformer]] = {
+    "mlp": Mlp,
+    "few": Few,
+    "plain": Plain,
+    "lightning": LightningTransformer,
+}
+
+
+def make(spec: Spec) -> State:
+    """The state of `spec`, in this process."""
+    if spec.pool_bytes:
+        os.environ["STILLFRAME_POOL_BYTES"] = str(spec.pool_bytes)
+    torch.set_num_threads(spec.threads)
+    return KINDS[spec.kind](spec)
