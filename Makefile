@@ -149,7 +149,7 @@ SMALL_POOL := tests/unit/test_round_trip.py tests/unit/test_save.py tests/oracle
 	      tests/fault
 
 campaign: build
-	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/fault/test_model.py $(ARGS)
+	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/test_model.py $(ARGS)
 
 # ---------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@
 #define SFR_LOAD_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #define SFR_CHECK_BYTES 1u /* read every record and compare its CRC */
@@ -57,5 +58,9 @@ uint64_t sfr_check_done(const struct sfr_check *check);
 /* Valid until the check is freed; final once run has returned 0. */
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);
 void sfr_check_free(struct sfr_check *check); /* NULL is fine */
+
+/* Reads [off, off + len) of a file into memory that is new, and so mostly without pages yet
+ * (fill.c). The bytes read, fewer than `len` only at the file's end, or -errno. */
+int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
 
 #endif

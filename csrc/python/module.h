@@ -45,6 +45,7 @@ int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
 int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
+int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
 int sfr_py_add_observer(PyObject *module); /* observer.c */
 int sfr_py_add_trace(PyObject *module);    /* trace.c */

@@ -168,5 +168,5 @@ static PyMethodDef functions[] = {
 
 int sfr_py_add_reader(PyObject *module)
 {
-	return PyModule_AddFunctions(module, functions);
+	return PyModule_AddFunctions(module, functions) < 0 ? -1 : sfr_py_add_file(module);
 }

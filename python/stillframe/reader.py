@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -64,17 +65,23 @@ def _load_fd(
     fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
 ) -> Any:
     """Checks and loads an open file, which stays the caller's; `path` is for messages."""
-    check_fd(fd, path, verify=verify)
+    found = check_fd(fd, path, verify=verify)
     # One open file for the check and the load: a save that replaces the path in between changes
-    # nothing here. torch.load reads through a Python file whether it is given a path or not.
-    with os.fdopen(os.dup(fd), "rb") as file:
-        file.seek(0)
+    # nothing here. torch.load reads through a Python object whether it is given a path or not.
+    with contextlib.ExitStack() as files:
+        file: Any  # with the methods that torch wants of one
+        if found["format"] == "archive":
+            file = _core.File(fd, found["nbytes"])
+        else:
+            file = files.enter_context(os.fdopen(os.dup(fd), "rb"))
+            file.seek(0)
         # torch's configuration may make mmap the default: such tensors would die with the file.
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 
-def check_fd(fd: int, path: str, *, verify: bool) -> None:
-    """Raises CorruptCheckpointError unless the open file is a whole checkpoint.
+def check_fd(fd: int, path: str, *, verify: bool) -> dict[str, Any]:
+    """Raises CorruptCheckpointError unless the open file is a whole checkpoint; returns what
+    `_core.check` found.
 
     Raises:
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
@@ -88,3 +95,4 @@ def check_fd(fd: int, path: str, *, verify: bool) -> None:
         more = found["num_bad"] - 1
         rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
         raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
+    return found

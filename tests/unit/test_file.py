@@ -1,0 +1,93 @@
+"""`_core.File`: what `load` hands to torch.load."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe import _core
+from stillframe.testing import fault
+
+NBYTES = 700_001  # several windows of 128 KiB, and no multiple of anything
+
+
+@contextmanager
+def opened(path: Path, nbytes: int = NBYTES) -> Iterator[tuple[_core.File, bytes]]:
+    data = random.Random(1).randbytes(nbytes)
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield _core.File(fd, nbytes), data
+    finally:
+        os.close(fd)
+
+
+def test_any_order_of_calls_gives_what_a_bytesio_gives(tmp_path: Path) -> None:
+    random_ = random.Random(2)
+    with opened(tmp_path / "f") as (file, data):
+        twin = io.BytesIO(data)
+        for _ in range(3000):
+            size = random_.choice([0, 1, 30, 4096, 32 << 10, 33 << 10, 200_000])
+            match random_.randrange(5):
+                case 0:
+                    whence = random_.randrange(3)
+                    at = random_.randrange(NBYTES + 50) - (0, twin.tell(), NBYTES)[whence]
+                    assert file.seek(at, whence) == twin.seek(at, whence)
+                case 1:
+                    assert file.tell() == twin.tell()
+                case 2:
+                    assert file.read(size) == twin.read(size)
+                case _:
+                    ours, theirs = bytearray(size), bytearray(size)
+                    assert file.readinto(ours) == twin.readinto(theirs)
+                    assert ours == theirs
+        file.seek(5)
+        assert file.read() == data[5:] and file.read() == b"" and file.read(None) == b""
+
+
+def test_places_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "f", 100) as (file, _):
+        for off, whence in [(-1, 0), (-101, 2), (0, 3), (0, -1), ((1 << 63) - 1, 2)]:
+            with pytest.raises(ValueError, match="place"):
+                file.seek(off, whence)
+        with pytest.raises((TypeError, BufferError)):
+            file.readinto(b"read-only")
+        with pytest.raises(OverflowError):
+            file.seek(1 << 70)
+        assert file.tell() == 0
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_a_file_that_becomes_shorter_is_damaged(tmp_path: Path, size: int) -> None:
+    with opened(tmp_path / "f") as (file, _):
+        os.truncate(tmp_path / "f", NBYTES - 5)
+        file.seek(-size, 2)
+        with pytest.raises(stillframe.CorruptCheckpointError, match="shorter"):
+            file.read(size)
+
+
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_an_error_of_the_disk_is_an_oserror(tmp_path: Path, size: int) -> None:
+    with opened(tmp_path / "f") as (file, data):
+        with fault("pread", err=errno.EIO), pytest.raises(OSError, match="Input/output") as caught:
+            file.read(size)
+        assert caught.value.errno == errno.EIO
+        with fault("pread", err=errno.EINTR), fault("madvise", err=errno.EINVAL, sticky=True):
+            assert file.read(size) == data[:size]
+        with fault("pread", limit=3, sticky=True) if size < 100 else fault("pread", limit="half"):
+            assert file.read(size) == data[size : 2 * size]
+
+
+def test_a_storage_longer_than_a_slice_is_read_whole(tmp_path: Path) -> None:
+    big = torch.arange(70 << 18, dtype=torch.int32)  # 70 MiB
+    torch.save({"big": big, "small": torch.ones(3)}, tmp_path / "a.pt")
+    loaded = stillframe.load(tmp_path / "a.pt")
+    assert torch.equal(loaded["big"], big) and torch.equal(loaded["small"], torch.ones(3))
