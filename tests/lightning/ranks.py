@@ -11,8 +11,6 @@ import sys
 import warnings
 from pathlib import Path
 
-warnings.simplefilter("ignore")
-
 import stillframe.engine
 import torch
 from fix_lightning import LightningModel, loader

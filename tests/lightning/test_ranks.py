@@ -55,16 +55,21 @@ def test_two_ranks_train_and_only_the_writing_one_has_a_pool(tmp_path, start):
     assert {rank: note["engine"] for rank, note in notes.items()} == {0: True, 1: False}
 
 
+@pytest.mark.leaves_temporaries  # the launcher kills a rank that may be saving
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("scenario", ["full_disk", "full_disk_at_the_end"])
 def test_all_ranks_raise_what_rank_0s_full_disk_says(tmp_path, start, scenario):
     done, notes = run(scenario, start, tmp_path)
     assert done.returncode != 0
-    assert set(notes) == {0, 1}, done.stderr
+    # A launcher that sees one rank end with an error kills the other, which may not have got to
+    # its notes by then. torchrun looks every 0.1 s, and both have.
+    assert notes, done.stderr
+    if start == "torchrun":
+        assert set(notes) == {0, 1}, done.stderr
     for note in notes.values():
         assert note["raised"] == "SaveError", note
         assert note["errno"] == errno.ENOSPC
-    assert notes[0]["step"] == notes[1]["step"]
+    assert len({note["step"] for note in notes.values()}) == 1
     assert len({note["text"] for note in notes.values()}) == 1
 
 
