@@ -16,12 +16,14 @@ are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import decimal
 import enum
 import fractions
 import functools
+import gc
 import pathlib
 import re
 import struct
@@ -30,7 +32,7 @@ import types
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +58,20 @@ _PLAIN = (Tensor, Parameter)
 _getstate = object.__getstate__
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Many thousand new objects, none of them garbage, would have the collector of garbage look
+    through the whole process again and again: it took twice as long as making them."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _can_be_flattened(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
@@ -76,20 +92,9 @@ def _attributes(node: object) -> dict[str, Any]:
     return getattr(node, "__dict__", None) or {}
 
 
-def _tensor_attributes(tensor: Tensor) -> dict[str, Any] | None:
-    """What somebody has hung onto a plain tensor; asking for `__dict__` would make one."""
-    state = _getstate(tensor)
-    return state if isinstance(state, dict) and state else None
-
-
-class _Plain:
-    """What a plain tensor is, but for its bytes."""
-
-    __slots__ = ("number", "tensor")
-
-    def __init__(self, tensor: Tensor, number: int) -> None:
-        self.tensor = tensor
-        self.number = number
+def _dict_of(state: Any) -> dict[str, Any]:
+    """What somebody has hung onto a plain tensor, out of its state."""
+    return state if isinstance(state, dict) else {}
 
 
 class _Reduced:
@@ -137,8 +142,11 @@ class Tree:
         self.elsewhere: list[int] = []
         self.left_whole: list[object] = []
         self._number_of: dict[int, int] = {}
-        self._tensors: dict[int, Any] = {}  # by id; holds on to what reducing made
-        with torch._C.DisableTorchFunction():
+        # By id of the tensor: the number of a plain one's storage, or what another is made from. An
+        # int is no work for the collector of garbage, of which there may be many thousand.
+        self._tensors: dict[int, Any] = {}
+        self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
+        with torch._C.DisableTorchFunction(), _no_collections():
             self._find(root)
 
     def _find(self, root: object) -> None:
@@ -154,15 +162,20 @@ class Tree:
             if kind in atoms or id(node) in seen:
                 continue
             seen.add(id(node))
-            children = self._children(node, kind)
-            # In the order of the tree: what was made one after another is copied so.
-            stack.extend(reversed(children))
+            inner = []
+            for child in self._children(node, kind):
+                if type(child) in plain:
+                    self._meet(child, stack)
+                else:
+                    inner.append(child)
+            inner.reverse()  # in the order of the tree: what was made so is copied so
+            stack.extend(inner)
 
-    def _children(self, node: Any, kind: type[Any]) -> list[Any]:
+    def _children(self, node: Any, kind: type[Any]) -> Collection[Any]:
         if kind is dict:
-            return list(node.values())
+            return tuple(node.values())
         if kind is list or kind is tuple:
-            return list(node)
+            return tuple(node)
         if isinstance(node, Tensor):
             return self._meet_other(node)
         if isinstance(node, dict):
@@ -172,7 +185,8 @@ class Tree:
         if isinstance(node, (set, frozenset, deque)):
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
-            self._enter(node if isinstance(node, UntypedStorage) else node._untyped_storage)
+            storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
+            self._enter(storage, storage.device.type == "cpu")
         elif not (_is_array(node) or _is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
@@ -184,10 +198,11 @@ class Tree:
         if tensor.layout is torch.strided and not (
             tensor.is_quantized or tensor.is_nested or tensor.is_meta
         ):
-            self._tensors[key] = _Plain(tensor, self._enter(tensor.untyped_storage()))
-            attributes = _tensor_attributes(tensor)
-            if attributes is not None:
-                stack.extend(attributes.values())
+            self._held.append(tensor)
+            self._tensors[key] = self._enter(tensor.untyped_storage(), tensor.is_cpu)
+            state = _getstate(tensor)  # asking for __dict__ would make one
+            if state is not None:
+                stack.extend(_dict_of(state).values())
         else:
             stack.extend(self._meet_other(tensor))
 
@@ -195,6 +210,7 @@ class Tree:
         key = id(tensor)
         if key in self._tensors:
             return []
+        self._held.append(tensor)
         if tensor.is_meta and type(tensor) in _PLAIN:
             self._tensors[key] = tensor  # it has no bytes
             return []
@@ -203,16 +219,15 @@ class Tree:
             self._tensors[key] = flattened
             return [*flattened.inner.values(), *_attributes(tensor).values()]
         reduced = _Reduced(tensor)
-        self._tensors[key] = (tensor, reduced)
+        self._tensors[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _enter(self, storage: UntypedStorage) -> int:
+    def _enter(self, storage: UntypedStorage, host: bool) -> int:
         """The number of a storage, new or known."""
         identity = storage._cdata
         number = self._number_of.get(identity)
         if number is None:
             number = self._number_of[identity] = len(self.storages)
-            host = storage.device.type == "cpu"
             nbytes = storage.nbytes()
             self.storages.append(storage)
             self.identities.append(identity)
@@ -225,8 +240,10 @@ class Tree:
         """Bytes of all storages."""
         return sum(row[1] for row in _ROW.iter_unpack(self.rows))
 
-    def rebuild(self, memory: Any, offsets: list[int]) -> tuple[Any, list[int]]:
-        """The tree over new host storages, and the addresses of their StorageImpls.
+    def rebuild(
+        self, memory: Any, offsets: list[int], *, identities: bool = False
+    ) -> tuple[Any, list[int]]:
+        """The tree over new host storages, and the addresses of their StorageImpls if wanted.
 
         Args:
             memory: An object with the buffer protocol that holds their bytes.
@@ -235,17 +252,23 @@ class Tree:
         Storages on other devices are copied here, by torch.
         """
         # Inference mode would make tensors that cannot be used outside it.
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch._C.DisableTorchFunction(),
+            _no_collections(),
+        ):
             builder = _Builder(self._tensors, self._number_of, memory, offsets, self.rows)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
-            return built, builder.identities()
+            return built, builder.identities() if identities else []
 
     def forget(self) -> None:
         """Lets go of the tree's tensors; the storages stay."""
         self._root = None
         self._tensors = {}
+        self._held = []
 
 
 class _Builder:
@@ -270,16 +293,14 @@ class _Builder:
     def storage(self, number: int) -> UntypedStorage:
         first = self._first.get(number)
         if first is None:
-            first = self._first[number] = self._raw(number, torch.uint8, self._nbytes[number])
+            count, dtype = self._nbytes[number], torch.uint8
+            if count == 0:  # a buffer without bytes is refused
+                first = torch.empty(0, dtype=dtype, device="cpu")
+            else:
+                offset = self._offsets[number]
+                first = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+            self._first[number] = first
         return first.untyped_storage()
-
-    def _raw(self, number: int, dtype: torch.dtype, count: int) -> Tensor:
-        """A one-dimensional tensor over the whole of a new storage."""
-        if count == 0:  # a buffer without bytes is refused
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(
-            self._memory, dtype=dtype, count=count, offset=self._offsets[number]
-        )
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
         """Copies a storage of another device."""
@@ -306,17 +327,17 @@ class _Builder:
         found = self._tensors.get(id(tensor))
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
-        if type(found) is _Plain:
-            new = self._plain(tensor, found.number)
-            attributes = _tensor_attributes(tensor)
-            self._memo[id(tensor)] = new
-            if attributes is not None:
-                new.__dict__.update({key: self.build(value) for key, value in attributes.items()})
+        if type(found) is int:
+            new = self._memo[id(tensor)] = self._plain(tensor, found)
+            state = _getstate(tensor)
+            if state is not None:
+                attributes = _dict_of(state).items()
+                new.__dict__.update({name: self.build(value) for name, value in attributes})
             return new
         if type(found) is _Flattened:
             new = self._flattened(found)
-        elif type(found) is tuple:
-            new = self._reduced(found[1])
+        elif type(found) is _Reduced:
+            new = self._reduced(found)
         else:
             new = tensor
         self._memo[id(tensor)] = new
@@ -324,15 +345,18 @@ class _Builder:
 
     def _plain(self, tensor: Tensor, number: int) -> Tensor:
         dtype, size = tensor.dtype, tensor.size()
-        nbytes = self._nbytes[number]
-        whole = tensor.numel() * dtype.itemsize == nbytes and tensor.is_contiguous()
-        if whole and number not in self._first:
-            new = self._raw(number, dtype, tensor.numel())
+        count, nbytes = tensor.numel(), self._nbytes[number]
+        if (
+            nbytes
+            and count * dtype.itemsize == nbytes
+            and number not in self._first
+            and tensor.is_contiguous()
+        ):
+            new = self._first[number] = torch.frombuffer(
+                self._memory, dtype=dtype, count=count, offset=self._offsets[number]
+            )
             if len(size) != 1:
-                new.as_strided_(size, tensor.stride(), 0)
-            elif nbytes == 0:
-                new.set_(new.untyped_storage(), 0, size, tensor.stride())
-            self._first[number] = new
+                new.as_strided_(size, tensor.stride())
         else:
             new = torch.empty(0, dtype=dtype, device="cpu")
             new.set_(self.storage(number), tensor.storage_offset(), size, tensor.stride())

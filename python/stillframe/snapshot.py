@@ -309,7 +309,11 @@ def _take(tree: T, overlap: bool, shared: bool, engine: Engine) -> Snapshot[T]:
     else:
         deferral.close()
         copy.settle()
-    built, identities = source.rebuild(memory, core.offsets())
+    built, identities = source.rebuild(
+        memory,
+        core.offsets(),
+        identities=bool(deferral.indices),  # for names in an error
+    )
     taken = Snapshot(copy, built, identities, shared)
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
