@@ -236,9 +236,13 @@ class Tree:
                 self.elsewhere.append(number)
         return number
 
+    def sources(self) -> Iterator[tuple[int, int, int, int]]:
+        """The rows as (address, bytes, lane, 0)."""
+        return _ROW.iter_unpack(self.rows)
+
     def nbytes(self) -> int:
         """Bytes of all storages."""
-        return sum(row[1] for row in _ROW.iter_unpack(self.rows))
+        return sum(nbytes for _, nbytes, _, _ in self.sources())
 
     def rebuild(
         self, memory: Any, offsets: list[int], *, identities: bool = False
@@ -263,6 +267,10 @@ class Tree:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
             return built, builder.identities() if identities else []
+
+    def num_tensors(self) -> int:
+        """Distinct tensors of the tree; those inside others count too."""
+        return len(self._tensors)
 
     def forget(self) -> None:
         """Lets go of the tree's tensors; the storages stay."""
@@ -495,16 +503,16 @@ def _same(one: object, other: object) -> bool:
     return one is other
 
 
-def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[str]:
+def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
     """Key paths (``optimizer_states.0.state``) of the objects in a tree that are `wanted`, each at
-    its first place. Containers are walked as `Tree` does."""
+    its first place, with the object. Containers are walked as `Tree` does."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:
         path, node = stack.pop()
         if wanted(node) and id(node) not in seen:
             seen.add(id(node))
-            yield path.removeprefix(".")
+            yield path.removeprefix("."), node
             continue
         if not isinstance(node, (dict, list, tuple, set, frozenset, deque)) or id(node) in seen:
             continue

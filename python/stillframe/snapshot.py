@@ -14,8 +14,10 @@ dropped, and nothing is overwritten while somebody can still read it.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import logging
+import mmap
 import os
 import threading
 import weakref
@@ -40,6 +42,8 @@ from stillframe.gate import Deferral
 log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
+
+_ALIGN = 64  # of each storage, as in the pool
 
 
 class _Copy:
@@ -119,6 +123,8 @@ class Snapshot(Generic[T]):
         self._shared = shared
         self._generation = _core.fork_generation()
         self._released = False
+        self.num_tensors = 0  # for the callback
+        self.nbytes = 0
 
     def __enter__(self) -> Snapshot[T]:
         return self
@@ -227,7 +233,7 @@ class Snapshot(Generic[T]):
             except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
                 return False
 
-        return list(paths(self._tree, over))
+        return [path for path, _ in paths(self._tree, over)]
 
 
 def _unhold_once(held: list[_core.Snapshot]) -> None:
@@ -315,6 +321,7 @@ def _take(tree: T, overlap: bool, shared: bool, engine: Engine) -> Snapshot[T]:
         identities=bool(deferral.indices),  # for names in an error
     )
     taken = Snapshot(copy, built, identities, shared)
+    taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
         taken.wait()
@@ -331,6 +338,25 @@ def _exhausted(source: Tree, engine: Engine) -> PoolExhaustedError:
         f" {int(stats['leased_bytes']) / 1e6:.1f} MB are in use. Release other snapshots (and the"
         " tensors of their trees), or give the engine more pool_bytes."
     )
+
+
+def ordinary_copy(tree: T) -> tuple[T, int, int]:
+    """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
+    tensors, the bytes of its storages)."""
+    source = Tree(tree)
+    offsets: list[int] = []
+    end = 0
+    for _, nbytes, _, _ in source.sources():
+        offsets.append(end)
+        end += -(-nbytes // _ALIGN) * _ALIGN
+    # It lives as long as a tensor over it does.
+    memory = mmap.mmap(-1, max(end, 1))
+    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for (address, nbytes, _, _), offset in zip(source.sources(), offsets, strict=True):
+        if address:
+            ctypes.memmove(base + offset, address, nbytes)
+    built, _ = source.rebuild(memory, offsets)
+    return built, source.num_tensors(), source.nbytes()
 
 
 # ---- forks and the end of the process ----
