@@ -21,6 +21,12 @@
  *                   to start the next. The last 128 bits go through the table: no Barrett step.
  *   state_vpclmul   the same on 512-bit registers, sixteen parts in flight.
  *
+ * Each also exists as a copy that adds up what it copies. It reads its source once, so the CRC is
+ * that of the bytes which were stored, whoever writes to the source meanwhile. On 512-bit
+ * registers the stores pass by the caches: the next to read a staged byte is the disk. Measured
+ * over 160 MB (AMD EPYC, one core): memcpy 10.5 GB/s, memcpy and then the CRC 7.4, the CRC of
+ * what a chunk of memcpy has just left in the cache 12.7, one pass with streaming stores 15.
+ *
  * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand stands for
  * x^(63-i), so a 32-bit remainder r, shifted left by one, stands for r * x^31; and the product of
  * two operands comes out one bit low in its 128 bits, which is another factor x. Hence r * x^32 is
@@ -42,6 +48,8 @@
 #define POLY 0xedb88320u
 #define X0 0x80000000u /* the polynomial 1 */
 #define X1 0x40000000u /* the polynomial x */
+
+enum { STREAM_FROM = 2048 }; /* bytes; below, starting and fencing cost more than they save */
 
 /* slices[k][b]: the state after byte b and then k zero bytes. */
 static uint32_t slices[8][256];
@@ -163,32 +171,65 @@ VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i behind
 	return _mm512_ternarylogic_epi64(early, late, behind, 0x96); /* xor of all three */
 }
 
-VPCLMUL static uint32_t state_vpclmul(uint32_t state, const unsigned char *p, size_t len)
+/* The 64 bytes at `p`; stored on the way at `to`, unless that is NULL, by which the compiler makes
+ * two functions of one text. */
+VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
+								       unsigned char *to)
+{
+	__m512i parts = load_wide(p);
+
+	if (to != NULL)
+		_mm512_stream_si512((void *)to, parts);
+	return parts;
+}
+
+/* At least 512 bytes. With `to`, they are copied there, which is aligned to 64. */
+VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32_t state,
+									  const unsigned char *p,
+									  size_t len,
+									  unsigned char *to)
 {
 	__m512i k = constant_wide(FOLD_2048);
 	__m512i a, b, c, d;
 	__m128i last;
 
-	if (len < 512)
-		return state_pclmul(state, p, len);
-	a = _mm512_xor_si512(load_wide(p), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
-	b = load_wide(p + 64);
-	c = load_wide(p + 128);
-	d = load_wide(p + 192);
-	for (p += 256, len -= 256; len >= 256; p += 256, len -= 256) {
-		a = fold_wide(a, k, load_wide(p));
-		b = fold_wide(b, k, load_wide(p + 64));
-		c = fold_wide(c, k, load_wide(p + 128));
-		d = fold_wide(d, k, load_wide(p + 192));
+#define TO(n) (to != NULL ? to + (n) : NULL)
+	a = take_wide(p, TO(0));
+	a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+	b = take_wide(p + 64, TO(64));
+	c = take_wide(p + 128, TO(128));
+	d = take_wide(p + 192, TO(192));
+	for (p += 256, to = TO(256), len -= 256; len >= 256; p += 256, to = TO(256), len -= 256) {
+		a = fold_wide(a, k, take_wide(p, TO(0)));
+		b = fold_wide(b, k, take_wide(p + 64, TO(64)));
+		c = fold_wide(c, k, take_wide(p + 128, TO(128)));
+		d = fold_wide(d, k, take_wide(p + 192, TO(192)));
 	}
 	k = constant_wide(FOLD_512);
 	a = fold_wide(fold_wide(fold_wide(a, k, b), k, c), k, d);
-	for (; len >= 64; p += 64, len -= 64)
-		a = fold_wide(a, k, load_wide(p));
+	for (; len >= 64; p += 64, to = TO(64), len -= 64)
+		a = fold_wide(a, k, take_wide(p, TO(0)));
+#undef TO
+	if (to != NULL) {
+		memcpy(to, p, len);
+		p = to;
+		_mm_sfence(); /* streaming stores are in no order with what publishes them */
+	}
 	last = fold(_mm512_castsi512_si128(a), constant(FOLD_384), _mm512_extracti64x2_epi64(a, 3));
 	last = fold(_mm512_extracti64x2_epi64(a, 1), constant(FOLD_256), last);
 	last = fold(_mm512_extracti64x2_epi64(a, 2), constant(FOLD_128), last);
 	return finish(last, p, len);
+}
+
+VPCLMUL static uint32_t state_vpclmul(uint32_t state, const unsigned char *p, size_t len)
+{
+	return len < 512 ? state_pclmul(state, p, len) : run_vpclmul(state, p, len, NULL);
+}
+
+VPCLMUL static uint32_t state_vpclmul_copy(uint32_t state, unsigned char *to,
+					   const unsigned char *p, size_t len)
+{
+	return run_vpclmul(state, p, len, to);
 }
 
 #endif
@@ -212,11 +253,50 @@ static uint32_t crc32_vpclmul(uint32_t crc, const void *buf, size_t len)
 }
 #endif
 
-static const struct sfr__crc_way ways[] = {
-	{ "slicing-by-8", sfr_crc32_portable },
+/* Copies a chunk, then adds up what stands at `dst` while that is in the cache. */
+static uint32_t copy_by_chunks(uint32_t crc, void *dst, const void *src, size_t len,
+			       uint32_t (*crc32)(uint32_t, const void *, size_t))
+{
+	const size_t chunk = 256 << 10; /* well within a second-level cache, source and all */
+	unsigned char *to = dst;
+	const unsigned char *from = src;
+
+	while (len != 0) {
+		size_t n = len < chunk ? len : chunk;
+
+		memcpy(to, from, n);
+		crc = crc32(crc, to, n);
+		to += n;
+		from += n;
+		len -= n;
+	}
+	return crc;
+}
+
+static uint32_t copy_portable(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	return copy_by_chunks(crc, dst, src, len, sfr_crc32_portable);
+}
+
 #if defined(__x86_64__)
-	{ "pclmulqdq", crc32_pclmul },
-	{ "vpclmulqdq", crc32_vpclmul },
+static uint32_t copy_pclmul(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	return copy_by_chunks(crc, dst, src, len, crc32_pclmul);
+}
+
+static uint32_t copy_vpclmul(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	if (len < STREAM_FROM || (uintptr_t)dst % 64 != 0)
+		return copy_by_chunks(crc, dst, src, len, crc32_vpclmul);
+	return ~state_vpclmul_copy(~crc, dst, src, len);
+}
+#endif
+
+static const struct sfr__crc_way ways[] = {
+	{ "slicing-by-8", sfr_crc32_portable, copy_portable },
+#if defined(__x86_64__)
+	{ "pclmulqdq", crc32_pclmul, copy_pclmul },
+	{ "vpclmulqdq", crc32_vpclmul, copy_vpclmul },
 #endif
 };
 
@@ -269,6 +349,11 @@ __attribute__((constructor)) static void crc_init(void)
 uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len)
 {
 	return ways[best].crc32(crc, buf, len);
+}
+
+uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	return ways[best].copy(crc, dst, src, len);
 }
 
 /* Appending B's len_b bytes to A multiplies A's part of the remainder by x^(8 * len_b); the

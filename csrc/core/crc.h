@@ -9,6 +9,7 @@
 struct sfr__crc_way {
 	const char *name;
 	uint32_t (*crc32)(uint32_t crc, const void *buf, size_t len);
+	uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
 
 /* The n-th way this CPU can take, slowest first: 0 is the portable one, the last one serves

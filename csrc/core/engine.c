@@ -4,7 +4,7 @@
  *
  * Threads start with the first save, so an engine that is only made costs address space and
  * nothing else. Tickets hold a reference: memory of the engine goes when the maker and every
- * ticket have let go. The last one to do so is never a thread of the engine itself (a ticket's
+ * ticket and snapshot have let go. The last one to do so is never a thread of the engine itself (a ticket's
  * own reference goes over to the notice of its end), so threads can be joined there.
  */
 #include <errno.h>
@@ -12,13 +12,32 @@
 
 #include "ticket.h"
 
-/* The pool goes, and with it what a default cap took of the budget. */
+/* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
+ * it, and once only. */
 static void free_pool(struct sfr_engine *engine)
 {
-	if (engine->pool && engine->default_cap)
+	struct sfr__pool *pool = NULL;
+
+	pthread_mutex_lock(&engine->mu);
+	if (engine->nr_snapshots == 0) {
+		pool = engine->pool;
+		engine->pool = NULL;
+	}
+	pthread_mutex_unlock(&engine->mu);
+	if (pool && engine->default_cap)
 		sfr__budget_give(engine->pool_bytes);
-	sfr__pool_free(engine->pool);
-	engine->pool = NULL;
+	sfr__pool_free(pool);
+}
+
+void sfr__engine_snapshot_gone(struct sfr_engine *engine)
+{
+	bool last;
+
+	pthread_mutex_lock(&engine->mu);
+	last = --engine->nr_snapshots == 0 && engine->closed;
+	pthread_mutex_unlock(&engine->mu);
+	if (last)
+		free_pool(engine);
 }
 
 static bool foreign(const struct sfr_engine *engine)
@@ -140,9 +159,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Saves in flight that close has to wait for: not those that this very thread is capturing,
- * further down its stack. */
-static uint32_t nr_waitable_locked(const struct sfr_engine *engine)
+uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine)
 {
 	uint32_t nr = engine->nr_in_flight;
 
@@ -150,6 +167,12 @@ static uint32_t nr_waitable_locked(const struct sfr_engine *engine)
 		if (!t->launched && !t->abandoned && pthread_equal(t->caller, pthread_self()))
 			nr--;
 	return nr;
+}
+
+/* What close waits for: saves, and the lane's copies for snapshots. */
+static uint32_t to_wait_for_locked(const struct sfr_engine *engine)
+{
+	return sfr__engine_nr_waitable_locked(engine) + engine->nr_copying;
 }
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
@@ -163,9 +186,9 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	pthread_mutex_lock(&engine->mu);
 	engine->closing = true;
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
-	while (nr_waitable_locked(engine) > 0 && rc == 0)
+	while (to_wait_for_locked(engine) > 0 && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	if (nr_waitable_locked(engine) == 0)
+	if (to_wait_for_locked(engine) == 0)
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
 		engine->close_seq = sfr__log_last_remove();
@@ -200,7 +223,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	if (foreign(engine))
 		return SFR_EFORK;
 	pthread_mutex_lock(&engine->mu);
-	if (!engine->closed)
+	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
 	out->saves_in_flight = engine->nr_in_flight;
 	out->saves_total = engine->nr_saves;

@@ -273,10 +273,10 @@ static void inject_capture_copy(void *dst, const void *src, size_t len)
 	real.capture_copy(dst, src, len);
 }
 
-static void inject_lane_copy(void *dst, const void *src, size_t len)
+static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
 	(void)meet(CALL_lane_copy);
-	real.lane_copy(dst, src, len);
+	return real.lane_copy(crc, dst, src, len);
 }
 
 /* ---- control ---- */

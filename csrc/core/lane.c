@@ -5,6 +5,9 @@
  * the order of launch and their blocks in ascending order, and nothing is held while waiting
  * for a block, so a pool of one block is enough.
  *
+ * The CRC is made in the same pass as the copy: a second pass over the bytes costs the training
+ * half as much again (crc.c).
+ *
  * The lane is also where one of the two detectors sits. At the call, sfr__take_samples keeps
  * some cache lines of every deferred storage; when the lane has copied a piece it compares
  * the *staged* bytes with them. A difference means that somebody wrote between the call and
@@ -13,11 +16,12 @@
 #include <errno.h>
 #include <string.h>
 
+#include "snapshot.h"
 #include "ticket.h"
 
 enum {
-	MAX_SAMPLES = 4096,
-	SAMPLE_LEN = 64,
+	MAX_SAMPLES = SFR__MAX_SAMPLES,
+	SAMPLE_LEN = SFR__SAMPLE_LEN,
 	PREFETCH_AHEAD = 24,
 	COPY_PIECE = 4 << 20, /* between looks at the clock of a test, and at a cancel */
 };
@@ -26,7 +30,7 @@ enum {
 
 /* The i-th of n sampled lines of an entry with nr_lines lines: the first, the last, and one at
  * a place of its own in each stratum between them, so that no stride goes unseen for ever. */
-static uint64_t sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
+uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
 {
 	uint64_t from, to;
 
@@ -57,7 +61,7 @@ static void place_samples(struct sfr_ticket *t, uint32_t first, uint64_t per_ent
 		uint64_t n = nr_lines < per_entry ? nr_lines : per_entry, last = 0;
 
 		for (uint64_t j = 0; j < n; j++) {
-			uint64_t line = sample_line(j, n, nr_lines, &random);
+			uint64_t line = sfr__sample_line(j, n, nr_lines, &random);
 
 			if (j > 0 && line <= last)
 				line = last + 1; /* strictly ascending */
@@ -105,7 +109,7 @@ int sfr__take_samples(struct sfr_ticket *t)
 	}
 	if (!(t->flags & SFR_SAVE_CHECK_BYTES))
 		return 0;
-	t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
+	t->sums = sfr_sys.calloc(t->img.nr_entries, sizeof(*t->sums));
 	if (!t->sums)
 		return -ENOMEM;
 	for (uint32_t i = first; i < t->img.nr_entries; i++)
@@ -119,7 +123,6 @@ static int64_t check_piece(struct sfr_ticket *t, uint32_t i, uint64_t off, const
 			   size_t len)
 {
 	const struct sfr__entry *entry = &t->img.entries[i];
-	uint32_t *sum = t->sums ? &t->sums[t->img.nr_entries + i] : NULL;
 
 	for (; t->sample_pos < t->nr_samples; t->sample_pos++) {
 		const struct sfr__sample *s = &t->samples[t->sample_pos];
@@ -134,16 +137,41 @@ static int64_t check_piece(struct sfr_ticket *t, uint32_t i, uint64_t off, const
 		if (s->entry == i && s->off + s->len > off + len)
 			break; /* goes on in the next piece */
 	}
-	if (!sum)
-		return -1;
-	*sum = sfr_crc32(*sum, staged, len);
-	return off + len == entry->nbytes && *sum != t->sums[i] ? entry->source : -1;
+	if (t->sums && entry->crc_len == entry->nbytes && entry->crc != t->sums[i])
+		return entry->source;
+	return -1;
 }
 
 /* ---- filling a block ---- */
 
+static void capture_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
+{
+	const char *src = t->img.entries[seg->entry].src + seg->off;
+
+	for (size_t done = 0, len; done < seg->len; done += len) {
+		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
+		sfr_sys.capture_copy(dst + done, src + done, len);
+	}
+}
+
+/* A run's pieces come in the order of its entries, all by this thread, and no writer looks at an
+ * entry before its last block is pushed: no lock is needed for the CRC. */
+static void lane_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, int64_t *torn)
+{
+	struct sfr__entry *entry = &t->img.entries[seg->entry];
+	const char *src = entry->src + seg->off;
+
+	for (size_t done = 0, len; done < seg->len; done += len) {
+		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
+		entry->crc = sfr_sys.lane_copy(entry->crc, dst + done, src + done, len);
+		entry->crc_len += len;
+	}
+	if (*torn < 0)
+		*torn = check_piece(t, seg->entry, seg->off, dst, seg->len);
+}
+
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
-		      void (*copy)(void *, const void *, size_t), bool check, int64_t *torn)
+		      enum sfr__stager by, int64_t *torn)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
@@ -155,16 +183,10 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 			sfr__image_put_header(&t->img, seg.entry, seg.off, seg.len, dst + seg.pos);
 			break;
 		case SFR__SEG_DATA:
-			for (size_t done = 0; done < seg.len;) {
-				size_t len =
-					seg.len - done < COPY_PIECE ? seg.len - done : COPY_PIECE;
-
-				copy(dst + seg.pos + done,
-				     t->img.entries[seg.entry].src + seg.off + done, len);
-				done += len;
-			}
-			if (check && *torn < 0)
-				*torn = check_piece(t, seg.entry, seg.off, dst + seg.pos, seg.len);
+			if (by == SFR__BY_LANE)
+				lane_piece(t, &seg, dst + seg.pos, torn);
+			else
+				capture_piece(t, &seg, dst + seg.pos);
 			break;
 		case SFR__SEG_DESC:
 		case SFR__SEG_PAD:
@@ -209,7 +231,7 @@ static void copy_ticket(struct sfr_ticket *t)
 		for (uint32_t blk = 0; blk < run->nr_blocks;) {
 			if (give_up(t))
 				return;
-			if (sfr__stage_next(t, run, blk, sfr_sys.lane_copy, true, slice_ns) == 0)
+			if (sfr__stage_next(t, run, blk, SFR__BY_LANE, slice_ns) == 0)
 				blk++;
 		}
 	}
@@ -223,6 +245,12 @@ void *sfr__lane_main(void *arg)
 	for (;;) {
 		struct sfr_ticket *t = engine->lane_head;
 
+		/* A snapshot has its memory already: it never waits, and what waits for it, waits
+		 * for the saves too. */
+		if (engine->snapshot_head) {
+			sfr__snapshot_copy_locked(engine);
+			continue;
+		}
 		if (!t && engine->stopping)
 			break;
 		if (!t) {

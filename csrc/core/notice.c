@@ -27,6 +27,9 @@ static void init_cv_locked(void)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 }
 
+/* Of the notice that was taken last, until it is asked for. */
+static _Thread_local struct sfr_snapshot *taken_snapshot;
+
 void sfr__notice_post(struct sfr__notice *notice)
 {
 	pthread_mutex_lock(&notices.mu);
@@ -89,6 +92,8 @@ int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size
 		return rc;
 	*what = notice->what;
 	*ticket = notice->ticket; /* the notice's reference goes over to the caller */
+	if (notice->what == SFR_NOTICE_SNAPSHOT)
+		taken_snapshot = notice->snapshot; /* this one's too */
 	if (notice->what == SFR_NOTICE_TEXT) {
 		if (text_len)
 			(void)snprintf(text, text_len, "%s", notice->text);
@@ -96,6 +101,14 @@ int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size
 		sfr_sys.free(notice);
 	}
 	return 0;
+}
+
+struct sfr_snapshot *sfr_notice_snapshot(void)
+{
+	struct sfr_snapshot *snapshot = taken_snapshot;
+
+	taken_snapshot = NULL;
+	return snapshot;
 }
 
 void sfr_notice_stop(void)

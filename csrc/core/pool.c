@@ -31,6 +31,8 @@
  *     SHRINKING  RESERVED   trim
  *     SHRINKING  FREE       trim, when the system refuses
  *
+ * Leases of contiguous blocks (runs.c) take the same arrows as get and put do.
+ *
  * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
  * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
  * to that thread alone. Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
@@ -45,43 +47,14 @@
 #include <errno.h>
 
 #include "memory.h"
+#include "pool.h"
 
 #define MAX_WARMERS 4 /* threads in warm_up, the caller among them */
-
-/* Singly linked by block->next, last in, first out: the block whose lines are warm. */
-struct list {
-	struct sfr__block *head;
-};
-
-struct waiter {
-	struct waiter *next;
-	uint64_t seq;
-};
-
-struct sfr__pool {
-	struct sfr__range range; /* the blocks' address space */
-	uint64_t block_bytes;
-	uint32_t nr_blocks;
-
-	pthread_mutex_t mu;
-	pthread_cond_t cv; /* a block came back, or the queue has a new head */
-	struct sfr__block *blocks;
-	uint32_t nr_known;      /* blocks above it were never used and are not in a list */
-	struct list reserved;   /* without memory */
-	struct list whole;      /* free, memory for the whole block */
-	struct list partial;    /* free, memory for a part */
-	struct waiter *waiters; /* lowest seq first */
-	uint32_t nr_waiters;
-	uint32_t nr_in_hand;
-	uint64_t nr_returned; /* blocks that came back with their memory, ever */
-	uint64_t committed_bytes, leased_bytes;
-	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
-};
 
 /* ---- memory, without the lock --------------------------------------------- */
 
 /* Gives a block in hand memory for `want` bytes; on failure it has what it had. -errno. */
-static int grow(struct sfr__block *block, size_t want)
+int sfr__pool_grow(struct sfr__block *block, size_t want)
 {
 	int rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
 
@@ -92,13 +65,13 @@ static int grow(struct sfr__block *block, size_t want)
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
-static void push(struct list *list, struct sfr__block *block)
+void sfr__pool_push(struct sfr__list *list, struct sfr__block *block)
 {
 	block->next = list->head;
 	list->head = block;
 }
 
-static struct sfr__block *pop(struct list *list)
+static struct sfr__block *pop(struct sfr__list *list)
 {
 	struct sfr__block *block = list->head;
 
@@ -108,7 +81,7 @@ static struct sfr__block *pop(struct list *list)
 }
 
 /* Takes out the first block with memory for `need` bytes. */
-static struct sfr__block *pop_fitting(struct list *list, size_t need)
+static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 {
 	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
 		struct sfr__block *block = *at;
@@ -121,13 +94,14 @@ static struct sfr__block *pop_fitting(struct list *list, size_t need)
 	return NULL;
 }
 
-static bool in_hand(enum sfr__block_state state)
+bool sfr__pool_in_hand(enum sfr__block_state state)
 {
 	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE;
 }
 
 /* Every change of a block's state. A block in hand is in no list, the others are in theirs. */
-static void move_locked(struct sfr__pool *pool, struct sfr__block *block, enum sfr__block_state to)
+void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
+			   enum sfr__block_state to)
 {
 	enum sfr__block_state from = block->state;
 
@@ -136,28 +110,28 @@ static void move_locked(struct sfr__pool *pool, struct sfr__block *block, enum s
 		pool->leased_bytes -= block->committed;
 	if (to == SFR__BLOCK_LEASED)
 		pool->leased_bytes += block->committed;
-	pool->nr_in_hand += in_hand(to);
-	pool->nr_in_hand -= in_hand(from);
+	pool->nr_in_hand += sfr__pool_in_hand(to);
+	pool->nr_in_hand -= sfr__pool_in_hand(from);
 	block->state = to;
-	if (in_hand(to))
+	if (sfr__pool_in_hand(to))
 		return;
-	push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
-	     block->committed == pool->block_bytes ? &pool->whole :
-						     &pool->partial,
-	     block);
+	sfr__pool_push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
+		       block->committed == pool->block_bytes ? &pool->whole :
+							       &pool->partial,
+		       block);
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
 }
 
 /* After memory was given or taken: a block in hand has `had` bytes less or more than counted. */
-static void recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had)
+void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had)
 {
 	pool->committed_bytes += block->committed - had;
 	sfr__budget_hold((int64_t)block->committed - (int64_t)had);
 }
 
 /* The first block that was never used; NULL when each has been. */
-static struct sfr__block *fresh_locked(struct sfr__pool *pool)
+struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block;
 
@@ -170,7 +144,7 @@ static struct sfr__block *fresh_locked(struct sfr__pool *pool)
 }
 
 /* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
-static size_t memory_for(const struct sfr__pool *pool, uint64_t need)
+size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 {
 	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
 
@@ -191,19 +165,20 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 	if (block == NULL)
 		block = pop(&pool->reserved);
 	if (block == NULL)
-		block = fresh_locked(pool);
+		block = sfr__pool_fresh_locked(pool);
 	if (block != NULL)
-		move_locked(pool, block,
-			    block->committed >= need && block->committed != 0 ? SFR__BLOCK_LEASED :
-										SFR__BLOCK_GROWING);
+		sfr__pool_move_locked(pool, block,
+				      block->committed >= need && block->committed != 0 ?
+					      SFR__BLOCK_LEASED :
+					      SFR__BLOCK_GROWING);
 	return block;
 }
 
 /* ---- the queue ------------------------------------------------------------ */
 
-static void enqueue_locked(struct sfr__pool *pool, struct waiter *me)
+void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 {
-	struct waiter **at = &pool->waiters;
+	struct sfr__waiter **at = &pool->waiters;
 
 	while (*at != NULL && (*at)->seq <= me->seq)
 		at = &(*at)->next;
@@ -212,9 +187,9 @@ static void enqueue_locked(struct sfr__pool *pool, struct waiter *me)
 	pool->nr_waiters++;
 }
 
-static void dequeue_locked(struct sfr__pool *pool, struct waiter *me)
+void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 {
-	struct waiter **at = &pool->waiters;
+	struct sfr__waiter **at = &pool->waiters;
 
 	while (*at != me)
 		at = &(*at)->next;
@@ -226,25 +201,27 @@ static void dequeue_locked(struct sfr__pool *pool, struct waiter *me)
 
 /* Waits for its turn and takes a block. With `starved`, the system had no memory when
  * `nr_returned` was what it is there: then only a block that has come back since, or nothing
- * left to wait for, is worth another try. SFR_EAGAIN at the deadline. */
+ * left to wait for, is worth another try. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every
+ * block is held by snapshots, which only their users end. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
-	struct waiter me = { .seq = seq };
-	bool late = deadline_ns == 0;
+	struct sfr__waiter me = { .seq = seq };
+	bool late = deadline_ns == 0, exhausted;
 
-	enqueue_locked(pool, &me);
+	sfr__pool_enqueue_locked(pool, &me);
 	for (;;) {
-		bool worth =
-			starved == NULL || *starved != pool->nr_returned || pool->nr_in_hand == 0;
+		bool worth = starved == NULL || *starved != pool->nr_returned ||
+			     pool->nr_in_hand == pool->nr_held;
 
 		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
-		if (*out != NULL || late)
+		exhausted = *out == NULL && pool->nr_held == pool->nr_blocks;
+		if (*out != NULL || exhausted || late)
 			break;
 		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
-	dequeue_locked(pool, &me);
-	return *out != NULL ? 0 : SFR_EAGAIN;
+	sfr__pool_dequeue_locked(pool, &me);
+	return *out != NULL ? 0 : exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
 }
 
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
@@ -268,16 +245,17 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		returned = pool->nr_returned;
 		had = block->committed;
 		(void)pthread_mutex_unlock(&pool->mu);
-		rc = grow(block, memory_for(pool, need));
+		rc = sfr__pool_grow(block, sfr__pool_memory_for(pool, need));
 		(void)pthread_mutex_lock(&pool->mu);
-		recount_locked(pool, block, had);
+		sfr__pool_recount_locked(pool, block, had);
 		if (rc == 0) {
-			move_locked(pool, block, SFR__BLOCK_LEASED);
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 			break;
 		}
-		move_locked(pool, block, had != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+		sfr__pool_move_locked(pool, block,
+				      had != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 		/* Somebody's block may come back with memory enough, or has just done so. */
-		if (pool->nr_in_hand == 0 && pool->nr_returned == returned)
+		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
 	}
@@ -291,7 +269,7 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 {
 	(void)pthread_mutex_lock(&pool->mu);
 	pool->nr_returned++;
-	move_locked(pool, block, SFR__BLOCK_FREE);
+	sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 	(void)pthread_mutex_unlock(&pool->mu);
 }
 
@@ -299,9 +277,9 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 
 struct warm_up {
 	struct sfr__pool *pool;
-	struct list work; /* blocks in hand, guarded by pool->mu */
-	uint64_t nbytes;  /* asked for, from the first block on */
-	int rc;           /* the first failure; guarded by pool->mu */
+	struct sfr__list work; /* blocks in hand, guarded by pool->mu */
+	uint64_t nbytes;       /* asked for, from the first block on */
+	int rc;                /* the first failure; guarded by pool->mu */
 };
 
 /* Memory that the block is to have; 0 for those behind the end. */
@@ -309,7 +287,7 @@ static size_t warm_len(const struct warm_up *job, const struct sfr__block *block
 {
 	uint64_t begin = block->index * job->pool->block_bytes;
 
-	return job->nbytes > begin ? memory_for(job->pool, job->nbytes - begin) : 0;
+	return job->nbytes > begin ? sfr__pool_memory_for(job->pool, job->nbytes - begin) : 0;
 }
 
 /* One thread's share: blocks from the list until it is empty. After a failure the rest go back
@@ -328,22 +306,23 @@ static void *warm_main(void *arg)
 			int rc;
 
 			(void)pthread_mutex_unlock(&pool->mu);
-			rc = grow(block, warm_len(job, block));
+			rc = sfr__pool_grow(block, warm_len(job, block));
 			(void)pthread_mutex_lock(&pool->mu);
-			recount_locked(pool, block, had);
+			sfr__pool_recount_locked(pool, block, had);
 			if (rc != 0 && job->rc == 0)
 				job->rc = rc;
 		}
 		pool->nr_returned++;
-		move_locked(pool, block,
-			    block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+		sfr__pool_move_locked(pool, block,
+				      block->committed != 0 ? SFR__BLOCK_FREE :
+							      SFR__BLOCK_RESERVED);
 	}
 	(void)pthread_mutex_unlock(&pool->mu);
 	return NULL;
 }
 
 /* Takes the blocks out of a list that the job has work on. */
-static uint32_t collect_locked(struct warm_up *job, struct list *list)
+static uint32_t collect_locked(struct warm_up *job, struct sfr__list *list)
 {
 	struct sfr__block **at = &list->head, *block;
 	uint32_t nr = 0;
@@ -354,8 +333,8 @@ static uint32_t collect_locked(struct warm_up *job, struct list *list)
 			continue;
 		}
 		*at = block->next;
-		move_locked(job->pool, block, SFR__BLOCK_GROWING);
-		push(&job->work, block);
+		sfr__pool_move_locked(job->pool, block, SFR__BLOCK_GROWING);
+		sfr__pool_push(&job->work, block);
 		nr++;
 	}
 	return nr;
@@ -373,9 +352,9 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 	(void)pthread_mutex_lock(&pool->mu);
 	nr = collect_locked(&job, &pool->partial) + collect_locked(&job, &pool->reserved);
 	for (; pool->nr_known * pool->block_bytes < job.nbytes; nr++) {
-		block = fresh_locked(pool);
-		move_locked(pool, block, SFR__BLOCK_GROWING);
-		push(&job.work, block);
+		block = sfr__pool_fresh_locked(pool);
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		sfr__pool_push(&job.work, block);
 	}
 	(void)pthread_mutex_unlock(&pool->mu);
 
@@ -391,14 +370,14 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 
 int sfr__pool_trim(struct sfr__pool *pool)
 {
-	struct list work = { NULL };
+	struct sfr__list work = { NULL };
 	struct sfr__block *block;
 	int rc = 0;
 
 	(void)pthread_mutex_lock(&pool->mu);
 	while ((block = pop(&pool->whole)) != NULL || (block = pop(&pool->partial)) != NULL) {
-		move_locked(pool, block, SFR__BLOCK_SHRINKING);
-		push(&work, block);
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
+		sfr__pool_push(&work, block);
 	}
 	while ((block = pop(&work)) != NULL) {
 		size_t had = block->committed;
@@ -411,9 +390,10 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		else if (rc == 0)
 			rc = failed;
 		(void)pthread_mutex_lock(&pool->mu);
-		recount_locked(pool, block, had);
+		sfr__pool_recount_locked(pool, block, had);
 		pool->nr_returned++;
-		move_locked(pool, block, failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
+		sfr__pool_move_locked(pool, block,
+				      failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
 	}
 	(void)pthread_mutex_unlock(&pool->mu);
 	return rc;

@@ -120,7 +120,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 
 /* Gives a leased block to the writers. */
 static void push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-			      struct sfr__block *block)
+			      struct sfr__block *block, bool summed)
 {
 	uint32_t first = 0;
 	struct sfr__job *job;
@@ -129,13 +129,18 @@ static void push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, 
 		first += r->nr_blocks;
 	job = &t->jobs[first + blk];
 	*job = (struct sfr__job){
-		.ticket = t, .kind = SFR__JOB_BLOCK, .block = block, .run = run, .blk = blk
+		.ticket = t,
+		.kind = SFR__JOB_BLOCK,
+		.block = block,
+		.run = run,
+		.blk = blk,
+		.summed = summed,
 	};
 	sfr__writer_push_locked(t->engine, job);
 }
 
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-		    void (*copy)(void *, const void *, size_t), bool check, uint64_t slice_ns)
+		    enum sfr__stager by, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
 	struct sfr_err err = { .index = -1 };
@@ -152,22 +157,24 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 		waited = sfr__now_ns() - start;
 	}
 	if (rc == 0)
-		sfr__stage_block(t, run, blk, block->mem, copy, check, &torn);
+		sfr__stage_block(t, run, blk, block->mem, by, &torn);
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
+	} else if (rc == SFR_EEXHAUSTED && by == SFR__BY_CALLER) {
+		; /* the call raises it, and there is no save */
 	} else if (rc < 0 && rc != SFR_EAGAIN) {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 	}
 	pthread_mutex_lock(&engine->mu);
-	if (!check) /* the caller waits in capture; a lane's wait shows at the gate */
+	if (by == SFR__BY_CALLER) /* who waits in capture; a lane's wait shows at the gate */
 		t->block_wait_ns += waited;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	if (rc == 0) {
 		if (++t->blocks_held > t->peak_blocks)
 			t->peak_blocks = t->blocks_held;
-		push_block_locked(t, run, blk, block);
+		push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
 	}
 	pthread_mutex_unlock(&engine->mu);
 	return rc;
@@ -204,8 +211,8 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 				 deadline > now          ? deadline - now :
 							   0;
 
-		rc = sfr__stage_next(t, run, t->capture_blk, sfr_sys.capture_copy, false, slice);
-		if (rc == SFR_EAGAIN)
+		rc = sfr__stage_next(t, run, t->capture_blk, SFR__BY_CALLER, slice);
+		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 		if (rc == 0)
 			t->capture_blk++;

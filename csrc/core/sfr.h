@@ -87,6 +87,8 @@ const char *sfr_phase_name(enum sfr_phase phase);
 /* zlib's CRC-32 (polynomial 0xedb88320): crc of `len` bytes appended to what
  * `crc` stands for; 0 starts. Any thread, no lock. */
 uint32_t sfr_crc32(uint32_t crc, const void *buf, size_t len);
+/* The same of `len` bytes while they are copied; `src` is read once. */
+uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len);
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len);
 /* CRC of A followed by B, from crc(A), crc(B) and B's length. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b);
@@ -188,7 +190,8 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
  * ticket: only sfr_ticket_put may follow. */
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
 /* Copies the captured sources, takes samples of the deferred ones. SFR_EAGAIN while it
- * waits for blocks. Other failures become the ticket's own: 0 is returned. */
+ * waits for blocks; SFR_EEXHAUSTED when snapshots hold them all (then abandon the save). Other
+ * failures become the ticket's own: 0 is returned. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* Appends the save to the process's log and hands it to its lanes: the moment of submission.
  * Never waits. Fails only on SFR_ESTATE. */
@@ -230,6 +233,46 @@ uint64_t sfr_ticket_seq(const struct sfr_ticket *t);
 
 void sfr_ticket_get(struct sfr_ticket *t);
 void sfr_ticket_put(struct sfr_ticket *t); /* NULL is fine */
+
+/* ---- snapshots (snapshot.c) --------------------------------------------- */
+
+/* A copy of host memory in memory of the engine's pool. Sources are rows of struct sfr_source, as
+ * for a save: captured ones are copied by sfr_snapshot_start, the others by their lane. A source
+ * with nbytes but no address gets its memory and is filled by the caller.
+ *
+ * The memory goes back when the copy has ended, every view of it is closed and every hold has
+ * ended; at the latest with the last reference. */
+struct sfr_snapshot;
+
+#define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
+
+/* Leases nothing yet; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
+int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
+		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out);
+/* Leases the memory; the caller has one view of it then. SFR_EAGAIN: saves have to give some back, call it again; SFR_EEXHAUSTED: what
+ * snapshots hold leaves too little; SFR_ECLOSED; -ENOMEM; -errno. */
+int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
+/* Copies the captured sources, takes samples of the others and hands these to the lane. Bytes of
+ * deferred sources stay valid until sfr_snapshot_wait has returned 0. A failure (-ENOMEM, -errno)
+ * leaves nothing to wait for. */
+int sfr_snapshot_start(struct sfr_snapshot *s);
+/* Waits until every byte is copied, or the copy was given up because nobody could read it any
+ * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. */
+int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
+/* The memory: one range that holds every source's copy (and may hold memory of others between
+ * them), and the offset of each copy in it. Valid after sfr_snapshot_lease. */
+void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
+uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
+/* A view keeps the memory, and so does a hold. While there is a view, a wait for the memory is
+ * one that only the caller could end. SFR_ESTATE when the memory has gone back. */
+int sfr_snapshot_view(struct sfr_snapshot *s);
+void sfr_snapshot_unview(struct sfr_snapshot *s);
+int sfr_snapshot_hold(struct sfr_snapshot *s);
+void sfr_snapshot_unhold(struct sfr_snapshot *s);
+/* 1 while the memory is leased, else 0; SFR_EFORK. */
+int sfr_snapshot_leased(struct sfr_snapshot *s);
+void sfr_snapshot_get(struct sfr_snapshot *s);
+void sfr_snapshot_put(struct sfr_snapshot *s); /* NULL is fine */
 
 /* ---- the process's ordered log (log.c) --------------------------------- */
 
@@ -279,15 +322,19 @@ void sfr_log_work_put(struct sfr_log_work *work);
 
 /* ---- notices (notice.c) ------------------------------------------------ */
 
-#define SFR_NOTICE_COPIED 1u /* every byte copied: give sfr_save_confirm, let sources go */
-#define SFR_NOTICE_ENDED 2u  /* slot, blocks and state are settled */
-#define SFR_NOTICE_TEXT 3u   /* a sentence for the log: a remove dropped, a foreign temporary */
-#define SFR_NOTICE_STOP 4u   /* sfr_notice_stop was called */
+#define SFR_NOTICE_COPIED 1u   /* every byte copied: give sfr_save_confirm, let sources go */
+#define SFR_NOTICE_ENDED 2u    /* slot, blocks and state are settled */
+#define SFR_NOTICE_TEXT 3u     /* a sentence for the log: a remove dropped, a foreign temporary */
+#define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
+#define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's lane has ended: see sfr_notice_snapshot */
 
-/* Takes the next notice. The caller owns one reference of *ticket (NULL for TEXT and STOP).
+/* Takes the next notice. The caller owns one reference of *ticket (NULL for the last three).
  * `text` receives a TEXT's sentence. */
 int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size_t text_len,
 		    uint64_t slice_ns);
+/* The snapshot of the SNAPSHOT notice that this thread took last, with a reference; NULL when
+ * there is none, or it was asked for already. */
+struct sfr_snapshot *sfr_notice_snapshot(void);
 void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
 
 /* ---- reading back (load.c) --------------------------------------------- */

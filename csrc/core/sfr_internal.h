@@ -29,6 +29,11 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
+/* ---- copy.c -------------------------------------------------------------- */
+
+/* memcpy with stores that pass by the caches, for bytes that only a disk will read. */
+void sfr__copy(void *dst, const void *src, size_t len);
+
 /* ---- sys.c: small helpers over the table -------------------------------- */
 
 /* How often an interrupted call is tried again without any progress. All signals are blocked in
@@ -89,7 +94,8 @@ struct sfr__block {
 	struct sfr__block *next; /* owner's use while leased */
 	size_t committed;        /* bytes that have memory, from mem on */
 	uint32_t index;
-	enum sfr__block_state state; /* guarded by pool->mu */
+	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
+	bool held; /* part of a run that only a caller can give back: see sfr__pool_let_go */
 };
 
 struct sfr__pool_stats {
@@ -104,7 +110,8 @@ void sfr__pool_free(struct sfr__pool *pool);
 /* Leases a block with at least `need` bytes of memory (need <= block_bytes). Waiters are served
  * lowest `seq` (oldest save) first; a caller never overtakes a waiter with a lower seq. Prefers
  * a free block that has memory already. SFR_EAGAIN when `slice_ns` passes (0: no wait),
- * -ENOMEM when the system has no memory and no block with memory is free or leased. */
+ * -ENOMEM when the system has no memory and no block with memory is free or leased,
+ * SFR_EEXHAUSTED when snapshots hold every block. */
 int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
 		  struct sfr__block **out);
 void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
@@ -113,6 +120,34 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
 /* Gives the memory of free blocks back to the system. */
 int sfr__pool_trim(struct sfr__pool *pool);
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
+
+/* ---- runs.c --------------------------------------------------------------- */
+
+/* Contiguous memory for several items, in whole blocks of the pool: one run of blocks, or a few
+ * where free blocks lie apart. */
+struct sfr__run_of_blocks {
+	uint32_t first;
+	uint64_t len; /* bytes in use, from the first block's start on */
+};
+struct sfr__lease {
+	struct sfr__run_of_blocks *runs; /* NULL: nothing is leased */
+	uint32_t nr_runs;
+	uint32_t nr_blocks;
+};
+
+/* Leases memory for `nr` items of `lens` bytes, each contiguous and aligned to SFR_ALIGN, all or
+ * nothing; addrs[i] gets its address (NULL for no bytes). Behind every waiter of sfr__pool_get.
+ * With `spare`, one block at least is left to others. SFR_EAGAIN when `slice_ns` passes (0: no
+ * wait); SFR_EEXHAUSTED when the items do not fit beside what is held, so that only a holder could
+ * end the wait; -ENOMEM. On success the lease is held. */
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+		    uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+/* The lease will come back by itself from now on: those who wait may wait for it. Idempotent. */
+void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* Gives the lease back and empties it. */
+void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease);
+/* Whether children of fork have the lease's memory (false is how the pool has it). 0 or -errno. */
+int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared);
 
 /* How often blocks of the pool went from one state to another; for tests. */
 uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
@@ -284,11 +319,12 @@ int sfr__file_remove(const char *path, struct sfr_err *err);
 
 /* ---- notice.c --------------------------------------------------------------- */
 
-/* A ticket carries its two notices, so posting one cannot fail. Each posted notice of a ticket
- * holds a reference. */
+/* A ticket carries its two notices, a snapshot its one, so posting one cannot fail. Each posted
+ * notice of either holds a reference. */
 struct sfr__notice {
 	struct sfr__notice *next;
 	struct sfr_ticket *ticket;
+	struct sfr_snapshot *snapshot; /* COPIED of a snapshot */
 	unsigned what;
 	char *text; /* TEXT only; freed by the taker */
 };

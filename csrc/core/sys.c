@@ -41,11 +41,6 @@ static int plain_set_nice(int nice_value)
 	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
 }
 
-static void plain_copy(void *dst, const void *src, size_t len)
-{
-	memcpy(dst, src, len);
-}
-
 struct sfr_sys sfr_sys = {
 	.open = plain_open,
 	.close = close,
@@ -76,8 +71,8 @@ struct sfr_sys sfr_sys = {
 	.thread_join = pthread_join,
 	.set_nice = plain_set_nice,
 	.clock_gettime = clock_gettime,
-	.capture_copy = plain_copy,
-	.lane_copy = plain_copy,
+	.capture_copy = sfr__copy,
+	.lane_copy = sfr_crc32_copy,
 };
 
 /* Nanoseconds of CLOCK_MONOTONIC. Cannot fail on Linux: the clock always exists. */

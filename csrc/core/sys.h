@@ -49,9 +49,10 @@ struct sfr_sys {
 	int (*thread_join)(pthread_t thread, void **value);
 	int (*set_nice)(int nice); /* of the calling thread */
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* copies of tensor bytes: by the caller (captured) and by a lane (deferred) */
+	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which
+	 * returns the CRC of what `crc` stands for and the copied bytes */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
-	void (*lane_copy)(void *dst, const void *src, size_t len);
+	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
 
 extern struct sfr_sys sfr_sys;

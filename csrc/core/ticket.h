@@ -24,14 +24,25 @@ struct sfr__job {
 	struct sfr__block *block;
 	const struct sfr__run *run;
 	uint32_t blk;
+	bool summed; /* its pieces are in their entries' CRCs already */
 };
+
+/* Who fills a block. */
+enum sfr__stager {
+	SFR__BY_CALLER, /* in the call: as fast as can be */
+	SFR__BY_LANE,   /* adds up CRCs and compares with the samples on the way */
+};
+
+/* Samples of one save or snapshot at most, and the bytes of one: a cache line. */
+#define SFR__MAX_SAMPLES 4096
+#define SFR__SAMPLE_LEN 64
 
 /* One cache line of a deferred source as it was at the call. */
 struct sfr__sample {
 	uint32_t entry; /* ascending, then off ascending: the order in which the lane copies */
 	uint32_t len;
 	uint64_t off;
-	unsigned char bytes[64];
+	unsigned char bytes[SFR__SAMPLE_LEN];
 };
 
 /* A save's, remove's or other work's place in the process's log; guarded by the log's mutex. */
@@ -56,7 +67,7 @@ struct sfr_ticket {
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	uint32_t nr_blocks;    /* of the whole image */
-	struct sfr__image img; /* crc and crc_len of its entries are guarded */
+	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
@@ -114,7 +125,10 @@ struct sfr_engine {
 
 	struct sfr_ticket *lane_head, *lane_tail;
 	struct sfr__job *job_head, *job_tail;
-	struct sfr_ticket *tickets; /* in flight */
+	struct sfr_ticket *tickets;                         /* in flight */
+	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
+	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
+	uint32_t nr_copying;   /* of them, at the lane */
 	uint32_t nr_in_flight;
 	uint64_t next_seq, nr_saves;
 };
@@ -123,7 +137,7 @@ struct sfr_engine {
 /* Leases the next block of a run, stages it and hands it to the writers. 0; SFR_EAGAIN when there
  * is no block within the slice; else the ticket has failed with what is returned. */
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-		    void (*copy)(void *, const void *, size_t), bool check, uint64_t slice_ns);
+		    enum sfr__stager by, uint64_t slice_ns);
 
 /* ---- ticket.c ---- */
 /* Frees a ticket nobody holds, whatever of it was made. */
@@ -154,12 +168,14 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 }
 
 /* ---- lane.c ---- */
-/* Fills one block of a run from its sources. `copy` is capture_copy or lane_copy. Checks samples
- * and sums of what it copied when `check`: *torn gets the source index of the first mismatch. */
+/* Fills one block of a run from its sources. *torn gets the source index of the lane's first
+ * mismatch with samples or sums. */
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
-		      void (*copy)(void *, const void *, size_t), bool check, int64_t *torn);
+		      enum sfr__stager by, int64_t *torn);
 /* Takes samples of every deferred source. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
+/* The i-th of n sampled lines of a source with nr_lines lines; *random goes on with each. */
+uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random);
 void *sfr__lane_main(void *engine);
 void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
 
@@ -170,6 +186,11 @@ void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
 /* ---- engine.c ---- */
 int sfr__engine_start_locked(struct sfr_engine *engine);
 void sfr__engine_get(struct sfr_engine *engine);
+/* Saves in flight but those that this very thread is capturing, further down its stack. */
+uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine);
+/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
+ * pool. */
+void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- log.c ---- */
 /* Starts the log's thread if it does not run. 0 or -errno. */

@@ -1,7 +1,8 @@
 /* Writers: threads that take jobs from the engine's queue, first come first served.
  *
  *   OPEN    make the temporary, probe, preallocate                 (once a save, first)
- *   BLOCK   CRC of its pieces, descriptors, one aligned pwrite     (any order of completion)
+ *   BLOCK   CRC of its pieces if the lane has not made them,
+ *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory, fdatasync                           (when every block is written)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
@@ -103,7 +104,8 @@ static bool crc_is_final(struct sfr_ticket *t, const struct sfr__entry *entry)
 }
 
 /* CRCs of the block's pieces, and the descriptors that stand in it. An entry that lies in the
- * block with its whole descriptor is nobody else's business and needs no lock. */
+ * block with its whole descriptor is nobody else's business and needs no lock; nor do those of a
+ * summed block, which were final when it was pushed. */
 static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
 {
 	uint64_t from = sfr__image_block_off(&t->img, job->run, job->blk);
@@ -119,8 +121,10 @@ static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
 
 		if (seg.kind != SFR__SEG_DATA && seg.kind != SFR__SEG_DESC)
 			continue;
-		own = entry->data_off >= from &&
-		      entry->data_off + entry->nbytes + entry->desc_len <= to;
+		if (job->summed && seg.kind == SFR__SEG_DATA)
+			continue;
+		own = job->summed || (entry->data_off >= from &&
+				      entry->data_off + entry->nbytes + entry->desc_len <= to);
 		if (seg.kind == SFR__SEG_DATA) {
 			uint32_t crc = sfr_crc32(0, mem + seg.pos, seg.len);
 

@@ -71,9 +71,17 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	Py_BEGIN_ALLOW_THREADS rc =
 		sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
 	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
-	id = PyLong_FromVoidPtr(ticket);
-	/* The package keeps every ticket in flight by its id; this is only the notice's own. */
-	sfr_ticket_put(ticket);
+	/* The package keeps everything in flight by its id; this reference is only the notice's. */
+	if (what == SFR_NOTICE_SNAPSHOT) {
+		struct sfr_snapshot *snapshot = sfr_notice_snapshot();
+
+		id = PyLong_FromVoidPtr(snapshot);
+		Py_BEGIN_ALLOW_THREADS sfr_snapshot_put(snapshot);
+		Py_END_ALLOW_THREADS
+	} else {
+		id = PyLong_FromVoidPtr(ticket);
+		sfr_ticket_put(ticket);
+	}
 	sentence = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 	return id && sentence ? Py_BuildValue("(INN)", what, id, sentence) : NULL;
 }

@@ -46,6 +46,8 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 	Py_VISIT(state->kinds_type);
 	Py_VISIT(state->collector_type);
 	Py_VISIT(state->observer_type);
+	Py_VISIT(state->snapshot_type);
+	Py_VISIT(state->memory_type);
 	Py_VISIT(state->stillframe_error);
 	Py_VISIT(state->fork_error);
 	Py_VISIT(state->busy_error);
@@ -67,6 +69,8 @@ static int clear(PyObject *module)
 	Py_CLEAR(state->kinds_type);
 	Py_CLEAR(state->collector_type);
 	Py_CLEAR(state->observer_type);
+	Py_CLEAR(state->snapshot_type);
+	Py_CLEAR(state->memory_type);
 	Py_CLEAR(state->stillframe_error);
 	Py_CLEAR(state->fork_error);
 	Py_CLEAR(state->busy_error);
@@ -86,6 +90,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, exec_errors },
 	{ Py_mod_exec, sfr_py_add_engine },
 	{ Py_mod_exec, sfr_py_add_ticket },
+	{ Py_mod_exec, sfr_py_add_snapshot },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },

@@ -19,6 +19,7 @@ struct sfr_py_state {
 	PyTypeObject *work_type;                             /* work.c */
 	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
 	PyTypeObject *observer_type;                         /* observer.c */
+	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c */
 	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
 	PyObject *corrupt_error, *torn_error, *save_error;
 };
@@ -39,6 +40,7 @@ int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns);
 /* Each adds types and functions; 0, or -1 with an exception set. */
 int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
+int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */

@@ -92,7 +92,9 @@ static PyObject *ticket_submit(ARGS)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	for (;;) {
 		Py_BEGIN_ALLOW_THREADS rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
-		Py_END_ALLOW_THREADS if (rc != SFR_EAGAIN) break;
+		Py_END_ALLOW_THREADS if (rc == SFR_EEXHAUSTED) sfr_save_abandon(t);
+		if (rc != SFR_EAGAIN)
+			break;
 		if (PyErr_CheckSignals() < 0) {
 			sfr_save_abandon(t);
 			return NULL;
@@ -307,6 +309,7 @@ static int add_constants(PyObject *module)
 		{ "NOTICE_TEXT", SFR_NOTICE_TEXT },
 		{ "NOTICE_STOP", SFR_NOTICE_STOP },
 		{ "ETORN", SFR_ETORN },
+		{ "EEXHAUSTED", SFR_EEXHAUSTED },
 		{ "ECANCELLED", SFR_ECANCELLED },
 	};
 

@@ -31,6 +31,7 @@ from stillframe.errors import (
 from stillframe.gate import register_optimizer
 from stillframe.handle import SaveHandle, SaveReport
 from stillframe.reader import load
+from stillframe.snapshot import Snapshot, snapshot
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "SaveError",
     "SaveHandle",
     "SaveReport",
+    "Snapshot",
     "StillframeError",
     "TornSnapshotError",
     "async_save",
@@ -53,5 +55,6 @@ __all__ = [
     "register_optimizer",
     "remove",
     "save",
+    "snapshot",
     "wait_all",
 ]

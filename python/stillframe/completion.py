@@ -23,7 +23,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from stillframe import _core
 from stillframe.errors import StillframeError
@@ -36,6 +36,16 @@ log = logging.getLogger("stillframe")
 # Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a
 # handle.
 in_flight: dict[int, SaveHandle] = {}
+
+
+class Copying(Protocol):
+    """A snapshot whose lane has not ended."""
+
+    def after_copy(self) -> None: ...
+
+
+# Those, by their core snapshot's id.
+copying: dict[int, Copying] = {}
 
 
 class _Callbacks:
@@ -110,6 +120,10 @@ class _Completion:
                 )
                 self._thread.start()
 
+    @property
+    def exiting(self) -> bool:
+        return self._exiting is not None
+
     def begin_exit(self) -> None:
         self._exiting = threading.current_thread()
 
@@ -129,6 +143,12 @@ def _take_notices() -> None:
         try:
             if what == _core.NOTICE_TEXT:
                 log.warning("stillframe: %s", sentence)
+                continue
+            if what == _core.NOTICE_SNAPSHOT:
+                snapshot = copying.pop(ticket_id, None)
+                if snapshot is not None:
+                    snapshot.after_copy()
+                    del snapshot
                 continue
             handle = in_flight.get(ticket_id)
             if handle is None:
@@ -152,6 +172,7 @@ def _forked() -> None:
     completion = _Completion()
     callbacks = _Callbacks()
     in_flight.clear()
+    copying.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

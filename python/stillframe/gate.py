@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
 
 from stillframe import _core, ownership
 from stillframe.ownership import Owner, register_optimizer
-from stillframe.skeleton import Skeleton
 
 __all__ = [
     "Deferral",
@@ -59,6 +58,13 @@ class Pending(Protocol):
 
     def gate(self) -> None:
         """Returns when the save is staged or has ended; raises only what a signal handler does."""
+
+
+class Sources(Protocol):
+    """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
+
+    identities: list[int]
+    rows: bytearray
 
 
 _pendings: dict[int, Pending] = {}  # by id
@@ -136,7 +142,7 @@ class Deferral:
             self._parts.append((len(self.indices), owner))
 
 
-def defer(skeleton: Skeleton, *, overlap: bool) -> Deferral:
+def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     """Decides which storages of a save are copied after the call, and writes their lanes.
 
     Call it in ``async_save`` on the caller's thread. A step that another thread begins from now

@@ -19,7 +19,12 @@ from typing import Any
 
 from stillframe import _core, completion, gate
 from stillframe._depth import inside
-from stillframe.errors import SaveError, StillframeError, TornSnapshotError
+from stillframe.errors import (
+    PoolExhaustedError,
+    SaveError,
+    StillframeError,
+    TornSnapshotError,
+)
 from stillframe.skeleton import Skeleton
 
 log = logging.getLogger("stillframe")
@@ -392,6 +397,10 @@ class SaveHandle:
             return CancelledError(f"the save of {self._path} was cancelled")
         if code == _core.ETORN:
             return self._torn_error(facts["index"])
+        if code == _core.EEXHAUSTED:
+            return PoolExhaustedError(
+                f"the save of {self._path} needs memory of the pool, and snapshots hold all of it"
+            )
         if code <= -1000:
             return StillframeError(f"the save of {self._path} failed: {facts['note'] or code}")
         text = os.strerror(-code)

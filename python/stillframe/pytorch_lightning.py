@@ -10,17 +10,24 @@ end, so call `stillframe.wait_all()` when training is done.
 from __future__ import annotations
 
 from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
+from pytorch_lightning import strategies
 from pytorch_lightning.callbacks import Callback
 
 from stillframe._companion import CompanionHooks
+from stillframe._offload_callback import OffloadHooks
 from stillframe._plugin import CheckpointPlugin, register_with_loaded_packages
 
-__all__ = ["AsyncCheckpointIO"]
+__all__ = ["AsyncCheckpointIO", "CPUOffloadCallback"]
 
 
 class AsyncCheckpointIO(CheckpointPlugin, CheckpointIO):
     __doc__ = CheckpointPlugin.__doc__
     _reader = TorchCheckpointIO
+
+
+class CPUOffloadCallback(OffloadHooks, Callback):
+    __doc__ = OffloadHooks.__doc__
+    _strategies = strategies
 
 
 class StillframeCompanion(CompanionHooks, Callback):

@@ -5,6 +5,7 @@
 
 #include "../../csrc/core/crc.h"
 #include "../../csrc/core/sfr.h"
+#include "../../csrc/core/sfr_internal.h"
 #include "check.h"
 
 /* Where zlib can be linked (-DHAVE_ZLIB -lz) it is the second opinion. */
@@ -94,6 +95,54 @@ static void every_way_divides_at_every_length_and_alignment(void)
 			CHECK_EQ(sfr_crc32(start, mem + align, len), want);
 			free(mem);
 		}
+	}
+}
+
+/* Same bytes there, same CRC, nothing written in front or behind; aligned or not. */
+static void every_way_copies_what_it_adds_up(void)
+{
+	for (size_t len = 0; len <= 6000; len += len < 700 ? 1 + rng() % 5 : 1 + rng() % 97) {
+		size_t off = len % 3 == 0 ? 0 : rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
+		unsigned char *src = malloc(off + len + 1), *mem = NULL;
+		uint32_t start = (uint32_t)rng();
+		const struct sfr__crc_way *way;
+
+		if (!CHECK(src && posix_memalign((void **)&mem, 64, align + len + 128) == 0))
+			return;
+		fill(src, off + len);
+		for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++) {
+			memset(mem, 0xa5, align + len + 128);
+			CHECK_EQ(way->copy(start, mem + align, src + off, len),
+				 by_bits(start, src + off, len));
+			CHECK(memcmp(mem + align, src + off, len) == 0);
+			for (size_t i = 0; i < align; i++)
+				CHECK_EQ(mem[i], 0xa5);
+			for (size_t i = align + len; i < align + len + 128; i++)
+				CHECK_EQ(mem[i], 0xa5);
+		}
+		free(src);
+		free(mem);
+	}
+}
+
+static void a_plain_copy_copies_and_no_more(void)
+{
+	for (size_t len = 0; len <= 20000; len += 1 + rng() % (len < 5000 ? 40 : 900)) {
+		size_t off = rng() % 70, align = len % 2 == 0 ? 0 : rng() % 64;
+		unsigned char *src = malloc(off + len + 1), *mem = malloc(align + len + 128);
+
+		if (!CHECK(src && mem))
+			return;
+		fill(src, off + len);
+		memset(mem, 0xa5, align + len + 128);
+		sfr__copy(mem + align, src + off, len);
+		CHECK(memcmp(mem + align, src + off, len) == 0);
+		for (size_t i = 0; i < align; i++)
+			CHECK_EQ(mem[i], 0xa5);
+		for (size_t i = align + len; i < align + len + 128; i++)
+			CHECK_EQ(mem[i], 0xa5);
+		free(src);
+		free(mem);
 	}
 }
 
@@ -219,6 +268,8 @@ int main(void)
 	RUN(known_values_come_out);
 	RUN(the_portable_way_is_the_first_and_the_named_one_the_last);
 	RUN(every_way_divides_at_every_length_and_alignment);
+	RUN(every_way_copies_what_it_adds_up);
+	RUN(a_plain_copy_copies_and_no_more);
 	RUN(a_single_bit_anywhere_gives_its_power_of_x);
 	RUN(pieces_add_up_to_the_whole_in_any_split);
 	RUN(combining_with_nothing_changes_nothing);

@@ -230,7 +230,7 @@ static int call_everything(int err, int *nr_wrong)
 	CHECK_EQ(sfr_sys.clock_gettime(CLOCK_MONOTONIC, &ts), 0);
 	sfr_sys.capture_copy(&copied, "c", 1);
 	CHECK(copied == 'c');
-	sfr_sys.lane_copy(&copied, "l", 1);
+	CHECK_EQ(sfr_sys.lane_copy(0, &copied, "l", 1), sfr_crc32(0, "l", 1));
 	CHECK(copied == 'l');
 #undef TRY
 	return nr;
@@ -419,7 +419,7 @@ static void a_slow_call_is_slow_and_succeeds(void)
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&slow), 0);
 	before = sfr__now_ns();
-	sfr_sys.lane_copy(&to, "a", 1);
+	(void)sfr_sys.lane_copy(0, &to, "a", 1);
 	CHECK(sfr__now_ns() - before >= 30000000u);
 	CHECK(to == 'a');
 	CHECK_EQ(sfr_inject_hits(), 1);

@@ -64,7 +64,7 @@ def drive(tmp_path_factory):
     build = tmp_path_factory.mktemp("image")
     driver, library = build / "driver.c", build / "driver.so"
     driver.write_text(DRIVER.format(header=ROOT / "tests" / "c" / "image_writer.h"))
-    sources = [CORE / f"{name}.c" for name in ("image", "zip", "crc", "sys", "err")]
+    sources = [CORE / f"{name}.c" for name in ("image", "zip", "crc", "copy", "sys", "err")]
     command = os.environ.get("CC", "cc").split()
     command += ["-std=c11", "-D_GNU_SOURCE", "-O2", "-shared", "-fPIC", "-pthread", "-o", library]
     subprocess.run([*command, driver, *sources], check=True)

@@ -1,0 +1,474 @@
+/* Snapshots: copies of host memory that live in the pool until nobody uses them any more.
+ *
+ *     NEW --lease--> LEASED --start--> COPYING --lane--> COPIED
+ *                      |                                   ^
+ *                      +------ start, nothing deferred ----+
+ *
+ *     from     to       by
+ *     NEW      LEASED   sfr_snapshot_lease
+ *     LEASED   COPIED   sfr_snapshot_start, when every source is captured, or it has failed
+ *     LEASED   COPYING  sfr_snapshot_start
+ *     COPYING  COPIED   sfr__snapshot_copy_locked
+ *
+ * When the memory goes back is a question of its own, asked after each of these events: the copy
+ * has ended, a view is closed, a hold has ended, the last reference is dropped. It goes when none
+ * of the first three is left, or with the last reference.
+ *
+ *   view   someone can read the memory (an object that tensors refer to): while there is one, a
+ *          wait for this memory is one that only the caller could end
+ *   hold   a process or a future that reads it, and will end by itself
+ *
+ * Deferred sources are watched as those of a save are: lines of each are kept in the call and
+ * compared with the copy. The copy stands in one piece, so that is one pass at the end.
+ *
+ * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
+ * last one.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "snapshot.h"
+
+enum { COPY_PIECE = 4 << 20 /* between looks at whether anybody still wants the copy */ };
+
+static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
+
+unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
+{
+	return atomic_load_explicit(&arrows[from][to], memory_order_relaxed);
+}
+
+static void set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state)
+{
+	atomic_fetch_add_explicit(&arrows[s->state][state], 1, memory_order_relaxed);
+	s->state = state;
+	pthread_cond_broadcast(&s->engine->cv_state);
+}
+
+/* Made before a fork that this process came out of: nothing of it may be touched. */
+static bool foreign(const struct sfr_snapshot *s)
+{
+	return s->fork_generation != sfr_fork_generation();
+}
+
+/* ---- memory ---- */
+
+/* Gives back what was taken out of the snapshot under the lock. */
+static void give_back(struct sfr_snapshot *s, struct sfr__lease *lease)
+{
+	/* Where the system refuses (a process has a limited number of mappings), later children
+	 * have these pages too: that costs them memory, and harms nobody. */
+	if (s->shared)
+		(void)sfr__pool_share(s->engine->pool, lease, false);
+	sfr__pool_unplace(s->engine->pool, lease);
+	sfr__engine_snapshot_gone(s->engine);
+}
+
+/* Asks whether the memory goes back, and lets go of the lock. */
+static void settle_and_unlock(struct sfr_snapshot *s)
+{
+	struct sfr__lease lease = { 0 };
+
+	if (s->nr_views == 0 && s->nr_holds == 0) {
+		s->abandoned = true;
+		if (s->state != SFR__SNAPSHOT_COPYING) {
+			lease = s->lease;
+			s->lease = (struct sfr__lease){ 0 };
+		}
+	}
+	/* It stands in the lock's order after the engine's. */
+	if (s->nr_views == 0 && s->lease.runs)
+		sfr__pool_let_go(s->engine->pool, &s->lease);
+	pthread_mutex_unlock(&s->engine->mu);
+	if (lease.runs)
+		give_back(s, &lease);
+}
+
+int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
+		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out)
+{
+	struct sfr_snapshot *s;
+	int rc = -ENOMEM;
+
+	*out = NULL;
+	if (engine->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	s = sfr_sys.calloc(1, sizeof(*s));
+	if (!s)
+		return -ENOMEM;
+	atomic_init(&s->refs, 1);
+	s->fork_generation = engine->fork_generation;
+	s->engine = engine;
+	sfr__engine_get(engine);
+	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
+	s->nr_sources = nr_sources;
+	s->torn = -1;
+	s->notice = (struct sfr__notice){ .snapshot = s, .what = SFR_NOTICE_SNAPSHOT };
+	/* One more than needed: no bytes at all may be NULL. */
+	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
+	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
+	if (!s->sources || !s->copies)
+		goto fail;
+	if (nr_sources)
+		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
+	rc = -EINVAL;
+	for (uint32_t i = 0; i < nr_sources; i++)
+		if (sources[i].addr == 0 && sources[i].lane != SFR_CAPTURED)
+			goto fail;
+	*out = s;
+	return 0;
+fail:
+	sfr_snapshot_put(s);
+	return rc;
+}
+
+/* The one range that all copies lie in. */
+static void set_range(struct sfr_snapshot *s)
+{
+	char *end = NULL;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		char *copy = s->copies[i];
+
+		if (!copy)
+			continue;
+		if (!s->base || copy < s->base)
+			s->base = copy;
+		if (!end || copy + s->sources[i].nbytes > end)
+			end = copy + s->sources[i].nbytes;
+	}
+	s->len = s->base ? (uint64_t)(end - s->base) : 0;
+}
+
+int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
+{
+	struct sfr_engine *engine = s->engine;
+	struct sfr__lease lease;
+	uint64_t *lens;
+	bool spare;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	lens = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*lens));
+	if (!lens)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		lens[i] = s->sources[i].nbytes;
+	pthread_mutex_lock(&engine->mu);
+	if (s->state != SFR__SNAPSHOT_NEW)
+		rc = SFR_ESTATE;
+	else if (engine->closing)
+		rc = SFR_ECLOSED;
+	else
+		engine->nr_snapshots++; /* the pool stays */
+	spare = sfr__engine_nr_waitable_locked(engine) > 0;
+	pthread_mutex_unlock(&engine->mu);
+	if (rc < 0)
+		goto out;
+	rc = sfr__pool_place(engine->pool, lens, s->nr_sources, spare, slice_ns, s->copies, &lease);
+	if (rc == 0 && s->shared) {
+		rc = sfr__pool_share(engine->pool, &lease, true);
+		if (rc < 0) {
+			(void)sfr__pool_share(engine->pool, &lease, false); /* what it can */
+			sfr__pool_unplace(engine->pool, &lease);
+		}
+	}
+	if (rc < 0) {
+		sfr__engine_snapshot_gone(engine);
+		goto out;
+	}
+	set_range(s);
+	pthread_mutex_lock(&engine->mu);
+	s->lease = lease;
+	s->nr_views = 1;
+	set_state_locked(s, SFR__SNAPSHOT_LEASED);
+	pthread_mutex_unlock(&engine->mu);
+out:
+	sfr_sys.free(lens);
+	return rc;
+}
+
+void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len)
+{
+	*base = s->base;
+	*len = s->len;
+}
+
+uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
+{
+	return s->copies[source] ? (uint64_t)(s->copies[source] - s->base) : 0;
+}
+
+/* ---- samples ---- */
+
+static const char *bytes_of(const struct sfr_source *source)
+{
+	return (const char *)(uintptr_t)source->addr;
+}
+
+static uint32_t nr_deferred(const struct sfr_snapshot *s)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		nr += s->sources[i].lane != SFR_CAPTURED && s->sources[i].nbytes != 0;
+	return nr;
+}
+
+/* Keeps lines of every deferred source. -ENOMEM. */
+static int take_samples(struct sfr_snapshot *s, uint32_t nr)
+{
+	uint64_t per_source = SFR__MAX_SAMPLES / nr, random = sfr__now_ns();
+
+	if (per_source == 0)
+		per_source = 1;
+	s->samples = sfr_sys.malloc(nr * per_source * sizeof(*s->samples));
+	if (!s->samples)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		const struct sfr_source *source = &s->sources[i];
+		uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
+		uint64_t n = nr_lines < per_source ? nr_lines : per_source;
+
+		if (source->lane == SFR_CAPTURED)
+			continue;
+		for (uint64_t j = 0; j < n; j++) {
+			struct sfr__sample *sample = &s->samples[s->nr_samples++];
+			uint64_t off = sfr__sample_line(j, n, nr_lines, &random) * SFR__SAMPLE_LEN;
+			uint64_t left = source->nbytes - off;
+
+			sample->entry = i;
+			sample->off = off;
+			sample->len = (uint32_t)(left < SFR__SAMPLE_LEN ? left : SFR__SAMPLE_LEN);
+			memcpy(sample->bytes, bytes_of(source) + off, sample->len);
+		}
+	}
+	return 0;
+}
+
+/* The first source whose copy is not what was sampled, or -1. */
+static int64_t compare_samples(const struct sfr_snapshot *s)
+{
+	for (uint32_t k = 0; k < s->nr_samples; k++) {
+		const struct sfr__sample *sample = &s->samples[k];
+
+		if (memcmp(s->copies[sample->entry] + sample->off, sample->bytes, sample->len))
+			return sample->entry;
+	}
+	return -1;
+}
+
+/* ---- copying ---- */
+
+static bool is_abandoned(struct sfr_snapshot *s)
+{
+	bool abandoned;
+
+	pthread_mutex_lock(&s->engine->mu);
+	abandoned = s->abandoned;
+	pthread_mutex_unlock(&s->engine->mu);
+	return abandoned;
+}
+
+/* The lane's copies make a CRC on their way, which nobody wants here and which costs nothing: they
+ * wait for memory. False when it was given up on the way, which only a lane does. */
+static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
+{
+	const struct sfr_source *source = &s->sources[i];
+
+	for (uint64_t off = 0; off < source->nbytes; off += COPY_PIECE) {
+		uint64_t left = source->nbytes - off;
+
+		size_t len = (size_t)(left < COPY_PIECE ? left : COPY_PIECE);
+		char *dst = s->copies[i] + off;
+
+		if (!lane) {
+			sfr_sys.capture_copy(dst, bytes_of(source) + off, len);
+			continue;
+		}
+		if (is_abandoned(s))
+			return false;
+		(void)sfr_sys.lane_copy(0, dst, bytes_of(source) + off, len);
+	}
+	return true;
+}
+
+static void push_locked(struct sfr_engine *engine, struct sfr_snapshot *s)
+{
+	s->next = NULL;
+	if (engine->snapshot_tail)
+		engine->snapshot_tail->next = s;
+	else
+		engine->snapshot_head = s;
+	engine->snapshot_tail = s;
+	engine->nr_copying++;
+	pthread_cond_signal(&engine->cv_lane);
+}
+
+int sfr_snapshot_start(struct sfr_snapshot *s)
+{
+	struct sfr_engine *engine = s->engine;
+	uint32_t nr = nr_deferred(s);
+	bool queued = false;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	if (s->state != SFR__SNAPSHOT_LEASED)
+		rc = SFR_ESTATE;
+	pthread_mutex_unlock(&engine->mu);
+	if (rc < 0)
+		return rc;
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		if (s->sources[i].lane == SFR_CAPTURED && s->sources[i].addr)
+			(void)copy_source(s, i, false); /* always all */
+	if (nr)
+		rc = take_samples(s, nr);
+	pthread_mutex_lock(&engine->mu);
+	if (rc == 0 && nr && !engine->closing) {
+		rc = sfr__engine_start_locked(engine);
+		queued = rc == 0;
+	}
+	if (queued) {
+		sfr_snapshot_get(s); /* the lane's */
+		set_state_locked(s, SFR__SNAPSHOT_COPYING);
+		push_locked(engine, s);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	if (queued)
+		return 0;
+	/* The engine was closed meanwhile: nothing is left to do it later. */
+	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
+		if (s->sources[i].lane != SFR_CAPTURED)
+			(void)copy_source(s, i, false); /* always all */
+	pthread_mutex_lock(&engine->mu);
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	pthread_mutex_unlock(&engine->mu);
+	return rc;
+}
+
+void sfr__snapshot_copy_locked(struct sfr_engine *engine)
+{
+	struct sfr_snapshot *s = engine->snapshot_head;
+	int64_t torn = -1;
+	bool all = true;
+
+	engine->snapshot_head = s->next;
+	if (!engine->snapshot_head)
+		engine->snapshot_tail = NULL;
+	pthread_mutex_unlock(&engine->mu);
+	for (uint32_t i = 0; all && i < s->nr_sources; i++)
+		if (s->sources[i].lane != SFR_CAPTURED)
+			all = copy_source(s, i, true);
+	if (all)
+		torn = compare_samples(s);
+	pthread_mutex_lock(&engine->mu);
+	engine->nr_copying--;
+	s->torn = torn;
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	settle_and_unlock(s);
+	sfr__notice_post(&s->notice); /* with the lane's reference */
+	pthread_mutex_lock(&engine->mu);
+}
+
+int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	*torn = -1;
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
+		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
+	if (s->state != SFR__SNAPSHOT_COPYING) {
+		*torn = s->torn;
+		rc = 0;
+	}
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+/* ---- who uses the memory ---- */
+
+static int use(struct sfr_snapshot *s, uint32_t *count)
+{
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	if (s->lease.runs)
+		++*count;
+	else
+		rc = SFR_ESTATE;
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+static void unuse(struct sfr_snapshot *s, uint32_t *count)
+{
+	if (foreign(s))
+		return;
+	pthread_mutex_lock(&s->engine->mu);
+	--*count;
+	settle_and_unlock(s);
+}
+
+int sfr_snapshot_view(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_views);
+}
+
+void sfr_snapshot_unview(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_views);
+}
+
+int sfr_snapshot_hold(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_holds);
+}
+
+void sfr_snapshot_unhold(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_holds);
+}
+
+int sfr_snapshot_leased(struct sfr_snapshot *s)
+{
+	int leased;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	leased = s->lease.runs != NULL;
+	pthread_mutex_unlock(&s->engine->mu);
+	return leased;
+}
+
+void sfr_snapshot_get(struct sfr_snapshot *s)
+{
+	atomic_fetch_add_explicit(&s->refs, 1, memory_order_relaxed);
+}
+
+void sfr_snapshot_put(struct sfr_snapshot *s)
+{
+	struct sfr_engine *engine;
+
+	if (!s || foreign(s))
+		return;
+	if (atomic_fetch_sub_explicit(&s->refs, 1, memory_order_acq_rel) != 1)
+		return;
+	engine = s->engine;
+	if (s->lease.runs)
+		give_back(s, &s->lease);
+	sfr_sys.free(s->samples);
+	sfr_sys.free(s->copies);
+	sfr_sys.free(s->sources);
+	sfr_sys.free(s);
+	sfr_engine_put(engine);
+}

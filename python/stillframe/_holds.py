@@ -1,0 +1,79 @@
+"""Waiting for the end of processes and futures, on behalf of those who cannot wait themselves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import threading
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+log = logging.getLogger("stillframe")
+
+
+def call_at_end(of: Any, function: Callable[[], object]) -> None:
+    """Calls `function()` once a process or future has ended, on whatever thread sees it first.
+
+    Args:
+        of: A started `multiprocessing.Process` of any start method, a `subprocess.Popen`, or
+            anything with `add_done_callback`, such as `concurrent.futures.Future`.
+        function: Called once. It must not raise.
+
+    Raises:
+        TypeError: `of` is none of these.
+        ValueError: A process that was not started, or was closed.
+    """
+    register = getattr(of, "add_done_callback", None)
+    if callable(register):
+        register(lambda _: function())
+        return
+    if isinstance(of, BaseProcess):
+        if of.exitcode is not None:
+            function()
+            return
+        try:
+            # Our own descriptor: the process object closes its own when it is joined and closed.
+            end = os.dup(of.sentinel)
+        except ValueError as error:
+            raise ValueError(f"{of!r} has to be started before something is held for it") from error
+        _in_thread(lambda: _wait_readable(end), function)
+        return
+    if isinstance(of, subprocess.Popen):
+        process = of
+        if process.poll() is not None:
+            function()
+            return
+        _in_thread(lambda: _wait_child(process), function)
+        return
+    raise TypeError(
+        "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
+        f" add_done_callback), not {type(of).__name__}"
+    )
+
+
+def _wait_readable(descriptor: int) -> None:
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while not poll.poll():
+            pass
+    finally:
+        os.close(descriptor)
+
+
+def _wait_child(process: subprocess.Popen[Any]) -> None:
+    process.wait()
+
+
+def _in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
+    def run() -> None:
+        try:
+            wait()
+        except Exception:
+            log.exception("stillframe: waiting for a process failed; its memory is given back")
+        function()
+
+    threading.Thread(target=run, name="sf-hold", daemon=True).start()
