@@ -113,6 +113,7 @@ class Engine:
             else _positive("writer_threads", writer_threads)
         )
         self._when_busy = when_busy
+        self._max_in_flight = max_in_flight
         self._closed = False
         self._core = _core.Engine(
             pool_bytes or 0, block_bytes, writers, _positive("max_in_flight", max_in_flight)
