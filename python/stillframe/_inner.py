@@ -146,19 +146,13 @@ class Inner:
                 taken.hold_until(held)
             completion.in_flight[-id(save)] = save
 
-            def work(after_good: bool) -> bool:
-                return self._work(
-                    save, checkpoint if taken is None else None, storage_options, entered, waited
-                )
+            live = checkpoint if taken is None else None
 
-            def done(after_good: bool) -> bool:
-                try:
-                    return work(after_good)
-                finally:
-                    held.set_result(None)
+            def work(after_good: bool) -> bool:
+                return self._work(save, live, held, storage_options, entered, waited)
 
             try:
-                _ordered.submit(key, _core.WORK_SAVE, done)
+                _ordered.submit(key, _core.WORK_SAVE, work)
             except BaseException:
                 completion.in_flight.pop(-id(save), None)
                 held.set_result(None)
@@ -170,7 +164,13 @@ class Inner:
             return save
 
     def _work(
-        self, save: InnerSave, live: Any, storage_options: Any, entered: float, waited: float
+        self,
+        save: InnerSave,
+        live: Any,
+        held: Future[None],
+        storage_options: Any,
+        entered: float,
+        waited: float,
     ) -> bool:
         """On the thread that works in the log's order."""
         taken = save._taken
@@ -203,6 +203,7 @@ class Inner:
             tree = None
             if taken is not None:
                 taken.release()
+            held.set_result(None)
         save.end(report, failed)
         return failed is None
 

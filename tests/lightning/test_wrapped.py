@@ -156,7 +156,7 @@ def test_an_error_is_raised_once_and_keeps_what_is_there(lit, tmp_path, caplog):
 
 def test_wait_all_waits_and_raises_what_nobody_saw(lit, tmp_path):
     gate = Gate(opened=False)
-    plugin = lit.AsyncCheckpointIO(other(lit, gate))
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
     plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
     with pytest.raises(TimeoutError):
         stillframe.wait_all(timeout=0.05)
@@ -168,7 +168,7 @@ def test_wait_all_waits_and_raises_what_nobody_saw(lit, tmp_path):
 
 def test_no_more_than_max_in_flight_wait_for_it(lit, tmp_path):
     gate = Gate(opened=False)
-    plugin = lit.AsyncCheckpointIO(other(lit, gate), when_busy="raise")
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), when_busy="raise", pool_bytes=64 << 20)
     for name in "ab":
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     with pytest.raises(stillframe.BusyError):
@@ -180,7 +180,7 @@ def test_no_more_than_max_in_flight_wait_for_it(lit, tmp_path):
 
 def test_a_third_save_waits_for_the_first(lit, tmp_path):
     gate = Gate(opened=False)
-    plugin = lit.AsyncCheckpointIO(other(lit, gate))
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
     for name in "ab":
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     threading.Timer(0.1, gate.event.set).start()
