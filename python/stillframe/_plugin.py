@@ -35,26 +35,26 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from stillframe import _core, _links, _ordered, _ranks, _strategies, gate, paths
+from stillframe import _core, _inner, _links, _ordered, _ranks, _strategies, gate, paths
 from stillframe._caller import Fabric, calling_trainer, inside_signal_handler, io_chain
+from stillframe._inner import Inner
 from stillframe._publish import Publication, logger_call, metrics_call
 from stillframe._waiting import WaitingLine
 from stillframe._work import Work, absolute, error_of, is_failure, log_error, warn
+from stillframe._work import is_remote as _is_remote
 from stillframe._wraps import Wraps
 from stillframe.engine import Engine, default_engine, exists, remove, wait_for_path
-from stillframe.handle import SaveReport
+from stillframe.handle import SaveHandle, SaveReport
 
 log = logging.getLogger("stillframe")
 
 _DEFAULT_IN_FLIGHT = 2
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _ON_ERROR = ("raise", "warn")
 
 _NO_COMPANION = (
@@ -77,6 +77,9 @@ class CheckpointPlugin:
     """Saves checkpoints asynchronously and durably: a drop-in for Lightning's `AsyncCheckpointIO`.
 
     Args:
+        checkpoint_io: Another CheckpointIO to save, load and remove with. It gets a snapshot in
+            memory of the pool, on a thread of its own, and decides about files and durability;
+            its `teardown` is called. By default stillframe writes the files itself.
         engine: The engine to save with. By default the process's own,
             `stillframe.default_engine()`. The plugin does not close it. A plugin with `engine=`
             cannot be pickled, so it cannot be used with a spawning strategy.
@@ -100,14 +103,15 @@ class CheckpointPlugin:
             `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable.
 
     Raises:
-        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, or `engine=`
-            together with an option of the engine.
+        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=`
+            together with an option of the engine, or a plugin of ours as `checkpoint_io`.
     """
 
     _reader: ClassVar[type[Any]]  # TorchCheckpointIO of the package
 
     def __init__(
         self,
+        checkpoint_io: Any | None = None,
         *,
         engine: Engine | None = None,
         pool_bytes: int | None = None,
@@ -129,6 +133,16 @@ class CheckpointPlugin:
                 "engine= has its own pool and its own limits: give pool_bytes, max_in_flight and"
                 " when_busy to the Engine, not to the plugin."
             )
+        if _inner.wraps_ours(checkpoint_io, CheckpointPlugin):
+            raise ValueError(
+                f"{type(self).__name__}(checkpoint_io=...) takes another CheckpointIO, not one of"
+                " stillframe's: it would wait for itself."
+            )
+        self._inner = None if checkpoint_io is None else Inner(checkpoint_io, self._reader)
+        self._max_in_flight, self._when_busy = max_in_flight, when_busy
+        if engine is not None:
+            self._max_in_flight = engine._max_in_flight
+            self._when_busy = engine._when_busy
         self._engine = engine
         self._engine_options: dict[str, Any] | None = None
         if own:
@@ -198,21 +212,22 @@ class CheckpointPlugin:
         work = self._current_work()
         work.newest, work.failed = None, True
         error: BaseException | None = None
+        of_save = True
         try:
             self._save(work, trainer, checkpoint, path, storage_options)
         except Exception as caught:
-            error = caught
-            if not quiet and group is None and not self._warns(error):
+            error, of_save = caught, work.newest is not None
+            if not quiet and group is None and not self._warns(error, of_save):
                 raise
         work.collect_ended(but=work.newest)
-        if error is None and work.errors and not quiet and not self._warns(work.errors[0]):
-            error = work.errors.pop(0)
-        elif quiet or self._on_error == "warn":
+        if quiet or self._on_error == "warn":
             for each in _taken(work.errors):
                 self._tell(each, quiet)
+        elif error is None and work.errors:
+            error = work.errors.pop(0)
         if error is None:
             return
-        if quiet or self._warns(error):
+        if quiet or self._warns(error, of_save):
             self._tell(error, quiet)
         elif group is not None:
             group.error = error
@@ -222,27 +237,19 @@ class CheckpointPlugin:
     def _save(
         self, work: Work, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None
     ) -> None:
-        if storage_options is not None:
+        if storage_options is not None and self._inner is None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
                 f" is not supported for `{type(self).__name__}`. Please implement your custom"
                 " `CheckpointIO` to define how you'd like to use `storage_options`."
             )
-        _refuse_remote(path)
+        self._refuse_remote(path)
         if _is_trainer(trainer):
             _strategies.refuse(trainer.strategy)
         asynchronous = self._may_return_early(trainer) and not _for_requeue(path)
         self._make_room(work, absolute(path))
-        handle = self._get_engine(work)._submit(
-            checkpoint,
-            path,
-            overlap=self._overlap and asynchronous and not _swaps_weights(trainer),
-            durable=self._durable,
-            check_mutation=self._check_mutation,
-            on_durable=self._on_durable,
-            follow_link=False,
-            create_parents=True,
-        )
+        overlap = self._overlap and asynchronous and not _swaps_weights(trainer)
+        handle = self._submit(work, checkpoint, path, storage_options, overlap)
         work.pending.append(handle)
         work.newest, work.failed = handle, False
         if self._log_metrics and _is_trainer(trainer):
@@ -254,19 +261,48 @@ class CheckpointPlugin:
                 work.failed = True
                 raise error
 
+    def _submit(
+        self, work: Work, checkpoint: Any, path: Any, storage_options: Any, overlap: bool
+    ) -> SaveHandle:
+        engine = self._get_engine(work)
+        if self._inner is not None:
+            return self._inner.save(
+                checkpoint,
+                path,
+                self._key(path),
+                storage_options=storage_options,
+                overlap=overlap,
+                engine=engine,
+                pending=work.pending,
+                max_in_flight=self._max_in_flight,
+                when_busy=self._when_busy,
+                on_durable=self._on_durable,
+            )
+        return engine._submit(
+            checkpoint,
+            path,
+            overlap=overlap,
+            durable=self._durable,
+            check_mutation=self._check_mutation,
+            on_durable=self._on_durable,
+            follow_link=False,
+            create_parents=True,
+        )
+
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads with Lightning's own reader, after the saves of `path` that were submitted before.
+        """Loads with Lightning's own reader (or `checkpoint_io`), after the saves of `path` that
+        were submitted before.
 
         Takes `map_location` and `weights_only` as Lightning's
         `TorchCheckpointIO.load_checkpoint` of the installed version does, with that version's
         defaults.
         """
-        if not _is_remote(path):
-            wait_for_path(path)
+        self.wait_for(path)
         # What was loaded is about to be written over the state that saves in flight may still
         # be copying.
         gate.wait()
-        loaded: dict[str, Any] = self._reader().load_checkpoint(path, *args, **kwargs)
+        reader = self._reader() if self._inner is None else self._inner.io
+        loaded: dict[str, Any] = reader.load_checkpoint(path, *args, **kwargs)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -279,7 +315,7 @@ class CheckpointPlugin:
         Raises:
             ValueError: `path` is not a local one.
         """
-        _refuse_remote(path)
+        self._refuse_remote(path)
         asynchronous = self._may_return_early(calling_trainer(self, "remove_checkpoint"))
         work = self._current_work()
         name = absolute(path)
@@ -287,7 +323,7 @@ class CheckpointPlugin:
         work.held.append(name)
         self._release(work, all_of_them=not asynchronous)
         if not asynchronous:
-            wait_for_path(path, follow_link=False)
+            _ordered.wait_for_key(self._key(path))
 
     def teardown(self) -> None:
         """Waits for this plugin's saves, links and removes.
@@ -305,7 +341,11 @@ class CheckpointPlugin:
             # Called by hand in a `finally` or `except`, with no Trainer there to ask.
             not self._trainers(trainer) and sys.exc_info()[0] is not None
         )
-        self._finish(trainer, quiet)
+        try:
+            self._finish(trainer, quiet)
+        finally:
+            if self._inner is not None:
+                self._inner.io.teardown()
 
     # ---- for the companion ----
 
@@ -390,13 +430,18 @@ class CheckpointPlugin:
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out."""
-        if _is_remote(path):
-            return otherwise(path)
-        return absolute(path) not in self._current_work().held and exists(path)
+        if absolute(path) in self._current_work().held:
+            return False
+        if not _is_remote(path):
+            return exists(path)
+        known = _core.log_exists(self._key(path))
+        return otherwise(path) if known < 0 else bool(known)
 
     def wait_for(self, path: Any) -> None:
         """Waits for the saves, links and removes of `path` that were submitted before."""
-        if not _is_remote(path):
+        if _is_remote(path):
+            _ordered.wait_for_key(self._key(path))
+        else:
             wait_for_path(path)
 
     @contextmanager
@@ -462,8 +507,17 @@ class CheckpointPlugin:
             work.engine = Engine(**self._engine_options)
         return work.engine
 
-    def _key(self, path: str) -> bytes:
+    def _key(self, path: Any) -> bytes:
+        if _is_remote(path):
+            return os.fsencode(path)
         return paths.key(path, follow_link=False)
+
+    def _refuse_remote(self, path: Any) -> None:
+        if self._inner is None and _is_remote(path):
+            raise ValueError(
+                f"{os.fsdecode(path)!r} is not a local path, and stillframe's plugin saves to local"
+                " files only, unless it is given a checkpoint_io for others."
+            )
 
     def _make_room(self, work: Work, path: str) -> None:
         """Something is about to be submitted that makes `path`: removes of it come first."""
@@ -480,8 +534,12 @@ class CheckpointPlugin:
     def _remove(self, work: Work, path: str) -> None:
         while path in work.held:
             work.held.remove(path)
-        remove(path)
-        work.newest_key = self._key(path)
+        key = self._key(path)
+        if self._inner is None:
+            remove(path)
+        else:
+            self._inner.remove(path, key)
+        work.newest_key = key
 
     def _deliver(self, work: Work) -> None:
         while work.publications and work.publications[0].due():
@@ -529,8 +587,9 @@ class CheckpointPlugin:
             work.engine = None
         return error
 
-    def _warns(self, error: BaseException) -> bool:
-        return self._on_error == "warn" and is_failure(error)
+    def _warns(self, error: BaseException, of_save: bool = True) -> bool:
+        """Whether it is warned of; not a mistake in how a save was asked for."""
+        return self._on_error == "warn" and (of_save or is_failure(error))
 
     def _tell(self, error: BaseException, quiet: bool) -> None:
         if quiet:
@@ -564,18 +623,6 @@ def _refuse_skipping(when_busy: str) -> None:
         raise ValueError(
             "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
             " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
-        )
-
-
-def _is_remote(path: Any) -> bool:
-    return _REMOTE.match(os.fsdecode(path)) is not None
-
-
-def _refuse_remote(path: Any) -> None:
-    if _is_remote(path):
-        raise ValueError(
-            f"{os.fsdecode(path)!r} is not a local path, and stillframe's plugin saves to local"
-            " files only."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections import deque
 from concurrent.futures import CancelledError
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from stillframe.handle import SaveHandle
 
 log = logging.getLogger("stillframe")
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass
@@ -123,5 +126,11 @@ def is_failure(error: BaseException) -> bool:
     return isinstance(error, (StillframeError, OSError, CancelledError))
 
 
+def is_remote(path: Any) -> bool:
+    return _REMOTE.match(os.fsdecode(path)) is not None
+
+
 def absolute(path: Any) -> str:
-    return os.path.abspath(os.fsdecode(path))
+    """The one name of a path: absolute where it is a local one."""
+    text = os.fsdecode(path)
+    return text if is_remote(text) else os.path.abspath(text)

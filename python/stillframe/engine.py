@@ -127,6 +127,7 @@ class Engine:
         )
         in_flight = _positive("max_in_flight", max_in_flight, _MOST_IN_FLIGHT)
         self._when_busy = when_busy
+        self._max_in_flight = max_in_flight
         self._closed = False
         try:
             self._core = _core.Engine(pool_bytes or 0, block_bytes, writers, in_flight)

@@ -83,6 +83,13 @@ class _Failure:
 _failures: list[_Failure] = []
 
 
+def note_failure(path: str, error: BaseException) -> _Failure:
+    """A save of `path` has failed, and nobody knows yet."""
+    failure = _Failure(path, error)
+    _failures.append(failure)
+    return failure
+
+
 def take_failures(first_only: bool = True) -> list[BaseException]:
     """Errors that nobody has collected, oldest first; they count as collected from now on."""
     taken: list[BaseException] = []
@@ -356,8 +363,7 @@ class SaveHandle:
             if facts["code"]:
                 self._error = self._build_error(facts)
                 if not isinstance(self._error, CancelledError) and self._failure is None:
-                    self._failure = _Failure(self._path, self._error)
-                    _failures.append(self._failure)
+                    self._failure = note_failure(self._path, self._error)
             else:
                 self._report = self._build_report(facts)
             self._settled = True

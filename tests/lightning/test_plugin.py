@@ -20,6 +20,7 @@ STATE = {"x": torch.arange(12.0), "n": 3}
 def test_the_options_are_these(pkg):
     parameters = inspect.signature(pkg.AsyncCheckpointIO).parameters
     assert {name: each.default for name, each in parameters.items()} == {
+        "checkpoint_io": None,
         "engine": None,
         "pool_bytes": None,
         "max_in_flight": 2,
@@ -31,7 +32,13 @@ def test_the_options_are_these(pkg):
         "on_error": "raise",
         "log_metrics": False,
     }
-    assert all(each.kind is each.KEYWORD_ONLY for each in parameters.values())
+    positional = [each.name for each in parameters.values() if each.kind is not each.KEYWORD_ONLY]
+    assert positional == ["checkpoint_io"]
+
+
+def test_an_unknown_way_of_telling_errors_is_refused(lit):
+    with pytest.raises(ValueError, match="on_error"):
+        lit.AsyncCheckpointIO(on_error="ignore")
 
 
 def test_skipping_saves_is_refused_with_the_reason(pkg):

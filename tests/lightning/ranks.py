@@ -1,0 +1,291 @@
+"""What the ranks of test_ranks.py run: `python ranks.py SCENARIO START DIRECTORY`.
+
+START is "spawn", "fork" (Lightning starts the ranks) or "torchrun" (they are started already).
+Every rank writes what it saw to DIRECTORY/rank<n>.json.
+"""
+
+import errno
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import stillframe.engine
+import torch
+from fix_lightning import LightningModel, loader
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from stillframe.lightning import AsyncCheckpointIO
+from stillframe.testing import fault, slow
+
+RANKS = 2
+
+
+class Report:
+    """Notes of this rank."""
+
+    def __init__(self, directory):
+        self.directory, self.notes = directory, {}
+
+    def write(self, rank):
+        (Path(self.directory) / f"rank{rank}.json").write_text(json.dumps(self.notes))
+
+
+def make_trainer(start, directory, callbacks, **options):
+    strategy = options.pop("strategy", "ddp" if start == "torchrun" else f"ddp_{start}")
+    plugin = options.pop("plugin", None) or AsyncCheckpointIO()
+    return Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=RANKS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        limit_val_batches=0,
+        plugins=[plugin],
+        callbacks=callbacks,
+        **{"max_steps": 6, **options},
+    )
+
+
+def checkpoints(directory, **options):
+    return ModelCheckpoint(
+        f"{directory}/c", filename="{step}", every_n_train_steps=2, **{"save_top_k": 1, **options}
+    )
+
+
+class Pools(Callback):
+    """Which rank has an engine, looked at when training has ended."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_end(self, trainer, module):
+        report = Report(self.directory)
+        report.notes["engine"] = _has_engine()
+        report.notes["step"] = trainer.global_step
+        report.write(trainer.global_rank)
+
+
+def trains(start, directory):
+    """An ordinary run on a slow disk, link and all."""
+    with slow("fdatasync", 0.2):
+        run = make_trainer(
+            start, directory, [Pools(directory), checkpoints(directory, save_last="link")]
+        )
+        run.fit(LightningModel(), loader())
+
+
+class FullDisk(Callback):
+    """Rank 0's disk is full from step 2 on; notes what `save_checkpoint` raises on each rank."""
+
+    def __init__(self, directory, late):
+        self.directory, self.late = directory, late
+
+    def on_train_batch_end(self, trainer, *args):
+        step = trainer.global_step
+        if trainer.is_global_zero and step == (6 if self.late else 2):
+            self.full = fault("fdatasync", err=errno.ENOSPC, sticky=True)
+            self.full.__enter__()
+
+    def on_exception(self, trainer, module, exception):
+        report = Report(self.directory)
+        report.notes["raised"] = type(exception).__name__
+        report.notes["errno"] = getattr(exception, "errno", None)
+        report.notes["text"] = str(exception)
+        report.notes["step"] = trainer.global_step
+        report.write(trainer.global_rank)
+
+
+def full_disk(start, directory):
+    """Found by a save in the middle of training."""
+    make_trainer(
+        start, directory, [FullDisk(directory, late=False), checkpoints(directory)], max_steps=8
+    ).fit(LightningModel(), loader(64))
+
+
+def full_disk_at_the_end(start, directory):
+    """Found only when training has ended."""
+    make_trainer(
+        start, directory, [FullDisk(directory, late=True), checkpoints(directory)], max_steps=6
+    ).fit(LightningModel(), loader(64))
+
+
+class Resume(Callback):
+    """Every rank restores, in the middle of training, what rank 0 is still writing."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 4 and not hasattr(self, "done"):
+            self.done = True
+            path = f"{self.directory}/c/step=4.ckpt"
+            trainer._checkpoint_connector.resume_start(path)
+            report = Report(self.directory)
+            report.notes["loaded"] = trainer._checkpoint_connector._loaded_checkpoint["global_step"]
+            report.write(trainer.global_rank)
+            trainer._checkpoint_connector._loaded_checkpoint = {}
+
+
+def resumes(start, directory):
+    with slow("fdatasync", 0.5):
+        make_trainer(start, directory, [Resume(directory), checkpoints(directory)]).fit(
+            LightningModel(), loader(64)
+        )
+
+
+def finds_a_rate(start, directory):
+    with slow("fdatasync", 0.2):
+        make_trainer(
+            start,
+            directory,
+            [LearningRateFinder(num_training_steps=4), Pools(directory), checkpoints(directory)],
+        ).fit(LightningModel(), loader(64))
+
+
+def several_fits(start, directory):
+    """Each rank looks for the newest checkpoint as soon as its own part of a fit has ended."""
+    plugin = AsyncCheckpointIO()
+    with slow("fdatasync", 0.3):
+        for steps in (4, 8):
+            run = make_trainer(
+                start,
+                directory,
+                [Pools(directory), checkpoints(directory, save_last=True)],
+                max_steps=steps,
+                plugin=plugin,
+            )
+            run.fit(LightningModel(), loader(64), ckpt_path="last")
+
+
+def full_state(start, directory):
+    """FSDP2 with full state dicts: rank 0 has all of it."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(LightningModel):
+        def configure_model(self):
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(
+        data_parallel_size=RANKS, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
+    with slow("fdatasync", 0.2):
+        run = make_trainer(
+            start, directory, [Pools(directory), checkpoints(directory)], strategy=strategy
+        )
+        run.fit(Sharded(), loader())
+    # This strategy never tears its CheckpointIO down.
+    if run.is_global_zero:
+        assert (Path(directory) / "c" / "step=6.ckpt").exists()
+
+
+def sharded(start, directory):
+    """FSDP2 that writes for itself: one warning, on one rank."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Sharded(LightningModel):
+        def configure_model(self):
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = make_trainer(start, directory, [checkpoints(directory)], strategy=strategy)
+        model = Sharded()
+        run.fit(model, loader())
+    report = Report(directory)
+    report.notes["warnings"] = [
+        str(each.message) for each in caught if "does not see its checkpoints" in str(each.message)
+    ]
+    report.write(run.global_rank)
+
+
+def train_with_fabric(fabric, directory):
+    from torch import nn
+
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    with slow("fdatasync", 0.2):
+        for nr in range(6):
+            loss = model(torch.randn(4, 300)).square().mean()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            fabric.save(f"{directory}/{nr}.ckpt", {"model": model, "optimizer": optimizer})
+        stillframe.wait_all()
+        fabric.barrier()
+    fabric.load(f"{directory}/5.ckpt", {"model": model, "optimizer": optimizer})
+    report = Report(directory)
+    report.notes["engine"] = _has_engine()
+    report.write(fabric.global_rank)
+
+
+def fabric(start, directory):
+    """Fabric under DDP: the last save is waited for by wait_all."""
+    import lightning.fabric
+
+    run = lightning.fabric.Fabric(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy="ddp" if start == "torchrun" else f"ddp_{start}",
+        plugins=[AsyncCheckpointIO()],
+    )
+    if start == "torchrun":
+        run.launch()
+        train_with_fabric(run, directory)
+    else:
+        run.launch(train_with_fabric, directory)
+
+
+def fabric_fsdp2(start, directory):
+    """Fabric under DDP's strategy, the model sharded by FSDP2: its full state is saved."""
+    import lightning.fabric
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    run = lightning.fabric.Fabric(
+        accelerator="cpu", devices=RANKS, strategy="ddp", plugins=[AsyncCheckpointIO()]
+    )
+    run.launch()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with slow("fdatasync", 0.2):
+        for nr in range(4):
+            model(torch.randn(4, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.save(f"{directory}/{nr}.ckpt", {"model": get_model_state_dict(model, options=full)})
+        stillframe.wait_all()
+        run.barrier()
+    state = get_model_state_dict(model, options=full)
+    loaded = run.load(f"{directory}/3.ckpt")["model"]
+    same = all(torch.equal(state[name], loaded[name]) for name in state)
+    report = Report(directory)
+    report.notes.update(same=same, names=sorted(loaded), engine=_has_engine())
+    report.write(run.global_rank)
+
+
+def _has_engine():
+    return stillframe.engine._default is not None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
+    # gloo's threads may outlive the interpreter, whoever saved.
+    sys.stdout.flush()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    assert os.path.isdir(sys.argv[3])

@@ -1,0 +1,360 @@
+"""`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in our order."""
+
+import os
+import pickle
+import threading
+
+import fsspec
+import numpy as np
+import pytest
+import stillframe
+import torch
+from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
+from stillframe.engine import wait_for_path
+
+SIZE = 300 * 300
+
+
+class Gate:
+    """Saves stop here until it is opened."""
+
+    def __init__(self, opened=True):
+        self.event = threading.Event()
+        if opened:
+            self.event.set()
+
+
+def other(pkg, gate=None, calls=None):
+    """A CheckpointIO that notes its calls: (what, name, thread)."""
+    calls = [] if calls is None else calls
+
+    class Other(pkg.TorchCheckpointIO):
+        def note(self, what, path=None):
+            name = None if path is None else os.path.basename(path)
+            calls.append((what, name, threading.current_thread().name))
+
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if gate is not None:
+                assert gate.event.wait(60)
+            if "fail" in str(path):
+                raise OSError(28, "full", str(path))
+            super().save_checkpoint(checkpoint, path)
+            self.note("save", path)
+            self.options = storage_options
+
+        def load_checkpoint(self, path, *args, **kwargs):
+            self.note("load", path)
+            return super().load_checkpoint(path, *args, **kwargs)
+
+        def remove_checkpoint(self, path):
+            super().remove_checkpoint(path)
+            self.note("remove", path)
+
+        def teardown(self):
+            self.note("teardown")
+
+    io = Other()
+    io.calls = calls
+    return io
+
+
+def state(value=1.0):
+    return {"x": torch.full((SIZE,), value), "y": {"n": 3}}
+
+
+def test_it_saves_a_snapshot_on_another_thread(pkg, tmp_path):
+    gate = Gate(opened=False)
+    io = other(pkg, gate)
+    plugin = pkg.AsyncCheckpointIO(io)
+    saved = state()
+    saved["array"], saved["object"] = np.ones(5), Counter(1)
+    plugin.save_checkpoint(saved, tmp_path / "a.ckpt")
+    saved["x"].zero_()
+    saved["y"]["n"] = 4
+    saved["array"][:] = 0
+    saved["object"].count = 2
+    assert not (tmp_path / "a.ckpt").exists()
+    gate.event.set()
+    plugin.teardown()
+    loaded = load(tmp_path / "a.ckpt")
+    assert torch.equal(loaded["x"], torch.ones(SIZE))
+    assert loaded["y"]["n"] == 3
+    assert (loaded["array"] == 1).all()
+    assert loaded["object"].count == 1
+    assert io.calls == [("save", "a.ckpt", "sf-ordered"), ("teardown", None, "MainThread")]
+
+
+class Counter:
+    def __init__(self, count):
+        self.count = count
+
+
+def test_the_memory_is_held_until_the_save_returns_and_then_given_back(lit, tmp_path):
+    gate = Gate(opened=False)
+    with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
+        plugin = lit.AsyncCheckpointIO(other(lit, gate), engine=engine)
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+        assert engine.stats()["leased_bytes"] > 0
+        gate.event.set()
+        plugin.teardown()
+        assert engine.stats()["leased_bytes"] == 0
+
+
+def test_saves_removes_and_loads_are_in_order(lit, tmp_path):
+    gate = Gate(opened=False)
+    io = other(lit, gate)
+    plugin = lit.AsyncCheckpointIO(checkpoint_io=io)
+    plugin.save_checkpoint(state(1.0), tmp_path / "a.ckpt")
+    plugin.save_checkpoint(state(2.0), tmp_path / "b.ckpt")
+    run_later = threading.Timer(0.1, gate.event.set)
+    assert stillframe.exists(tmp_path / "a.ckpt") and stillframe.exists(tmp_path / "b.ckpt")
+    assert os.listdir(tmp_path) == []
+    run_later.start()
+    assert plugin.load_checkpoint(tmp_path / "b.ckpt")["x"][0] == 2.0
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not stillframe.exists(tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert [call[:2] for call in io.calls] == [
+        ("save", "a.ckpt"),
+        ("save", "b.ckpt"),
+        ("load", "b.ckpt"),
+        ("remove", "a.ckpt"),
+        ("teardown", None),
+    ]
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+
+
+def test_removes_and_saves_of_ours_keep_the_order_too(lit, tmp_path):
+    gate = Gate(opened=False)
+    wrapped, plain = lit.AsyncCheckpointIO(other(lit, gate)), lit.AsyncCheckpointIO()
+    stillframe.save({"x": 1}, tmp_path / "old.ckpt")
+    wrapped.save_checkpoint(state(), tmp_path / "a.ckpt")
+    plain.save_checkpoint(state(2.0), tmp_path / "a.ckpt")
+    stillframe.remove(tmp_path / "old.ckpt")
+    assert (tmp_path / "old.ckpt").exists()
+    gate.event.set()
+    stillframe.wait_all()
+    assert not (tmp_path / "old.ckpt").exists()
+    assert load(tmp_path / "a.ckpt")["x"][0] == 2.0
+
+
+def test_an_error_is_raised_once_and_keeps_what_is_there(lit, tmp_path, caplog):
+    io = other(lit)
+    plugin = lit.AsyncCheckpointIO(io)
+    plugin.save_checkpoint(state(), tmp_path / "good.ckpt")
+    plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
+    plugin.remove_checkpoint(tmp_path / "good.ckpt")
+    wait_for_path(tmp_path / "good.ckpt")
+    with pytest.raises(OSError, match="full"):
+        plugin.save_checkpoint(state(), tmp_path / "more.ckpt")
+    plugin.teardown()
+    plugin.teardown()
+    stillframe.wait_all()
+    assert sorted(os.listdir(tmp_path)) == ["good.ckpt", "more.ckpt"]
+    assert "was not removed" in caplog.text
+
+
+def test_wait_all_waits_and_raises_what_nobody_saw(lit, tmp_path):
+    gate = Gate(opened=False)
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
+    plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
+    with pytest.raises(TimeoutError):
+        stillframe.wait_all(timeout=0.05)
+    gate.event.set()
+    with pytest.raises(OSError, match="full"):
+        stillframe.wait_all()
+    plugin.teardown()
+
+
+def test_no_more_than_max_in_flight_wait_for_it(lit, tmp_path):
+    gate = Gate(opened=False)
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), when_busy="raise", pool_bytes=64 << 20)
+    for name in "ab":
+        plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
+    with pytest.raises(stillframe.BusyError):
+        plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
+    gate.event.set()
+    plugin.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
+def test_a_third_save_waits_for_the_first(lit, tmp_path):
+    gate = Gate(opened=False)
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
+    for name in "ab":
+        plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
+    threading.Timer(0.1, gate.event.set).start()
+    plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
+    assert (tmp_path / "a.ckpt").exists()
+    plugin.teardown()
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_a_checkpoint_larger_than_the_pool_is_saved_inside_the_call(lit, tmp_path, caplog):
+    plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=16 << 20)
+    big = {"x": torch.ones(8 << 20)}
+    plugin.save_checkpoint(big, tmp_path / "a.ckpt")
+    big["x"].zero_()
+    plugin.teardown()
+    assert torch.equal(load(tmp_path / "a.ckpt")["x"], torch.ones(8 << 20))
+    assert "does not fit into the pool" in caplog.text
+
+
+def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=48 << 20, max_in_flight=4)
+    for nr in range(4):
+        plugin.save_checkpoint({"x": torch.full((8 << 20,), float(nr))}, tmp_path / f"{nr}.ckpt")
+    plugin.teardown()
+    for nr in range(4):
+        assert load(tmp_path / f"{nr}.ckpt")["x"][-1] == nr
+
+
+def test_it_trains_as_with_the_other_alone(pkg, tmp_path):
+    expected = {}
+
+    class Keep(pkg.Callback):
+        def on_save_checkpoint(self, run, module, checkpoint):
+            expected[run.global_step] = copied(
+                {key: checkpoint[key] for key in ("state_dict", "optimizer_states")}
+            )
+
+    reports = []
+    plugin = pkg.AsyncCheckpointIO(
+        other(pkg), on_durable=lambda path, report: reports.append(report)
+    )
+    callbacks = [Keep(), every_steps(pkg, tmp_path / "c", 1, save_top_k=-1, save_last="link")]
+    run = trainer(pkg, tmp_path, plugin=plugin, callbacks=callbacks, max_steps=10)
+    run.fit(pkg.Model(), loader())
+    assert sorted(expected) == list(range(1, 11))
+    for step, tree in expected.items():
+        saved = load(tmp_path / "c" / f"step={step}.ckpt")
+        assert_same({key: saved[key] for key in tree}, tree)
+    assert os.readlink(tmp_path / "c" / "last.ckpt") == "step=10.ckpt"
+    assert {report.io_mode for report in reports} == {"wrapped"}
+    assert reports[0].nbytes == (tmp_path / "c" / "step=1.ckpt").stat().st_size
+
+
+def test_a_rotation_over_a_slow_one_keeps_exactly_one(lit, tmp_path):
+    gate = Gate()
+    gate.event.wait = lambda timeout: not threading.Event().wait(0.1)  # each save takes that long
+    io = other(lit, gate)
+    callbacks = [every_steps(lit, tmp_path / "c", 1)]
+    trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(io), callbacks=callbacks, max_steps=6).fit(
+        lit.Model(), loader()
+    )
+    assert os.listdir(tmp_path / "c") == ["step=6.ckpt"]
+    whats = [call[0] for call in io.calls]
+    assert whats.count("teardown") == 1
+    assert whats.index("remove") > whats.index("save") + 1
+
+
+def test_outside_training_it_has_been_saved_on_return(lit, tmp_path):
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(other(lit)))
+    run.fit(lit.Model(), loader())
+    run.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
+    assert load(tmp_path / "a.ckpt")["global_step"] == 8
+    assert run.strategy.checkpoint_io._inner.io.options == {"a": 1}
+    with pytest.raises(OSError, match="full"):
+        run.save_checkpoint(tmp_path / "fail.ckpt")
+
+
+def test_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
+    class Odd(lit.TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            raise KeyError("odd")
+
+    plugin = lit.AsyncCheckpointIO(Odd(), on_error="warn")
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[every_steps(lit, tmp_path / "c", 4)])
+    with pytest.warns(UserWarning, match="odd"):
+        run.fit(lit.Model(), loader())
+
+
+def test_remote_paths_are_the_other_ones_business(lit):
+    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+    path = "memory://wrapped/a.ckpt"
+    plugin.save_checkpoint(state(), path)
+    assert plugin.will_exist(path, lambda path: False)
+    assert plugin.load_checkpoint(path)["y"]["n"] == 3
+    plugin.remove_checkpoint(path)
+    assert not plugin.will_exist(path, lambda path: True)
+    plugin.teardown()
+    assert not fsspec.filesystem("memory").exists("wrapped/a.ckpt")
+
+
+def test_a_wrapper_with_nothing_inside_gets_lightnings_own(pkg, tmp_path):
+    import importlib
+
+    package = "lightning.pytorch" if pkg.name == "lightning" else "pytorch_lightning"
+    stock = importlib.import_module(f"{package}.plugins.io").AsyncCheckpointIO()
+    plugin = pkg.AsyncCheckpointIO(stock)
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert load(tmp_path / "a.ckpt")["y"]["n"] == 3
+
+
+def test_one_of_ours_is_refused_as_the_other(lit):
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    for io in (lit.AsyncCheckpointIO(), _WrappingCheckpointIO(lit.AsyncCheckpointIO())):
+        with pytest.raises(ValueError, match="wait for itself"):
+            lit.AsyncCheckpointIO(io)
+
+
+def test_one_that_saves_with_stillframe_is_told_and_does_not_hang(lit, tmp_path):
+    class Nested(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            stillframe.save(checkpoint, path)
+
+    plugin = lit.AsyncCheckpointIO(Nested())
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    with pytest.raises(stillframe.StillframeError, match="must not save or load with stillframe"):
+        plugin.teardown()
+
+
+def test_it_is_pickled_with_the_other(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+    again = pickle.loads(pickle.dumps(plugin))
+    again.save_checkpoint(state(), tmp_path / "a.ckpt")
+    again.teardown()
+    assert load(tmp_path / "a.ckpt")["y"]["n"] == 3
+
+
+def test_the_exception_of_the_training_stays(lit, tmp_path, caplog):
+    def fails(run):
+        run.save_checkpoint(tmp_path / "fail.ckpt")
+
+    def boom(run):
+        raise ValueError("boom")
+
+    plugin = lit.AsyncCheckpointIO(other(lit))
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: fails, 3: boom})])
+    with pytest.raises(ValueError, match="boom"):
+        run.fit(lit.Model(), loader())
+    assert "full" in caplog.text
+
+
+def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, time, torch\n"
+        "from lightning.fabric.plugins import TorchCheckpointIO\n"
+        "from stillframe.lightning import AsyncCheckpointIO\n"
+        "class Slow(TorchCheckpointIO):\n"
+        "    def save_checkpoint(self, *args, **kwargs):\n"
+        "        time.sleep(0.5)\n"
+        "        super().save_checkpoint(*args, **kwargs)\n"
+        "AsyncCheckpointIO(Slow()).save_checkpoint({'x': torch.ones(5)}, sys.argv[1])\n"
+    )
+    path = tmp_path / "a.ckpt"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load(path)["x"], torch.ones(5))
+    assert "waiting for" in done.stderr
