@@ -203,6 +203,7 @@ static void kinds_dealloc(PyObject *self)
 		Py_CLEAR(kinds->dtype[i].storage_class);
 	}
 	Py_CLEAR(kinds->cpu);
+	sfr_py_trail_fini(&kinds->trail);
 	free_self(self);
 	Py_DECREF(type);
 }

@@ -37,6 +37,15 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 int sfr_py_timeout(PyObject *timeout, uint64_t *left_ns);
 int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns);
 
+/* Starts loading the line of memory at `address`, which may be a stale one: prefetching cannot
+ * fault. GCC takes a function of nothing but prefetches for one without effects, and drops the
+ * calls of it, so this one has an effect. */
+static inline void sfr_py_prefetch(uintptr_t address)
+{
+	__builtin_prefetch((const void *)address);
+	__asm__ volatile("");
+}
+
 /* Each adds types and functions; 0, or -1 with an exception set. */
 int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */

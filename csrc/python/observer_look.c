@@ -89,11 +89,6 @@ static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
 	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
 }
 
-static void prefetch_at(uint64_t address)
-{
-	__builtin_prefetch((const void *)(uintptr_t)address);
-}
-
 /* Starts loading what a look at this storage will touch: a step has streamed the whole state
  * through the caches, and a look is a dozen misses long otherwise. Prefetching cannot fault, so
  * the addresses may be stale. */
@@ -103,16 +98,16 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	const struct sfr_py_claim *claim = &self->table.claims[watch->first_claim];
 	int i;
 
-	prefetch_at((uintptr_t)claim->ref);
-	prefetch_at(claim->tensor);
+	sfr_py_prefetch((uintptr_t)claim->ref);
+	sfr_py_prefetch(claim->tensor);
 	for (i = 0; i < NR_IMPL_LINES; i++)
-		prefetch_at(claim->impl + (uint64_t)i * SFR_PY_LINE);
-	prefetch_at(watch->wrapper);
-	prefetch_at(watch->cdata);
-	prefetch_at(watch->cdata + SFR_PY_LINE);
+		sfr_py_prefetch(claim->impl + (uint64_t)i * SFR_PY_LINE);
+	sfr_py_prefetch(watch->wrapper);
+	sfr_py_prefetch(watch->cdata);
+	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
 	for (i = 0; i < SFR_PY_NR_LINES; i++) {
-		prefetch_at((uintptr_t)line_of(watch, i));
-		prefetch_at((uintptr_t)self->lines[number][i]);
+		sfr_py_prefetch((uintptr_t)line_of(watch, i));
+		sfr_py_prefetch((uintptr_t)self->lines[number][i]);
 	}
 }
 

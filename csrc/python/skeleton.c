@@ -32,6 +32,7 @@ static int add_found(struct sfr_py_collector *c, PyObject *object, bool exact, s
 	struct sfr_py_found found = { 0 };
 
 	found.object = object;
+	sfr_py_trail_look_ahead(c);
 	if (exact && c->plain_road && sfr_py_examine(c->kinds, &found) != 0)
 		return -1;
 	if (found.plain && sfr_py_find_storage(c, &found) != 0)
@@ -72,6 +73,8 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	int yes;
 
 	if (!exact) {
+		if (type == &PyDict_Type)
+			c->holder = (uintptr_t)object;
 		if (type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
 		    type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
 		    type == &PyBool_Type || type == &PyBytes_Type || object == Py_None)
@@ -180,6 +183,7 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 		return NULL;
 	}
 	c->finished = true;
+	sfr_py_trail_leave(c);
 	if (sfr_py_place_tensors(c) != 0)
 		return NULL;
 	for (i = 0; i < c->nr_storages; i++)
@@ -285,6 +289,8 @@ static void collector_dealloc(PyObject *self)
 	PyMem_Free(c->storages);
 	sfr_py_map_fini(&c->storage_at);
 	sfr_py_map_fini(&c->dtype_at);
+	sfr_py_trail_fini(&c->before);
+	sfr_py_trail_fini(&c->trail);
 	while (c->rows != NULL) {
 		struct sfr_py_rows *rows = c->rows;
 
@@ -319,6 +325,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->describe = describe;
 	c->plain_road = plain_road;
 	c->plain_cpu = plain_cpu;
+	sfr_py_trail_take(c);
 	c->storage_list = PyList_New(0);
 	if (c->storage_list == NULL) {
 		Py_DECREF(c);

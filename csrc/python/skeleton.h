@@ -3,6 +3,7 @@
  *   kinds.c     what torch is made of, and which tensors are plain
  *   skeleton.c  the collector: the pickler's persistent_id, and what it has found
  *   storages.c  the storages of what was found
+ *   trail.c     what the last save met, to be in the caches when this one comes to it
  *   scan.c      finds the plain tensors' places in the finished pickle
  *   splice.c    puts their opcodes there
  *   map.c       numbers by address
@@ -44,7 +45,8 @@
 	X(DTYPE, "dtype")                                                                          \
 	X(REQUIRES_GRAD, "requires_grad")                                                          \
 	X(BACKWARD_HOOKS, "backward_hooks")                                                        \
-	X(CDATA, "cdata") /* storage -> address of its StorageImpl */
+	X(CDATA, "cdata") /* storage -> address of its StorageImpl */                              \
+	X(IMPL, "impl")   /* tensor -> address of its TensorImpl */
 
 enum sfr_py_part {
 #define X(name, keyword) SFR_PY_##name,
@@ -67,6 +69,17 @@ struct sfr_py_dtype {
 	uint32_t itemsize;
 };
 
+/* Where a tensor of the last save is: addresses to prefetch, which may be stale. */
+struct sfr_py_step {
+	uintptr_t tensor, impl;     /* Python's object and the TensorImpl */
+	uintptr_t wrapper, storage; /* likewise of the storage */
+	uintptr_t holder;           /* the dict that the pickler went into before; 0: none */
+};
+struct sfr_py_trail {
+	struct sfr_py_step *steps; /* by number of the found tensor */
+	size_t nr, room;
+};
+
 struct sfr_py_kinds {
 	PyObject_HEAD
 	PyObject *part[SFR_PY_NR_PARTS];
@@ -74,7 +87,8 @@ struct sfr_py_kinds {
 	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
-	PyObject *cpu; /* "cpu" */
+	PyObject *cpu;             /* "cpu" */
+	struct sfr_py_trail trail; /* of the last save */
 };
 
 /* One tensor that the pickler met. */
@@ -150,6 +164,8 @@ struct sfr_py_collector {
 	PyObject *describe;           /* the bridge's operator */
 	size_t nr_placed;             /* found ones up to here are described */
 	struct sfr_py_rows *rows;     /* the bridge's words; found[].row points into them */
+	struct sfr_py_trail before, trail; /* of the save before, and of this one */
+	uintptr_t holder;                  /* the dict met last */
 	bool finished;
 };
 
@@ -166,6 +182,19 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
 int sfr_py_place_tensors(struct sfr_py_collector *c);
 /* Doubles an array that is full. */
 int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
+
+/* ---- trail.c ------------------------------------------------------------ */
+
+/* Takes the last save's trail: no other collector uses it meanwhile. */
+void sfr_py_trail_take(struct sfr_py_collector *c);
+/* Before the next tensor is examined: has the memory of some to come loaded. */
+void sfr_py_trail_look_ahead(const struct sfr_py_collector *c);
+/* Notes the tensor that is about to be entered as found. 0, or -1 with an exception set. */
+int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
+		     uint64_t storage);
+/* Leaves the trail to the next save. */
+void sfr_py_trail_leave(struct sfr_py_collector *c);
+void sfr_py_trail_fini(struct sfr_py_trail *trail);
 
 /* ---- splice.c ----------------------------------------------------------- */
 

@@ -208,6 +208,8 @@ int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 		rc = ask_location(c, number, tensor->on_host);
 	if (rc == 0 && !tensor->on_host)
 		rc = ask_device(c, number, tensor->object);
+	if (rc == 0)
+		rc = sfr_py_trail_add(c, tensor->object, storage, identity);
 	tensor->storage = (uint32_t)number;
 	Py_DECREF(storage);
 	return rc;

@@ -149,6 +149,7 @@ def _make_kinds(**other: Any) -> _core.Kinds:
         "requires_grad": attributes["requires_grad"],
         "backward_hooks": attributes["_backward_hooks"],
         "cdata": torch._C.StorageBase.__dict__["_cdata"],
+        "impl": attributes["_cdata"],
         "dtypes": dtypes,
         "sample": torch.empty(0),
     }
