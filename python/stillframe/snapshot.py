@@ -347,13 +347,13 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     source = Tree(tree)
     offsets: list[int] = []
     end = 0
-    for _, nbytes, _, _ in source.sources():
+    for _, nbytes in source.sources():
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
     # It lives as long as a tensor over it does.
     memory = mmap.mmap(-1, max(end, 1))
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for (address, nbytes, _, _), offset in zip(source.sources(), offsets, strict=True):
+    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
         if address:
             ctypes.memmove(base + offset, address, nbytes)
     built, _ = source.rebuild(memory, offsets)
