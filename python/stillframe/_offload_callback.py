@@ -21,7 +21,7 @@ from stillframe._caller import io_chain
 from stillframe._plugin import CheckpointPlugin
 from stillframe._tree import Tree, paths
 from stillframe.errors import PoolExhaustedError
-from stillframe.snapshot import ordinary_copy, snapshot
+from stillframe.snapshot import ordinary_copy, snapshot_at_once
 
 log = logging.getLogger("stillframe")
 
@@ -225,6 +225,7 @@ class OffloadHooks:
             return True, ""
         return False, (
             "the strategy is unknown, and may save something else than rank 0's whole state"
+            f" (known are those of {self._strategies.__name__})"
         )
 
     def _is_a(self, strategy: Any, name: str) -> bool:
@@ -295,7 +296,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     try:
-        taken = snapshot(wanted)
+        taken = snapshot_at_once(wanted)  # training does not wait for somebody else's memory
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
@@ -349,12 +350,15 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
 def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
     """How many tensors as large as the parameter an optimizer keeps for each: the source is the
     list of state in each class's documentation in torch.optim. None when unknown."""
+    # A class with a step of its own may keep anything.
+    if not str(getattr(kind.step, "__module__", None)).startswith("torch.optim"):
+        return None
     names = {base.__name__ for base in kind.__mro__}
     if names & {"Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"}:
         return 3 if group.get("amsgrad") else 2
     if names & {"Adamax", "Adadelta", "Rprop"}:
         return 2
-    if names & {"Adagrad", "ASGD"}:
+    if names & {"Adagrad", "ASGD", "Muon"}:
         return 1
     if "RMSprop" in names:
         return 1 + bool(group.get("momentum")) + bool(group.get("centered"))

@@ -60,10 +60,6 @@ def _can_be_flattened(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _can_be_flattened(tensor: Tensor) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
-
-
 class Tree:
     """The storages under a tree, and a way to make the tree again over others.
 
