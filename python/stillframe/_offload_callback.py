@@ -48,11 +48,14 @@ class OffloadHooks:
     `stillframe.default_engine()`. What the writer gets is the state as it was at the save, however
     late it writes; ties, views and the types of containers are kept; the module's own tensors are
     untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
-    Where the pool is too small, ordinary memory is used, and a line in the log says so. (For a
-    writer in another process there is `stillframe.snapshot(..., shared=True)` with `hold_until`.)
+    Where the pool is too small or in use, ordinary memory is used, and a line in the log says so:
+    the callback never waits. A writer that forks must not read the tensors in the child; for that
+    there is `stillframe.snapshot(..., shared=True)` with `hold_until`.
 
     With stillframe's own `AsyncCheckpointIO` there is nothing to do: it takes the tensors where
-    they are. Saves are counted then, and the tensors left alone.
+    they are. Saves are counted then, and the tensors left alone. (Where that plugin wraps another
+    CheckpointIO, the callback does its work.) Lightning asks no callback about checkpoints of
+    weights alone (`save_weights_only=True`): their tensors stay where they are.
 
     Tensors on a GPU are copied by torch inside the call, straight into the pool.
 
@@ -260,9 +263,9 @@ class OffloadHooks:
 
 
 def _saves_by_itself(trainer: Any) -> bool:
-    """Whether the Trainer saves with our plugin, and that with the core."""
+    """Whether the Trainer saves with our plugin, and that by itself."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and next(io_chain(outermost), None) is None
+    return isinstance(outermost, CheckpointPlugin) and outermost._inner is None
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
