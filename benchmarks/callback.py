@@ -21,12 +21,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common import Series, format_size, format_times, plain_tensors, print_table, write_json
+from common import Series, format_size, format_times, print_table, write_json
 from machine import Others, check_memory, facts_lines, machine_facts, status_bytes
 
 STATES = {"1 GB in 1,200 tensors": (10**9, 1_200), "64 MB in 20,000 tensors": (64 * 10**6, 20_000)}
 WAYS = ("memcpy", "none", "naive", "stillframe")
 GOAL = 1.1  # of one memcpy of the bytes, on CPU tensors
+
+
+def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, Any]:
+    """A dict of float32 tensors that no optimizer owns; `nbytes` in all."""
+    import torch
+
+    numel = max(1, nbytes // (4 * nr_tensors))
+    return {f"tensor{i}": torch.randn(numel) for i in range(nr_tensors)}
 
 
 def _copies(nbytes: int) -> Any:

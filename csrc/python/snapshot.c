@@ -138,21 +138,27 @@ static void snapshot_dealloc(PyObject *object)
 	Py_DECREF(type);
 }
 
-/* Leases, and answers signals while it waits: nothing is held then. */
+/* lease(wait=True). Answers signals while it waits: nothing is held then. To one that does not
+ * wait, a pool that is busy is a pool that is exhausted. */
 static PyObject *snapshot_lease(ARGS)
 {
 	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	struct sfr_py_state *state = PyType_GetModuleState(cls);
-	uint64_t left = SFR_FOREVER, slice;
+	uint64_t left = SFR_FOREVER, slice = 0;
+	int wait = nargs > 0 ? PyObject_IsTrue(args[0]) : 1;
 	int rc;
 
-	UNUSED_ARGS;
+	(void)kwnames;
+	if (wait < 0)
+		return NULL;
 	do {
-		if (sfr_py_slice(&left, &slice) < 0)
+		if (wait && sfr_py_slice(&left, &slice) < 0)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_lease(s, slice);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
+	} while (rc == SFR_EAGAIN && wait);
+	if (rc == SFR_EAGAIN)
+		rc = SFR_EEXHAUSTED;
 	return rc < 0 ? sfr_py_raise(state, rc) : make_memory(state, s);
 }
 

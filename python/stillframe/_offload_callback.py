@@ -21,7 +21,7 @@ from stillframe._caller import io_chain
 from stillframe._plugin import CheckpointPlugin
 from stillframe._tree import Tree, paths
 from stillframe.errors import PoolExhaustedError
-from stillframe.snapshot import ordinary_copy, snapshot
+from stillframe.snapshot import ordinary_copy, snapshot_at_once
 
 log = logging.getLogger("stillframe")
 
@@ -48,11 +48,14 @@ class OffloadHooks:
     `stillframe.default_engine()`. What the writer gets is the state as it was at the save, however
     late it writes; ties, views and the types of containers are kept; the module's own tensors are
     untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
-    Where the pool is too small, ordinary memory is used, and a line in the log says so. (For a
-    writer in another process there is `stillframe.snapshot(..., shared=True)` with `hold_until`.)
+    Where the pool is too small or in use, ordinary memory is used, and a line in the log says so:
+    the callback never waits. A writer that forks must not read the tensors in the child; for that
+    there is `stillframe.snapshot(..., shared=True)` with `hold_until`.
 
     With stillframe's own `AsyncCheckpointIO` there is nothing to do: it takes the tensors where
-    they are. Saves are counted then, and the tensors left alone.
+    they are. Saves are counted then, and the tensors left alone. (Where that plugin wraps another
+    CheckpointIO, the callback does its work.) Lightning asks no callback about checkpoints of
+    weights alone (`save_weights_only=True`): their tensors stay where they are.
 
     Tensors on a GPU are copied by torch inside the call, straight into the pool.
 
@@ -225,6 +228,7 @@ class OffloadHooks:
             return True, ""
         return False, (
             "the strategy is unknown, and may save something else than rank 0's whole state"
+            f" (known are those of {self._strategies.__name__})"
         )
 
     def _is_a(self, strategy: Any, name: str) -> bool:
@@ -259,9 +263,9 @@ class OffloadHooks:
 
 
 def _saves_by_itself(trainer: Any) -> bool:
-    """Whether the Trainer saves with our plugin, and that with the core."""
+    """Whether the Trainer saves with our plugin, and that by itself."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and next(io_chain(outermost), None) is None
+    return isinstance(outermost, CheckpointPlugin) and outermost._inner is None
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
@@ -295,7 +299,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     try:
-        taken = snapshot(wanted)
+        taken = snapshot_at_once(wanted)  # training does not wait for somebody else's memory
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
@@ -349,12 +353,15 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
 def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
     """How many tensors as large as the parameter an optimizer keeps for each: the source is the
     list of state in each class's documentation in torch.optim. None when unknown."""
+    # A class with a step of its own may keep anything.
+    if not str(getattr(kind.step, "__module__", None)).startswith("torch.optim"):
+        return None
     names = {base.__name__ for base in kind.__mro__}
     if names & {"Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"}:
         return 3 if group.get("amsgrad") else 2
     if names & {"Adamax", "Adadelta", "Rprop"}:
         return 2
-    if names & {"Adagrad", "ASGD"}:
+    if names & {"Adagrad", "ASGD", "Muon"}:
         return 1
     if "RMSprop" in names:
         return 1 + bool(group.get("momentum")) + bool(group.get("centered"))

@@ -16,46 +16,30 @@ are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
 
 from __future__ import annotations
 
+import array
 import contextlib
-import copy
-import datetime
-import decimal
-import enum
-import fractions
-import functools
 import gc
-import pathlib
-import re
-import struct
-import sys
-import types
-import uuid
-import warnings
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_ROW = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, reserved
-
-# Objects nothing can change, or that nobody would call custom: they are not even mentioned.
-_ATOMS: frozenset[type[Any]] = frozenset(
-    {
-        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-        *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
-        *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, uuid.UUID),
-        *(decimal.Decimal, fractions.Fraction, re.Pattern),
-    }
+from stillframe._tree_build import (
+    ATOMS,
+    PLAIN,
+    Builder,
+    Flattened,
+    Reduced,
+    attributes_of,
+    dict_of,
+    getstate,
+    is_array,
+    is_atom,
 )
-_ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
-_PLAIN = (Tensor, Parameter)
-_getstate = object.__getstate__
 
 
 @contextlib.contextmanager
@@ -76,51 +60,6 @@ def _can_be_flattened(tensor: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _is_array(node: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(node, numpy.ndarray)
-
-
-def _is_atom(node: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(node, _ATOM_BASES) or (
-        numpy is not None and isinstance(node, (numpy.generic, numpy.dtype))
-    )
-
-
-def _attributes(node: object) -> dict[str, Any]:
-    return getattr(node, "__dict__", None) or {}
-
-
-def _dict_of(state: Any) -> dict[str, Any]:
-    """What somebody has hung onto a plain tensor, out of its state."""
-    return state if isinstance(state, dict) else {}
-
-
-class _Reduced:
-    """A tensor that is made by calling a function, as pickle would."""
-
-    __slots__ = ("args", "function", "state")
-
-    def __init__(self, tensor: Tensor) -> None:
-        reduced: Any = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-        self.function: Callable[..., Any] = reduced[0]
-        self.args: tuple[Any, ...] = reduced[1]
-        self.state: Any = reduced[2] if len(reduced) > 2 else None
-
-
-class _Flattened:
-    """A wrapper subclass, as its inner tensors and what it needs to be put together again."""
-
-    __slots__ = ("context", "inner", "size", "stride", "tensor")
-
-    def __init__(self, tensor: Any) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        self.inner = {name: getattr(tensor, name) for name in names}
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.tensor = tensor
-
-
 class Tree:
     """The storages under a tree, and a way to make the tree again over others.
 
@@ -137,39 +76,68 @@ class Tree:
     def __init__(self, root: object) -> None:
         self._root = root
         self.storages: list[UntypedStorage] = []
-        self.identities: list[int] = []
-        self.rows = bytearray()
         self.elsewhere: list[int] = []
         self.left_whole: list[object] = []
-        self._number_of: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}  # by identity, in the order of the numbers
+        self._nbytes: list[int] = []
+        self._words: list[int] = []  # of the rows
         # By id of the tensor: the number of a plain one's storage, or what another is made from. An
         # int is no work for the collector of garbage, of which there may be many thousand.
         self._tensors: dict[int, Any] = {}
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
         with torch._C.DisableTorchFunction(), _no_collections():
             self._find(root)
+        self.identities = list(self._number_of)
+        self.rows = bytearray(array.array("Q", self._words))
+        self._words.clear()
 
     def _find(self, root: object) -> None:
         seen: set[int] = set()
         stack: list[Any] = [root]
-        atoms, plain = _ATOMS, _PLAIN
+        atoms, plain = ATOMS, PLAIN
         while stack:
             node = stack.pop()
             kind = type(node)
             if kind in plain:
-                self._meet(node, stack)
+                self._meet((node,), stack)
                 continue
             if kind in atoms or id(node) in seen:
                 continue
             seen.add(id(node))
-            inner = []
-            for child in self._children(node, kind):
-                if type(child) in plain:
-                    self._meet(child, stack)
-                else:
-                    inner.append(child)
+            children = self._children(node, kind)
+            inner = self._meet(children, stack)
             inner.reverse()  # in the order of the tree: what was made so is copied so
             stack.extend(inner)
+
+    def _meet(self, nodes: Collection[Any], stack: list[Any]) -> list[Any]:
+        """Enters those that are plain tensors, and returns the others. What hangs on a tensor goes
+        onto the stack."""
+        tensors, held, number_of, words = self._tensors, self._held, self._number_of, self._words
+        plain, strided, others = PLAIN, torch.strided, []
+        for node in nodes:
+            if type(node) not in plain:
+                others.append(node)
+                continue
+            key = id(node)
+            if key in tensors:
+                continue
+            if not (node.layout is strided and node.is_cpu) or node.is_quantized or node.is_nested:
+                stack.extend(self._meet_other(node))
+                continue
+            # What `_enter` does, without the call.
+            held.append(node)
+            storage = node.untyped_storage()
+            number = number_of.setdefault(storage._cdata, len(number_of))
+            if number == len(self.storages):
+                nbytes = storage.nbytes()
+                self.storages.append(storage)
+                self._nbytes.append(nbytes)
+                words += (storage.data_ptr() if nbytes else 0, nbytes, 0)
+            tensors[key] = number
+            state = getstate(node)  # asking for __dict__ would make one
+            if state is not None:
+                stack.extend(dict_of(state).values())
+        return others
 
     def _children(self, node: Any, kind: type[Any]) -> Collection[Any]:
         if kind is dict:
@@ -179,70 +147,62 @@ class Tree:
         if isinstance(node, Tensor):
             return self._meet_other(node)
         if isinstance(node, dict):
-            return [*node.values(), *_attributes(node).values()]
+            return [*node.values(), *attributes_of(node).values()]
         if isinstance(node, (list, tuple)):
-            return [*node, *_attributes(node).values()]
+            return [*node, *attributes_of(node).values()]
         if isinstance(node, (set, frozenset, deque)):
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
             self._enter(storage, storage.device.type == "cpu")
-        elif not (_is_array(node) or _is_atom(node) or kind is bytearray):
+        elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
 
-    def _meet(self, tensor: Tensor, stack: list[Any]) -> None:
-        key = id(tensor)
-        if key in self._tensors:
-            return
-        if tensor.layout is torch.strided and not (
-            tensor.is_quantized or tensor.is_nested or tensor.is_meta
-        ):
-            self._held.append(tensor)
-            self._tensors[key] = self._enter(tensor.untyped_storage(), tensor.is_cpu)
-            state = _getstate(tensor)  # asking for __dict__ would make one
-            if state is not None:
-                stack.extend(_dict_of(state).values())
-        else:
-            stack.extend(self._meet_other(tensor))
-
     def _meet_other(self, tensor: Tensor) -> list[Any]:
+        """Enters a tensor of any kind, and returns what else it leads to."""
         key = id(tensor)
         if key in self._tensors:
             return []
         self._held.append(tensor)
-        if tensor.is_meta and type(tensor) in _PLAIN:
+        if type(tensor) in PLAIN and tensor.is_meta:
             self._tensors[key] = tensor  # it has no bytes
             return []
+        if (
+            type(tensor) in PLAIN
+            and tensor.layout is torch.strided
+            and not (tensor.is_quantized or tensor.is_nested)
+        ):
+            self._tensors[key] = self._enter(tensor.untyped_storage(), tensor.is_cpu)
+            return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
-            flattened = _Flattened(tensor)
+            flattened = Flattened(tensor)
             self._tensors[key] = flattened
-            return [*flattened.inner.values(), *_attributes(tensor).values()]
-        reduced = _Reduced(tensor)
+            return [*flattened.inner.values(), *attributes_of(tensor).values()]
+        reduced = Reduced(tensor)
         self._tensors[key] = reduced
         return [*reduced.args, reduced.state]
 
     def _enter(self, storage: UntypedStorage, host: bool) -> int:
         """The number of a storage, new or known."""
-        identity = storage._cdata
-        number = self._number_of.get(identity)
-        if number is None:
-            number = self._number_of[identity] = len(self.storages)
+        number = self._number_of.setdefault(storage._cdata, len(self._number_of))
+        if number == len(self.storages):
             nbytes = storage.nbytes()
             self.storages.append(storage)
-            self.identities.append(identity)
-            self.rows += _ROW.pack(storage.data_ptr() if host and nbytes else 0, nbytes, 0, 0)
+            self._nbytes.append(nbytes)
+            # struct sfr_source: addr, nbytes, and a lane and a device of four bytes each
+            self._words += (storage.data_ptr() if host and nbytes else 0, nbytes, 0)
             if not host:
                 self.elsewhere.append(number)
         return number
 
-    def sources(self) -> Iterator[tuple[int, int, int, int]]:
-        """The rows as (address, bytes, lane, 0)."""
-        return _ROW.iter_unpack(self.rows)
-
     def nbytes(self) -> int:
         """Bytes of all storages."""
-        return sum(nbytes for _, nbytes, _, _ in self.sources())
+        return sum(self._nbytes)
+
+    def sources(self) -> Iterator[tuple[int, int]]:
+        """Address (0 where it is not in host memory) and bytes of each storage."""
+        return zip(memoryview(self.rows).cast("Q")[::3], self._nbytes, strict=True)
 
     def rebuild(
         self, memory: Any, offsets: list[int], *, identities: bool = False
@@ -262,7 +222,7 @@ class Tree:
             torch._C.DisableTorchFunction(),
             _no_collections(),
         ):
-            builder = _Builder(self._tensors, self._number_of, memory, offsets, self.rows)
+            builder = Builder(self._tensors, self._number_of, memory, offsets, self._nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
@@ -277,230 +237,6 @@ class Tree:
         self._root = None
         self._tensors = {}
         self._held = []
-
-
-class _Builder:
-    def __init__(
-        self,
-        tensors: dict[int, Any],
-        number_of: dict[int, int],
-        memory: Any,
-        offsets: list[int],
-        rows: bytearray,
-    ) -> None:
-        self._tensors = tensors
-        self._number_of = number_of
-        self._memory = memory
-        self._offsets = offsets
-        self._nbytes = [row[1] for row in _ROW.iter_unpack(rows)]
-        self._first: dict[int, Tensor] = {}  # a tensor over each new storage
-        self._memo: dict[int, Any] = {}
-
-    # ---- storages ----
-
-    def storage(self, number: int) -> UntypedStorage:
-        first = self._first.get(number)
-        if first is None:
-            count, dtype = self._nbytes[number], torch.uint8
-            if count == 0:  # a buffer without bytes is refused
-                first = torch.empty(0, dtype=dtype, device="cpu")
-            else:
-                offset = self._offsets[number]
-                first = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-            self._first[number] = first
-        return first.untyped_storage()
-
-    def fetch(self, number: int, storage: UntypedStorage) -> None:
-        """Copies a storage of another device."""
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        source.set_(storage)
-        target = torch.empty(0, dtype=torch.uint8, device="cpu")
-        target.set_(self.storage(number))
-        target.copy_(source)
-
-    def identities(self) -> list[int]:
-        """Addresses of the new StorageImpls, 0 for one that no tensor is over."""
-        first = self._first
-        return [
-            first[number].untyped_storage()._cdata if number in first else 0
-            for number in range(len(self._nbytes))
-        ]
-
-    # ---- tensors ----
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        known = self._memo.get(id(tensor))
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        found = self._tensors.get(id(tensor))
-        if found is None:
-            raise RuntimeError("a tensor came into the tree while it was copied")
-        if type(found) is int:
-            new = self._memo[id(tensor)] = self._plain(tensor, found)
-            state = _getstate(tensor)
-            if state is not None:
-                attributes = _dict_of(state).items()
-                new.__dict__.update({name: self.build(value) for name, value in attributes})
-            return new
-        if type(found) is _Flattened:
-            new = self._flattened(found)
-        elif type(found) is _Reduced:
-            new = self._reduced(found)
-        else:
-            new = tensor
-        self._memo[id(tensor)] = new
-        return new
-
-    def _plain(self, tensor: Tensor, number: int) -> Tensor:
-        dtype, size = tensor.dtype, tensor.size()
-        count, nbytes = tensor.numel(), self._nbytes[number]
-        if (
-            nbytes
-            and count * dtype.itemsize == nbytes
-            and number not in self._first
-            and tensor.is_contiguous()
-        ):
-            new = self._first[number] = torch.frombuffer(
-                self._memory, dtype=dtype, count=count, offset=self._offsets[number]
-            )
-            if len(size) != 1:
-                new.as_strided_(size, tensor.stride())
-        else:
-            new = torch.empty(0, dtype=dtype, device="cpu")
-            new.set_(self.storage(number), tensor.storage_offset(), size, tensor.stride())
-        if tensor.is_conj():
-            torch._C._set_conj(new, True)
-        if tensor.is_neg():
-            torch._C._set_neg(new, True)
-        if type(tensor) is Parameter:
-            return Parameter(new, tensor.requires_grad)
-        if tensor.requires_grad:
-            new.requires_grad_(True)
-        return new
-
-    def _flattened(self, found: _Flattened) -> Tensor:
-        inner = {name: self.build(part) for name, part in found.inner.items()}
-        kind: Any = type(found.tensor)
-        new: Tensor = kind.__tensor_unflatten__(inner, found.context, found.size, found.stride)
-        for name, value in _attributes(found.tensor).items():
-            if name not in _attributes(new):
-                new.__dict__[name] = self.build(value)
-        if found.tensor.requires_grad != new.requires_grad and new.is_leaf:
-            new.requires_grad_(found.tensor.requires_grad)
-        return new
-
-    def _reduced(self, found: _Reduced) -> Tensor:
-        args = [self.build(arg) for arg in found.args]
-        with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
-            warnings.simplefilter("ignore", UserWarning)
-            new: Any = found.function(*args)
-        if found.state is not None:
-            state = self.build(found.state)
-            if hasattr(type(new), "__setstate__"):
-                new.__setstate__(state)
-            else:
-                torch._utils._set_obj_state(new, state)  # type: ignore[no-untyped-call]
-        return new  # type: ignore[no-any-return]
-
-    # ---- the rest of the tree ----
-
-    def build(self, node: Any) -> Any:
-        kind = type(node)
-        if kind in _PLAIN:
-            return self._tensor(node)
-        if kind in _ATOMS:
-            return node
-        key = id(node)
-        if key in self._memo:
-            return self._memo[key]
-        new: Any
-        if kind is dict:
-            new = self._memo[key] = {}
-            self._fill(new, node)
-        elif kind is list:
-            new = self._memo[key] = []
-            new.extend([self.build(value) for value in node])
-        elif isinstance(node, Tensor):
-            return self._tensor(node)
-        elif isinstance(node, tuple):
-            new = self._tuple(node, kind)
-            self._memo[key] = new
-        elif isinstance(node, (dict, list, deque, set)):
-            new = self._container(node)
-        elif isinstance(node, UntypedStorage):
-            new = self._memo[key] = self.storage(self._number_of[node._cdata])
-        elif isinstance(node, TypedStorage):
-            storage = self.storage(self._number_of[node._untyped_storage._cdata])
-            new = TypedStorage(wrap_storage=storage, dtype=node.dtype, _internal=True)  # type: ignore[no-untyped-call]
-            self._memo[key] = new
-        elif _is_array(node) or kind is bytearray:
-            new = self._memo[key] = node.copy()
-        else:
-            new = node
-        return new
-
-    def _fill(self, new: dict[Any, Any], node: dict[Any, Any]) -> None:
-        build = self.build
-        for name, value in list(node.items()):
-            dict.__setitem__(new, name, build(value))
-
-    def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
-        parts = [self.build(value) for value in node]
-        attributes = _attributes(node)
-        if not attributes and all(map(_same, parts, node)):
-            return node
-        if kind is tuple:
-            return tuple(parts)
-        try:
-            new: Any = tuple.__new__(kind, parts)
-        except TypeError:  # a struct sequence of C
-            new = kind(parts)
-        if attributes:
-            new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
-        return new
-
-    def _container(self, node: Any) -> Any:
-        """A container other than a plain dict, list or tuple: emptied of the old parts, filled with
-        new ones."""
-        kind = type(node)
-        if kind is OrderedDict:
-            new: Any = OrderedDict()
-        elif kind is defaultdict:
-            new = defaultdict(node.default_factory)
-        elif kind is set:
-            new = self._memo[id(node)] = set()
-            new.update([self.build(value) for value in node])
-            return new
-        else:
-            new = copy.copy(node)
-            if type(new) is not kind or new is node:
-                return node
-        self._memo[id(node)] = new
-        if isinstance(node, dict):
-            for name, value in list(node.items()):
-                # OrderedDict keeps its order in its own __setitem__.
-                if kind is OrderedDict:
-                    new[name] = self.build(value)
-                else:
-                    dict.__setitem__(new, name, self.build(value))
-        else:
-            parts = [self.build(value) for value in node]
-            if isinstance(node, list):
-                list.__setitem__(new, slice(None), parts)
-            elif isinstance(node, deque):
-                for place, part in enumerate(parts):
-                    deque.__setitem__(new, place, part)
-            else:
-                new.clear()
-                new.update(parts)
-        attributes = _attributes(node)
-        if attributes:
-            new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
-        return new
-
-
-def _same(one: object, other: object) -> bool:
-    return one is other
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:

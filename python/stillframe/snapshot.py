@@ -278,7 +278,19 @@ def snapshot(
         return _take(tree, overlap, shared, engine or default_engine())
 
 
-def _take(tree: T, overlap: bool, shared: bool, engine: Engine) -> Snapshot[T]:
+def snapshot_at_once(tree: T) -> Snapshot[T]:
+    """`snapshot(tree)`, for those who have other memory and need not wait.
+
+    Raises:
+        PoolExhaustedError: The tree does not fit beside what is in use at the moment.
+    """
+    with inside():
+        return _take(tree, False, False, default_engine(), wait=False)
+
+
+def _take(
+    tree: T, overlap: bool, shared: bool, engine: Engine, *, wait: bool = True
+) -> Snapshot[T]:
     engine._core.stats()  # refuses a child's use of its parent's engine
     source = Tree(tree)
     for node in source.left_whole:
@@ -293,7 +305,7 @@ def _take(tree: T, overlap: bool, shared: bool, engine: Engine) -> Snapshot[T]:
     try:
         core = _core.Snapshot(engine._core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
         try:
-            memory = core.lease()
+            memory = core.lease(wait)
         except PoolExhaustedError:
             raise _exhausted(source, engine) from None
         copy = _Copy(core, source, deferral)
@@ -337,7 +349,8 @@ def _exhausted(source: Tree, engine: Engine) -> PoolExhaustedError:
         f" {int(stats['pool_bytes']) / 1e6:.1f} MB in blocks of"
         f" {int(stats['block_bytes']) / 1e6:.1f} MB, of which"
         f" {int(stats['leased_bytes']) / 1e6:.1f} MB are in use. Release other snapshots (and the"
-        " tensors of their trees), or give the engine more pool_bytes."
+        " tensors of their trees), or give the pool more memory: Engine(pool_bytes=...), or"
+        " STILLFRAME_POOL_BYTES for the default engine."
     )
 
 
@@ -347,13 +360,13 @@ def ordinary_copy(tree: T) -> tuple[T, int, int]:
     source = Tree(tree)
     offsets: list[int] = []
     end = 0
-    for _, nbytes, _, _ in source.sources():
+    for _, nbytes in source.sources():
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
     # It lives as long as a tensor over it does.
-    memory = mmap.mmap(-1, max(end, 1))
+    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for (address, nbytes, _, _), offset in zip(source.sources(), offsets, strict=True):
+    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
         if address:
             ctypes.memmove(base + offset, address, nbytes)
     built, _ = source.rebuild(memory, offsets)

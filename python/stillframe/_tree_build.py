@@ -1,0 +1,317 @@
+"""Makes a tree again over other storages: see `_tree`, which has found what is in it.
+
+`Builder.build` walks the tree as `Tree` did, and makes each container and each tensor anew, once.
+Most of the tensors of a checkpoint are plain ones that have a storage to themselves; what is done
+for each of them is written out in one place (`Builder._tensor`), for a checkpoint may have many
+thousand.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import re
+import sys
+import types
+import uuid
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.storage import TypedStorage, UntypedStorage
+
+# Objects nothing can change, or that nobody would call custom: they are not even mentioned.
+ATOMS: frozenset[type[Any]] = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+        *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial),
+        *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, uuid.UUID),
+        *(decimal.Decimal, fractions.Fraction, re.Pattern),
+    }
+)
+ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
+PLAIN = (Tensor, Parameter)
+getstate = object.__getstate__
+
+
+def is_array(node: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(node, numpy.ndarray)
+
+
+def is_atom(node: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return isinstance(node, ATOM_BASES) or (
+        numpy is not None and isinstance(node, (numpy.generic, numpy.dtype))
+    )
+
+
+def attributes_of(node: object) -> dict[str, Any]:
+    return getattr(node, "__dict__", None) or {}
+
+
+def dict_of(state: Any) -> dict[str, Any]:
+    """What somebody has hung onto a plain tensor, out of its state."""
+    return state if isinstance(state, dict) else {}
+
+
+class Reduced:
+    """A tensor that is made by calling a function, as pickle would."""
+
+    __slots__ = ("args", "function", "state")
+
+    def __init__(self, tensor: Tensor) -> None:
+        reduced: Any = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        self.function: Callable[..., Any] = reduced[0]
+        self.args: tuple[Any, ...] = reduced[1]
+        self.state: Any = reduced[2] if len(reduced) > 2 else None
+
+
+class Flattened:
+    """A wrapper subclass, as its inner tensors and what it needs to be put together again."""
+
+    __slots__ = ("context", "inner", "size", "stride", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.inner = {name: getattr(tensor, name) for name in names}
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.tensor = tensor
+
+
+class Builder:
+    def __init__(
+        self,
+        tensors: dict[int, Any],
+        number_of: dict[int, int],
+        memory: Any,
+        offsets: list[int],
+        nbytes: list[int],
+    ) -> None:
+        self._tensors = tensors
+        self._number_of = number_of
+        self._memory = memory
+        self._offsets = offsets
+        self._nbytes = nbytes
+        self._first: dict[int, Tensor] = {}  # a tensor over each new storage
+        self._memo: dict[int, Any] = {}
+
+    # ---- storages ----
+
+    def storage(self, number: int) -> UntypedStorage:
+        first = self._first.get(number)
+        if first is None:
+            count, dtype = self._nbytes[number], torch.uint8
+            if count == 0:  # a buffer without bytes is refused
+                first = torch.empty(0, dtype=dtype, device="cpu")
+            else:
+                offset = self._offsets[number]
+                first = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+            self._first[number] = first
+        return first.untyped_storage()
+
+    def fetch(self, number: int, storage: UntypedStorage) -> None:
+        """Copies a storage of another device."""
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        source.set_(storage)
+        target = torch.empty(0, dtype=torch.uint8, device="cpu")
+        target.set_(self.storage(number))
+        target.copy_(source)
+
+    def identities(self) -> list[int]:
+        """Addresses of the new StorageImpls, 0 for one that no tensor is over."""
+        first = self._first
+        return [
+            first[number].untyped_storage()._cdata if number in first else 0
+            for number in range(len(self._nbytes))
+        ]
+
+    # ---- tensors ----
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        key = id(tensor)
+        known = self._memo.get(key)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        found = self._tensors.get(key)
+        if type(found) is not int:
+            return self._other(tensor, found)
+        dtype, size, nbytes, first = tensor.dtype, tensor.size(), self._nbytes[found], self._first
+        if (
+            (size[0] if len(size) == 1 else tensor.numel()) * dtype.itemsize == nbytes
+            and nbytes
+            and found not in first
+            and tensor.is_contiguous()
+        ):
+            new = first[found] = torch.frombuffer(
+                self._memory,
+                dtype=dtype,
+                count=nbytes // dtype.itemsize,
+                offset=self._offsets[found],
+            )
+            if len(size) != 1:
+                new.as_strided_(size, tensor.stride())
+        else:
+            new = torch.empty(0, dtype=dtype, device="cpu")
+            new.set_(self.storage(found), tensor.storage_offset(), size, tensor.stride())
+        if dtype.is_complex and tensor.is_conj():
+            torch._C._set_conj(new, True)
+        if tensor.is_neg():
+            torch._C._set_neg(new, True)
+        if type(tensor) is Parameter:
+            new = Parameter(new, tensor.requires_grad)
+        elif tensor.requires_grad:
+            new.requires_grad_(True)
+        self._memo[key] = new
+        state = getstate(tensor)
+        if state is not None:
+            hanging = dict_of(state).items()
+            new.__dict__.update({name: self.build(value) for name, value in hanging})
+        return new
+
+    def _other(self, tensor: Tensor, found: Any) -> Tensor:
+        """A tensor that is not simply a view of one storage."""
+        if found is None:
+            raise RuntimeError("a tensor came into the tree while it was copied")
+        if type(found) is Flattened:
+            new = self._flattened(found)
+        elif type(found) is Reduced:
+            new = self._reduced(found)
+        else:
+            new = tensor
+        self._memo[id(tensor)] = new
+        return new
+
+    def _flattened(self, found: Flattened) -> Tensor:
+        inner = {name: self.build(part) for name, part in found.inner.items()}
+        kind: Any = type(found.tensor)
+        new: Tensor = kind.__tensor_unflatten__(inner, found.context, found.size, found.stride)
+        for name, value in attributes_of(found.tensor).items():
+            if name not in attributes_of(new):
+                new.__dict__[name] = self.build(value)
+        if found.tensor.requires_grad != new.requires_grad and new.is_leaf:
+            new.requires_grad_(found.tensor.requires_grad)
+        return new
+
+    def _reduced(self, found: Reduced) -> Tensor:
+        args = [self.build(arg) for arg in found.args]
+        with warnings.catch_warnings():  # torch's own functions use its deprecated TypedStorage
+            warnings.simplefilter("ignore", UserWarning)
+            new: Any = found.function(*args)
+        if found.state is not None:
+            state = self.build(found.state)
+            if hasattr(type(new), "__setstate__"):
+                new.__setstate__(state)
+            else:
+                torch._utils._set_obj_state(new, state)  # type: ignore[no-untyped-call]
+        return new  # type: ignore[no-any-return]
+
+    # ---- the rest of the tree ----
+
+    def build(self, node: Any) -> Any:
+        kind = type(node)
+        if kind in PLAIN:
+            return self._tensor(node)
+        if kind in ATOMS:
+            return node
+        key = id(node)
+        if key in self._memo:
+            return self._memo[key]
+        new: Any
+        if kind is dict:
+            new = self._memo[key] = {}
+            self._fill(new, node)
+        elif kind is list:
+            new = self._memo[key] = []
+            new.extend([self.build(value) for value in node])
+        elif isinstance(node, Tensor):
+            return self._tensor(node)
+        elif isinstance(node, tuple):
+            new = self._tuple(node, kind)
+            self._memo[key] = new
+        elif isinstance(node, (dict, list, deque, set)):
+            new = self._container(node)
+        elif isinstance(node, UntypedStorage):
+            new = self._memo[key] = self.storage(self._number_of[node._cdata])
+        elif isinstance(node, TypedStorage):
+            storage = self.storage(self._number_of[node._untyped_storage._cdata])
+            new = TypedStorage(wrap_storage=storage, dtype=node.dtype, _internal=True)  # type: ignore[no-untyped-call]
+            self._memo[key] = new
+        elif is_array(node) or kind is bytearray:
+            new = self._memo[key] = node.copy()
+        else:
+            new = node
+        return new
+
+    def _fill(self, new: dict[Any, Any], node: dict[Any, Any]) -> None:
+        build, tensor, plain = self.build, self._tensor, PLAIN
+        for name, value in list(node.items()):
+            new[name] = tensor(value) if type(value) in plain else build(value)
+
+    def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
+        parts = [self.build(value) for value in node]
+        hanging = attributes_of(node)
+        if not hanging and all(map(_same, parts, node)):
+            return node
+        if kind is tuple:
+            return tuple(parts)
+        try:
+            new: Any = tuple.__new__(kind, parts)
+        except TypeError:  # a struct sequence of C
+            new = kind(parts)
+        if hanging:
+            new.__dict__.update({name: self.build(value) for name, value in hanging.items()})
+        return new
+
+    def _container(self, node: Any) -> Any:
+        """A container other than a plain dict, list or tuple: emptied of the old parts, filled with
+        new ones."""
+        kind = type(node)
+        if kind is OrderedDict:
+            new: Any = OrderedDict()
+        elif kind is defaultdict:
+            new = defaultdict(node.default_factory)
+        elif kind is set:
+            new = self._memo[id(node)] = set()
+            new.update([self.build(value) for value in node])
+            return new
+        else:
+            new = copy.copy(node)
+            if type(new) is not kind or new is node:
+                return node
+        self._memo[id(node)] = new
+        if isinstance(node, dict):
+            for name, value in list(node.items()):
+                # OrderedDict keeps its order in its own __setitem__.
+                if kind is OrderedDict:
+                    new[name] = self.build(value)
+                else:
+                    dict.__setitem__(new, name, self.build(value))
+        else:
+            parts = [self.build(value) for value in node]
+            if isinstance(node, list):
+                list.__setitem__(new, slice(None), parts)
+            elif isinstance(node, deque):
+                for place, part in enumerate(parts):
+                    deque.__setitem__(new, place, part)
+            else:
+                new.clear()
+                new.update(parts)
+        hanging = attributes_of(node)
+        if hanging:
+            new.__dict__.update({name: self.build(value) for name, value in hanging.items()})
+        return new
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other

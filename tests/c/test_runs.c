@@ -1,0 +1,169 @@
+/* runs.c: where the memory of snapshots lies in the pool, and who waits for whom. */
+#include "snapshot_helpers.h"
+
+static void what_is_held_is_not_waited_for_and_what_comes_back_is(void)
+{
+	struct sfr_engine *engine = make_engine(4);
+	struct sfr_snapshot *one, *two;
+
+	CHECK_EQ(take_nbytes(engine, 5 * BLOCK, &two), SFR_EEXHAUSTED);
+	sfr_snapshot_put(two);
+	CHECK_EQ(take_nbytes(engine, 3 * BLOCK, &one), 0);
+	CHECK_EQ(sfr_snapshot_start(one), 0);
+	CHECK_EQ(take_nbytes(engine, 2 * BLOCK, &two), SFR_EEXHAUSTED);
+	CHECK_EQ(sfr_snapshot_hold(one), 0);
+	sfr_snapshot_unview(one);
+	/* Now only a process holds it, which ends by itself. */
+	CHECK_EQ(sfr_snapshot_lease(two, 0), SFR_EAGAIN);
+	sfr_snapshot_unhold(one);
+	CHECK_EQ(sfr_snapshot_lease(two, 0), 0);
+	CHECK_EQ(sfr_snapshot_lease(two, 0), SFR_ESTATE);
+	drop(two);
+	sfr_snapshot_put(one);
+	CHECK_EQ(leased(engine), 0);
+	sfr_engine_put(engine);
+}
+
+static void a_block_is_refused_when_runs_hold_all_of_them(void)
+{
+	struct sfr__pool *pool = make(4 * MIB, MIB);
+	const uint64_t lens[1] = { 4 * MIB };
+	struct sfr__lease lease;
+	struct sfr__block *block;
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
+	sfr__pool_let_go(pool, &lease);
+	sfr__pool_let_go(pool, &lease); /* twice is fine */
+	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_unplace(pool, &lease);
+	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
+	sfr__pool_put(pool, block);
+	sfr__pool_free(pool);
+}
+
+static void a_spare_block_is_left_to_saves(void)
+{
+	struct sfr__pool *pool = make(4 * MIB, MIB);
+	const uint64_t all[1] = { 4 * MIB }, most[1] = { 3 * MIB };
+	struct sfr__lease lease;
+	struct sfr__block *block;
+	char *addr;
+
+	/* The saves end by themselves, so it is a wait and no refusal. */
+	CHECK_EQ(sfr__pool_place(pool, all, 1, true, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, most, 1, true, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
+	sfr__pool_put(pool, block);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_free(pool);
+}
+
+static void a_run_waits_for_blocks_of_saves(void)
+{
+	struct sfr__pool *pool = make(4 * MIB, MIB);
+	const uint64_t lens[1] = { 2 * MIB };
+	struct sfr__block *blocks[4];
+	struct sfr__lease lease;
+	char *addr;
+
+	for (int i = 0; i < 4; i++)
+		CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &blocks[i]), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), SFR_EAGAIN);
+	sfr__pool_put(pool, blocks[0]);
+	sfr__pool_put(pool, blocks[2]);
+	/* Two blocks, but they do not touch. */
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), SFR_EAGAIN);
+	sfr__pool_put(pool, blocks[1]);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	CHECK_EQ((uintptr_t)addr % MIB, 0);
+	memset(addr, 1, 2 * MIB);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_put(pool, blocks[3]);
+	CHECK_EQ(stats(pool).leased_bytes, 0);
+	sfr__pool_free(pool);
+}
+
+static void items_go_into_runs_that_lie_apart(void)
+{
+	struct sfr__pool *pool = make(6 * MIB, MIB);
+	const uint64_t lens[5] = { MIB / 2, 2 * MIB, 0, MIB / 2, 3 * MIB / 4 };
+	struct sfr__block *blocks[6];
+	struct sfr__lease lease;
+	char *addrs[5];
+
+	for (int i = 0; i < 6; i++)
+		CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &blocks[i]), 0);
+	for (int i = 0; i < 6; i++)
+		if (i != 1)
+			sfr__pool_put(pool, blocks[i]);
+	/* Free: 0, and 2 to 5. */
+	CHECK_EQ(sfr__pool_place(pool, lens, 5, false, 0, addrs, &lease), 0);
+	CHECK(addrs[2] == NULL);
+	for (int i = 0; i < 5; i++) {
+		CHECK_EQ((uintptr_t)addrs[i] % SFR_ALIGN, 0);
+		if (lens[i] != 0)
+			memset(addrs[i], i + 1, lens[i]);
+	}
+	for (int i = 0; i < 5; i++)
+		CHECK(lens[i] == 0 || (addrs[i][0] == i + 1 && addrs[i][lens[i] - 1] == i + 1));
+	CHECK_EQ(stats(pool).leased_bytes, (1 + lease.nr_blocks) * MIB);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_put(pool, blocks[1]);
+	CHECK_EQ(stats(pool).leased_bytes, 0);
+	sfr__pool_free(pool);
+}
+
+static void memory_that_is_there_is_used_first(void)
+{
+	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
+	const uint64_t lens[1] = { 7 * MIB };
+	struct sfr__lease first, second;
+	char *addr, *again;
+
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &first), 0);
+	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
+	CHECK(all_resident(addr, 7 * MIB));
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &again, &second), 0);
+	sfr__pool_unplace(pool, &first);
+	sfr__pool_unplace(pool, &second);
+	for (int i = 0; i < 5; i++) {
+		CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &again, &second), 0);
+		sfr__pool_unplace(pool, &second);
+		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
+	}
+	sfr__pool_free(pool);
+}
+
+static void a_system_without_memory_is_said_so(void)
+{
+	struct sfr__pool *pool;
+	const uint64_t lens[1] = { 3 * MIB };
+	struct sfr__lease lease;
+	char *addr;
+
+	use_odd_system();
+	pool = make(4 * MIB, MIB);
+	refuse_populate = ENOMEM;
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, SFR_FOREVER, &addr, &lease), -ENOMEM);
+	CHECK(lease.runs == NULL);
+	refuse_populate = 0;
+	CHECK_EQ(stats(pool).leased_bytes, 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_free(pool);
+}
+
+int main(void)
+{
+	RUN(what_is_held_is_not_waited_for_and_what_comes_back_is);
+	RUN(a_block_is_refused_when_runs_hold_all_of_them);
+	RUN(a_spare_block_is_left_to_saves);
+	RUN(a_run_waits_for_blocks_of_saves);
+	RUN(items_go_into_runs_that_lie_apart);
+	RUN(memory_that_is_there_is_used_first);
+	RUN(a_system_without_memory_is_said_so);
+	return check_done();
+}

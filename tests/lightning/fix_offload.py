@@ -1,0 +1,75 @@
+"""What the tests of CPUOffloadCallback have in common."""
+
+import gc
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+from fix_lightning import copied
+
+KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
+
+
+@pytest.fixture
+def offload(pkg):
+    """The callback's class in each of the two packages."""
+    return importlib.import_module(f"stillframe.{pkg.name}").CPUOffloadCallback
+
+
+@pytest.fixture
+def strategies(pkg):
+    return part_of(pkg, "strategies")
+
+
+@pytest.fixture
+def small_pool(monkeypatch):
+    """A default engine of one block of 1 MiB."""
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
+        monkeypatch.setattr(sys.modules["stillframe.snapshot"], "default_engine", lambda: engine)
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_leased():
+    yield
+    if leased():
+        gc.collect()
+    assert leased() == 0
+
+
+def leased():
+    """Bytes of the default pool that are in use."""
+    return stillframe.default_engine().stats()["leased_bytes"]
+
+
+def part_of(pkg, name):
+    """A module of the package's training half."""
+    root = "lightning.pytorch" if pkg.name == "lightning" else pkg.name
+    return importlib.import_module(f"{root}.{name}")
+
+
+def lightning_async(pkg):
+    """Lightning's own AsyncCheckpointIO."""
+    return part_of(pkg, "plugins.io").AsyncCheckpointIO
+
+
+def recorder(pkg, seen):
+    """Keeps a copy of what a checkpoint is when the callbacks get it; stands before ours."""
+
+    class Recorder(pkg.Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            seen.append(copied({key: checkpoint[key] for key in KEYS}))
+
+    return Recorder()
+
+
+def of(rank=0, strategy=None):
+    """As much of a Trainer as the callback looks at."""
+    return SimpleNamespace(global_rank=rank, strategy=strategy, optimizers=[])
+
+
+def save(callback, checkpoint, rank=0, strategy=None):
+    callback.on_save_checkpoint(of(rank, strategy), None, checkpoint)
+    return checkpoint

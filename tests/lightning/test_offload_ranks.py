@@ -1,0 +1,69 @@
+"""CPUOffloadCallback under DDP with two ranks: rank 0 offloads, and the file is right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fix_lightning import assert_same, load
+
+HERE = Path(__file__).parent
+
+
+def main(name, directory):
+    """One fit on two forked ranks; each notes its callback's state."""
+    import torch
+    from fix_lightning import every_steps, loader, package, trainer
+    from fix_offload import lightning_async, recorder
+
+    pkg = package(name)
+    callback = __import__(f"stillframe.{name}", fromlist=["_"]).CPUOffloadCallback()
+
+    class Notes(pkg.Callback):
+        def on_train_end(self, trainer, module):
+            note = {"state": callback.state_dict(), "strategy": type(trainer.strategy).__name__}
+            (directory / f"rank{trainer.global_rank}.json").write_text(json.dumps(note))
+            if trainer.global_rank == 0:
+                torch.save(seen, directory / "seen.pt")
+
+    seen = []
+    trainer(
+        pkg,
+        directory,
+        plugin=lightning_async(pkg)(),
+        strategy="ddp_fork",
+        devices=2,
+        callbacks=[
+            recorder(pkg, seen),
+            callback,
+            Notes(),
+            every_steps(pkg, directory, 2, save_top_k=-1),
+        ],
+        max_steps=4,
+    ).fit(pkg.Model(), loader())
+
+
+@pytest.mark.parametrize("name", ["lightning", "pytorch_lightning"])
+def test_rank_0_of_ddp_offloads_and_the_other_does_nothing(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, name, tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    notes = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert [note["strategy"] for note in notes] == ["DDPStrategy", "DDPStrategy"]
+    assert [note["state"]["is_enabled"] for note in notes] == [True, True]
+    assert [note["state"]["checkpoint_count"] for note in notes] == [2, 0]
+    assert notes[0]["state"]["total_time_saved"] > notes[1]["state"]["total_time_saved"] == 0
+    for number, expected in enumerate(load(tmp_path / "seen.pt")):
+        found = load(tmp_path / f"step={2 * number + 2}.ckpt")
+        assert_same({key: found[key] for key in expected}, expected)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

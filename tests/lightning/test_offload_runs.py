@@ -1,0 +1,296 @@
+"""CPUOffloadCallback in real runs: whoever writes the checkpoint, it is the state of the call."""
+
+import gc
+import logging
+import queue
+import threading
+
+import pytest
+import stillframe
+import torch
+from fix_lightning import assert_same, at, every_steps, load, loader, trainer
+from fix_offload import (
+    KEYS,
+    leased,
+    lightning_async,
+    nothing_stays_leased,
+    offload,
+    recorder,
+)
+
+__all__ = ["nothing_stays_leased", "offload"]  # fixtures
+
+
+def writer(pkg, kind, kept):
+    """A CheckpointIO of each kind; `kept` gets what a user's own keeps for later."""
+    if kind == "sync":
+        return pkg.TorchCheckpointIO()
+    if kind == "async":
+        return lightning_async(pkg)()
+    if kind == "ours":
+        return pkg.AsyncCheckpointIO()
+
+    class Later(pkg.TorchCheckpointIO):
+        """Keeps the dictionary for a thread that begins when training is over."""
+
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            kept.append((checkpoint, path))
+
+    return Later()
+
+
+def write_later(kept):
+    def write():
+        while kept:
+            checkpoint, path = kept.pop(0)
+            torch.save(checkpoint, path)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "ours", "later"])
+def test_the_file_holds_the_state_of_the_save(pkg, offload, tmp_path, kind):
+    seen, kept = [], []
+    callback = offload()
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=writer(pkg, kind, kept),
+        callbacks=[recorder(pkg, seen), callback, every_steps(pkg, tmp_path, 2, save_top_k=-1)],
+        max_steps=8,
+    )
+    run.fit(pkg.Model(), loader())
+    if kind == "later":
+        assert len(kept) == 4
+        assert stillframe.default_engine().stats()["leased_bytes"] > 0
+        write_later(kept)
+    for number, expected in enumerate(seen):
+        found = load(tmp_path / f"step={2 * number + 2}.ckpt")
+        assert_same({key: found[key] for key in KEYS}, expected)
+    state = callback.state_dict()
+    assert state["checkpoint_count"] == 4
+    assert (state["total_time_saved"] == 0) == (kind == "ours")
+    assert state["total_memory_freed"] == 0
+
+
+def in_its_own_thread(pkg, gate):
+    """A CheckpointIO that hands the dictionary, and nothing else, to a thread; each file is begun
+    when the gate lets it."""
+
+    class Threaded(pkg.TorchCheckpointIO):
+        def __init__(self):
+            self.waiting = queue.SimpleQueue()
+            self.thread = threading.Thread(target=self.write)
+            self.thread.start()
+
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            self.waiting.put((checkpoint, path))
+
+        def write(self):
+            while (item := self.waiting.get()) is not None:
+                assert gate.acquire(timeout=60)
+                torch.save(*item)
+                del item
+
+        def teardown(self):
+            gate.release(20)
+            self.waiting.put(None)
+            self.thread.join()
+
+    return Threaded()
+
+
+def behind_a_gate(pkg, gate):
+    """Lightning's own AsyncCheckpointIO, whose thread begins each file when the gate lets it."""
+
+    class Slow(pkg.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            assert gate.acquire(timeout=60)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    return lightning_async(pkg)(Slow())
+
+
+@pytest.mark.parametrize("make_writer", [in_its_own_thread, behind_a_gate])
+def test_a_writer_slower_than_training_sees_no_byte_of_a_later_step(
+    pkg, offload, tmp_path, make_writer
+):
+    """A save at every step; each file is begun when the run is three saves further."""
+    seen, gate = [], threading.Semaphore(0)
+
+    class Releases(pkg.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            if trainer.global_step > 3:
+                gate.release()
+
+        def on_train_end(self, trainer, module):
+            gate.release(20)
+
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=make_writer(pkg, gate),
+        callbacks=[
+            recorder(pkg, seen),
+            offload(),
+            Releases(),
+            every_steps(pkg, tmp_path, 1, save_top_k=-1),
+        ],
+        max_steps=10,
+    )
+    run.fit(pkg.Model(), loader(nr_samples=64))
+    assert len(seen) == 10
+    for number, expected in enumerate(seen):
+        found = load(tmp_path / f"step={number + 1}.ckpt")
+        assert_same({key: found[key] for key in KEYS}, expected)
+
+
+def test_with_our_plugin_a_save_is_one_line_and_one_count(pkg, offload, tmp_path, caplog):
+    callback = offload()
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=pkg.AsyncCheckpointIO(),
+        callbacks=[callback, every_steps(pkg, tmp_path, 2)],
+        max_steps=4,
+    )
+    with caplog.at_level(logging.DEBUG, "stillframe"):
+        run.fit(pkg.Model(), loader())
+    lines = [each.getMessage() for each in caplog.records if "checkpoint " in each.getMessage()]
+    lines = [line for line in lines if "CPUOffloadCallback: checkpoint" in line]
+    assert len(lines) == 2
+    assert all("left to stillframe's AsyncCheckpointIO" in line for line in lines)
+    assert callback.state_dict() == {
+        "checkpoint_count": 2,
+        "total_time_saved": 0.0,
+        "total_memory_freed": 0.0,
+        "is_enabled": True,
+    }
+
+
+def test_our_plugin_around_another_gets_the_copies(pkg, offload, tmp_path):
+    """What the inner one is given is the callback's, and right."""
+    seen = []
+    callback = offload()
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=pkg.AsyncCheckpointIO(pkg.TorchCheckpointIO()),
+        callbacks=[
+            recorder(pkg, seen),
+            callback,
+            every_steps(pkg, tmp_path, 2, save_top_k=-1),
+        ],
+        max_steps=6,
+    )
+    run.fit(pkg.Model(), loader())
+    assert callback.state_dict()["checkpoint_count"] == 3
+    assert callback.state_dict()["total_time_saved"] > 0
+    for number, expected in enumerate(seen):
+        found = load(tmp_path / f"step={2 * number + 2}.ckpt")
+        assert_same({key: found[key] for key in KEYS}, expected)
+
+
+def test_a_checkpoint_of_weights_alone_is_whole(pkg, offload, tmp_path):
+    """Lightning asks no callback about such a checkpoint."""
+    callback = offload()
+    trainer(
+        pkg,
+        tmp_path,
+        callbacks=[callback, every_steps(pkg, tmp_path, 2, save_weights_only=True)],
+        max_steps=2,
+    ).fit(pkg.Model(), loader())
+    assert "optimizer_states" not in load(tmp_path / "step=2.ckpt")
+    assert callback.state_dict()["checkpoint_count"] == 0
+
+
+def test_training_itself_is_not_changed(pkg, offload, tmp_path):
+    losses = []
+    for callbacks in ([], [offload()]):
+        model = pkg.Model()
+        before = [id(each) for each in model.parameters()]
+        trainer(
+            pkg, tmp_path, callbacks=[*callbacks, every_steps(pkg, tmp_path, 2)], max_steps=6
+        ).fit(model, loader())
+        assert [id(each) for each in model.parameters()] == before
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
+
+
+def test_its_state_comes_back_with_a_resumed_run(pkg, offload, tmp_path):
+    callbacks = [offload(), every_steps(pkg, tmp_path, 2, save_top_k=-1)]
+    trainer(pkg, tmp_path, callbacks=callbacks, max_steps=4).fit(pkg.Model(), loader())
+    resumed = offload()
+    callbacks = [resumed, every_steps(pkg, tmp_path, 2, save_top_k=-1)]
+    trainer(pkg, tmp_path, callbacks=callbacks, max_steps=6).fit(
+        pkg.Model(), loader(), ckpt_path=tmp_path / "step=4.ckpt"
+    )
+    # The checkpoint of step 4 was made when one had been counted before it.
+    assert resumed.state_dict()["checkpoint_count"] == 2
+    assert resumed.state_dict()["total_time_saved"] > 0
+
+
+def test_an_exception_in_mid_run_leaves_nothing_leased(pkg, offload, tmp_path, caplog):
+    def fail(trainer):
+        raise RuntimeError("in mid-run")
+
+    callback = offload()
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=lightning_async(pkg)(),
+        callbacks=[callback, every_steps(pkg, tmp_path, 1), at(pkg, {5: fail})],
+    )
+    with (
+        caplog.at_level(logging.INFO, "stillframe"),
+        pytest.raises(RuntimeError, match="in mid-run"),
+    ):
+        run.fit(pkg.Model(), loader())
+    assert callback.state_dict()["checkpoint_count"] == 4
+    assert "RuntimeError ended the run; 4 checkpoints" in caplog.text
+    # nothing_stays_leased looks at the rest
+
+
+def test_a_writer_that_fails_leaves_nothing_leased(pkg, offload, tmp_path):
+    class Full(pkg.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            assert leased() > 0
+            raise OSError(28, "full")
+
+    run = trainer(
+        pkg, tmp_path, plugin=Full(), callbacks=[offload(), every_steps(pkg, tmp_path, 1)]
+    )
+    with pytest.raises(OSError, match="full") as caught:
+        run.fit(pkg.Model(), loader())
+    # The frames of a traceback that somebody keeps have the checkpoint.
+    del caught, run
+    gc.collect()
+    assert leased() == 0
+
+
+def test_a_callback_that_fails_behind_ours_leaves_nothing_leased(pkg, offload, tmp_path):
+    class Fails(pkg.Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            raise ValueError("behind")
+
+    run = trainer(
+        pkg, tmp_path, callbacks=[offload(), Fails(), every_steps(pkg, tmp_path, 1)], max_steps=2
+    )
+    with pytest.raises(ValueError, match="behind") as caught:
+        run.fit(pkg.Model(), loader())
+    del caught, run
+    gc.collect()
+    assert leased() == 0
+
+
+def test_the_start_of_training_tells_what_to_expect(pkg, offload, tmp_path, caplog):
+    callback = offload()
+    with caplog.at_level(logging.INFO, "stillframe"):
+        trainer(pkg, tmp_path, callbacks=[callback], max_steps=1).fit(pkg.Model(), loader())
+    parameters = 300 * 300 + 300 + 2 * 300 + 300 + 1
+    model = 4 * (parameters + 2 * 300) + 8  # BatchNorm's statistics and counter
+    checkpoint = model + 2 * 4 * parameters + 4 * 6  # AdamW: two moments, a counter each
+    assert f"{parameters:,} parameters, {parameters:,} of them trained" in caplog.text
+    assert f"model {model / 1000:.3g} kB, checkpoint about {checkpoint / 1e6:.3g} MB" in caplog.text

@@ -1,0 +1,299 @@
+"""The memory of a snapshot: when it goes back, what is refused, who may read it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_snapshots import MIB, engine, flat, leased, raw, state_of, trained
+from stillframe.testing import fault, slow
+
+__all__ = ["engine"]  # a fixture
+
+
+# ---- memory ----
+
+
+def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine) -> None:
+    snap = stillframe.snapshot({"a": torch.ones(5), "b": torch.ones(7)}, engine=engine)
+    one = snap.tree["a"]
+    snap.release()
+    snap.release()
+    assert leased(engine) > 0
+    with pytest.raises(stillframe.StillframeError, match="released"):
+        _ = snap.tree
+    view = one[1:]
+    del one
+    assert leased(engine) > 0
+    assert view.equal(torch.ones(4))
+    del view
+    assert leased(engine) == 0
+
+
+def test_a_tensor_alone_keeps_its_bytes(engine: stillframe.Engine) -> None:
+    kept = [
+        stillframe.snapshot([torch.full((1000,), float(value))], engine=engine).tree[0]
+        for value in range(5)
+    ]
+    gc.collect()
+    for value, tensor in enumerate(kept):
+        assert tensor.eq(value).all()
+    del tensor
+    kept.clear()
+    assert leased(engine) == 0
+
+
+def test_leaving_the_with_block_releases(engine: stillframe.Engine) -> None:
+    with stillframe.snapshot([torch.ones(5)], engine=engine) as snap:
+        assert snap.tree[0].equal(torch.ones(5))
+        assert leased(engine) > 0
+    assert leased(engine) == 0
+
+
+def test_a_tensor_may_be_larger_than_a_block(engine: stillframe.Engine) -> None:
+    source = torch.arange(3 * MIB, dtype=torch.int32)  # 12 MiB
+    new = stillframe.snapshot([source], engine=engine).tree[0]
+    assert new.equal(source)
+
+
+def test_what_does_not_fit_is_refused_at_once(engine: stillframe.Engine) -> None:
+    with pytest.raises(stillframe.PoolExhaustedError, match="pool_bytes"):
+        stillframe.snapshot([torch.zeros(33 * MIB, dtype=torch.uint8)], engine=engine)
+    first = stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine)
+    with pytest.raises(stillframe.PoolExhaustedError):
+        stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine)
+    first.release()
+    assert stillframe.snapshot([torch.zeros(20 * MIB, dtype=torch.uint8)], engine=engine).tree
+    assert int(engine.stats()["committed_bytes"]) <= 32 * MIB
+
+
+def test_a_save_is_refused_at_once_while_snapshots_hold_the_pool(
+    engine: stillframe.Engine, tmp_path: Any
+) -> None:
+    snap = stillframe.snapshot([torch.zeros(32 * MIB, dtype=torch.uint8)], engine=engine)
+    with pytest.raises(stillframe.PoolExhaustedError):
+        stillframe.async_save({"x": torch.ones(3)}, tmp_path / "x.pt", engine=engine)
+    assert not (tmp_path / "x.pt").exists()
+    snap.release()
+    stillframe.save({"x": torch.ones(3)}, tmp_path / "x.pt", engine=engine)
+    stillframe.wait_all()
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_a_snapshot_waits_for_saves(engine: stillframe.Engine, tmp_path: Any) -> None:
+    source = torch.zeros(32 * MIB, dtype=torch.uint8)
+    with slow("pwrite", 0.02):
+        handle = stillframe.async_save(source[: 16 * MIB].clone(), tmp_path / "x", engine=engine)
+        snap = stillframe.snapshot(source, engine=engine)
+    assert handle.done() or handle.result() is not None
+    assert snap.tree.equal(source)
+
+
+def test_free_blocks_that_lie_apart_are_used(engine: stillframe.Engine) -> None:
+    block = torch.arange(4 * MIB, dtype=torch.uint8)
+    snaps = [stillframe.snapshot([block], engine=engine) for _ in range(8)]
+    for snap in snaps[::2]:
+        snap.release()
+    scattered = stillframe.snapshot([block, block.flip(0), block, block[1:].clone()], engine=engine)
+    assert scattered.tree[1].equal(block.flip(0))
+    assert scattered.tree[3].equal(block[1:])
+    with pytest.raises(stillframe.PoolExhaustedError):  # 4 MiB free, but 8 in one piece wanted
+        stillframe.snapshot([torch.zeros(8 * MIB, dtype=torch.uint8)], engine=engine)
+
+
+def test_tensors_outlive_their_engine() -> None:
+    engine = stillframe.Engine(pool_bytes=8 * MIB, block_bytes=4 * MIB)
+    snap = stillframe.snapshot([torch.arange(5)], engine=engine)
+    engine.close()
+    with pytest.raises(stillframe.StillframeError, match="closed"):
+        stillframe.snapshot([torch.ones(1)], engine=engine)
+    assert snap.tree[0].equal(torch.arange(5))
+    assert leased(engine) > 0
+    del snap
+    assert leased(engine) == 0
+    assert engine.stats()["committed_bytes"] == 0
+
+
+def test_a_refused_allocation_leaves_no_lease() -> None:
+    for call in ("mprotect", "malloc", "calloc"):
+        for nth in range(1, 6):
+            with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=4 * MIB) as engine:
+                with fault(call, nth=nth, err=12), contextlib.suppress(MemoryError):
+                    stillframe.snapshot([torch.ones(5)], engine=engine).release()
+                assert leased(engine) == 0
+                new = stillframe.snapshot([torch.ones(5)], engine=engine)
+                assert new.tree[0].equal(torch.ones(5))
+
+
+# ---- hold_until ----
+
+
+def test_a_future_holds_the_memory(engine: stillframe.Engine) -> None:
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    snap = stillframe.snapshot([torch.ones(5)], engine=engine)
+    snap.hold_until(future)
+    snap.release()
+    assert leased(engine) > 0
+    snap.hold_until(future)
+    future.set_result(None)
+    assert leased(engine) == 0
+    with pytest.raises(stillframe.StillframeError, match="gone back"):
+        snap.hold_until(future)
+
+
+def test_a_future_that_has_ended_holds_nothing(engine: stillframe.Engine) -> None:
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    future.set_result(None)
+    snap = stillframe.snapshot([torch.ones(5)], engine=engine)
+    snap.hold_until(future)
+    assert snap.tree[0].equal(torch.ones(5))
+    snap.release()
+    assert leased(engine) == 0
+
+
+def test_a_wait_for_what_is_only_held_is_a_wait(engine: stillframe.Engine) -> None:
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    snap = stillframe.snapshot([torch.zeros(32 * MIB, dtype=torch.uint8)], engine=engine)
+    snap.hold_until(future)
+    snap.release()
+    got: list[Any] = []
+
+    def take() -> None:
+        got.append(stillframe.snapshot([torch.ones(5)], engine=engine))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    future.set_result(None)
+    thread.join()
+    assert got[0].tree[0].equal(torch.ones(5))
+
+
+def test_only_processes_and_futures_can_be_held_for(engine: stillframe.Engine) -> None:
+    snap = stillframe.snapshot([torch.ones(5)], engine=engine)
+    with pytest.raises(TypeError, match="future"):
+        snap.hold_until(7)
+    with pytest.raises(ValueError, match="started"):
+        snap.hold_until(multiprocessing.get_context("fork").Process(target=print))
+    snap.release()
+    assert leased(engine) == 0
+
+
+def _wait_until_returned(engine: stillframe.Engine) -> None:
+    """A snapshot of everything waits for the memory that is still held."""
+    nbytes = int(engine.stats()["pool_bytes"])
+    with stillframe.snapshot([torch.zeros(nbytes, dtype=torch.uint8)], engine=engine):
+        pass
+    assert leased(engine) == 0
+
+
+def test_a_forked_writer_reads_shared_memory_until_it_ends(engine: stillframe.Engine) -> None:
+    read, write = os.pipe()
+    begin, go = os.pipe()
+    snap = stillframe.snapshot({"x": torch.arange(1000)}, shared=True, engine=engine)
+
+    def child() -> None:
+        os.read(begin, 1)
+        os.write(write, b"y" if snap.tree["x"].equal(torch.arange(1000)) else b"n")
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    snap.hold_until(process)
+    snap.release()
+    assert leased(engine) > 0
+    os.write(go, b"g")
+    assert os.read(read, 1) == b"y"
+    process.join()
+    _wait_until_returned(engine)
+    for descriptor in (read, write, begin, go):
+        os.close(descriptor)
+
+
+def test_another_program_can_be_held_for(engine: stillframe.Engine) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        snap = stillframe.snapshot([torch.ones(5)], engine=engine)
+        snap.hold_until(process)
+        snap.release()
+        assert leased(engine) > 0
+        process.communicate(b"\n")
+    _wait_until_returned(engine)
+
+
+# ---- fork ----
+
+
+def in_child(function: Callable[[], object]) -> int:
+    """Runs a function in a forked child; its exit status, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faulthandler.disable()  # some of these children are to crash
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os._exit(0 if function() in (None, True) else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_child_may_not_use_the_parents_snapshot(engine: stillframe.Engine) -> None:
+    snap = stillframe.snapshot([torch.ones(5)], engine=engine)
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def child() -> bool:
+        for use in (
+            lambda: snap.tree,
+            snap.wait,
+            snap.release,
+            lambda: snap.hold_until(future),
+            lambda: stillframe.snapshot([torch.ones(1)], engine=engine),
+        ):
+            with pytest.raises(stillframe.ForkError):
+                use()
+        own = stillframe.snapshot([torch.ones(3)], engine=stillframe.Engine(pool_bytes=32 * MIB))
+        return own.tree[0].equal(torch.ones(3))
+
+    assert in_child(child) == 0
+    assert snap.tree[0].equal(torch.ones(5))
+
+
+def test_private_memory_is_not_there_in_a_child(engine: stillframe.Engine) -> None:
+    tensor = stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]
+    assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
+
+
+def test_a_child_that_drops_tensors_touches_nothing(engine: stillframe.Engine) -> None:
+    kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]]
+    assert in_child(kept.clear) == 0
+    assert leased(engine) > 0
+    assert kept[0].equal(torch.ones(5))
+
+
+def test_shared_memory_is_private_again_after_its_snapshot(engine: stillframe.Engine) -> None:
+    stillframe.snapshot([torch.ones(5)], shared=True, engine=engine).release()
+    tensor = stillframe.snapshot([torch.ones(5)], engine=engine).tree[0]
+    assert in_child(lambda: tensor.sum().item() == 5) == -signal.SIGSEGV
+
+
+def test_a_fork_waits_for_a_shared_copy(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
+    with slow("lane_copy", 0.05):
+        snap = stillframe.snapshot(
+            state_of(model, optimizer), overlap=True, shared=True, engine=engine
+        )
+        # No arithmetic of torch: its threads do not exist in the child.
+        assert in_child(lambda: raw(flat(snap.tree)) == raw(expected)) == 0
+    snap.wait()

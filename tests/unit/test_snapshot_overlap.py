@@ -1,0 +1,170 @@
+"""`snapshot(overlap=True)`: copied under the next forward and backward; the process's end."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
+from stillframe.testing import slow
+
+__all__ = ["engine"]  # a fixture
+
+
+# ---- overlap ----
+
+
+def test_the_next_step_waits_for_the_copy(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
+    with slow("lane_copy", 0.05) as injected:
+        before = injected.calls("lane_copy")
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        step(model, optimizer)
+        assert injected.calls("lane_copy") > before
+    snap.wait()
+    assert all(map(torch.equal, flat(snap.tree), expected))
+
+
+def test_the_tree_is_complete_when_it_is_asked_for(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    with slow("lane_copy", 0.05):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        tree = snap.tree
+    assert all(map(torch.equal, flat(tree), flat(state_of(model, optimizer))))
+
+
+def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    with slow("lane_copy", 0.3, sticky=False):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        with pytest.raises(TimeoutError):
+            snap.wait(timeout=0)
+    snap.wait()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_change_outside_the_step_is_found_and_named(
+    engine: stillframe.Engine, through_data: bool
+) -> None:
+    model, optimizer = trained()
+    state = state_of(model, optimizer)
+    with slow("lane_copy", 0.1):
+        snap = stillframe.snapshot(state, overlap=True, engine=engine)
+        with torch.no_grad():
+            weight: Any = model.weight
+            (weight.data if through_data else weight).add_(1.0)
+        with pytest.raises(stillframe.TornSnapshotError) as caught:
+            snap.wait()
+    assert caught.value.tensors == ("model.weight",)
+    with pytest.raises(stillframe.TornSnapshotError):
+        _ = snap.tree
+    # From then on that optimizer's state is captured.
+    with slow("lane_copy", 1.0) as injected:
+        again = stillframe.snapshot(state, overlap=True, engine=engine)
+        again.wait()
+        assert injected.calls("lane_copy") == 0
+
+
+def test_a_torn_snapshot_nobody_asks_about_is_logged(
+    engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained()
+    with slow("lane_copy", 0.1):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        with torch.no_grad():
+            model.weight.add_(1.0)  # type: ignore[operator, union-attr]
+        step(model, optimizer)
+    with caplog.at_level(logging.ERROR):
+        del snap
+        gc.collect()
+    assert "model.weight" in caplog.text
+
+
+def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(
+    engine: stillframe.Engine,
+) -> None:
+    model, optimizer = trained()
+    with slow("lane_copy", 0.05):
+        stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine).release()
+        step(model, optimizer)
+    assert leased(engine) == 0
+    assert not stillframe.completion.copying or engine.close() is None
+
+
+def test_closing_an_engine_waits_for_the_copy() -> None:
+    model, optimizer = trained()
+    engine = stillframe.Engine(pool_bytes=32 * MIB)
+    expected = [tensor.clone() for tensor in flat(state_of(model, optimizer))]
+    with slow("lane_copy", 0.05):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        engine.close()
+        snap.wait(timeout=0)
+    assert all(map(torch.equal, flat(snap.tree), expected))
+
+
+def test_a_signal_handler_may_take_a_snapshot_while_one_waits(
+    engine: stillframe.Engine,
+) -> None:
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    done = threading.Event()
+
+    def handler(number: int, frame: object) -> None:
+        assert stillframe.snapshot([torch.ones(3)], engine=engine).tree[0].sum() == 3
+        done.set()
+
+    def poke() -> None:
+        while not done.wait(0.01):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        future.set_result(None)
+
+    held = stillframe.snapshot([torch.zeros(4 * MIB, dtype=torch.uint8)], engine=engine)
+    held.hold_until(future)
+    held.release()
+    source = torch.zeros(32 * MIB, dtype=torch.uint8)
+    thread = threading.Thread(target=poke)
+    old = signal.signal(signal.SIGUSR1, handler)
+    try:
+        thread.start()
+        snap = stillframe.snapshot([source], engine=engine)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert done.is_set()
+    assert snap.tree[0].equal(source)
+
+
+# ---- the end of the process ----
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_process_may_end_with_snapshots_of_every_kind() -> None:
+    done = run(
+        "import torch, stillframe\n"
+        "from stillframe.testing import slow\n"
+        "model = torch.nn.Linear(300, 300)\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(4):\n"
+        "    model(torch.ones(1, 300)).sum().backward(); optimizer.step()\n"
+        "keep = stillframe.snapshot([torch.ones(3)])\n"
+        "tensor = stillframe.snapshot([torch.ones(3)]).tree[0]\n"
+        "blocker = slow('lane_copy', 0.05); blocker.__enter__()\n"
+        "late = stillframe.snapshot(model.state_dict(), overlap=True)\n"
+        "print('end')\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
