@@ -75,7 +75,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
     except (OSError, ValueError) as error:
         return Finding(path, UNUSABLE, _reason(error))
     try:
-        found = _core.check(fd, True, progress)
+        found = _core.check(fd, True, progress, True)  # past the page cache
     except OSError as error:
         # It is there and may be read, yet its bytes do not come: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
