@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, Series, Spec, format_size, format_times, print_table, write_json
+from common import BenchError, Series, Spec, format_times, print_table, write_json
 from limits import CALL_BYTES
 from machine import (
     add_directory_options,
@@ -260,7 +260,7 @@ def measure(
     return document
 
 
-# ---- showing --------------------------------------------------------------------------------------
+# ---- showing ------------------------------------------------------------------------------------
 
 
 def _times(series: dict[str, Any], nbytes: int) -> list[str]:
