@@ -167,7 +167,7 @@ def _loads(axes: Any, states: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")
     axes.set_title("Loading a file that torch.save wrote")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     _plain(axes)
 
 
