@@ -17,6 +17,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
 LIMITS_ARGS ?=
+LOAD_ARGS ?=
 DIR    ?= .
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(origin CC),default)
@@ -75,9 +76,10 @@ demo: build
 test: build asan
 	$(PY) -m pytest $(ARGS)
 
-# A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone.
+# A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of load.py.
 bench: build $(VENV)/.bench
 	$(PY) benchmarks/limits.py --dir $(DIR) --json build/limits.json $(LIMITS_ARGS)
+	$(PY) benchmarks/load.py --dir $(DIR) --json build/load.json $(LOAD_ARGS)
 	$(PY) benchmarks/vs_peers.py --dir $(DIR) --json build/vs_peers.json $(ARGS)
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements

@@ -58,6 +58,8 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
         return [(_rates, (document["seconds"], document["nbytes"]))]
+    if "states" in document:  # load.json
+        return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
     titles = {
         "loop": document["settings"]["loop_state"],
@@ -146,6 +148,42 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
     axes.margins(x=0.15)
     axes.set_xlabel("GB/s")
     axes.set_title(f"Raw limits, {nbytes / 1e6:.0f} MB")
+    _plain(axes)
+
+
+def _loads(axes: Any, states: dict[str, Any]) -> None:
+    """Two bars for each state and situation: torch.load and ours."""
+    labels: list[str] = []
+    for state, figures in states.items():
+        for situation, series in figures["loads"].items():
+            for number, (way, found) in enumerate(series.items()):
+                colour = COLOURS[0] if number == 0 else COLOURS[-1]
+                label = way if not labels else "_" + way  # in the legend once
+                place = len(labels) + 0.4 * number - 0.2
+                rate = figures["nbytes"] / found["median"] / 1e9
+                axes.barh(place, rate, height=0.36, color=colour, label=label)
+            labels.append(f"{state}, {situation}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB/s")
+    axes.set_title("Loading a file that torch.save wrote")
+    axes.legend(fontsize=8, loc="lower right")
+    _plain(axes)
+
+
+def _reads(axes: Any, states: dict[str, Any]) -> None:
+    """The rates of verify beside those of raw reads."""
+    labels: list[str] = []
+    for state, figures in states.items():
+        for name, found in figures["reads"].items():
+            if found["median"] == found["median"]:  # nan: the file system has no O_DIRECT
+                rate = figures["nbytes"] / found["median"] / 1e9
+                axes.barh(len(labels), rate, color=COLOURS[-1 if name == "verify" else 0])
+                labels.append(f"{state}: {name}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB/s")
+    axes.set_title("Reading every byte from the disk")
     _plain(axes)
 
 

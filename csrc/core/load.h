@@ -9,7 +9,8 @@
  *             use(sfr_check_result(check));
  *     sfr_check_free(check);
  *
- * A check belongs to one thread at a time. The file's own position is not used. A file that is
+ * A check belongs to one thread at a time. One of the bytes of a long file has two threads of its
+ * own that read ahead; freeing it ends them. A fork leaves it usable, by itself, in the child. The file's own position is not used. A file that is
  * changed meanwhile is found damaged at worst.
  */
 #ifndef SFR_LOAD_H
@@ -19,7 +20,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR_CHECK_BYTES 1u /* read every record and compare its CRC */
+#define SFR_CHECK_BYTES 1u  /* read every record and compare its CRC */
+#define SFR_CHECK_DIRECT 2u /* and that past the page cache, where the file system can */
 
 /* What a file is. Only an archive has records to look at: torch's legacy format (before 1.6, or
  * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok` as it is. */

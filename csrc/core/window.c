@@ -7,11 +7,13 @@
  *     file     |-------|-------|-------|-------|-------|    pages
  *     window           [buf         ^off ..... len   ]      off may be anywhere in it
  *
- * Asking backwards works and costs another read. Memory is fixed at the start, whatever is asked
+ * Asking backwards works and costs another read. Where somebody reads ahead (ahead.c), what goes
+ * forward is answered from there. Memory is fixed at the start, whatever is asked
  * later, so a file cannot make it grow.
  */
 #include <errno.h>
 
+#include "ahead.h"
 #include "sfr_internal.h"
 #include "window.h"
 
@@ -27,6 +29,8 @@ int sfr__window_init(struct sfr__window *w, int fd, size_t cap, size_t piece)
 
 void sfr__window_fini(struct sfr__window *w)
 {
+	sfr__ahead_stop(w->ahead);
+	w->ahead = NULL;
 	sfr_sys.free(w->mem);
 	w->mem = NULL;
 }
@@ -53,6 +57,8 @@ static int refill(struct sfr__window *w, size_t want)
 int sfr__window_get(struct sfr__window *w, uint64_t off, size_t len, uint64_t limit,
 		    const unsigned char **out, size_t *got)
 {
+	if (w->ahead != NULL && sfr__ahead_can(w->ahead, off, limit))
+		return sfr__ahead_get(w->ahead, off, len, out, got);
 	if (off < w->off || off - w->off > w->len || len > w->len - (size_t)(off - w->off)) {
 		size_t lead = (size_t)(off % SFR_PAGE);
 		size_t want = lead + len > w->piece ? lead + len : w->piece;

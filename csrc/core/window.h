@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+struct sfr__ahead;
+
 struct sfr__window {
 	int fd;
 	unsigned char *mem; /* as allocated */
@@ -12,6 +14,7 @@ struct sfr__window {
 	size_t cap, piece;  /* `piece`: how much to read where less is asked for */
 	uint64_t off;       /* of buf in the file, a multiple of SFR_PAGE */
 	size_t len;
+	struct sfr__ahead *ahead; /* reads for it what goes forward; NULL: nobody does */
 };
 
 /* `cap`: the most that can be asked for plus a page, or the file's length if that is less; then

@@ -88,8 +88,9 @@ static int pause_check(const struct sfr_check *check, PyObject *progress)
 }
 
 PyDoc_STRVAR(check_doc,
-"check(fd, verify, progress=None)\n--\n\n"
-"Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n\n"
+"check(fd, verify, progress=None, direct=False)\n--\n\n"
+"Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
+"With `direct` too, the bytes are read past the page cache where the file system can.\n\n"
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
@@ -98,15 +99,16 @@ PyDoc_STRVAR(check_doc,
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "fd", "verify", "progress", NULL };
+	static char *names[] = { "fd", "verify", "progress", "direct", NULL };
 	PyObject *progress = Py_None, *dict = NULL;
 	struct sfr_check *run;
-	int fd, verify, rc;
+	int fd, verify, direct = 0, rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|O:check", names, &fd, &verify,
-					 &progress))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Op:check", names, &fd, &verify,
+					 &progress, &direct))
 		return NULL;
-	rc = sfr_check_new(fd, verify ? SFR_CHECK_BYTES : 0, &run);
+	rc = sfr_check_new(fd, (verify ? SFR_CHECK_BYTES : 0) | (direct ? SFR_CHECK_DIRECT : 0),
+			   &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	for (;;) {

@@ -101,7 +101,10 @@ class File:
 
 # reader.c
 def check(
-    fd: int, verify: bool, progress: Callable[[int, int], object] | None = None
+    fd: int,
+    verify: bool,
+    progress: Callable[[int, int], object] | None = None,
+    direct: bool = False,
 ) -> dict[str, Any]: ...
 def crc32(data: bytes | bytearray | memoryview, value: int = 0, /) -> int: ...
 def crc32_name() -> str: ...

@@ -420,9 +420,10 @@ def show(result: Result) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(100, len(result.directory) + 80))
+    rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
     print(
-        f"{_size(result.nbytes)} in {result.directory} ({result.file_system}), medians of"
-        f" {result.rounds} rounds; pool of at most {_size(result.pool_bytes)}"
+        f"{_size(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
+        f" pool of at most {_size(result.pool_bytes)}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("", "time", "rate", "share"):

@@ -75,7 +75,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
     except (OSError, ValueError) as error:
         return Finding(path, UNUSABLE, _reason(error))
     try:
-        found = _core.check(fd, True, progress)
+        found = _core.check(fd, True, progress, True)  # past the page cache
     except OSError as error:
         # It is there and may be read, yet its bytes do not come: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
@@ -181,16 +181,16 @@ class _Display:
 
     def verify(self, path: str) -> Finding:
         try:
-            long = os.stat(path).st_size >= _LONG_NBYTES
+            nbytes = os.stat(path).st_size
         except (OSError, ValueError):
-            long = False
-        if not (long and self._on_terminal):
+            nbytes = 0
+        if nbytes < _LONG_NBYTES or not self._on_terminal:
             return verify_file(path)
-        with self._bar(path) as progress:
+        with self._bar(path, nbytes) as progress:
             return verify_file(path, progress)
 
     @contextmanager
-    def _bar(self, path: str) -> Iterator[Progress]:
+    def _bar(self, path: str, nbytes: int) -> Iterator[Progress]:
         from rich.console import Console
         from rich.markup import escape
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
@@ -203,7 +203,7 @@ class _Display:
             TransferSpeedColumn(),
         )
         with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-            task = bars.add_task(escape(_printable(os.path.basename(path))))
+            task = bars.add_task(escape(_printable(os.path.basename(path))), total=nbytes)
 
             def progress(done: int, total: int) -> None:
                 bars.update(task, completed=done, total=total)

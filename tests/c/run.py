@@ -29,6 +29,7 @@ def wrapper(tool: str) -> list[str]:
         if shutil.which("valgrind") is None:
             sys.exit("make valgrind needs valgrind, which is not installed")
         options = ["--quiet", "--error-exitcode=99", "--leak-check=full", "--fair-sched=yes"]
+        options.append(f"--suppressions={Path(__file__).with_name('valgrind.supp')}")
         return ["valgrind", *options]
     if tool == "tsan" and shutil.which("setarch") is not None:
         # Its shadow memory collides with a highly randomised address space (gcc before 14).

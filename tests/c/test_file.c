@@ -305,7 +305,7 @@ static void saves_on_small_disks(const char *dir)
 	bool fitted = false;
 
 	leave_the_mounts();
-	if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
+	if (mount("none", "/", "none", MS_REC | MS_PRIVATE, NULL) < 0)
 		_exit(CHILD_SKIPS);
 	CHECK_EQ(sfr_inject_install(), 0);
 	for (unsigned pages = 2; pages <= SAVE_LEN / SFR_PAGE + 3; pages++) {

@@ -3,9 +3,11 @@
  *
  * A child saves state 1, 2, 3 ... to one path and notes each that is acknowledged as durable in
  * memory it shares with the parent. It is killed at the n-th call of the life of a file, before
- * or after that call, for every n over several saves; or from outside, at a random moment.
+ * or after that call, for every n over several saves; or from outside, at a random moment after
+ * its first save has begun, until enough of those moments were inside a save.
  */
 #include <errno.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/mman.h>
@@ -28,6 +30,7 @@ static struct shared {
 	atomic_int kill_at;    /* -1: never */
 	atomic_int kill_after; /* after the call rather than before */
 	atomic_int hit;
+	sem_t began; /* the child's first save is about to be made */
 } *shared;
 
 static struct sfr_sys plain;
@@ -130,6 +133,7 @@ static _Noreturn void child(int first, int nr)
 	sfr_sys.fsync = killing_fsync;
 	if (sfr_engine_new(&opts, &engine) < 0)
 		_exit(2);
+	(void)sem_post(&shared->began);
 	for (int i = first; i < first + nr; i++) {
 		atomic_store(&shared->phase, NOTHING);
 		saving_fill(&state, (unsigned char)i);
@@ -150,6 +154,7 @@ static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_
 	atomic_store(&shared->kill_at, kill_at);
 	atomic_store(&shared->kill_after, after);
 	atomic_store(&shared->hit, 0);
+	CHECK_EQ(sem_init(&shared->began, 1, 0), 0);
 	pid = fork();
 	if (pid == 0)
 		child(first, nr);
@@ -158,6 +163,8 @@ static bool run_child(int first, int nr, int kill_at, int after, uint64_t delay_
 	if (delay_ns) {
 		const struct timespec delay = { .tv_sec = 0, .tv_nsec = (long)delay_ns };
 
+		while (sem_wait(&shared->began) != 0) /* its start may take any time */
+			;
 		(void)nanosleep(&delay, NULL);
 		(void)kill(pid, SIGKILL);
 	}
@@ -226,14 +233,15 @@ static void any_moment_may_be_the_last(void)
 	unsigned random = 12345;
 	int last = saving_look(dir, "checkpoint");
 
-	for (int i = 0; i < 260; i++) {
+	/* Many moments are between two saves, or before the temporary: how many, nobody knows. */
+	for (int i = 0; (nr_kills < 200 || nr_inside < 150) && i < 3000; i++) {
 		random = random * 1103515245u + 12345u;
 		if (last > 100) {
 			CHECK(!run_child(1, 1, -1, 0, 0));
 			last = look_after(false);
 		}
 		last = look_after(run_child(last + 1, 100, -1, 0,
-					    2000000 + (random >> 8) % 20000000));
+					    1 + (random >> 8) % 20000000));
 	}
 }
 

@@ -325,7 +325,7 @@ static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
 	sfr__ticket_step_locked(t);
 	pthread_mutex_unlock(&engine->mu);
 	saving_finish(t);
-	CHECK(!t->jobs && !t->samples && !t->img.entries); /* the report needs none of them */
+	CHECK(!t->jobs && !t->samples.items && !t->img.entries); /* the report needs none of them */
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
 	sfr_ticket_put(t);

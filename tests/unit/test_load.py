@@ -330,8 +330,9 @@ def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_
     check_fd = reader.check_fd
 
     def replace_meanwhile(*args, **kwargs):
-        check_fd(*args, **kwargs)
+        found = check_fd(*args, **kwargs)
         os.replace(other, path)
+        return found
 
     monkeypatch.setattr(reader, "check_fd", replace_meanwhile)
     assert same(stillframe.load(path), small_state())

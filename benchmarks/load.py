@@ -1,0 +1,361 @@
+"""How long does a checkpoint take to come back, and to be verified?
+
+    python benchmarks/load.py --dir DIR
+
+`stillframe.load` beside `torch.load` of the same file, as torch.save wrote it: the first load of
+a process, one more in the same process, and one from the disk. `verify` beside raw reads of the
+file on two threads. README.md says how each figure is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import mmap
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pictures
+from common import BenchError, Series, Spec, format_times, print_table, write_json
+from limits import CALL_BYTES
+from machine import (
+    add_directory_options,
+    check_memory,
+    facts_lines,
+    machine_facts,
+    scratch_directory,
+)
+
+TORCH, OURS = "torch.load", "stillframe.load"
+WAYS = (TORCH, OURS)
+FIRST, AGAIN, COLD = "first", "again", "cold"
+SITUATIONS = {
+    FIRST: "the first load of a process, file in memory",
+    AGAIN: "the next one",
+    COLD: "the first load of a process, file on the disk",
+}
+VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
+READS = (VERIFY, RAW_ONE, RAW_TWO)
+LOAD_GOAL = 1.0  # of torch.load's time
+VERIFY_GOAL = 0.8  # of the rate of RAW_TWO
+
+STATES = {
+    "1.07 GB in 1,200": Spec(1_070_000_000, "mlp", 400, 2),
+    "64 MB in 20,000": Spec(64_000_000, "mlp", 6_667, 2),
+    "4 GB in 24": Spec(4_000_000_000, "few", 24, 2),
+}
+QUICK_STATES = {
+    "160 MB in 300": Spec(160_000_000, "mlp", 100, 2),
+    "10 MB in 3,000": Spec(10_000_000, "mlp", 1_000, 2),
+}
+
+
+# ---- the measured processes -----------------------------------------------------------------
+
+
+def _work(connection: Any) -> None:
+    """One process: answers each request (a name and its arguments) until there is no more."""
+    import gc
+
+    import states
+    import stillframe
+    import torch
+    from stillframe import cli
+
+    def make(path: str, spec: Spec) -> float:
+        state = states.make(spec)
+        state.step(8)  # so that the optimizer has its moments
+        with open(path, "wb") as file:
+            torch.save(state.tree(), file)
+            os.fsync(file.fileno())
+        return 0.0
+
+    def load(path: str, way: str) -> float:
+        call: Callable[[str], Any] = torch.load if way == TORCH else stillframe.load
+        gc.collect()
+        start = time.perf_counter()
+        tree = call(path)
+        seconds = time.perf_counter() - start
+        if not states.tensors_of(tree):
+            raise BenchError(f"{way} found no tensors")
+        return seconds
+
+    def verify(path: str) -> float:
+        start = time.perf_counter()
+        finding = cli.verify_file(path)
+        seconds = time.perf_counter() - start
+        if not finding.ok:
+            raise BenchError(f"{path}: {finding.error}")
+        return seconds
+
+    requests = {"make": make, "load": load, "verify": verify}
+    torch.set_num_threads(2)
+    while (request := connection.recv()) is not None:
+        try:
+            connection.send(requests[request[0]](*request[1:]))
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[Callable[..., float]]:
+    """A fresh process that has imported everything; call it with a request."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+
+    def ask(*request: Any) -> float:
+        try:
+            ours.send(request)
+            answer = ours.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise BenchError("a measured process ended") from error
+        if isinstance(answer, str):
+            raise BenchError(f"a measured process failed: {answer}")
+        return float(answer)
+
+    try:
+        yield ask
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
+    finally:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+        ours.close()
+
+
+# ---- files and raw reads ----------------------------------------------------------------------
+
+
+def _forget(path: Path) -> None:
+    """Lets the page cache drop a synced file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _keep(path: Path) -> None:
+    """Reads the file, so that it lies in the page cache."""
+    with open(path, "rb", buffering=0) as file:
+        while file.read(CALL_BYTES):
+            pass
+
+
+def raw_seconds(path: Path, nr_threads: int) -> float:
+    """Seconds to read the file past the page cache, `nr_threads` taking turns at its pieces.
+
+    Each has one buffer of CALL_BYTES, whose pages are there. nan where O_DIRECT is refused.
+    """
+    buffers = [mmap.mmap(-1, CALL_BYTES) for _ in range(nr_threads)]
+    for buffer in buffers:
+        buffer[:] = bytes(CALL_BYTES)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return math.nan
+    nbytes, failed = os.fstat(fd).st_size, []
+
+    def read(number: int) -> None:
+        try:
+            for off in range(number * CALL_BYTES, nbytes, nr_threads * CALL_BYTES):
+                os.preadv(fd, [buffers[number]], off)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(nr_threads)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    os.close(fd)
+    return math.nan if failed else seconds
+
+
+# ---- rounds -------------------------------------------------------------------------------------
+
+
+def _load_round(path: Path, number: int, values: dict[str, dict[str, list[float]]]) -> None:
+    """Each way once in each situation; every other round in the other order."""
+    ways = WAYS if number % 2 == 0 else WAYS[::-1]
+    for situation in (FIRST, COLD):
+        for way in ways:
+            with worker() as ask:
+                if situation == COLD:
+                    _forget(path)
+                else:
+                    _keep(path)
+                values[situation][way].append(ask("load", str(path), way))
+                if situation == FIRST:
+                    values[AGAIN][way].append(ask("load", str(path), way))
+
+
+def _verify_round(
+    path: Path, number: int, ask: Callable[..., float], values: dict[str, list[float]]
+) -> None:
+    calls = {
+        VERIFY: lambda: ask("verify", str(path)),
+        RAW_ONE: lambda: raw_seconds(path, 1),
+        RAW_TWO: lambda: raw_seconds(path, 2),
+    }
+    for name in READS[number % 3 :] + READS[: number % 3]:  # whoever is first may find it faster
+        _forget(path)
+        values[name].append(calls[name]())
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> Series:
+    return Series.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def measure(
+    directory: Path, chosen: dict[str, Spec], rounds: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Every figure, in seconds, and the ratios of each round, by state."""
+    document: dict[str, Any] = {}
+    for state, spec in chosen.items():
+        path = directory / "state.pt"
+        progress(f"{state}: making the file")
+        with worker() as ask:
+            ask("make", str(path), spec)
+        loads: dict[str, dict[str, list[float]]] = {
+            situation: {way: [] for way in WAYS} for situation in SITUATIONS
+        }
+        reads: dict[str, list[float]] = {name: [] for name in READS}
+        for number in range(rounds):
+            progress(f"{state}: loads, round {number + 1} of {rounds}")
+            _load_round(path, number, loads)
+        with worker() as ask:
+            ask("verify", str(path))
+            for number in range(3 * rounds):
+                progress(f"{state}: verify, round {number + 1} of {3 * rounds}")
+                _verify_round(path, number, ask, reads)
+        document[state] = {
+            "nbytes": path.stat().st_size,
+            "loads": {
+                situation: {way: Series.of(values).to_json() for way, values in found.items()}
+                for situation, found in loads.items()
+            },
+            "load_ratios": {
+                situation: _ratio(found[OURS], found[TORCH]).to_json()
+                for situation, found in loads.items()
+            },
+            "reads": {name: Series.of(values).to_json() for name, values in reads.items()},
+            # of rates, so the other way round
+            "verify_ratio": _ratio(reads[RAW_TWO], reads[VERIFY]).to_json(),
+        }
+        path.unlink()
+    return document
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+def _times(series: dict[str, Any], nbytes: int) -> list[str]:
+    rate = f"{nbytes / series['median'] / 1e9:.2f} GB/s"
+    return [format_times([series["median"], series["min"], series["max"]]), rate]
+
+
+def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
+    value = ratio["median"]
+    if value != value:
+        return "-"
+    met = value <= bound if at_most else value >= bound
+    spread = f"{value:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})"
+    return f"{spread}, {'<=' if at_most else '>='} {bound}: {'met' if met else 'MISSED'}"
+
+
+def show(found: dict[str, Any], rounds: int) -> None:
+    """Two tables on stdout."""
+    rows: list[list[str] | None] = []
+    for state, figures in found.items():
+        rows.append([state, *[""] * 3])
+        for situation, text in SITUATIONS.items():
+            series = figures["loads"][situation]
+            cells = [" ".join(_times(series[way], figures["nbytes"])) for way in WAYS]
+            goal = _goal(figures["load_ratios"][situation], LOAD_GOAL, at_most=True)
+            rows.append([f"  {text}", *cells, goal])
+    columns = ["", *WAYS, "ours / theirs, median of the rounds"]
+    print_table(f"Loads of a file that torch.save wrote, {rounds} rounds", columns, rows)
+    rows = []
+    for state, figures in found.items():
+        rows.append([state, *[""] * 3])
+        for name in READS:
+            goal = ""
+            if name == VERIFY:
+                goal = _goal(figures["verify_ratio"], VERIFY_GOAL, at_most=False)
+            rows.append([f"  {name}", *_times(figures["reads"][name], figures["nbytes"]), goal])
+    columns = ["", "median (min..max)", "rate", "rate / two threads', median of the rounds"]
+    print_table(f"Reading every byte from the disk, {3 * rounds} rounds", columns, rows)
+
+
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[str], None]]:
+    terminal = sys.stderr.isatty()
+
+    def progress(text: str) -> None:
+        if terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield progress
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of loads; three times as many reads")
+    parser.add_argument("--quick", action="store_true", help="160 MB and 10 MB, three rounds")
+    parser.add_argument("--only", nargs="+", metavar="STATE", help="of: " + ", ".join(STATES))
+    add_directory_options(parser)
+    args = parser.parse_args(argv)
+    chosen = QUICK_STATES if args.quick else STATES
+    rounds = min(args.rounds, 3) if args.quick else args.rounds
+    if args.only:
+        unknown = set(args.only) - set(chosen)
+        if unknown:
+            parser.error(f"no such state: {', '.join(sorted(unknown))}; there are {list(chosen)}")
+        chosen = {state: chosen[state] for state in args.only}
+    largest = max(spec.nbytes for spec in chosen.values())
+    try:
+        check_memory(3 * largest)
+        with (
+            scratch_directory(
+                args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * largest
+            ) as directory,
+            _progress_line() as progress,
+        ):
+            facts = machine_facts(directory)
+            found = measure(directory, chosen, rounds, progress)
+    except BenchError as error:
+        print(f"load.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("load.py: interrupted; its files are removed", file=sys.stderr)
+        return 130
+    print("\n".join(facts_lines(facts)))
+    show(found, rounds)
+    if args.json:
+        document = {"facts": facts, "rounds": rounds, "states": found}
+        write_json(args.json, document)
+        pictures.beside(args.json, document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+/* Reading a file front to back on threads of its own, ahead of who looks at the bytes. See ahead.c.
+ */
+#ifndef SFR_AHEAD_H
+#define SFR_AHEAD_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define SFR__AHEAD_PIECE (2u << 20)
+#define SFR__AHEAD_MOST (3u << 16) /* bytes that one get may ask for */
+
+struct sfr__ahead;
+
+/* Begins to read [0, end) of the file; `direct`: past the page cache where the file system can.
+ * `fd` stays the caller's and open until the stop. -errno: no memory, or no threads. */
+int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out);
+/* Whether a get of `off` is one that goes forward, in the process that made it. */
+bool sfr__ahead_can(const struct sfr__ahead *a, uint64_t off, uint64_t limit);
+/* As sfr__window_get. */
+int sfr__ahead_get(struct sfr__ahead *a, uint64_t off, size_t len, const unsigned char **out,
+		   size_t *got);
+/* Waits for the reads under way, one a thread at most. NULL is fine. */
+void sfr__ahead_stop(struct sfr__ahead *a);
+
+#endif
