@@ -4,6 +4,7 @@ A module of its own, so that a spawned worker can import the classes.
 """
 
 import importlib
+import os
 from types import SimpleNamespace
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACKAGES = ("lightning", "pytorch_lightning")
+# By how many seconds a flush takes longer. 0.1 is many steps of these tests already; `make
+# lightning-suite` goes through slower disks.
+DISKS = [float(each) for each in os.environ.get("STILLFRAME_TEST_DISKS", "0 0.1").split()]
 WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
 
 

@@ -10,6 +10,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import (
+    DISKS,
     LightningManualModel,
     assert_same,
     at,
@@ -22,10 +23,8 @@ from fix_lightning import (
 from stillframe.engine import wait_for_path
 from stillframe.testing import fault, slow
 
-SLOW_DISKS = [0.0, 0.3, pytest.param(3.0, marks=pytest.mark.slow)]
 
-
-@pytest.fixture(params=SLOW_DISKS, ids=lambda seconds: f"{seconds}s")
+@pytest.fixture(params=DISKS, ids=lambda seconds: f"{seconds}s")
 def disk(request):
     """A disk whose flush takes that long."""
     with slow("fdatasync", request.param):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import stillframe
 import torch
-from fix_lightning import at, every_steps, load, loader, trainer
+from fix_lightning import DISKS, at, every_steps, load, loader, trainer
 from stillframe.testing import fault, slow
 
 
@@ -61,7 +61,7 @@ def fit(pkg, tmp_path, logger, *, plugin=None, callbacks=(), **options):
     return run
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, pytest.param(3.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", DISKS)
 def test_loggers_hear_of_every_checkpoint_in_order_once_it_is_durable(pkg, tmp_path, seconds):
     logger = loggers_of(pkg)()
     with slow("fdatasync", seconds):
