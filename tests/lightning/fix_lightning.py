@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACKAGES = ("lightning", "pytorch_lightning")
-# By how many seconds a flush takes longer. 0.1 is many steps of these tests already; `make
-# lightning-suite` goes through slower disks.
-DISKS = [float(each) for each in os.environ.get("STILLFRAME_TEST_DISKS", "0 0.1").split()]
+# `make lightning-suite` goes through slower disks, and through every line where the quick form
+# takes samples.
+FULL = os.environ.get("STILLFRAME_TEST_LIGHTNING") == "full"
+# By how many seconds a flush takes longer. 0.1 is many steps of these tests already.
+DISKS = [0.0, 0.3, 3.0] if FULL else [0.0, 0.1]
 WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
 
 

@@ -6,6 +6,7 @@ has DIRECTORY/SCENARIO to itself; every rank writes what it saw to rank<n>.json 
 process what the scenario raised to raised<n>.txt.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -78,7 +79,13 @@ def trains(start, directory):
         run = make_trainer(
             start, directory, [Pools(directory), checkpoints(directory, save_last="link")]
         )
-        run.fit(LightningModel(), loader())
+        model = LightningModel()
+        before = model.head.weight.detach().clone()
+        run.fit(model, loader())
+    # A launched worker's weights reach its parent through a checkpoint that the parent removes.
+    saved = torch.load(f"{directory}/c/step=6.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(before, model.head.weight)
 
 
 class FullDisk(Callback):
@@ -98,8 +105,7 @@ class FullDisk(Callback):
             self.full.__exit__(None, None, None)
 
     def on_exception(self, trainer, module, exception):
-        if not torch.distributed.is_initialized():
-            return  # the process that launched the ranks: it is told by them
+        # Called in launched ranks by torchrun, in the process that launches where Lightning does.
         report = Report(self.directory)
         report.notes["raised"] = type(exception).__name__
         report.notes["errno"] = getattr(exception, "errno", None)
@@ -116,6 +122,22 @@ def full_disk(start, directory):
 def full_disk_at_the_end(start, directory):
     """Found only when training has ended."""
     _fit_on(FullDisk(directory, late=True), start, directory, max_steps=6)
+
+
+def full_disk_after_training(start, directory):
+    """A save that is durable on return, behind which all ranks meet."""
+    run = make_trainer(start, directory, [checkpoints(directory)])
+    run.fit(LightningModel(), loader())
+    report = Report(directory)
+    report.notes["raised"] = None
+    full = fault("fdatasync", err=errno.ENOSPC, sticky=True)
+    with full if run.is_global_zero else contextlib.nullcontext():
+        try:
+            run.save_checkpoint(f"{directory}/c/late.ckpt")
+        except stillframe.SaveError as error:
+            report.notes["raised"] = error.errno
+    run.strategy.barrier()
+    report.write(run.global_rank)
 
 
 def _fit_on(full_disk, start, directory, **options):
