@@ -174,7 +174,7 @@ build/lightning-%/installed: | build
 lightning-versions: build $(LIGHTNING_VERSIONS:%=build/lightning-%/installed)
 	@for version in $(LIGHTNING_VERSIONS); do \
 		echo "---- Lightning $$version"; \
-		PYTHONPATH=build/lightning-$$version:$$PYTHONPATH $(PY) -m pytest tests/lightning $(ARGS) \
+		PYTHONPATH=$(CURDIR)/build/lightning-$$version:$$PYTHONPATH $(PY) -m pytest tests/lightning $(ARGS) \
 			|| exit 1; done
 
 # git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning DIR

@@ -5,6 +5,7 @@ A module of its own, so that a spawned worker can import the classes.
 
 import importlib
 import os
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ PACKAGES = ("lightning", "pytorch_lightning")
 FULL = os.environ.get("STILLFRAME_TEST_LIGHTNING") == "full"
 # By how many seconds a flush takes longer. 0.1 is many steps of these tests already.
 DISKS = [0.0, 0.3, 3.0] if FULL else [0.0, 0.1]
+VERSION = tuple(int(each) for each in version("lightning").split(".")[:2])
 WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def a_rotation(plugin, directory):
     plugin.remove_checkpoint(directory / "a.ckpt")
     plugin.tend()
     assert not plugin.will_exist(directory / "a.ckpt", os.path.exists)
-    assert plugin.load_checkpoint(directory / "b.ckpt", weights_only=False)["n"] == 1
+    assert plugin.load_checkpoint(directory / "b.ckpt")["n"] == 1
     plugin.settle()
     plugin.save_checkpoint(STATE, directory / "c.ckpt")
     plugin.teardown()
@@ -71,7 +70,7 @@ class Told:
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
 def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
     """Each run of the calls is interrupted before another line, until no line is left."""
-    nr, stuck = 0, []
+    nr = 0
 
     def handler(signum, frame):
         emergency = directory / "hpc_ckpt_1.ckpt"
@@ -85,11 +84,8 @@ def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
         nr += step
         directory, saved = tmp_path / str(nr), []
         plugin = lit.AsyncCheckpointIO(other(lit) if kind == "wrapped" else None)
-        watch = threading.Timer(60, lambda: stuck.append(faulted()))
-        watch.start()
         with AtLine(nr) as line:
             a_rotation(plugin, directory)
-        watch.cancel()
         if line.where is None:
             break
         assert saved == [True], line.where
@@ -97,10 +93,3 @@ def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
         assert names == ["b.ckpt", "c.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"], line.where
         assert os.readlink(directory / "last.ckpt") == "b.ckpt", line.where
     assert nr > 300  # or the tracing saw nothing
-
-
-def faulted():
-    import faulthandler
-
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(3)
