@@ -6,6 +6,9 @@
 # make tsan, make valgrind   the C tests under those
 # make crash  every state a power failure can leave (its short form is part of make test)
 # make small-pool   round trips, the mutation oracle and the faults again, in one and two blocks
+# make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
+# make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
+# make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make clean  removes what was built; make distclean removes .venv too
 #
@@ -33,7 +36,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
 .PHONY: build demo test bench lint format asan tsan valgrind crash small-pool campaign clean \
-	distclean
+	distclean lightning-suite lightning-versions lightning-theirs
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -152,6 +155,33 @@ SMALL_POOL := tests/unit/test_round_trip.py tests/unit/test_save.py tests/oracle
 
 campaign: build
 	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/test_model.py $(ARGS)
+
+# ---- Lightning ---------------------------------------------------------------------------------
+
+LIGHTNING ?=
+LIGHTNING_VERSIONS ?= 2.4.0 2.5.6 newest
+
+lightning-suite: build
+	STILLFRAME_TEST_LIGHTNING=full $(PY) -m pytest tests/lightning --timeout 1200 $(ARGS)
+
+# The name of a directory here is a version; both packages go into it, and what they need is in
+# the venv.
+.PRECIOUS: build/lightning-%/installed
+build/lightning-%/installed: | build
+	@rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) \
+		$(if $(filter newest,$*),lightning pytorch-lightning,lightning==$* pytorch-lightning==$*)
+	@touch $@
+
+lightning-versions: build $(LIGHTNING_VERSIONS:%=build/lightning-%/installed)
+	@for version in $(LIGHTNING_VERSIONS); do \
+		echo "---- Lightning $$version"; \
+		PYTHONPATH=$(CURDIR)/build/lightning-$$version:$$PYTHONPATH $(PY) -m pytest tests/lightning $(ARGS) \
+			|| exit 1; done
+
+# git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning DIR
+lightning-theirs: build
+	$(PY) tests/lightning/theirs.py $(LIGHTNING) $(ARGS)
 
 # ---------------------------------------------------------------------------------------------
 

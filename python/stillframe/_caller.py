@@ -71,6 +71,22 @@ def calling_trainer(plugin: object, method: str) -> Any:
     return None
 
 
+def meets_others_later(trainer: Any) -> bool:
+    """Whether all ranks meet in a barrier behind the save that is being made: where it is asked
+    for by `trainer.save_checkpoint`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code.co_name == "save_checkpoint"
+            and code.co_argcount > 0
+            and frame.f_locals.get(code.co_varnames[0]) is trainer
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def note_signal_handlers() -> None:
     """Remembers the code of every Python function that is a signal handler at this moment."""
     for number in _SIGNALS:

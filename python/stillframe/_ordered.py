@@ -46,13 +46,13 @@ class _Worker:
             self._start()
 
     def is_current(self) -> bool:
-        return self._thread is threading.current_thread()
+        return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
-                self._thread.start()
+            completion.start_once(self._thread)
 
     def _run(self) -> None:
         while self._turn():

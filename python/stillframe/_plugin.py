@@ -28,12 +28,12 @@ exception of the training, errors are logged instead: they must not take its pla
 has several ranks, all of them raise, behind the barrier of the save (`_ranks.py`).
 
 A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
-right after) and while loggers are still to be told of it; see `Work.held`.
+right after) and while loggers are still to be told of it (`_rotation.py`).
 """
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 import sys
 import weakref
@@ -41,27 +41,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from stillframe import _core, _inner, _links, _ordered, _ranks, _strategies, gate, paths
-from stillframe._caller import Fabric, calling_trainer, inside_signal_handler, io_chain
+from stillframe import _core, _inner, _ordered, _ranks, _rotation, _strategies, gate
+from stillframe._caller import calling_trainer, inside_signal_handler, io_chain, meets_others_later
 from stillframe._inner import Inner
 from stillframe._publish import Publication, logger_call, metrics_call
+from stillframe._rotation import Rotation
+from stillframe._trainers import Trainers, is_trainer, swaps_weights
 from stillframe._waiting import WaitingLine
-from stillframe._work import Work, absolute, error_of, is_failure, log_error, warn
-from stillframe._work import is_remote as _is_remote
+from stillframe._work import Work, absolute, error_of, is_failure, is_remote, log_error, warn
 from stillframe._wraps import Wraps
-from stillframe.engine import Engine, default_engine, exists, remove, wait_for_path
+from stillframe.engine import Engine, default_engine, wait_for_path
 from stillframe.handle import SaveHandle, SaveReport
-
-log = logging.getLogger("stillframe")
 
 _DEFAULT_IN_FLIGHT = 2
 _ON_ERROR = ("raise", "warn")
-
-_NO_COMPANION = (
-    "stillframe's companion callback is not among this Trainer's callbacks, so each of its saves"
-    " waits until the checkpoint is durable. Create the plugin before the Trainer and pass it as"
-    " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
-)
 
 # Plugins alive in this process. The entry point adds a companion only if there is one.
 live: weakref.WeakSet[CheckpointPlugin] = weakref.WeakSet()
@@ -161,12 +154,8 @@ class CheckpointPlugin:
         self._enlist()
 
     def _enlist(self) -> None:
-        self._work = Work()
-        # Trainers that use this plugin; those of them between on_train_start and on_train_end.
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._training: weakref.WeakSet[Any] = weakref.WeakSet()
-        # What the companion has put over methods, for each Trainer between setup and teardown.
-        self._wraps: weakref.WeakKeyDictionary[Any, Wraps] = weakref.WeakKeyDictionary()
+        self._work = self._new_work()
+        self._trainers = Trainers()
         self._groups: list[_Group] = []
         register_with_loaded_packages(type(self))
         live.add(self)
@@ -179,7 +168,7 @@ class CheckpointPlugin:
                 " max_in_flight or when_busy instead of an engine."
             )
         state = self.__dict__.copy()
-        for name in ("_work", "_known", "_training", "_wraps", "_groups"):
+        for name in ("_work", "_trainers", "_groups"):
             del state[name]
         return state
 
@@ -207,35 +196,55 @@ class CheckpointPlugin:
         """
         trainer = calling_trainer(self, "save_checkpoint")
         # Looked at before anything of ours can fail, which would be an exception being handled too.
-        quiet = self._training_failed(trainer)
+        quiet = self._trainers.failed(trainer)
         group = self._groups[-1] if self._groups else None
         work = self._current_work()
+        in_handler = inside_signal_handler()
+        interrupted = work.newest, work.failed
         work.newest, work.failed = None, True
+        save = functools.partial(
+            self._save, work, trainer, checkpoint, path, storage_options, in_handler
+        )
+        try:
+            error = self._outcome(work, save, quiet)
+        finally:
+            if in_handler:  # the call that it interrupted goes on with its own
+                work.newest, work.failed = interrupted
+        if error is None:
+            return
+        if group is not None:
+            group.error = error
+            return
+        if is_trainer(trainer) and _ranks.several(trainer) and meets_others_later(trainer):
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+        raise error
+
+    def _outcome(self, work: Work, save: Callable[[], None], quiet: bool) -> BaseException | None:
+        """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
+        What is only to be told of is told."""
         error: BaseException | None = None
         of_save = True
         try:
-            self._save(work, trainer, checkpoint, path, storage_options)
+            save()
         except Exception as caught:
             error, of_save = caught, work.newest is not None
-            if not quiet and group is None and not self._warns(error, of_save):
-                raise
         work.collect_ended(but=work.newest)
-        if quiet or self._on_error == "warn":
-            for each in _taken(work.errors):
-                self._tell(each, quiet)
-        elif error is None and work.errors:
-            error = work.errors.pop(0)
-        if error is None:
-            return
-        if quiet or self._warns(error, of_save):
+        if error is not None and (quiet or self._warns(error, of_save)):
             self._tell(error, quiet)
-        elif group is not None:
-            group.error = error
-        else:
-            raise error
+            error = None
+        if quiet or self._on_error == "warn":
+            while (earlier := work.next_error()) is not None:
+                self._tell(earlier, quiet)
+        return work.next_error() if error is None else error
 
     def _save(
-        self, work: Work, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None
+        self,
+        work: Work,
+        trainer: Any,
+        checkpoint: Any,
+        path: Any,
+        storage_options: Any | None,
+        in_handler: bool,
     ) -> None:
         if storage_options is not None and self._inner is None:
             raise TypeError(
@@ -244,16 +253,17 @@ class CheckpointPlugin:
                 " `CheckpointIO` to define how you'd like to use `storage_options`."
             )
         self._refuse_remote(path)
-        if _is_trainer(trainer):
+        if is_trainer(trainer):
             _strategies.refuse(trainer.strategy)
-        asynchronous = self._may_return_early(trainer) and not _for_requeue(path)
-        self._make_room(work, absolute(path))
-        overlap = self._overlap and asynchronous and not _swaps_weights(trainer)
+        asynchronous = not in_handler and self._trainers.may_save_early(trainer)
+        asynchronous = asynchronous and not _for_requeue(path)
+        work.rotation.make_room(absolute(path))
+        overlap = self._overlap and asynchronous and not swaps_weights(trainer)
         handle = self._submit(work, checkpoint, path, storage_options, overlap)
         work.pending.append(handle)
         work.newest, work.failed = handle, False
-        if self._log_metrics and _is_trainer(trainer):
-            work.publications.append(Publication(handle, None, metrics_call(trainer)))
+        if self._log_metrics and is_trainer(trainer):
+            work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
         if not asynchronous:
             error = error_of(handle)
             work.discard(handle)
@@ -269,7 +279,7 @@ class CheckpointPlugin:
             return self._inner.save(
                 checkpoint,
                 path,
-                self._key(path),
+                _rotation.key(path),
                 storage_options=storage_options,
                 overlap=overlap,
                 engine=engine,
@@ -316,14 +326,13 @@ class CheckpointPlugin:
             ValueError: `path` is not a local one.
         """
         self._refuse_remote(path)
-        asynchronous = self._may_return_early(calling_trainer(self, "remove_checkpoint"))
-        work = self._current_work()
-        name = absolute(path)
-        work.links.pop(name, None)
-        work.held.append(name)
-        self._release(work, all_of_them=not asynchronous)
+        trainer = calling_trainer(self, "remove_checkpoint")
+        asynchronous = not inside_signal_handler() and self._trainers.may_save_early(trainer)
+        rotation = self._current_work().rotation
+        rotation.remove(absolute(path))
         if not asynchronous:
-            _ordered.wait_for_key(self._key(path))
+            rotation.release(all_of_them=True)
+            _ordered.wait_for_key(_rotation.key(path))
 
     def teardown(self) -> None:
         """Waits for this plugin's saves, links and removes.
@@ -337,9 +346,9 @@ class CheckpointPlugin:
                 being handled.
         """
         trainer = calling_trainer(self, "teardown")
-        quiet = self._training_failed(trainer) or (
+        quiet = self._trainers.failed(trainer) or (
             # Called by hand in a `finally` or `except`, with no Trainer there to ask.
-            not self._trainers(trainer) and sys.exc_info()[0] is not None
+            not self._trainers.behind(trainer) and sys.exc_info()[0] is not None
         )
         try:
             self._finish(trainer, quiet)
@@ -351,49 +360,39 @@ class CheckpointPlugin:
 
     def adopt(self, trainer: Any) -> None:
         """`trainer` was made with this plugin and has the companion."""
-        self._known.add(trainer)
+        self._trainers.add(trainer)
         if self._current_work().pending:
             # It may look for the newest checkpoint in a directory before any hook of it runs.
             _core.log_drain(None)
 
     def attach(self, trainer: Any) -> Wraps:
-        """`trainer` is being set up. It does not train yet, though an earlier fit may have broken
-        off. Returns where to put what goes over methods."""
-        self._known.add(trainer)
-        self._training.discard(trainer)
-        return self._wraps.setdefault(trainer, Wraps())
+        """`trainer` is being set up. Returns where to put what goes over methods."""
+        return self._trainers.set_up(trainer)
 
     def detach(self, trainer: Any) -> None:
         """Takes everything off that was put over methods for `trainer`."""
-        wraps = self._wraps.pop(trainer, None)
-        if wraps is not None:
-            wraps.restore()
+        self._trainers.tear_down(trainer)
 
     def training_starts(self, trainer: Any) -> None:
-        self._known.add(trainer)
-        self._training.add(trainer)
+        self._trainers.starts(trainer)
 
     def training_ends(self, trainer: Any) -> None:
-        self._training.discard(trainer)
+        self._trainers.ends(trainer)
 
     def tend(self) -> None:
         """Tells loggers what is due, and lets go of removes that waited for it."""
-        work = self._current_work()
-        if work.publications:
-            self._deliver(work)
-        if work.held:
-            self._release(work)
+        self._current_work().rotation.tell()
 
     def finish(self, trainer: Any) -> None:
         """As `teardown`; some strategies never call that."""
-        self._finish(trainer, self._training_failed(trainer))
+        self._finish(trainer, self._trainers.failed(trainer))
 
     def settle(self) -> None:
         """Waits for everything and tells loggers; errors are left for the next save or the end."""
         work = self._current_work()
         if work.under_way():
             with WaitingLine(work.pending):
-                error = self._drain(work, close=False)
+                error = work.drain(close=False)
             if error is not None:
                 work.errors.insert(0, error)
 
@@ -405,42 +404,25 @@ class CheckpointPlugin:
                 tell(callback)
             return
         handle = work.newest
-        work.publications.append(
+        work.rotation.publications.append(
             Publication(handle, absolute(handle.path), logger_call(tell, callback))
         )
-        self._deliver(work)
+        work.rotation.tell()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""
-        work = self._current_work()
-        source, name = absolute(target), absolute(path)
-        durable = self._durable
-        self._make_room(work, name)
-        work.links[name] = source
-        key = self._key(name)
-        _ordered.submit(
-            key,
-            _core.WORK_LINK,
-            lambda after_good: _links.make_link(source, name, durable=durable),
-        )
-        work.newest_key = key
-        self._release(work)
-        if not self._may_return_early(trainer):
+        key = self._current_work().rotation.link(absolute(target), absolute(path))
+        if inside_signal_handler() or not self._trainers.may_save_early(trainer):
             _ordered.wait_for_key(key)
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out."""
-        if absolute(path) in self._current_work().held:
-            return False
-        if not _is_remote(path):
-            return exists(path)
-        known = _core.log_exists(self._key(path))
-        return otherwise(path) if known < 0 else bool(known)
+        return self._current_work().rotation.will_exist(path, otherwise)
 
     def wait_for(self, path: Any) -> None:
         """Waits for the saves, links and removes of `path` that were submitted before."""
-        if _is_remote(path):
-            _ordered.wait_for_key(self._key(path))
+        if is_remote(path):
+            _ordered.wait_for_key(_rotation.key(path))
         else:
             wait_for_path(path)
 
@@ -459,42 +441,13 @@ class CheckpointPlugin:
 
     # ---- inside ----
 
-    def _may_return_early(self, trainer: Any) -> bool:
-        """Whether a save made now for `trainer` (see `calling_trainer`) is asynchronous."""
-        if inside_signal_handler():
-            return False
-        if trainer is Fabric:
-            return True
-        if trainer is not None and trainer not in self._known:
-            self._known.add(trainer)
-            log.warning(_NO_COMPANION)
-            return False
-        trainers = self._trainers(trainer)
-        # With no Trainer on the stack, one that uses this plugin may still be behind the call:
-        # a launcher saves a spawned worker's result so, after training.
-        return not trainers or any(
-            each in self._training and each.state.status == "running" for each in trainers
-        )
-
-    def _training_failed(self, trainer: Any) -> bool:
-        """Whether Lightning handles an exception of the training, which no error may replace.
-
-        An exception alone says nothing: a fit that goes well may have been started inside an
-        `except` block.
-        """
-        return sys.exc_info()[0] is not None and any(
-            each.state.status == "interrupted" for each in self._trainers(trainer)
-        )
-
-    def _trainers(self, trainer: Any) -> list[Any]:
-        if trainer is Fabric:
-            return []
-        return list(self._known) if trainer is None else [trainer]
-
     def _current_work(self) -> Work:
         if self._work.pid != os.getpid():
-            self._work = Work()
+            self._work = self._new_work()
         return self._work
+
+    def _new_work(self) -> Work:
+        return Work(Rotation(self._inner, durable=self._durable))
 
     def _get_engine(self, work: Work) -> Engine:
         if self._engine is not None:
@@ -504,54 +457,26 @@ class CheckpointPlugin:
             _refuse_skipping(engine._when_busy)
             return engine
         if work.engine is None:
-            work.engine = Engine(**self._engine_options)
+            made = Engine(**self._engine_options)
+            if work.engine is None:
+                work.engine = made
+            else:  # a signal handler saved
+                made.close()
         return work.engine
 
-    def _key(self, path: Any) -> bytes:
-        if _is_remote(path):
-            return os.fsencode(path)
-        return paths.key(path, follow_link=False)
-
     def _refuse_remote(self, path: Any) -> None:
-        if self._inner is None and _is_remote(path):
+        if self._inner is None and is_remote(path):
             raise ValueError(
                 f"{os.fsdecode(path)!r} is not a local path, and stillframe's plugin saves to local"
                 " files only, unless it is given a checkpoint_io for others."
             )
-
-    def _make_room(self, work: Work, path: str) -> None:
-        """Something is about to be submitted that makes `path`: removes of it come first."""
-        work.links.pop(path, None)
-        if path in work.held:
-            self._remove(work, path)
-
-    def _release(self, work: Work, all_of_them: bool = False) -> None:
-        """Submits the removes that nothing holds back."""
-        for path in list(work.held):
-            if all_of_them or not work.needed(path):
-                self._remove(work, path)
-
-    def _remove(self, work: Work, path: str) -> None:
-        while path in work.held:
-            work.held.remove(path)
-        key = self._key(path)
-        if self._inner is None:
-            remove(path)
-        else:
-            self._inner.remove(path, key)
-        work.newest_key = key
-
-    def _deliver(self, work: Work) -> None:
-        while work.publications and work.publications[0].due():
-            work.publications.popleft().deliver()
-        self._release(work)
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
         error: BaseException | None = None
         if work.under_way():
             with WaitingLine(work.pending):
-                error = self._drain(work, close=True)
+                error = work.drain(close=True)
         if error is not None:
             work.errors.insert(0, error)
         if quiet:
@@ -561,31 +486,10 @@ class CheckpointPlugin:
         if error is not None and self._warns(error):
             self._tell(error, quiet)
             error = None
-        if _is_trainer(trainer) and trainer in self._wraps and _ranks.several(trainer):
+        if self._trainers.is_set_up(trainer) and _ranks.several(trainer):
             error = _ranks.agree(trainer, error)
         if error is not None:
             raise error
-
-    def _drain(self, work: Work, *, close: bool) -> BaseException | None:
-        """Waits for everything; what an interrupted wait did not get to is left for the next.
-
-        Returns what a logger raised when it was told of a checkpoint.
-        """
-        work.wait_for_saves()
-        error: BaseException | None = None
-        while work.publications:
-            try:
-                work.publications.popleft().deliver()
-            except Exception as caught:
-                error = error or caught
-        self._release(work, all_of_them=True)
-        if work.newest_key is not None:
-            _ordered.wait_for_key(work.newest_key)
-            work.newest_key = None
-        if close and work.engine is not None:
-            work.engine.close()
-            work.engine = None
-        return error
 
     def _warns(self, error: BaseException, of_save: bool = True) -> bool:
         """Whether it is warned of; not a mistake in how a save was asked for."""
@@ -626,26 +530,6 @@ def _refuse_skipping(when_busy: str) -> None:
         )
 
 
-def _is_trainer(caller: Any) -> bool:
-    return caller is not None and caller is not Fabric
-
-
 def _for_requeue(path: Any) -> bool:
     """A checkpoint that SLURM's requeue comes right after."""
     return os.path.basename(os.fsdecode(path)).startswith("hpc_ckpt_")
-
-
-def _swaps_weights(trainer: Any) -> bool:
-    """Whether ModelCheckpoint loads older weights for a save and puts the newer back right after:
-    with manual optimization, where the module keeps them."""
-    module = trainer.lightning_module if _is_trainer(trainer) else None
-    return (
-        module is not None
-        and not module.automatic_optimization
-        and isinstance(getattr(module, "saved_models", None), dict)
-    )
-
-
-def _taken(errors: list[BaseException]) -> Iterator[BaseException]:
-    while errors:
-        yield errors.pop(0)

@@ -44,16 +44,19 @@ class Publication:
     ) -> None:
         self.handle = handle
         self.path = path
-        self._call = call
+        self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
         return self.handle.done()
 
     def deliver(self) -> None:
-        """Makes the call; not if the save failed."""
+        """Makes the call, once; not if the save failed."""
+        call, self._call = self._call, None
+        if call is None:
+            return
         report = self.handle._report
         if report is not None:
-            self._call(report)
+            call(report)
         elif self.path is not None:
             log.warning("stillframe: loggers are not told of %s: it failed", self.path)
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import warnings
-from collections import deque
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
-    from stillframe._publish import Publication
+    from stillframe._rotation import Rotation
     from stillframe.engine import Engine
     from stillframe.handle import SaveHandle
 
@@ -25,42 +24,31 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass
 class Work:
-    """A forked child starts with nothing.
+    """Saves, and the errors of them. A forked child starts with nothing.
+
+    A signal handler may save at any moment, also in the middle of a method here. So each of them
+    takes what it takes from a list in one step, and looks for nothing before that.
 
     Attributes:
+        rotation: What is to become of files once saves have ended.
         pid: The process.
         engine: The plugin's own engine.
         pending: Saves whose end has not been looked at, oldest first.
         errors: Errors of saves that have ended, oldest first, until they are raised or logged.
         newest: The last save; None before the first and when it failed in its call.
         failed: The last save failed in its call, and that was not raised.
-        newest_key: Name in the log of the newest link or remove; all earlier ones end before.
-        publications: Calls that wait for a save to be durable, in order.
-        links: What each link that was made points to (absolute paths), as of the log's end.
-        held: Removes (absolute paths) that wait until nothing needs the file, in order.
     """
 
+    rotation: Rotation
     pid: int = field(default_factory=os.getpid)
     engine: Engine | None = None
     pending: list[SaveHandle] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     newest: SaveHandle | None = None
     failed: bool = False
-    newest_key: bytes | None = None
-    publications: deque[Publication] = field(default_factory=deque)
-    links: dict[str, str] = field(default_factory=dict)
-    held: list[str] = field(default_factory=list)
 
     def under_way(self) -> bool:
-        return bool(
-            self.pending or self.publications or self.held or self.newest_key or self.engine
-        )
-
-    def needed(self, path: str) -> bool:
-        """Whether a link points to the file, or loggers are still to be told of it."""
-        return path in self.links.values() or any(
-            each.path == path for each in list(self.publications)
-        )
+        return bool(self.pending or self.engine or self.rotation.under_way())
 
     def discard(self, handle: SaveHandle) -> bool:
         """False if a save made by a signal handler in the meantime took `handle` off the list."""
@@ -78,27 +66,45 @@ class Work:
                 if error is not None:
                     self.errors.append(error)
 
-    def wait_for_saves(self) -> None:
-        """What an interrupted wait did not get to is left for the next."""
+    def drain(self, *, close: bool) -> BaseException | None:
+        """Waits for everything; what an interrupted wait did not get to is left for the next.
+
+        Args:
+            close: Close the plugin's own engine, too.
+
+        Returns:
+            What a logger raised when it was told of a checkpoint.
+        """
         while self.pending:
-            handle = self.pending[0]
-            error = error_of(handle)
-            if self.discard(handle) and error is not None:
-                self.errors.append(error)
+            for handle in list(self.pending):
+                error = error_of(handle)
+                if self.discard(handle) and error is not None:
+                    self.errors.append(error)
+        raised = self.rotation.finish()
+        if close:
+            engine, self.engine = self.engine, None
+            if engine is not None:
+                engine.close()
+        return raised
+
+    def next_error(self) -> BaseException | None:
+        """The oldest error, which is no longer kept."""
+        try:
+            return self.errors.pop(0)
+        except IndexError:
+            return None
 
     def take_error(self) -> BaseException | None:
         """The oldest error; its notes name the others, which are logged."""
-        if not self.errors:
-            return None
-        first = self.errors.pop(0)
-        for error in self.errors:
+        first = self.next_error()
+        while first is not None and (error := self.next_error()) is not None:
             first.add_note(f"Another checkpoint failed as well: {error}")
-        self.log_errors()
+            log_error(error)
         return first
 
     def log_errors(self) -> None:
-        while self.errors:
-            log_error(self.errors.pop(0))
+        while (error := self.next_error()) is not None:
+            log_error(error)
 
 
 def error_of(handle: SaveHandle) -> BaseException | None:

@@ -18,6 +18,7 @@ the call, and its callbacks run there and then.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -48,6 +49,14 @@ class Copying(Protocol):
 copying: dict[int, Copying] = {}
 
 
+def start_once(thread: threading.Thread) -> None:
+    """Starts `thread` unless that was done. A signal handler that saves may find one that the call
+    it interrupted was about to start, and needs it."""
+    if thread.ident is None:
+        with contextlib.suppress(RuntimeError):  # the handler was first
+            thread.start()
+
+
 class _Callbacks:
     """Runs functions one after the other on a thread of their own."""
 
@@ -65,7 +74,7 @@ class _Callbacks:
                     self._thread = threading.Thread(
                         target=self._run, name="sf-callbacks", daemon=True
                     )
-                    self._thread.start()
+                start_once(self._thread)
                 return
         self._call(function)
 
@@ -111,14 +120,14 @@ class _Completion:
                 raise StillframeError("the interpreter is exiting: no more saves and removes")
             if self.over:
                 return
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_take_notices, name="sf-completion", daemon=True
                 )
-                self._thread.start()
+            start_once(self._thread)
 
     @property
     def exiting(self) -> bool:

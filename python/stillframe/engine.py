@@ -205,6 +205,7 @@ class Engine:
         began = _core.trace_begin()
         if on_durable is not None and not callable(on_durable):
             raise TypeError(f"on_durable has to be callable, not {type(on_durable).__name__}")
+        _ordered.refuse_inside()  # it might wait for a slot
         with inside() as nested:
             self._core.stats()  # refuses a child's use of its parent's engine
             target = paths.target(

@@ -4,6 +4,8 @@ A module of its own, so that a spawned worker can import the classes.
 """
 
 import importlib
+import os
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import torch
@@ -11,6 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACKAGES = ("lightning", "pytorch_lightning")
+# `make lightning-suite` goes through slower disks, and through every line where the quick form
+# takes samples.
+FULL = os.environ.get("STILLFRAME_TEST_LIGHTNING") == "full"
+# By how many seconds a flush takes longer. 0.1 is many steps of these tests already.
+DISKS = [0.0, 0.3, 3.0] if FULL else [0.0, 0.1]
+VERSION = tuple(int(each) for each in version("lightning").split(".")[:2])
 WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
 
 

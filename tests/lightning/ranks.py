@@ -1,13 +1,17 @@
-"""What the ranks of test_ranks.py run: `python ranks.py SCENARIO START DIRECTORY`.
+"""What the ranks of test_ranks.py run: `python ranks.py START DIRECTORY SCENARIO...`.
 
 START is "spawn", "fork" (Lightning starts the ranks) or "torchrun" (they are started already).
-Every rank writes what it saw to DIRECTORY/rank<n>.json.
+The scenarios run one after the other, since a process takes seconds to import all it needs. Each
+has DIRECTORY/SCENARIO to itself; every rank writes what it saw to rank<n>.json there, and each
+process what the scenario raised to raised<n>.txt.
 """
 
+import contextlib
 import errno
 import json
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -75,7 +79,15 @@ def trains(start, directory):
         run = make_trainer(
             start, directory, [Pools(directory), checkpoints(directory, save_last="link")]
         )
-        run.fit(LightningModel(), loader())
+        model = LightningModel()
+        before = model.head.weight.detach().clone()
+        run.fit(model, loader())
+    # A launched worker's weights reach its parent through a checkpoint that the parent removes.
+    if not run.is_global_zero:
+        return
+    saved = torch.load(f"{directory}/c/step=6.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(before, model.head.weight)
 
 
 class FullDisk(Callback):
@@ -90,7 +102,12 @@ class FullDisk(Callback):
             self.full = fault("fdatasync", err=errno.ENOSPC, sticky=True)
             self.full.__enter__()
 
+    def mend(self):
+        if hasattr(self, "full"):
+            self.full.__exit__(None, None, None)
+
     def on_exception(self, trainer, module, exception):
+        # Called in launched ranks by torchrun, in the process that launches where Lightning does.
         report = Report(self.directory)
         report.notes["raised"] = type(exception).__name__
         report.notes["errno"] = getattr(exception, "errno", None)
@@ -101,16 +118,37 @@ class FullDisk(Callback):
 
 def full_disk(start, directory):
     """Found by a save in the middle of training."""
-    make_trainer(
-        start, directory, [FullDisk(directory, late=False), checkpoints(directory)], max_steps=8
-    ).fit(LightningModel(), loader(64))
+    _fit_on(FullDisk(directory, late=False), start, directory, max_steps=8)
 
 
 def full_disk_at_the_end(start, directory):
     """Found only when training has ended."""
-    make_trainer(
-        start, directory, [FullDisk(directory, late=True), checkpoints(directory)], max_steps=6
-    ).fit(LightningModel(), loader(64))
+    _fit_on(FullDisk(directory, late=True), start, directory, max_steps=6)
+
+
+def full_disk_after_training(start, directory):
+    """A save that is durable on return, behind which all ranks meet."""
+    run = make_trainer(start, directory, [checkpoints(directory)])
+    run.fit(LightningModel(), loader())
+    report = Report(directory)
+    report.notes["raised"] = None
+    full = fault("fdatasync", err=errno.ENOSPC, sticky=True)
+    with full if run.is_global_zero else contextlib.nullcontext():
+        try:
+            run.save_checkpoint(f"{directory}/c/late.ckpt")
+        except stillframe.SaveError as error:
+            report.notes["raised"] = error.errno
+    run.strategy.barrier()
+    report.write(run.global_rank)
+
+
+def _fit_on(full_disk, start, directory, **options):
+    try:
+        make_trainer(start, directory, [full_disk, checkpoints(directory)], **options).fit(
+            LightningModel(), loader(64)
+        )
+    finally:
+        full_disk.mend()
 
 
 class Resume(Callback):
@@ -281,11 +319,22 @@ def _has_engine():
     return stillframe.engine._default is not None
 
 
+def main(start, directory, *scenarios):
+    rank = os.environ.get("RANK", "")
+    for name in scenarios:
+        own = Path(directory) / name
+        own.mkdir(exist_ok=True)
+        print(f"{rank or 'launcher'}: {name}", file=sys.stderr, flush=True)
+        try:
+            globals()[name](start, str(own))
+        except Exception:
+            (own / f"raised{rank}.txt").write_text(traceback.format_exc())
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    main(*sys.argv[1:])
     # gloo's threads may outlive the interpreter, whoever saved.
     sys.stdout.flush()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    assert os.path.isdir(sys.argv[3])

@@ -4,8 +4,6 @@ import functools
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -376,62 +374,3 @@ def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypa
     run.fit(lit.Model(), loader())
     assert requeued == [(["scontrol", "requeue", "1"], ["hpc_ckpt_1.ckpt"])]
     assert load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 2
-
-
-# -- workers -----------------------------------------------------------------------------------
-# ------------------------
-
-
-LAUNCH = """
-import sys
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
-from stillframe.lightning import AsyncCheckpointIO
-
-if __name__ == "__main__":
-    start, directory = sys.argv[1:]
-    model = BoringModel()
-    before = model.layer.weight.detach().clone()
-    run = Trainer(
-        accelerator="cpu",
-        strategy=f"ddp_{start}",
-        devices=1,
-        max_steps=4,
-        limit_val_batches=0,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=directory,
-        plugins=[AsyncCheckpointIO(pool_bytes=64 << 20)],
-        callbacks=[ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2)],
-    )
-    run.fit(model)
-    saved = torch.load(f"{directory}/step=4.ckpt", weights_only=False)["state_dict"]
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, saved[name]), name
-    assert not torch.equal(before, model.layer.weight)
-    print("the weights are here")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_a_launched_workers_weights_reach_the_parent(tmp_path, start):
-    # A process of its own: forking one in which torch has computed hangs, whoever saves.
-    script = tmp_path / "launch.py"
-    script.write_text(LAUNCH)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, start, tmp_path],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "the weights are here" in done.stdout

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from fix_lightning import (
+    VERSION,
     LightningManualModel,
     PytorchLightningManualModel,
     assert_same,
@@ -49,7 +50,8 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(pkg, tmp_path, step):
             resumed, loader(), ckpt_path=tmp_path / kind / f"step={step}.ckpt"
         )
         runs[kind] = resumed
-        if step == 8:  # An epoch's end; inside one Lightning starts the data afresh.
+        # At an epoch's end; inside one, and before 2.5 always, Lightning starts the data afresh.
+        if step == 8 and VERSION >= (2, 5):
             assert resumed.losses == whole.losses[step:]
             assert_same(dict(resumed.state_dict()), dict(whole.state_dict()))
     assert len(runs["ours"].losses) == 16 - step
@@ -81,6 +83,7 @@ def test_every_checkpoint_is_the_state_at_its_call(pkg, tmp_path):
         assert_same({key: saved[key] for key in state}, state)
 
 
+@pytest.mark.skipif(VERSION < (2, 5), reason="this Lightning starts the data afresh")
 @pytest.mark.parametrize(("accumulate", "steps_an_epoch"), [(2, 4), (3, 3)])
 def test_gradient_accumulation_resumes_exactly(lit, tmp_path, accumulate, steps_an_epoch):
     whole, resumed = lit.Model(), lit.Model()
@@ -95,6 +98,7 @@ def test_gradient_accumulation_resumes_exactly(lit, tmp_path, accumulate, steps_
     assert resumed.losses and resumed.losses == whole.losses[8:]
 
 
+@pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning swaps no weights")
 def test_manual_optimization_saves_the_weights_before_the_step(pkg, tmp_path):
     # ModelCheckpoint loads older weights, saves, and loads the newer back, all before a step.
     model = {"lightning": LightningManualModel, "pytorch_lightning": PytorchLightningManualModel}[

@@ -8,7 +8,7 @@ import threading
 import pytest
 import stillframe
 import torch
-from fix_lightning import at, every_steps, load, loader, trainer
+from fix_lightning import DISKS, at, every_steps, load, loader, trainer
 from stillframe.testing import fault, slow
 
 
@@ -61,7 +61,7 @@ def fit(pkg, tmp_path, logger, *, plugin=None, callbacks=(), **options):
     return run
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, pytest.param(3.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", DISKS)
 def test_loggers_hear_of_every_checkpoint_in_order_once_it_is_durable(pkg, tmp_path, seconds):
     logger = loggers_of(pkg)()
     with slow("fdatasync", seconds):
@@ -151,7 +151,7 @@ def test_a_logger_that_does_not_listen_holds_nothing_back(lit, tmp_path):
 
     class Look(lit.Callback):
         def on_train_batch_start(self, run, *args):
-            removed.append(list(run.strategy.checkpoint_io._work.held))
+            removed.append(list(run.strategy.checkpoint_io._work.rotation.held))
 
     with slow("fdatasync", 0.1):
         fit(lit, tmp_path, CSVLogger(tmp_path / "logs"), callbacks=[Look()])

@@ -8,19 +8,74 @@ import sys
 from pathlib import Path
 
 import pytest
-from fix_lightning import load
+from fix_lightning import FULL, load
 
-TIMEOUT_S = 240
+TIMEOUT_S = 280
 HERE = Path(__file__).parent
+EVERYWHERE = ("trains", "full_disk", "full_disk_at_the_end", "resumes", "fabric")
+SCENARIOS = {
+    # Each of them starts two interpreters, which takes as long as all of torchrun's together.
+    "spawn": EVERYWHERE if FULL else ("trains", "full_disk"),
+    "fork": EVERYWHERE,
+    "torchrun": (
+        *EVERYWHERE,
+        "full_disk_after_training",
+        "finds_a_rate",
+        "several_fits",
+        "full_state",
+        "sharded",
+        "fabric_fsdp2",
+    ),
+}
 
 
-def run(scenario, start, directory):
-    """Runs a scenario of ranks.py; the process, and what each rank noted."""
+def starts(scenario):
+    return pytest.mark.parametrize(
+        "start", [start for start, each in SCENARIOS.items() if scenario in each]
+    )
+
+
+class Ran:
+    """What the processes of one scenario have left behind.
+
+    Attributes:
+        directory: The scenario's own.
+        notes: What each rank noted.
+        raised: The traceback of each process that the scenario raised in, or "".
+    """
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.notes = {
+            int(path.stem.removeprefix("rank")): json.loads(path.read_text())
+            for path in sorted(directory.glob("rank*.json"))
+        }
+        self.raised = "".join(path.read_text() for path in sorted(directory.glob("raised*.txt")))
+
+    def files(self):
+        return sorted(path.name for path in (self.directory / "c").iterdir())
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """`ran(scenario, start)`: its processes have ended. All scenarios of a start run at once."""
+    directories = {}
+
+    def run(scenario, start):
+        if start not in directories:
+            directories[start] = tmp_path_factory.mktemp(start)
+            _run(start, directories[start])
+        return Ran(directories[start] / scenario)
+
+    return run
+
+
+def _run(start, directory):
     command = [sys.executable, "-W", "ignore"]
     if start == "torchrun":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, HERE / "ranks.py", scenario, start, directory],
+        [*command, HERE / "ranks.py", start, directory, *SCENARIOS[start]],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
@@ -30,99 +85,99 @@ def run(scenario, start, directory):
         text=True,
         timeout=TIMEOUT_S,
     )
-    notes = {}
-    for rank in (0, 1):
-        path = directory / f"rank{rank}.json"
-        if path.exists():
-            notes[rank] = json.loads(path.read_text())
-    return done, notes
-
-
-def files(directory):
-    return sorted(path.name for path in (directory / "c").iterdir())
-
-
-STARTS = ["spawn", "fork", "torchrun"]
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_two_ranks_train_and_only_the_writing_one_has_a_pool(tmp_path, start):
-    done, notes = run("trains", start, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert files(tmp_path) == ["last.ckpt", "step=6.ckpt"]
-    assert os.readlink(tmp_path / "c" / "last.ckpt") == "step=6.ckpt"
-    assert load(tmp_path / "c" / "last.ckpt")["global_step"] == 6
-    assert {rank: note["engine"] for rank, note in notes.items()} == {0: True, 1: False}
 
 
-@pytest.mark.leaves_temporaries  # the launcher kills a rank that may be saving
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("scenario", ["full_disk", "full_disk_at_the_end"])
-def test_all_ranks_raise_what_rank_0s_full_disk_says(tmp_path, start, scenario):
-    done, notes = run(scenario, start, tmp_path)
-    assert done.returncode != 0
-    # A launcher that sees one rank end with an error kills the other, which may not have got to
-    # its notes by then. torchrun looks every 0.1 s, and both have.
-    assert notes, done.stderr
-    if start == "torchrun":
-        assert set(notes) == {0, 1}, done.stderr
-    for note in notes.values():
+@starts("trains")
+def test_two_ranks_train_and_only_the_writing_one_has_a_pool(ran, start):
+    done = ran("trains", start)
+    assert not done.raised
+    assert done.files() == ["last.ckpt", "step=6.ckpt"]
+    assert os.readlink(done.directory / "c" / "last.ckpt") == "step=6.ckpt"
+    assert load(done.directory / "c" / "last.ckpt")["global_step"] == 6
+    assert done.notes[1]["engine"] is False
+    assert done.notes[0]["engine"] is True
+
+
+@pytest.mark.parametrize(
+    ("scenario", "start"),
+    [
+        (scenario, start)
+        for scenario in ("full_disk", "full_disk_at_the_end")
+        for start, each in SCENARIOS.items()
+        if scenario in each
+    ],
+)
+def test_the_run_ends_with_what_rank_0s_full_disk_says(ran, scenario, start):
+    done = ran(scenario, start)
+    assert "SaveError: [Errno 28] No space left on device" in done.raised
+    if start != "torchrun":
+        return  # the launcher ends the other rank as soon as one has ended
+    assert set(done.notes) == {0, 1}
+    for note in done.notes.values():
         assert note["raised"] == "SaveError", note
         assert note["errno"] == errno.ENOSPC
-    assert len({note["step"] for note in notes.values()}) == 1
-    assert len({note["text"] for note in notes.values()}) == 1
+    assert done.notes[0]["step"] == done.notes[1]["step"]
+    assert done.notes[0]["text"] == done.notes[1]["text"]
 
 
-def test_all_ranks_load_what_rank_0_is_still_writing(tmp_path):
-    done, notes = run("resumes", "spawn", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert notes == {0: {"loaded": 4}, 1: {"loaded": 4}}
+def test_a_full_disk_after_training_leaves_nobody_in_the_barrier(ran):
+    done = ran("full_disk_after_training", "torchrun")
+    assert not done.raised
+    assert done.notes == {0: {"raised": errno.ENOSPC}, 1: {"raised": None}}
 
 
-def test_the_learning_rate_finder_restores_on_all_ranks(tmp_path):
-    done, notes = run("finds_a_rate", "torchrun", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {note["step"] for note in notes.values()} == {6}
-    assert list(tmp_path.glob(".lr_find*")) == []
+@starts("resumes")
+def test_all_ranks_load_what_rank_0_is_still_writing(ran, start):
+    done = ran("resumes", start)
+    assert not done.raised
+    assert done.notes == {0: {"loaded": 4}, 1: {"loaded": 4}}
 
 
-def test_all_ranks_find_the_newest_checkpoint_of_the_fit_before(tmp_path):
-    done, notes = run("several_fits", "torchrun", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {note["step"] for note in notes.values()} == {8}
-    assert load(tmp_path / "c" / "last.ckpt")["global_step"] == 8
+def test_the_learning_rate_finder_restores_on_all_ranks(ran):
+    done = ran("finds_a_rate", "torchrun")
+    assert not done.raised
+    assert {note["step"] for note in done.notes.values()} == {6}
+    assert list(done.directory.glob(".lr_find*")) == []
 
 
-def test_model_parallel_with_full_state_dicts_saves_all_of_it(tmp_path):
-    done, notes = run("full_state", "torchrun", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {rank: note["engine"] for rank, note in notes.items()} == {0: True, 1: False}
-    state = load(tmp_path / "c" / "step=6.ckpt")
+def test_all_ranks_find_the_newest_checkpoint_of_the_fit_before(ran):
+    done = ran("several_fits", "torchrun")
+    assert not done.raised
+    assert {note["step"] for note in done.notes.values()} == {8}
+    assert load(done.directory / "c" / "last.ckpt")["global_step"] == 8
+
+
+def test_model_parallel_with_full_state_dicts_saves_all_of_it(ran):
+    done = ran("full_state", "torchrun")
+    assert not done.raised
+    assert {rank: note["engine"] for rank, note in done.notes.items()} == {0: True, 1: False}
+    state = load(done.directory / "c" / "step=6.ckpt")
     assert state["state_dict"]["layer.0.weight"].shape == (300, 300)
     assert len(state["optimizer_states"][0]["state"]) == 6
-    assert files(tmp_path) == ["step=6.ckpt"]
+    assert done.files() == ["step=6.ckpt"]
 
 
-def test_a_strategy_that_writes_for_itself_brings_one_warning(tmp_path):
-    done, notes = run("sharded", "torchrun", tmp_path)
-    assert done.returncode == 0, done.stderr
-    (warning,) = notes[0]["warnings"]
+def test_a_strategy_that_writes_for_itself_brings_one_warning(ran):
+    done = ran("sharded", "torchrun")
+    assert not done.raised
+    (warning,) = done.notes[0]["warnings"]
     assert "save_distributed_checkpoint=False" in warning
-    assert notes[1]["warnings"] == []
+    assert done.notes[1]["warnings"] == []
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_fabric_saves_and_loads_under_ddp(tmp_path, start):
-    done, notes = run("fabric", start, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert notes == {0: {"engine": True}, 1: {"engine": False}}
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [
+@starts("fabric")
+def test_fabric_saves_and_loads_under_ddp(ran, start):
+    done = ran("fabric", start)
+    assert not done.raised
+    assert done.notes == {0: {"engine": True}, 1: {"engine": False}}
+    assert sorted(path.name for path in done.directory.glob("*.ckpt")) == [
         f"{nr}.ckpt" for nr in range(6)
     ]
 
 
-def test_fabric_saves_and_loads_the_full_state_of_fsdp2(tmp_path):
-    done, notes = run("fabric_fsdp2", "torchrun", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {note["same"] for note in notes.values()} == {True}
-    assert notes[0]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+def test_fabric_saves_and_loads_the_full_state_of_fsdp2(ran):
+    done = ran("fabric_fsdp2", "torchrun")
+    assert not done.raised
+    assert {note["same"] for note in done.notes.values()} == {True}
+    assert done.notes[0]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]

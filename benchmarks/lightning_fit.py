@@ -1,0 +1,337 @@
+"""What do checkpoints cost a Lightning training, with each way to save them?
+
+    python benchmarks/lightning_fit.py --dir DIR [--state 160MB ...] [--every 20 5] [--json FILE]
+
+The same `Trainer.fit`: with no checkpoints, with Lightning's synchronous saving, its
+AsyncCheckpointIO, and ours, by ModelCheckpoint every N steps (`save_top_k=1`). Each way has a
+process of its own; the processes take turns, one fit each, so that a slower minute of the machine
+hits all of them. README.md says how each figure is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import multiprocessing
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common import (
+    BenchError,
+    Series,
+    format_size,
+    format_times,
+    parse_size,
+    print_table,
+    write_json,
+)
+from machine import (
+    Others,
+    add_directory_options,
+    check_memory,
+    facts_lines,
+    machine_facts,
+    reset_peak_rss,
+    scratch_directory,
+    status_bytes,
+)
+
+WAYS = ("none", "synchronous", "lightning", "stillframe")
+STEP_S = 0.12  # a step takes at least 0.1 s
+SKIPPED = 3  # steps at the start of each fit, of which Lightning makes caches
+GOAL = 0.02  # of the steps per second, with 160 MB and one save every 20 steps
+GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
+LAYERS = 8
+
+
+def make_fit(way: str, nbytes: int, directory: Path) -> Any:
+    """`fit(batch, steps, every)` for one way; the model and its optimizer's state take `nbytes`."""
+    import torch
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    # Weights, and two tensors of AdamW's for each.
+    width = int((nbytes / 4 / 3 / LAYERS) ** 0.5)
+
+    class Model(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            layers: list[nn.Module] = []
+            for _ in range(LAYERS):
+                layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
+            self.net = nn.Sequential(*layers)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class Rows(Dataset):  # type: ignore[type-arg]
+        def __init__(self, batch: int, steps: int) -> None:
+            self.rows = torch.randn(batch, width)
+            self.length = batch * steps
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __getitem__(self, index: int) -> Any:
+            return self.rows[index % len(self.rows)]
+
+    class Times(Callback):
+        """When each step began, and when the last one had ended."""
+
+        def __init__(self) -> None:
+            self.at: list[float] = []
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.at.append(time.perf_counter())
+
+        def on_train_epoch_end(self, *args: Any) -> None:
+            self.at.append(time.perf_counter())
+
+    def plugin() -> Any:
+        if way == "stillframe":
+            from stillframe.lightning import AsyncCheckpointIO as Ours
+
+            return Ours()
+        return AsyncCheckpointIO() if way == "lightning" else TorchCheckpointIO()
+
+    def fit(batch: int, steps: int, every: int) -> dict[str, float]:
+        torch.manual_seed(1)
+        times = Times()
+        callbacks: list[Any] = [times]
+        target = directory / way
+        if every and way != "none":
+            callbacks.append(
+                ModelCheckpoint(target, filename="{step}", every_n_train_steps=every, save_top_k=1)
+            )
+        run = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=len(callbacks) > 1,
+            default_root_dir=directory,
+            plugins=[plugin()],
+            callbacks=callbacks,
+        )
+        model = Model()
+        loader = DataLoader(Rows(batch, steps), batch_size=batch)
+        gc.collect()
+        reset_peak_rss()
+        run.fit(model, loader)
+        ended = time.perf_counter()
+        shutil.rmtree(target, ignore_errors=True)
+        gaps = [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
+        counted = gaps[SKIPPED:]
+        return {
+            "steps_per_s": len(counted) / sum(counted),
+            "step_s": statistics.median(counted),
+            "longest_s": max(counted),
+            "end_s": ended - times.at[-1],
+            "peak_rss": float(status_bytes("VmHWM")),
+        }
+
+    return fit
+
+
+def worker(connection: Connection, way: str, nbytes: int, directory: str) -> None:
+    """In a process of its own: one fit for each message `(batch, steps, every)`, until None."""
+    warnings.simplefilter("ignore")
+    import logging
+
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    fit = make_fit(way, nbytes, Path(directory))
+    connection.send("ready")
+    while (message := connection.recv()) is not None:
+        connection.send(fit(*message))
+
+
+class Workers:
+    """A process for each way."""
+
+    def __init__(self, nbytes: int, directory: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes: dict[str, Connection] = {}
+        self.processes = []
+        for way in WAYS:
+            self.pipes[way], theirs = context.Pipe()
+            process = context.Process(target=worker, args=(theirs, way, nbytes, str(directory)))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._answer(way)
+
+    def fit(self, way: str, batch: int, steps: int, every: int) -> dict[str, float]:
+        self.pipes[way].send((batch, steps, every))
+        answer: dict[str, float] = self._answer(way)
+        return answer
+
+    def _answer(self, way: str) -> Any:
+        try:
+            return self.pipes[way].recv()
+        except EOFError:
+            raise BenchError(f"the process of {way} ended; what it said stands above") from None
+
+    def close(self) -> None:
+        for pipe in self.pipes.values():
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+
+
+def find_batch(workers: Workers) -> int:
+    """Rows a batch, so that a step takes STEP_S."""
+    batch = 16
+    while True:
+        step = workers.fit("none", batch, SKIPPED + 5, 0)["step_s"]
+        if step >= STEP_S * 0.9:
+            return batch
+        batch = max(batch + 8, int(batch * min(4.0, STEP_S / step)))
+
+
+def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, directory: Path) -> Any:
+    workers = Workers(nbytes, directory)
+    try:
+        batch = find_batch(workers)
+        for way in WAYS:  # pool and allocator are warm from here on
+            workers.fit(way, batch, 2 * SKIPPED + 4, SKIPPED)
+        others = Others()
+        found: dict[int, dict[str, list[dict[str, float]]]] = {}
+        for _ in range(rounds):
+            for every in everies:
+                for way in WAYS:
+                    fits = found.setdefault(every, {}).setdefault(way, [])
+                    fits.append(workers.fit(way, batch, SKIPPED + every * saves, every))
+        return {"batch": batch, "others": others.share(), "every": found}
+    finally:
+        workers.close()
+
+
+def lost(fits: dict[str, list[dict[str, float]]], way: str) -> float:
+    """The share of the steps per second that saving took, over turns: its median."""
+    return statistics.median(
+        1 - mine["steps_per_s"] / none["steps_per_s"]
+        for mine, none in zip(fits[way], fits["none"], strict=True)
+    )
+
+
+def rows(nbytes: int, result: Any) -> list[list[str] | None]:
+    table: list[list[str] | None] = []
+    for every, fits in result["every"].items():
+        table.append([f"{format_size(nbytes)}, a save every {every} steps", "", "", "", "", "", ""])
+        peak = {way: max(fit["peak_rss"] for fit in fits[way]) for way in WAYS}
+        shares = {way: lost(fits, way) for way in WAYS}
+        for way in WAYS:
+            verdict = " "
+            if way == "stillframe":
+                ahead = shares[way] <= min(shares["synchronous"], shares["lightning"])
+                verdict = f"ahead of both: {'met' if ahead else 'MISSED'}"
+                if nbytes == GOAL_BYTES and every == GOAL_EVERY:
+                    met = "met" if shares[way] <= GOAL else "MISSED"
+                    verdict += f"; <= {GOAL:.0%}: {met}"
+            speed = Series.of([fit["steps_per_s"] for fit in fits[way]])
+            table.append(
+                [
+                    f"  {way}",
+                    f"{speed.median:.2f} ({min(speed.values):.2f}..{max(speed.values):.2f})",
+                    "" if way == "none" else f"{shares[way]:.1%}",
+                    format_times([statistics.median(fit["longest_s"] for fit in fits[way])]),
+                    format_times([statistics.median(fit["end_s"] for fit in fits[way])]),
+                    format_size(max(0.0, peak[way] - peak["none"])),
+                    verdict,
+                ]
+            )
+    return table
+
+
+def draw(path: Path, results: dict[int, Any]) -> None:
+    """Steps per second of each way, a panel for each state."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install -r benchmarks/requirements.txt", file=sys.stderr)
+        return
+    colours = ("#9aa5b1", "#e0a458", "#7c98b3", "#c8352b")
+    figure = Figure(figsize=(6.4 * len(results), 4.0), layout="constrained")
+    for number, (nbytes, result) in enumerate(results.items()):
+        axes = figure.add_subplot(1, len(results), number + 1)
+        for index, way in enumerate(WAYS):
+            axes.bar(
+                [place + 0.2 * index for place in range(len(result["every"]))],
+                [
+                    statistics.median(fit["steps_per_s"] for fit in fits[way])
+                    for fits in result["every"].values()
+                ],
+                width=0.18,
+                color=colours[index],
+                label=way,
+            )
+        axes.set_xticks(
+            [place + 0.3 for place in range(len(result["every"]))],
+            [f"every {every} steps" for every in result["every"]],
+        )
+        axes.set_title(f"{format_size(nbytes)} of state")
+        axes.set_ylabel("steps per second")
+        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=130)
+    print(f"drawn as {path}", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_directory_options(parser)
+    parser.add_argument("--state", type=parse_size, nargs="+", default=[160 * 10**6, 10**9])
+    parser.add_argument("--every", type=int, nargs="+", default=[20, 5])
+    parser.add_argument("--saves", type=int, default=3, help="of each fit, 3 by default")
+    parser.add_argument("--rounds", type=int, default=3, help="fits of each way, 3 by default")
+    options = parser.parse_args()
+    largest = max(options.state)
+    check_memory(9 * largest)
+    results: dict[int, Any] = {}
+    with scratch_directory(
+        options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=8 * largest
+    ) as directory:
+        facts = machine_facts(directory)
+        for nbytes in options.state:
+            results[nbytes] = run_state(
+                nbytes, options.every, options.rounds, options.saves, directory
+            )
+    print("\n".join(facts_lines(facts)))
+    print_table(
+        "a fit with checkpoints",
+        ("", "steps/s (min..max)", "lost", "longest step", "wait at the end", "extra memory", ""),
+        [row for nbytes, result in results.items() for row in rows(nbytes, result)],
+    )
+    for nbytes, result in results.items():
+        if result["others"] >= 0.03:
+            share = f"{result['others']:.0%}"
+            print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
+    if options.json:
+        write_json(options.json, {"machine": facts, "command": sys.argv, "results": results})
+        draw(options.json.with_suffix(".png"), results)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        sys.exit(f"lightning_fit.py: {error}")

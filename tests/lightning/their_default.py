@@ -1,0 +1,80 @@
+"""A pytest plugin for Lightning's own tests: every Trainer that was given no CheckpointIO saves
+with the one that `theirs.py` asks for, and outcomes are written to a file.
+
+Set by `theirs.py` in the environment: THEIRS_WITH (sync, stock or ours), THEIRS_DELAY (seconds that
+a save takes longer) and THEIRS_OUTCOMES (a file).
+"""
+
+import functools
+import json
+import os
+import time
+
+import pytest
+from lightning.pytorch.plugins.io import AsyncCheckpointIO as StockAsync
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+WITH = os.environ["THEIRS_WITH"]
+DELAY_S = float(os.environ["THEIRS_DELAY"])
+outcomes: dict[str, str] = {}
+
+
+class SlowTorch(TorchCheckpointIO):
+    """Lightning's own writer on a disk that takes longer for each file."""
+
+    def save_checkpoint(self, *args, **kwargs):
+        time.sleep(DELAY_S)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def checkpoint_io():
+    if WITH == "stock":
+        return StockAsync(SlowTorch() if DELAY_S else TorchCheckpointIO())
+    from stillframe.lightning import AsyncCheckpointIO
+
+    return AsyncCheckpointIO()
+
+
+def by_default(init):
+    @functools.wraps(init)
+    def make(connector, *args, **kwargs):
+        init(connector, *args, **kwargs)
+        strategy = connector.strategy
+        given = connector.checkpoint_io is not None or strategy._checkpoint_io is not None
+        if not given and "XLA" not in type(strategy).__name__:
+            strategy.checkpoint_io = checkpoint_io()
+
+    return make
+
+
+if WITH != "sync":
+    connector = accelerator_connector._AcceleratorConnector
+    connector.__init__ = by_default(connector.__init__)
+
+
+@pytest.fixture(autouse=True)
+def a_slow_disk():
+    if WITH != "ours":
+        yield
+        return
+    import stillframe
+    from stillframe.testing import slow
+
+    with slow("fdatasync", DELAY_S):
+        yield
+        # What a test left under way is not the next one's.
+        try:
+            stillframe.wait_all(timeout=60)
+        except stillframe.StillframeError as error:
+            print(f"nobody looked at: {error}")
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish(session):
+    with open(os.environ["THEIRS_OUTCOMES"], "w") as file:
+        json.dump(outcomes, file)

@@ -1,0 +1,136 @@
+"""Lightning's own checkpoint tests, with our plugin as every Trainer's default.
+
+    python tests/lightning/theirs.py CHECKOUT [--delay 0 0.3 ...] [--only sync stock ours] [-k ...]
+
+CHECKOUT is a directory with Lightning's sources, of the version that is installed:
+
+    git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning CHECKOUT
+
+Runs the tests synchronously (as Lightning saves by itself), with Lightning's AsyncCheckpointIO and
+with ours, the latter two once for each delay: the seconds by which the disk is slower for each
+file. Prints a table, and each test that passes synchronously and with ours does not. Exit status
+1 if there is one, 2 for wrong usage.
+
+The tests want `jsonargparse[signatures]` and `tensorboard` for some of their own; what fails
+synchronously for want of a package is not counted against anybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TESTS = (
+    "checkpointing",
+    "callbacks/test_model_checkpoint_additional_cases.py",
+    "callbacks/test_model_checkpoint_edge_cases.py",
+    "callbacks/test_model_checkpoint_manual_opt.py",
+    "callbacks/test_model_checkpoint_step_interval_val_metric.py",
+    "callbacks/test_stochastic_weight_avg.py",
+    "callbacks/test_weight_averaging.py",
+    "models/test_restore.py",
+    "plugins/test_checkpoint_io_plugin.py",
+    "trainer/connectors/test_checkpoint_connector.py",
+    "trainer/connectors/test_signal_connector.py",
+    "tuner",
+)
+# Wants checkpoints of old versions, which are downloaded.
+IGNORED = ("checkpointing/test_legacy_checkpoints.py",)
+TIMEOUT_S = 120  # of one test
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("checkout", type=Path, nargs="?", default=os.environ.get("LIGHTNING"))
+    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 0.3], metavar="SECONDS")
+    parser.add_argument(
+        "--only", nargs="+", choices=["sync", "stock", "ours"], default=["sync", "stock", "ours"]
+    )
+    parser.add_argument("--tests", nargs="+", default=None, help="files below tests_pytorch")
+    parser.add_argument("-k", default=None, help="pytest's -k")
+    given = parser.parse_args()
+    if given.checkout is None:
+        parser.error(
+            "a checkout of Lightning's sources is needed, for its tests are not in its wheel:\n"
+            "  git clone --depth 1 --branch TAG https://github.com/Lightning-AI/pytorch-lightning"
+            f" DIRECTORY\n  (the tag next to the installed version, {version('lightning')})"
+        )
+    given.checkout = Path(given.checkout).resolve()
+    if not (given.checkout / "tests" / "tests_pytorch").is_dir():
+        parser.error(
+            f"{given.checkout} is no checkout of Lightning: tests/tests_pytorch is missing"
+        )
+    return given
+
+
+def run(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
+    """The outcome of each test."""
+    tests = given.checkout / "tests"
+    wanted = given.tests or [each for each in TESTS if (tests / "tests_pytorch" / each).exists()]
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = Path(directory) / "outcomes.json"
+        command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short"]
+        # Not the checkout's own options: they want plugins.
+        command += ["-c", os.devnull, f"--rootdir={tests}", "-W", "ignore"]
+        command += ["-p", "their_default", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}"]
+        command += [f"--basetemp={directory}/tmp"]
+        command += [f"--ignore=tests_pytorch/{each}" for each in IGNORED]
+        command += [] if given.k is None else ["-k", given.k]
+        command += [f"tests_pytorch/{each}" for each in wanted]
+        log = Path(tempfile.gettempdir()) / f"theirs-{kind}-{delay:g}.log"
+        with log.open("w") as file:
+            subprocess.run(
+                command,
+                cwd=tests,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(HERE), str(tests), *sys.path[1:]]),
+                    "THEIRS_WITH": kind,
+                    "THEIRS_DELAY": str(delay),
+                    "THEIRS_OUTCOMES": str(outcomes),
+                },
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if not outcomes.exists():
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise SystemExit(f"the tests did not run; all they said is in {log}")
+        return json.loads(outcomes.read_text())
+
+
+def main() -> int:
+    given = arguments()
+    plan = [("sync", 0.0)] if "sync" in given.only else []
+    plan += [
+        (kind, delay) for kind in ("stock", "ours") if kind in given.only for delay in given.delay
+    ]
+    print(f"Lightning {version('lightning')}, tests of {given.checkout}")
+    print(
+        "| with | disk slower by | passed | failed | skipped |\n|---|---|---|---|---|", flush=True
+    )
+    found = {}
+    for kind, delay in plan:
+        outcomes = found[kind, delay] = run(given, kind, delay)
+        counts = [list(outcomes.values()).count(each) for each in ("passed", "failed", "skipped")]
+        print(f"| {kind} | {delay:g} s |", *(f"{count} |" for count in counts), flush=True)
+    good = {name for name, each in found.get(("sync", 0.0), {}).items() if each == "passed"}
+    worse = 0
+    for (kind, delay), outcomes in found.items():
+        lost = sorted(good - {name for name, each in outcomes.items() if each == "passed"})
+        if kind == "ours":
+            worse += len(lost)
+        for name in lost:
+            print(f"passes synchronously, not with {kind} and {delay:g} s: {name}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
