@@ -86,6 +86,26 @@ bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUre
 
 /* ---- pieces ------------------------------------------------------------------ */
 
+struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	pthread_mutex_lock(&lane->mu);
+	piece = lane->free_pieces;
+	if (piece)
+		lane->free_pieces = piece->next;
+	pthread_mutex_unlock(&lane->mu);
+	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
+}
+
+void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+{
+	pthread_mutex_lock(&lane->mu);
+	piece->next = lane->free_pieces;
+	lane->free_pieces = piece;
+	pthread_mutex_unlock(&lane->mu);
+}
+
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
 	piece->next = NULL;
@@ -95,12 +115,13 @@ void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *p
 		lane->head = piece;
 	lane->tail = piece;
 	lane->nr_in_flight++;
-	piece->part->nr_out++;
+	if (!piece->landing)
+		piece->part->nr_out++;
 	pthread_cond_signal(&lane->cv);
 }
 
-/* Settles the piece that was taken off the list. */
-static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+/* A save's piece: its block goes on to the writers, or is lost. */
+static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
 {
 	struct sfr__cuda_part *part = piece->part;
 	struct sfr_ticket *t = part->ticket;
@@ -127,14 +148,28 @@ static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 			t->blocks_held--;
 		pthread_mutex_unlock(&lane->engine->mu);
 	}
+}
+
+/* Settles the piece that was taken off the list. */
+static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+{
+	struct sfr__cuda_landing *landing = piece->landing;
+	struct sfr__cuda_part *part = piece->part;
+
+	if (!landing)
+		end_block(lane, piece, landed);
 	pthread_mutex_lock(&lane->mu);
-	part->nr_out--;
+	if (!landing)
+		part->nr_out--;
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, piece->landed);
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
 	pthread_mutex_unlock(&lane->mu);
-	sfr__cuda_part_step(part);
+	if (landing)
+		landing->fn(landing, landed);
+	else
+		sfr__cuda_part_step(part);
 }
 
 /* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). */
@@ -182,9 +217,10 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part)
 {
 	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
-	bool over;
+	bool over, single;
 
 	pthread_mutex_lock(&lane->mu);
+	single = lane->single_copies;
 	over = part->called && part->submitted && part->nr_out == 0 && !part->over;
 	if (over) {
 		part->over = true;
@@ -199,6 +235,11 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part)
 	pthread_mutex_lock(&lane->engine->mu);
 	t->cuda_out--;
 	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
+	if (single)
+		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]),
+			       "Device %u refuses batched copies: small tensors are copied one "
+			       "by one.",
+			       lane->device);
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	pthread_mutex_unlock(&lane->engine->mu);

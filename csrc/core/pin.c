@@ -53,14 +53,25 @@ bool sfr__pin_is_on(struct sfr__pin *pin)
 	return on;
 }
 
+int sfr__pin_node(struct sfr__pin *pin)
+{
+	int node;
+
+	pthread_mutex_lock(&pin->mu);
+	node = pin->cu ? pin->node : -1;
+	pthread_mutex_unlock(&pin->mu);
+	return node;
+}
+
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
 		size_t why_len)
 {
 	CUcontext context;
-	int rc;
+	int rc, node;
 
 	if (sfr__pin_is_on(pin))
 		return 0;
+	node = sfr__cuda_node(cu, device);
 	rc = sfr__cuda_retain(cu, device, &context, why, why_len);
 	if (rc != 0)
 		return rc;
@@ -68,6 +79,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 	if (pin->cu == NULL) {
 		pin->context = context;
 		pin->device = device;
+		pin->node = node;
 		pin->cu = cu;
 		context = NULL;
 	}
@@ -79,6 +91,30 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* ---- notes ---------------------------------------------------------------- */
 
+static void note_text(struct sfr__pin *pin, enum way way, const char *text)
+{
+	bool told;
+
+	pthread_mutex_lock(&pin->mu);
+	told = pin->note[0] && (int)way <= pin->worst;
+	if (!told) {
+		(void)snprintf(pin->note, sizeof(pin->note), "%s", text);
+		pin->worst = (int)way;
+	}
+	pthread_mutex_unlock(&pin->mu);
+	if (!told)
+		sfr__notice_text("%s", text);
+}
+
+void sfr__pin_failed(struct sfr__pin *pin, const char *why)
+{
+	char text[sizeof(pin->note)];
+
+	(void)snprintf(text, sizeof(text), "Staging memory stays pageable, and copies are slow: %.90s.",
+		       why);
+	note_text(pin, PAGEABLE, text);
+}
+
 static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
@@ -88,19 +124,10 @@ static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *ca
 		[PAGEABLE] = "it stays pageable, and copies are slow",
 	};
 	char text[sizeof(pin->note)], what[96];
-	bool told;
 
 	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
 	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, resorts[way]);
-	pthread_mutex_lock(&pin->mu);
-	told = pin->note[0] && (int)way <= pin->worst;
-	if (!told) {
-		memcpy(pin->note, text, sizeof(text));
-		pin->worst = (int)way;
-	}
-	pthread_mutex_unlock(&pin->mu);
-	if (!told)
-		sfr__notice_text("%s", text);
+	note_text(pin, way, text);
 }
 
 void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
@@ -160,7 +187,8 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 	return CUDA_SUCCESS;
 }
 
-void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes)
+static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes,
+		    bool in_place)
 {
 	void *mem = NULL;
 	CUresult rc;
@@ -170,6 +198,10 @@ void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
 		return;
+	if (in_place) { /* without a piece, so that who comes next can do better */
+		note(pin, PAGEABLE, rc, "cuMemHostRegister");
+		return;
+	}
 	note(pin, ALLOCATED, rc, "cuMemHostRegister");
 	rc = pin->cu->host_alloc(&mem, (size_t)block_bytes, CU_MEMHOSTALLOC_PORTABLE);
 	if (rc == CUDA_SUCCESS) {
@@ -189,8 +221,13 @@ void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	block->piece = add_piece(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
-void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
-		     uint64_t block_bytes)
+void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes)
+{
+	pin_one(pin, block, block_bytes, false);
+}
+
+static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		     uint64_t block_bytes, bool in_place)
 {
 	uint64_t most = PIECE_BYTES_MAX / block_bytes;
 	uint32_t at = 0, step;
@@ -201,7 +238,7 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		CUresult rc;
 
 		if (len <= 1) {
-			sfr__pin_block(pin, blocks[at++], block_bytes);
+			pin_one(pin, blocks[at++], block_bytes, in_place);
 			continue;
 		}
 		rc = register_blocks(pin, blocks + at, len, block_bytes);
@@ -212,6 +249,18 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		step = len / 2;
 		note(pin, step > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
 	}
+}
+
+void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		     uint64_t block_bytes)
+{
+	pin_many(pin, blocks, nr, block_bytes, false);
+}
+
+void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		       uint64_t block_bytes)
+{
+	pin_many(pin, blocks, nr, block_bytes, true);
 }
 
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)

@@ -110,7 +110,7 @@ struct sfr_ticket {
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
 	uint32_t io_mode;
 	bool over_slots;
-	char fallback[3][160];
+	char fallback[4][160];
 
 	struct sfr_ticket *lane_next;
 	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */

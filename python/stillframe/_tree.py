@@ -41,7 +41,9 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_ROW = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, reserved
+from stillframe import _device
+
+_ROW = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
 # Objects nothing can change, or that nobody would call custom: they are not even mentioned.
 _ATOMS: frozenset[type[Any]] = frozenset(
@@ -128,14 +130,21 @@ class Tree:
         storages: The storages, each once; they are alive as long as this object.
         identities: Addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 where a storage is
-            not in host memory.
+            neither in host memory nor on a CUDA device.
         elsewhere: Numbers of those.
+        devices: Numbers of the CUDA devices that storages live on.
+        reads_bytes: Whether making the tree anew looks at the copied bytes: what reduces itself
+            may check them.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
             in which they were met.
     """
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, *, lanes: bool = True) -> None:
+        """With `lanes` False, storages on CUDA devices are "elsewhere" too."""
         self._root = root
+        self._lanes = lanes
+        self._places: set[int] = set()
+        self.reads_bytes = False
         self.storages: list[UntypedStorage] = []
         self.identities: list[int] = []
         self.rows = bytearray()
@@ -148,6 +157,7 @@ class Tree:
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
         with torch._C.DisableTorchFunction(), _no_collections():
             self._find(root)
+        self.devices = tuple(sorted(place - 1 for place in self._places if place > 0))
 
     def _find(self, root: object) -> None:
         seen: set[int] = set()
@@ -186,7 +196,7 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._enter(storage, storage.device.type == "cpu")
+            self._enter(storage, _device.place_of(storage.device))
         elif not (_is_array(node) or _is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
@@ -199,7 +209,9 @@ class Tree:
             tensor.is_quantized or tensor.is_nested or tensor.is_meta
         ):
             self._held.append(tensor)
-            self._tensors[key] = self._enter(tensor.untyped_storage(), tensor.is_cpu)
+            self._tensors[key] = self._enter(
+                tensor.untyped_storage(), _device.place_of_tensor(tensor)
+            )
             state = _getstate(tensor)  # asking for __dict__ would make one
             if state is not None:
                 stack.extend(_dict_of(state).values())
@@ -219,11 +231,12 @@ class Tree:
             self._tensors[key] = flattened
             return [*flattened.inner.values(), *_attributes(tensor).values()]
         reduced = _Reduced(tensor)
+        self.reads_bytes = True
         self._tensors[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _enter(self, storage: UntypedStorage, host: bool) -> int:
-        """The number of a storage, new or known."""
+    def _enter(self, storage: UntypedStorage, place: int) -> int:
+        """The number of a storage, new or known; `place` as `_device.place_of` says it."""
         identity = storage._cdata
         number = self._number_of.get(identity)
         if number is None:
@@ -231,13 +244,19 @@ class Tree:
             nbytes = storage.nbytes()
             self.storages.append(storage)
             self.identities.append(identity)
-            self.rows += _ROW.pack(storage.data_ptr() if host and nbytes else 0, nbytes, 0, 0)
-            if not host:
+            if place > 0:
+                if not self._lanes:
+                    place = -1
+                elif nbytes:
+                    self._places.add(place)
+            addr = storage.data_ptr() if place >= 0 and nbytes else 0
+            self.rows += _ROW.pack(addr, nbytes, 0, max(place, 0))
+            if place < 0:
                 self.elsewhere.append(number)
         return number
 
     def sources(self) -> Iterator[tuple[int, int, int, int]]:
-        """The rows as (address, bytes, lane, 0)."""
+        """The rows as (address, bytes, lane, device)."""
         return _ROW.iter_unpack(self.rows)
 
     def nbytes(self) -> int:
@@ -253,7 +272,7 @@ class Tree:
             memory: An object with the buffer protocol that holds their bytes.
             offsets: Where each begins.
 
-        Storages on other devices are copied here, by torch.
+        Storages elsewhere are copied here, by torch.
         """
         # Inference mode would make tensors that cannot be used outside it.
         with (
