@@ -244,7 +244,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 		pthread_mutex_lock(&t->engine->mu);
 		t->block_wait_ns += sfr__now_ns() - start;
 		pthread_mutex_unlock(&t->engine->mu);
-		if (rc == SFR_EAGAIN)
+		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
@@ -291,7 +291,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		}
 		rc = capture_part(&t->parts[i], deadline);
 		sfr__cuda_leave(&scope);
-		if (rc == SFR_EAGAIN)
+		if (rc < 0)
 			return rc;
 	}
 	return 0;

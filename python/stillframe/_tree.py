@@ -285,6 +285,9 @@ class Tree:
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
+            if self.reads_bytes:
+                # torch lists sparse tensors that were made anew, which would keep the memory.
+                torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
             return built, builder.identities() if identities else []
 
     def num_tensors(self) -> int:
