@@ -44,7 +44,8 @@ struct staging {
 void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
 			     size_t *len, size_t nr, bool pinned, struct sfr_err *err)
 {
-	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM };
+	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
+						 .flags = SFR__CU_PREFER_OVERLAP };
 	const struct sfr__cuda *cu = lane->cu;
 	CUresult rc = CUDA_SUCCESS;
 	size_t at = 0, failed = 0;

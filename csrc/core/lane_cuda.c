@@ -41,15 +41,27 @@ void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
 
 /* ---- events and errors ------------------------------------------------------ */
 
+static void die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+{
+	if (lane->dead)
+		return;
+	lane->dead = true;
+	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
+	pthread_cond_signal(&lane->cv);
+	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
+}
+
 CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
+	CUresult rc;
 
 	if (lane->nr_events > 0)
 		return lane->events[--lane->nr_events];
-	if (lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
-		return NULL;
-	return event;
+	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
+	if (sfr__cuda_is_sticky(rc))
+		die_locked(lane, "cuEventCreate", rc);
+	return rc == CUDA_SUCCESS ? event : NULL;
 }
 
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
@@ -62,16 +74,6 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
 		(void)lane->cu->event_free(event); /* a dead context has freed it */
 }
 
-static void die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
-{
-	if (lane->dead)
-		return;
-	lane->dead = true;
-	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
-	pthread_cond_signal(&lane->cv);
-	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
-}
-
 bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			     struct sfr_err *err)
 {
@@ -80,7 +82,8 @@ bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUre
 	if (sfr__cuda_is_sticky(rc))
 		die_locked(lane, call, rc);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
-	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, text);
+	/* What it died of says more than what can no longer be done. */
+	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, lane->dead ? lane->why : text);
 	return lane->dead;
 }
 

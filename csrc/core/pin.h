@@ -23,8 +23,10 @@ struct sfr__pin {
 /* The NUMA node of the device through which blocks are pinned, -1 = none, or not known. */
 int sfr__pin_node(struct sfr__pin *pin);
 void sfr__pin_init(struct sfr__pin *pin);
-/* Unregisters and frees everything, and lets go of the context. No block is in use. */
-void sfr__pin_fini(struct sfr__pin *pin);
+/* Unregisters and frees everything, and lets go of the context. No block is in use. False when the
+ * driver may still know some of it (a retired block's, or it refused): then that memory has to stay
+ * mapped, or what is mapped there next would be taken for it. */
+bool sfr__pin_fini(struct sfr__pin *pin);
 
 /* From now on blocks can be pinned, through the context of `device`, for all devices. The first
  * device wins, later calls do nothing. 0, or -ENODEV / -EIO with `why`. */
@@ -46,7 +48,7 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		       uint64_t block_bytes);
 /* Takes from the driver what lies wholly in the list of blocks in hand: those have no piece any
- * more, the others still have theirs. Enters the context itself. */
+ * more. The others still have theirs, and so has what the driver does not let go of. Enters the context itself. */
 void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list);
 /* The block is retired: what the driver knows of it, it is to know for ever. */
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block);

@@ -529,10 +529,9 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	sfr__pin_fini(&pool->pin);
 	/* A copy that may still be running must not find somebody else's memory: a range with a
-	 * retired block stays for as long as the process. */
-	if (pool->nr_retired == 0)
+	 * retired block stays for as long as the process, and so does one that a driver knows. */
+	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */

@@ -263,6 +263,8 @@ static int come_home(struct sfr__pool *pool, struct sfr__block *block)
 
 	block->next = NULL; /* a list of one */
 	sfr__pin_drop(&pool->pin, block);
+	if (sfr__pin_is_foreign(block))
+		return -EIO; /* the driver keeps it: so does the block */
 	block->committed = 0;
 	rc = sfr__memory_commit(block->mem, had);
 	if (rc == 0)

@@ -60,6 +60,7 @@ class _Copy:
         self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
         self.owner: weakref.ref[Snapshot[Any]] | None = None
+        self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
@@ -70,11 +71,18 @@ class _Copy:
         with inside():
             if self.devices:
                 if not self.core.gate(_device.streams(self.devices)):
+                    self._look()
                     return False
             else:
                 self.core.wait(None)
             self.settle()
         return True
+
+    def _look(self) -> None:
+        """Asks for versions now: a step that waits on the device changes them before the end."""
+        with self._lock:
+            if self._torn is None and self.deferral is not None and not self.is_settled():
+                self._torn = self.deferral.torn()
 
     def finish(self) -> None:
         """Waits for the end where no completion thread will come."""
@@ -95,7 +103,7 @@ class _Copy:
             _, torn = self.core.wait(0)
             failed = self.core.error()
             if torn < 0 and not failed:
-                torn = deferral.torn()
+                torn = deferral.torn() if self._torn is None else self._torn
             # A signal handler may have settled it in between.
             settled, self._settled = self._settled, True
             if settled:
@@ -344,7 +352,8 @@ def _take(tree: T, overlap: bool, shared: bool, engine: Engine) -> Snapshot[T]:
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
-            raise copy.error
+            del memory  # a traceback would keep it
+            raise StillframeError(str(copy.error))
     built, identities = source.rebuild(
         memory,
         core.offsets(),
