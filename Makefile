@@ -106,19 +106,24 @@ format: $(VENV)/.requirements
 C_FORMATTED := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp tests/c/*.c tests/c/*.h)
 C_HEADERS   := $(wildcard csrc/core/*.h tests/c/*.h)
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(wildcard csrc/core/*.c))
+FAKE_CUDA   := $(wildcard tests/c/fake_cuda*.c)
 C_TESTS     := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 C_FLAGS     := -std=c11 -D_GNU_SOURCE -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
 	       -Wstrict-prototypes -Wmissing-prototypes -Wconversion $(WERROR)
 C_RUN        = $(PYTHON) tests/c/run.py
 
-# $(1): the variant's name, $(2): its flags. The core is compiled once for all of its tests.
+# $(1): the variant's name, $(2): its flags. The core is compiled once for all of its tests. The
+# CUDA driver of the tests stands beside them: they load it as they would a real one.
 define variant
 C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
 .PHONY: programs-$(1)
-programs-$(1): $$(C_PROGRAMS_$(1))
+programs-$(1): $$(C_PROGRAMS_$(1)) build/$(1)/libfake_cuda.so
 build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -c $$< -o $$@
+build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
+	@mkdir -p $$(@D) && echo "  $(1) $$@"
+	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core $(FAKE_CUDA) -o $$@
 build/$(1)/test_%: tests/c/test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
 	@echo "  $(1) $$<"
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -o $$@

@@ -41,56 +41,49 @@ struct staging {
 	struct sfr_err err;
 };
 
-/* Copies what stands in the batch, in one call where the driver has one. */
-static void copy_batch_locked(struct staging *s)
+void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
+			     size_t *len, size_t nr, bool pinned, struct sfr_err *err)
 {
-	struct sfr__cuda_lane *lane = s->part->lane;
-	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM };
+	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
+						 .flags = SFR__CU_PREFER_OVERLAP };
+	const struct sfr__cuda *cu = lane->cu;
 	CUresult rc = CUDA_SUCCESS;
 	size_t at = 0, failed = 0;
 
-	if (s->nr == 0 || lane->dead || s->err.code)
-		return;
-	s->queued = true; /* what a call that fails has done is not known */
-	if (s->nr > 1 && s->pinned && !lane->single_copies &&
-	    (lane->cu->batch_v2 || lane->cu->batch_v1)) {
-		rc = lane->cu->batch_v2 ? lane->cu->batch_v2(s->dst, s->src, s->len, s->nr, &attrs,
-							     &at, 1, lane->stream) :
-					  lane->cu->batch_v1(s->dst, s->src, s->len, s->nr, &attrs,
-							     &at, 1, &failed, lane->stream);
+	if (nr > 1 && pinned && !lane->single_copies && (cu->batch_v2 || cu->batch_v1)) {
+		rc = cu->batch_v2 ?
+			     cu->batch_v2(dst, src, len, nr, &attrs, &at, 1, lane->stream) :
+			     cu->batch_v1(dst, src, len, nr, &attrs, &at, 1, &failed, lane->stream);
 		if (rc == CUDA_SUCCESS)
 			return;
 		if (rc != CUDA_ERROR_NOT_SUPPORTED && rc != CUDA_ERROR_INVALID_VALUE) {
-			(void)sfr__cuda_failed_locked(lane, "cuMemcpyBatchAsync", rc, &s->err);
+			(void)sfr__cuda_failed_locked(lane, "cuMemcpyBatchAsync", rc, err);
 			return;
 		}
 		/* Whatever of it was queued is copied a second time, from and to the same place. */
 		lane->single_copies = true;
-		sfr__notice_text("device %u refuses batched copies: small tensors are copied one "
-				 "by one",
+		sfr__notice_text("Device %u refuses batched copies: small tensors are copied one "
+				 "by one.",
 				 lane->device);
 	}
-	for (size_t i = 0; i < s->nr; i++) {
-		rc = lane->cu->copy((void *)(uintptr_t)s->dst[i], s->src[i], s->len[i],
-				    lane->stream);
+	for (size_t i = 0; i < nr; i++) {
+		rc = cu->copy((void *)(uintptr_t)dst[i], src[i], len[i], lane->stream);
 		if (rc != CUDA_SUCCESS) {
-			(void)sfr__cuda_failed_locked(lane, "cuMemcpyDtoHAsync", rc, &s->err);
+			(void)sfr__cuda_failed_locked(lane, "cuMemcpyDtoHAsync", rc, err);
 			return;
 		}
 	}
 }
 
-/* Takes a piece out of those the lane keeps, or makes one. NULL without memory. */
-static struct sfr__cuda_piece *piece_get(struct sfr__cuda_lane *lane)
+/* Copies what stands in the batch. */
+static void copy_batch_locked(struct staging *s)
 {
-	struct sfr__cuda_piece *piece;
+	struct sfr__cuda_lane *lane = s->part->lane;
 
-	pthread_mutex_lock(&lane->mu);
-	piece = lane->free_pieces;
-	if (piece)
-		lane->free_pieces = piece->next;
-	pthread_mutex_unlock(&lane->mu);
-	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
+	if (s->nr == 0 || lane->dead || s->err.code)
+		return;
+	s->queued = true; /* what a call that fails has done is not known */
+	sfr__cuda_copies_locked(lane, s->dst, s->src, s->len, s->nr, s->pinned, &s->err);
 }
 
 /* Records the event of what was queued and lets the piece fly. It always does: where no event can
@@ -125,7 +118,7 @@ static void flush(struct staging *s)
 	struct sfr__cuda_lane *lane = s->part->lane;
 	/* Without memory for one the copies have no event of their own: the last piece's, which is
 	 * behind them and was made before anything was queued, will do. */
-	struct sfr__cuda_piece *piece = piece_get(lane);
+	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(lane);
 
 	pthread_mutex_lock(&lane->mu);
 	copy_batch_locked(s);
@@ -174,7 +167,7 @@ static bool staging_init(struct staging *s, struct sfr__cuda_part *part, const s
 	s->nr = 0;
 	s->queued = false;
 	s->err = (struct sfr_err){ .index = -1 };
-	s->last = piece_get(part->lane);
+	s->last = sfr__cuda_piece_get(part->lane);
 	if (!s->last)
 		sfr__err_set(&s->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
 	return s->last != NULL;
@@ -304,19 +297,11 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 	sfr__cuda_leave(&scope);
 }
 
-/* Memory for samples of the part's deferred sources, as many as there can be. */
-static int store_get(struct sfr__cuda_part *part)
+int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store)
 {
-	struct sfr__cuda_lane *lane = part->lane;
-	struct sfr__cuda_store *store = &part->store;
-	size_t len = (size_t)sfr__round_up(part->deferred->nr_entries *
-						   sfr__samples_per_entry(part->ticket) *
-						   sizeof(*part->samples.items),
-					   SFR_PAGE);
 	int rc;
 
-	if (store->range.map)
-		return 0;
+	len = (size_t)sfr__round_up(len, SFR_PAGE);
 	pthread_mutex_lock(&lane->mu);
 	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !store->range.map; i++) {
 		if (lane->stores[i].len < len)
@@ -325,21 +310,32 @@ static int store_get(struct sfr__cuda_part *part)
 		lane->stores[i] = (struct sfr__cuda_store){ 0 };
 	}
 	pthread_mutex_unlock(&lane->mu);
-	if (!store->range.map) {
-		rc = sfr__memory_reserve(&store->range, len);
-		if (rc == 0)
-			rc = sfr__memory_commit(store->range.base, len);
-		if (rc < 0) {
-			sfr__memory_release(&store->range);
-			return rc;
-		}
-		store->len = len;
-		/* Where it cannot be, the driver copies through memory of its own. */
-		store->pinned =
-			lane->cu->host_register(store->range.base, len,
-						CU_MEMHOSTREGISTER_PORTABLE) == CUDA_SUCCESS;
+	if (store->range.map)
+		return 0;
+	rc = sfr__memory_reserve(&store->range, len);
+	if (rc == 0)
+		rc = sfr__memory_commit(store->range.base, len);
+	if (rc < 0) {
+		sfr__memory_release(&store->range);
+		return rc;
 	}
+	store->len = len;
+	/* Where it cannot be, the driver copies through memory of its own. */
+	store->pinned = lane->cu->host_register(store->range.base, len,
+						CU_MEMHOSTREGISTER_PORTABLE) == CUDA_SUCCESS;
 	return 0;
+}
+
+/* Memory for samples of the part's deferred sources, as many as there can be. */
+static int store_get(struct sfr__cuda_part *part)
+{
+	if (part->store.range.map)
+		return 0;
+	return sfr__cuda_store_get(part->lane,
+				   part->deferred->nr_entries *
+					   sfr__samples_per_entry(part->ticket) *
+					   sizeof(*part->samples.items),
+				   &part->store);
 }
 
 /* Queues copies of the sampled lines, right into the samples. */

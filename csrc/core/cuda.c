@@ -10,7 +10,9 @@
  * called when somebody hands over memory of a device, and then torch has called it before.
  *
  * The table is written once, under `mu`, and read-only from then on; it lives as long as the
- * process, as drivers do not survive being unloaded.
+ * process, as drivers do not survive being unloaded. What could not be loaded is tried again only
+ * when the variable names something else. Whoever wants a device and finds no driver is told in
+ * the log, once: a machine without one is none of its business before that.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -45,12 +47,30 @@ _Static_assert(sizeof(CUmemcpyAttributes) == sizeof(struct sfr__cu_copy_attribut
 			       offsetof(struct sfr__cu_copy_attributes, flags) &&
 		       (int)CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == SFR__CU_ORDER_STREAM,
 	       "CUmemcpyAttributes");
+_Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER_OVERLAP, "flags");
+#endif
+#if CUDA_VERSION >= 13000 && __has_include(<cudaTypedefs.h>)
+/* The two batched calls, but for the attributes, which are declared here in any case. */
+#include <cudaTypedefs.h>
+#define SAME(member, type, ...)                                                                    \
+	_Static_assert(__builtin_types_compatible_p(                                               \
+			       type, CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t,  \
+						  CUmemcpyAttributes *, size_t *, __VA_ARGS__)) && \
+			       __builtin_types_compatible_p(                                       \
+				       __typeof__(((struct sfr__cuda *)NULL)->member),             \
+				       CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *,        \
+						    size_t, struct sfr__cu_copy_attributes *,      \
+						    size_t *, __VA_ARGS__)),                       \
+		       #member)
+SAME(batch_v2, PFN_cuMemcpyBatchAsync_v13000, size_t, CUstream);
+SAME(batch_v1, PFN_cuMemcpyBatchAsync_v12080, size_t, size_t *, CUstream);
+#undef SAME
 #endif
 #endif
 
 static struct {
 	pthread_mutex_t mu;
-	bool tried, loaded, ready;
+	bool tried, loaded, ready, told;
 	CUresult init_rc;
 	char library[192];
 	char why[512]; /* why it cannot be used, "" while it can */
@@ -71,9 +91,14 @@ static void load_locked(void)
 	const char *missing = NULL;
 	void *handle;
 
+	if (!name || !*name)
+		name = DEFAULT_LIBRARY;
+	if (driver.loaded || (driver.tried && strcmp(name, driver.library) == 0))
+		return;
 	driver.tried = true;
-	(void)snprintf(driver.library, sizeof(driver.library), "%s",
-		       name && *name ? name : DEFAULT_LIBRARY);
+	driver.why[0] = '\0';
+	memset(table, 0, sizeof(*table));
+	(void)snprintf(driver.library, sizeof(driver.library), "%s", name);
 	handle = dlopen(driver.library, RTLD_NOW | RTLD_LOCAL);
 	if (!handle) {
 		const char *text = dlerror();
@@ -125,37 +150,45 @@ static void init_locked(void)
 	driver.ready = true;
 }
 
+/* In a child of fork, which has one thread: another one of the parent's may have had the lock. */
+void sfr__cuda_forked(void)
+{
+	(void)pthread_mutex_init(&driver.mu, NULL); /* cannot fail for a default mutex */
+	if (!driver.ready)
+		return;
+	/* What an initialised driver does in a child is not defined. */
+	driver.ready = driver.loaded = false;
+	(void)snprintf(driver.why, sizeof(driver.why),
+		       "CUDA was initialised before this process was forked; the start method "
+		       "\"spawn\" makes processes that can use it");
+}
+
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {
 	const struct sfr__cuda *cu;
 
+	char text[sizeof(driver.why)] = "";
+
 	pthread_mutex_lock(&driver.mu);
-	if (!driver.tried)
-		load_locked();
+	load_locked();
 	if (driver.loaded && !driver.ready)
 		init_locked();
 	cu = driver.ready ? &driver.table : NULL;
 	if (!cu && why)
 		(void)snprintf(why, why_len, "%s", driver.why);
+	if (!cu && !driver.told)
+		(void)snprintf(text, sizeof(text), "%s", driver.why);
+	driver.told = driver.told || !cu;
 	pthread_mutex_unlock(&driver.mu);
+	if (text[0])
+		sfr__notice_text("CUDA tensors cannot be saved: %s", text);
 	return cu;
-}
-
-bool sfr__cuda_loaded(void)
-{
-	bool ready;
-
-	pthread_mutex_lock(&driver.mu);
-	ready = driver.ready;
-	pthread_mutex_unlock(&driver.mu);
-	return ready;
 }
 
 void sfr__cuda_sentence(char *text, size_t len)
 {
 	pthread_mutex_lock(&driver.mu);
-	if (!driver.tried)
-		load_locked();
+	load_locked();
 	if (driver.why[0])
 		(void)snprintf(text, len, "CUDA tensors cannot be saved: %s.", driver.why);
 	else

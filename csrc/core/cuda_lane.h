@@ -21,9 +21,16 @@ enum {
  * benchmark's sweep change them while no save is in flight. */
 extern uint64_t sfr__cuda_piece_bytes, sfr__cuda_nr_in_flight;
 
-/* Copies into one block that are followed by one event. */
+/* Who hears of a piece's end on the lane's thread, other than a save: a snapshot's part. `ok` is
+ * false when the device died, and nobody can know what became of the copies. */
+struct sfr__cuda_landing {
+	void (*fn)(struct sfr__cuda_landing *landing, bool ok);
+};
+
+/* Copies that are followed by one event. */
 struct sfr__cuda_piece {
 	struct sfr__cuda_piece *next;
+	struct sfr__cuda_landing *landing; /* NULL: of a save, and what follows says where to */
 	struct sfr__cuda_part *part;
 	struct sfr__block *block; /* the last piece of a block has it, others NULL */
 	const struct sfr__run *run;
@@ -99,6 +106,9 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Notes that a call failed. True when the device is dead from now on, or was before. */
 bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			     struct sfr_err *err);
+/* A piece, new or used before (NULL without memory), and back. */
+struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
+void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
 /* Appends a piece to those in flight. */
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
 /* On the lane's thread: takes what has landed off the list. */
@@ -110,6 +120,11 @@ void sfr__cuda_lanes_stop(struct sfr_engine *engine);
 void sfr__cuda_lanes_free(struct sfr_engine *engine);
 
 /* ---- copy_cuda.c ---- */
+/* Queues copies, in one call where the driver has one for that and the memory is pinned. */
+void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
+			     size_t *len, size_t nr, bool pinned, struct sfr_err *err);
+/* Memory for samples, of `len` bytes at least. 0 or -errno. */
+int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
 /* Fills one block: headers and padding at once, tensor bytes by copies that are queued. The block
  * is the lane's from here on. `slowly`: on the lane's thread, with few pieces in flight. */
 void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
@@ -127,6 +142,11 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 
 /* ---- stage_cuda.c ---- */
+/* Whether work put on the stream would become part of a graph, or break one. */
+bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
+/* E: records what is on the caller's stream and has the lane's stream wait for it, with nothing of
+ * others in between. */
+void sfr__cuda_mark_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 /* On the lane's thread: queues a part's deferred bytes. */
 void sfr__cuda_stage(struct sfr__cuda_part *part);
 

@@ -74,5 +74,6 @@ struct sfr__cu_copy_attributes {
 	unsigned int flags;
 };
 #define SFR__CU_ORDER_STREAM 1
+#define SFR__CU_PREFER_OVERLAP 1u /* copy engines, not the multiprocessors that train */
 
 #endif

@@ -35,7 +35,7 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
-#include "sfr_internal.h"
+#include "cuda_driver.h"
 #include "trace.h"
 
 #define NR_FDS 4096
@@ -73,6 +73,7 @@ static void after_in_child(void)
 	sfr__log_forked();
 	sfr__notice_forked();
 	sfr__trace_forked();
+	sfr__cuda_forked();
 	(void)pthread_mutex_unlock(&fork_mu); /* taken by this very thread in before() */
 }
 

@@ -56,7 +56,9 @@
 	X(void *, malloc, NULL, (size_t len), (len))                                               \
 	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \
 	X(void *, realloc, NULL, (void *old, size_t len), (old, len))                              \
-	X(int, set_nice, -1, (int value), (value))
+	X(int, set_nice, -1, (int value), (value))                                                 \
+	X(int, get_affinity, -1, (cpu_set_t * cpus), (cpus))                                       \
+	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 
 /* Entries that can only be slow and return something. */
 #define SAFE_LIST(X)                                                                               \

@@ -41,15 +41,27 @@ void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
 
 /* ---- events and errors ------------------------------------------------------ */
 
+static void die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+{
+	if (lane->dead)
+		return;
+	lane->dead = true;
+	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
+	pthread_cond_signal(&lane->cv);
+	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
+}
+
 CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
+	CUresult rc;
 
 	if (lane->nr_events > 0)
 		return lane->events[--lane->nr_events];
-	if (lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
-		return NULL;
-	return event;
+	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
+	if (sfr__cuda_is_sticky(rc))
+		die_locked(lane, "cuEventCreate", rc);
+	return rc == CUDA_SUCCESS ? event : NULL;
 }
 
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
@@ -62,16 +74,6 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
 		(void)lane->cu->event_free(event); /* a dead context has freed it */
 }
 
-static void die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
-{
-	if (lane->dead)
-		return;
-	lane->dead = true;
-	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
-	pthread_cond_signal(&lane->cv);
-	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
-}
-
 bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			     struct sfr_err *err)
 {
@@ -80,11 +82,32 @@ bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUre
 	if (sfr__cuda_is_sticky(rc))
 		die_locked(lane, call, rc);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
-	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, text);
+	/* What it died of says more than what can no longer be done. */
+	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, lane->dead ? lane->why : text);
 	return lane->dead;
 }
 
 /* ---- pieces ------------------------------------------------------------------ */
+
+struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	pthread_mutex_lock(&lane->mu);
+	piece = lane->free_pieces;
+	if (piece)
+		lane->free_pieces = piece->next;
+	pthread_mutex_unlock(&lane->mu);
+	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
+}
+
+void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+{
+	pthread_mutex_lock(&lane->mu);
+	piece->next = lane->free_pieces;
+	lane->free_pieces = piece;
+	pthread_mutex_unlock(&lane->mu);
+}
 
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
@@ -95,12 +118,13 @@ void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *p
 		lane->head = piece;
 	lane->tail = piece;
 	lane->nr_in_flight++;
-	piece->part->nr_out++;
+	if (!piece->landing)
+		piece->part->nr_out++;
 	pthread_cond_signal(&lane->cv);
 }
 
-/* Settles the piece that was taken off the list. */
-static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+/* A save's piece: its block goes on to the writers, or is lost. */
+static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
 {
 	struct sfr__cuda_part *part = piece->part;
 	struct sfr_ticket *t = part->ticket;
@@ -127,14 +151,28 @@ static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 			t->blocks_held--;
 		pthread_mutex_unlock(&lane->engine->mu);
 	}
+}
+
+/* Settles the piece that was taken off the list. */
+static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+{
+	struct sfr__cuda_landing *landing = piece->landing;
+	struct sfr__cuda_part *part = piece->part;
+
+	if (!landing)
+		end_block(lane, piece, landed);
 	pthread_mutex_lock(&lane->mu);
-	part->nr_out--;
+	if (!landing)
+		part->nr_out--;
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, piece->landed);
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
 	pthread_mutex_unlock(&lane->mu);
-	sfr__cuda_part_step(part);
+	if (landing)
+		landing->fn(landing, landed);
+	else
+		sfr__cuda_part_step(part);
 }
 
 /* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). */
@@ -182,9 +220,10 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part)
 {
 	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
-	bool over;
+	bool over, single;
 
 	pthread_mutex_lock(&lane->mu);
+	single = lane->single_copies;
 	over = part->called && part->submitted && part->nr_out == 0 && !part->over;
 	if (over) {
 		part->over = true;
@@ -199,6 +238,11 @@ void sfr__cuda_part_step(struct sfr__cuda_part *part)
 	pthread_mutex_lock(&lane->engine->mu);
 	t->cuda_out--;
 	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
+	if (single)
+		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]),
+			       "Device %u refuses batched copies: small tensors are copied one "
+			       "by one.",
+			       lane->device);
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	pthread_mutex_unlock(&lane->engine->mu);

@@ -36,6 +36,7 @@ struct sfr__piece {
 	uint32_t nr_blocks;
 	uint32_t nr_in_trim; /* guarded by pin->mu, as the next */
 	bool keep;           /* a block of it is retired */
+	bool gone;           /* in a trim: the driver has let go of it */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -53,14 +54,25 @@ bool sfr__pin_is_on(struct sfr__pin *pin)
 	return on;
 }
 
+int sfr__pin_node(struct sfr__pin *pin)
+{
+	int node;
+
+	pthread_mutex_lock(&pin->mu);
+	node = pin->cu ? pin->node : -1;
+	pthread_mutex_unlock(&pin->mu);
+	return node;
+}
+
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,
 		size_t why_len)
 {
 	CUcontext context;
-	int rc;
+	int rc, node;
 
 	if (sfr__pin_is_on(pin))
 		return 0;
+	node = sfr__cuda_node(cu, device);
 	rc = sfr__cuda_retain(cu, device, &context, why, why_len);
 	if (rc != 0)
 		return rc;
@@ -68,6 +80,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 	if (pin->cu == NULL) {
 		pin->context = context;
 		pin->device = device;
+		pin->node = node;
 		pin->cu = cu;
 		context = NULL;
 	}
@@ -79,6 +92,30 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 
 /* ---- notes ---------------------------------------------------------------- */
 
+static void note_text(struct sfr__pin *pin, enum way way, const char *text)
+{
+	bool told;
+
+	pthread_mutex_lock(&pin->mu);
+	told = pin->note[0] && (int)way <= pin->worst;
+	if (!told) {
+		(void)snprintf(pin->note, sizeof(pin->note), "%s", text);
+		pin->worst = (int)way;
+	}
+	pthread_mutex_unlock(&pin->mu);
+	if (!told)
+		sfr__notice_text("%s", text);
+}
+
+void sfr__pin_failed(struct sfr__pin *pin, const char *why)
+{
+	char text[sizeof(pin->note)];
+
+	(void)snprintf(text, sizeof(text), "Staging memory stays pageable, and copies are slow: %.90s.",
+		       why);
+	note_text(pin, PAGEABLE, text);
+}
+
 static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *call)
 {
 	static const char *const resorts[] = {
@@ -88,19 +125,10 @@ static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *ca
 		[PAGEABLE] = "it stays pageable, and copies are slow",
 	};
 	char text[sizeof(pin->note)], what[96];
-	bool told;
 
 	sfr__cuda_explain(pin->cu, pin->device, call, rc, what, sizeof(what));
 	(void)snprintf(text, sizeof(text), "Staging memory: %s; %s.", what, resorts[way]);
-	pthread_mutex_lock(&pin->mu);
-	told = pin->note[0] && (int)way <= pin->worst;
-	if (!told) {
-		memcpy(pin->note, text, sizeof(text));
-		pin->worst = (int)way;
-	}
-	pthread_mutex_unlock(&pin->mu);
-	if (!told)
-		sfr__notice_text("%s", text);
+	note_text(pin, way, text);
 }
 
 void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
@@ -128,14 +156,17 @@ static struct sfr__piece *add_piece(struct sfr__pin *pin, enum way way, char *me
 	return piece;
 }
 
-/* Tells the driver that a piece is no longer to be known. */
-static void give_back(const struct sfr__pin *pin, enum way way, char *mem)
+/* Tells the driver that a piece is no longer to be known. False when it still may be: then its
+ * pages must stay what they are. */
+static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
 {
-	/* A driver that has ended, or a device that is dead, has forgotten it. */
+	CUresult rc = CUDA_SUCCESS;
+
 	if (way == REGISTERED || way == ALONE)
-		(void)pin->cu->host_unregister(mem);
+		rc = pin->cu->host_unregister(mem);
 	else if (way == ALLOCATED)
-		(void)pin->cu->host_free(mem);
+		rc = pin->cu->host_free(mem);
+	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED; /* the driver has ended */
 }
 
 /* Registers blocks as one piece. */
@@ -152,7 +183,8 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 		return rc;
 	piece = add_piece(pin, way, mem, mem, nr);
 	if (!piece) {
-		give_back(pin, way, mem);
+		/* If that fails too, the next try at this memory is told that it is known. */
+		(void)give_back(pin, way, mem);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	for (uint32_t i = 0; i < nr; i++)
@@ -160,7 +192,8 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 	return CUDA_SUCCESS;
 }
 
-void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes)
+static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes,
+		    bool in_place)
 {
 	void *mem = NULL;
 	CUresult rc;
@@ -170,6 +203,10 @@ void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
 		return;
+	if (in_place) { /* without a piece, so that who comes next can do better */
+		note(pin, PAGEABLE, rc, "cuMemHostRegister");
+		return;
+	}
 	note(pin, ALLOCATED, rc, "cuMemHostRegister");
 	rc = pin->cu->host_alloc(&mem, (size_t)block_bytes, CU_MEMHOSTALLOC_PORTABLE);
 	if (rc == CUDA_SUCCESS) {
@@ -181,7 +218,7 @@ void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 			block->mem = mem;
 			return;
 		}
-		give_back(pin, ALLOCATED, mem);
+		(void)give_back(pin, ALLOCATED, mem); /* or it is lost until the process ends */
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note(pin, PAGEABLE, rc, "cuMemHostAlloc");
@@ -189,8 +226,13 @@ void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	block->piece = add_piece(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
-void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
-		     uint64_t block_bytes)
+void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes)
+{
+	pin_one(pin, block, block_bytes, false);
+}
+
+static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		     uint64_t block_bytes, bool in_place)
 {
 	uint64_t most = PIECE_BYTES_MAX / block_bytes;
 	uint32_t at = 0, step;
@@ -201,7 +243,7 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		CUresult rc;
 
 		if (len <= 1) {
-			sfr__pin_block(pin, blocks[at++], block_bytes);
+			pin_one(pin, blocks[at++], block_bytes, in_place);
 			continue;
 		}
 		rc = register_blocks(pin, blocks + at, len, block_bytes);
@@ -212,6 +254,18 @@ void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uin
 		step = len / 2;
 		note(pin, step > 1 ? REGISTERED : ALONE, rc, "cuMemHostRegister");
 	}
+}
+
+void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		     uint64_t block_bytes)
+{
+	pin_many(pin, blocks, nr, block_bytes, false);
+}
+
+void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
+		       uint64_t block_bytes)
+{
+	pin_many(pin, blocks, nr, block_bytes, true);
 }
 
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)
@@ -243,65 +297,84 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__piece *piece)
 	*at = piece->next;
 }
 
-void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
+/* Takes off the list what lies wholly in the blocks of a trim. */
+static struct sfr__piece *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
-	struct sfr__cuda_scope scope;
-	struct sfr__piece *gone = NULL, *piece;
+	struct sfr__piece *taken = NULL;
 
-	if (!sfr__pin_is_on(pin))
-		return;
-	pthread_mutex_lock(&pin->mu);
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->piece)
 			b->piece->nr_in_trim++;
 	for (struct sfr__block *b = list; b; b = b->next) {
-		piece = b->piece;
-		if (!piece)
+		struct sfr__piece *piece = b->piece;
+
+		if (!piece || piece->nr_in_trim != piece->nr_blocks)
 			continue;
-		/* The piece's last block to come by takes it off the list; it is freed below. */
-		if (piece->nr_in_trim >= piece->nr_blocks) {
-			if (piece->nr_in_trim == piece->nr_blocks) {
-				unlink_locked(pin, piece);
-				piece->next = gone;
-				gone = piece;
-			}
-			piece->nr_in_trim++;
-			b->piece = NULL;
-			if (piece->way == ALLOCATED)
-				b->mem = piece->home;
-		}
+		unlink_locked(pin, piece);
+		piece->next = taken;
+		taken = piece;
+		piece->nr_in_trim = 0; /* once */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->piece)
 			b->piece->nr_in_trim = 0;
-	pthread_mutex_unlock(&pin->mu);
-	if (!gone)
-		return;
-	/* A context that cannot be entered is dead, and has forgotten what it knew. */
-	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
-	while ((piece = gone)) {
-		gone = piece->next;
-		give_back(pin, piece->way, piece->mem);
-		sfr_sys.free(piece);
-	}
-	sfr__cuda_leave(&scope);
+	return taken;
 }
 
-void sfr__pin_fini(struct sfr__pin *pin)
+void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
+{
+	struct sfr__cuda_scope scope;
+	struct sfr__piece *taken, *piece;
+
+	if (!sfr__pin_is_on(pin))
+		return;
+	pthread_mutex_lock(&pin->mu);
+	taken = take_whole_locked(pin, list);
+	pthread_mutex_unlock(&pin->mu);
+	if (!taken)
+		return;
+	/* A failure shows in the calls that follow. */
+	(void)sfr__cuda_enter(&scope, pin->cu, pin->context);
+	for (piece = taken; piece; piece = piece->next)
+		piece->gone = give_back(pin, piece->way, piece->mem);
+	sfr__cuda_leave(&scope);
+	for (struct sfr__block *b = list; b; b = b->next) {
+		if (!b->piece || !b->piece->gone)
+			continue;
+		if (b->piece->way == ALLOCATED)
+			b->mem = b->piece->home;
+		b->piece = NULL;
+	}
+	pthread_mutex_lock(&pin->mu);
+	while ((piece = taken)) {
+		taken = piece->next;
+		if (piece->gone) {
+			sfr_sys.free(piece);
+			continue;
+		}
+		piece->next = pin->pieces;
+		pin->pieces = piece;
+	}
+	pthread_mutex_unlock(&pin->mu);
+}
+
+bool sfr__pin_fini(struct sfr__pin *pin)
 {
 	struct sfr__cuda_scope scope;
 	struct sfr__piece *piece;
+	bool all = true;
 
 	if (pin->cu) {
 		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in drop */
 		while ((piece = pin->pieces)) {
 			pin->pieces = piece->next;
-			if (!piece->keep)
-				give_back(pin, piece->way, piece->mem);
+			if (piece->keep || !give_back(pin, piece->way, piece->mem))
+				all = false;
 			sfr_sys.free(piece);
 		}
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(pin->cu, pin->device);
 	}
 	(void)pthread_mutex_destroy(&pin->mu); /* the caller vouches that nobody uses it */
+	return all;
 }

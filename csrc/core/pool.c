@@ -51,6 +51,7 @@
 
 #include "memory.h"
 #include "pin.h"
+#include "near.h"
 #include "pool.h"
 
 #define MAX_WARMERS 4 /* threads in warm_up, the caller among them */
@@ -58,10 +59,14 @@
 /* ---- memory, without the lock --------------------------------------------- */
 
 /* Gives a block in hand memory for `want` bytes; on failure it has what it had. -errno. */
-int sfr__pool_grow(struct sfr__block *block, size_t want)
+int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want)
 {
-	int rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
+	struct sfr__near near;
+	int rc;
 
+	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
+	rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
+	sfr__near_end(&near);
 	if (rc == 0)
 		block->committed = want;
 	return rc;
@@ -259,7 +264,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		returned = pool->nr_returned;
 		had = block->committed;
 		(void)pthread_mutex_unlock(&pool->mu);
-		rc = sfr__pool_grow(block, sfr__pool_memory_for(pool, need));
+		rc = sfr__pool_grow(pool, block, sfr__pool_memory_for(pool, need));
 		(void)pthread_mutex_lock(&pool->mu);
 		sfr__pool_recount_locked(pool, block, had);
 		if (rc == 0) {
@@ -333,7 +338,7 @@ static void *warm_main(void *arg)
 			int rc;
 
 			(void)pthread_mutex_unlock(&pool->mu);
-			rc = sfr__pool_grow(block, warm_len(job, block));
+			rc = sfr__pool_grow(pool, block, warm_len(job, block));
 			(void)pthread_mutex_lock(&pool->mu);
 			sfr__pool_recount_locked(pool, block, had);
 			if (rc != 0 && job->rc == 0)
@@ -524,10 +529,9 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	sfr__pin_fini(&pool->pin);
 	/* A copy that may still be running must not find somebody else's memory: a range with a
-	 * retired block stays for as long as the process. */
-	if (pool->nr_retired == 0)
+	 * retired block stays for as long as the process, and so does one that a driver knows. */
+	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */

@@ -44,7 +44,7 @@ struct sfr__pool {
 /* ---- pool.c ---- */
 /* Gives a block in hand memory for `want` bytes, without the lock. -errno, and then it has what it
  * had. */
-int sfr__pool_grow(struct sfr__block *block, size_t want);
+int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want);
 /* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
 /* Whether a block in that state belongs to a thread or a lease, and so is in no list. */

@@ -17,6 +17,9 @@
  *
  * `spare` keeps the other side safe: as long as a save is in flight, a run leaves one block to it,
  * which is enough to go on with.
+ *
+ * Devices. A run is contiguous, so its blocks are pinned in their own place or not at all: memory
+ * that a driver gave for one of them is of no use here, and goes back first.
  */
 #include <errno.h>
 #include <sys/mman.h>
@@ -42,6 +45,9 @@ struct plan {
 /* `ever`: once all that comes back by itself has come back. */
 static bool usable(const struct sfr__block *block, bool ever)
 {
+	/* Into a retired block a copy may still be running, for ever. */
+	if (block->state == SFR__BLOCK_RETIRED)
+		return false;
 	return ever ? !block->held : !sfr__pool_in_hand(block->state);
 }
 
@@ -165,12 +171,12 @@ static void filter_locked(struct sfr__list *list)
 }
 
 /* What block `i` of a run is to have. */
-static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__run_of_blocks *run,
-			uint32_t i)
+static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
+			const struct sfr__run_of_blocks *run, uint32_t i)
 {
 	uint64_t left = run->len - i * pool->block_bytes;
 
-	return left < pool->block_bytes ? left : pool->block_bytes;
+	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
 }
 
 #define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
@@ -202,7 +208,8 @@ static void take_locked(struct sfr__pool *pool, const struct plan *plan, struct 
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
 		sfr__pool_move_locked(pool, block,
-				      block->committed >= need_of(pool, run, i) ?
+				      block->committed >= need_of(pool, lease, run, i) &&
+						      !sfr__pin_is_foreign(block) ?
 					      SFR__BLOCK_LEASED :
 					      SFR__BLOCK_GROWING);
 		block->held = true;
@@ -237,11 +244,32 @@ static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
+		if (lease->retired) {
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
+			continue;
+		}
 		pool->nr_returned++;
 		sfr__pool_move_locked(pool, block,
 				      block->committed != 0 ? SFR__BLOCK_FREE :
 							      SFR__BLOCK_RESERVED);
 	}
+}
+
+/* Exchanges memory of a driver's for the block's own. On failure it has none. -errno. */
+static int come_home(struct sfr__pool *pool, struct sfr__block *block)
+{
+	size_t had = block->committed;
+	int rc;
+
+	block->next = NULL; /* a list of one */
+	sfr__pin_drop(&pool->pin, block);
+	if (sfr__pin_is_foreign(block))
+		return -EIO; /* the driver keeps it: so does the block */
+	block->committed = 0;
+	rc = sfr__memory_commit(block->mem, had);
+	if (rc == 0)
+		block->committed = had;
+	return rc;
 }
 
 /* Makes the memory that is missing, without the lock while it does. On failure all blocks are
@@ -258,7 +286,12 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue;
 		(void)pthread_mutex_unlock(&pool->mu);
-		rc = sfr__pool_grow(block, sfr__pool_memory_for(pool, need_of(pool, run, i)));
+		if (sfr__pin_is_foreign(block))
+			rc = come_home(pool, block);
+		if (rc == 0 && block->committed < need_of(pool, lease, run, i))
+			rc = sfr__pool_grow(pool, block,
+					    sfr__pool_memory_for(pool,
+								 need_of(pool, lease, run, i)));
 		(void)pthread_mutex_lock(&pool->mu);
 		sfr__pool_recount_locked(pool, block, had);
 		if (rc == 0)
@@ -306,17 +339,17 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, bool spare, ui
 	return rc;
 }
 
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
-		    uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare, bool whole,
+		 uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
 	const uint32_t most = pool->nr_blocks / 2 + 1; /* runs that can lie apart */
 	const uint64_t *starved = NULL;
-	struct sfr__lease lease = { 0 };
+	struct sfr__lease lease = { .whole = whole };
 	int rc;
 
-	*out = lease;
+	*out = (struct sfr__lease){ 0 };
 	for (uint32_t i = 0; i < nr; i++) {
 		if (lens[i] > UINT64_MAX / 4 || plan.total > UINT64_MAX / 4)
 			return SFR_EEXHAUSTED;
@@ -353,6 +386,18 @@ fail:
 	return rc;
 }
 
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+		    uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+{
+	return place(pool, lens, nr, spare, false, slice_ns, addrs, out);
+}
+
+int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+			  uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+{
+	return place(pool, lens, nr, spare, true, slice_ns, addrs, out);
+}
+
 void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	(void)pthread_mutex_lock(&pool->mu);
@@ -364,11 +409,55 @@ void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
 {
 	if (lease->runs == NULL)
 		return;
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	if (lease->retired)
+		sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
 	(void)pthread_mutex_lock(&pool->mu);
 	give_back_locked(pool, lease);
 	(void)pthread_mutex_unlock(&pool->mu);
 	sfr_sys.free(lease->runs);
 	*lease = (struct sfr__lease){ 0 };
+}
+
+void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	struct sfr__block **blocks = sfr_sys.malloc(lease->nr_blocks * sizeof(struct sfr__block *));
+	uint32_t nr = 0;
+
+	/* The blocks are ours, and so are their pieces: no lock. */
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		if (block->piece != NULL)
+			continue;
+		if (blocks == NULL)
+			sfr__pin_in_place(&pool->pin, &block, 1, pool->block_bytes);
+		else
+			blocks[nr++] = block;
+	}
+	for (uint32_t i = 0, len; i < nr; i += len) {
+		for (len = 1; i + len < nr && blocks[i + len]->index == blocks[i]->index + len;)
+			len++;
+		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
+	}
+	sfr_sys.free(blocks);
+}
+
+size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned)
+{
+	uint64_t off = (uint64_t)(mem - pool->range.base);
+	uint32_t i = (uint32_t)(off / pool->block_bytes);
+	const struct sfr__block *first = &pool->blocks[i];
+	uint64_t end = (i + 1) * pool->block_bytes;
+
+	*pinned = sfr__pin_is_pinned(first);
+	/* What no driver knows is one span, whoever's blocks it lies in. */
+	while (end < off + len &&
+	       (*pinned ? pool->blocks[end / pool->block_bytes].piece == first->piece :
+			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))
+		end += pool->block_bytes;
+	return end - off < len ? (size_t)(end - off) : len;
 }
 
 int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared)

@@ -220,8 +220,10 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
 	/* Devices first: they copy while the host does. */
-	if (!t->capture_done && sfr__cuda_capture(t, slice_ns) == SFR_EAGAIN)
-		return SFR_EAGAIN;
+	if (!t->capture_done)
+		rc = sfr__cuda_capture(t, slice_ns);
+	if (rc < 0)
+		return rc; /* as below */
 	while (t->capture_blk < run->nr_blocks && !is_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :

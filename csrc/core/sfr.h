@@ -254,7 +254,7 @@ struct sfr_report {
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns; /* 0 = not yet */
 	uint32_t io_mode;                                                 /* SFR_IO_* */
 	uint32_t over_slots;   /* 1: a nested save beyond max_in_flight */
-	char fallback[3][160]; /* sentences, "" when unused */
+	char fallback[4][160]; /* sentences, "" when unused */
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
 uint64_t sfr_ticket_seq(const struct sfr_ticket *t);
@@ -265,7 +265,7 @@ void sfr_ticket_put(struct sfr_ticket *t); /* NULL is fine */
 
 /* ---- snapshots (snapshot.c) --------------------------------------------- */
 
-/* A copy of host memory in memory of the engine's pool. Sources are rows of struct sfr_source, as
+/* A copy of host memory, and of memory of devices, in memory of the engine's pool. Sources are rows of struct sfr_source, as
  * for a save: captured ones are copied by sfr_snapshot_start, the others by their lane. A source
  * with nbytes but no address gets its memory and is filled by the caller.
  *
@@ -281,13 +281,27 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 /* Leases the memory; the caller has one view of it then. SFR_EAGAIN: saves have to give some back, call it again; SFR_EEXHAUSTED: what
  * snapshots hold leaves too little; SFR_ECLOSED; -ENOMEM; -errno. */
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
+/* For sources on devices, before the start: the caller's current stream on each. SFR_ESTATE: one of
+ * the devices has none in the list. */
+int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+			 uint32_t nr_streams);
 /* Copies the captured sources, takes samples of the others and hands these to the lane. Bytes of
  * deferred sources stay valid until sfr_snapshot_wait has returned 0. A failure (-ENOMEM, -errno)
- * leaves nothing to wait for. */
+ * leaves nothing to wait for.
+ * Sources on devices, captured ones too, are copied by these: all is queued in the call, the
+ * caller's stream waits for the captured ones, and their bytes stay valid until the wait is over.
+ * SFR_ECAPTURING where a stream is capturing a graph. After any failure with such sources
+ * something may still be copied: sfr_snapshot_wait says when that is over, sfr_snapshot_error what
+ * went wrong. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
 /* Waits until every byte is copied, or the copy was given up because nobody could read it any
  * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
+/* The gate of the next step, as sfr_save_gate. 0, SFR_EAGAIN. */
+int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
+		      uint64_t slice_ns);
+/* What a device failed with; code 0: nothing. Final once the wait is over. */
+void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
 /* The memory: one range that holds every source's copy (and may hold memory of others between
  * them), and the offset of each copy in it. Valid after sfr_snapshot_lease. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);

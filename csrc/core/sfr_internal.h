@@ -143,6 +143,8 @@ struct sfr__lease {
 	struct sfr__run_of_blocks *runs; /* NULL: nothing is leased */
 	uint32_t nr_runs;
 	uint32_t nr_blocks;
+	bool whole;   /* its blocks have all their memory */
+	bool retired; /* a copy into it may never end: its blocks are nobody's again */
 };
 
 /* Leases memory for `nr` items of `lens` bytes, each contiguous and aligned to SFR_ALIGN, all or
@@ -152,9 +154,18 @@ struct sfr__lease {
  * end the wait; -ENOMEM. On success the lease is held. */
 int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
 		    uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+/* The same in blocks that have all their memory, which a driver can be told of. */
+int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+			  uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+/* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
+ * pageable is noted. Needs a context. */
+void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* How many of the `len` bytes at `mem`, in a lease, one copy of a device may go to, and whether
+ * they are pinned. */
+size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);
 /* The lease will come back by itself from now on: those who wait may wait for it. Idempotent. */
 void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease);
-/* Gives the lease back and empties it. */
+/* Gives the lease back, or retires its blocks, and empties it. */
 void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease);
 /* Whether children of fork have the lease's memory (false is how the pool has it). 0 or -errno. */
 int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared);

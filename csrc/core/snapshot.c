@@ -1,14 +1,14 @@
-/* Snapshots: copies of host memory that live in the pool until nobody uses them any more.
+/* Snapshots: copies that live in the pool until nobody uses them any more.
  *
  *     NEW --lease--> LEASED --start--> COPYING --lane--> COPIED
  *                      |                                   ^
- *                      +------ start, nothing deferred ----+
+ *                      +-- start, host only, all captured -+
  *
  *     from     to       by
  *     NEW      LEASED   sfr_snapshot_lease
- *     LEASED   COPIED   sfr_snapshot_start, when every source is captured, or it has failed
+ *     LEASED   COPIED   sfr_snapshot_start, when all was captured from the host, or it has failed
  *     LEASED   COPYING  sfr_snapshot_start
- *     COPYING  COPIED   sfr__snapshot_copy_locked
+ *     COPYING  COPIED   sfr__snapshot_in, by the last of those who copy
  *
  * When the memory goes back is a question of its own, asked after each of these events: the copy
  * has ended, a view is closed, a hold has ended, the last reference is dropped. It goes when none
@@ -20,6 +20,9 @@
  *
  * Deferred sources are watched as those of a save are: lines of each are kept in the call and
  * compared with the copy. The copy stands in one piece, so that is one pass at the end.
+ *
+ * Several may copy at a time: the call itself, the host's lane, each device (snapshot_cuda.c). They
+ * are counted (`nr_out`), and the last one to end is who settles the snapshot.
  *
  * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
  * last one.
@@ -113,8 +116,12 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
 	rc = -EINVAL;
 	for (uint32_t i = 0; i < nr_sources; i++)
-		if (sources[i].addr == 0 && sources[i].lane != SFR_CAPTURED)
+		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
+		    (sources[i].lane != SFR_CAPTURED || sources[i].device != 0))
 			goto fail;
+	rc = sfr__snapshot_parts_new(s);
+	if (rc < 0)
+		goto fail;
 	*out = s;
 	return 0;
 fail:
@@ -166,7 +173,10 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	pthread_mutex_unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = sfr__pool_place(engine->pool, lens, s->nr_sources, spare, slice_ns, s->copies, &lease);
+	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, spare, slice_ns,
+						s->copies, &lease) :
+				sfr__pool_place_whole(engine->pool, lens, s->nr_sources, spare,
+						      slice_ns, s->copies, &lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(engine->pool, &lease, true);
 		if (rc < 0) {
@@ -207,51 +217,83 @@ static const char *bytes_of(const struct sfr_source *source)
 	return (const char *)(uintptr_t)source->addr;
 }
 
-static uint32_t nr_deferred(const struct sfr_snapshot *s)
+static bool is_deferred(const struct sfr_source *source)
+{
+	return source->lane != SFR_CAPTURED && source->nbytes != 0;
+}
+
+/* Deferred sources in one kind of memory. */
+static uint32_t nr_deferred(const struct sfr_snapshot *s, uint32_t device)
 {
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += s->sources[i].lane != SFR_CAPTURED && s->sources[i].nbytes != 0;
+		nr += is_deferred(&s->sources[i]) && s->sources[i].device == device;
 	return nr;
 }
 
-/* Keeps lines of every deferred source. -ENOMEM. */
-static int take_samples(struct sfr_snapshot *s, uint32_t nr)
+/* Lines of each deferred source, at most. */
+static uint64_t samples_per_source(const struct sfr_snapshot *s)
 {
-	uint64_t per_source = SFR__MAX_SAMPLES / nr, random = sfr__now_ns();
+	uint32_t nr = 0;
 
-	if (per_source == 0)
-		per_source = 1;
-	s->samples = sfr_sys.malloc(nr * per_source * sizeof(*s->samples));
-	if (!s->samples)
-		return -ENOMEM;
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		nr += is_deferred(&s->sources[i]);
+	return nr == 0 || nr > SFR__MAX_SAMPLES ? 1 : SFR__MAX_SAMPLES / nr;
+}
+
+size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device)
+{
+	return (size_t)(nr_deferred(s, device) * samples_per_source(s));
+}
+
+uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
+				     struct sfr__sample *samples)
+{
+	uint64_t per_source = samples_per_source(s), random = sfr__now_ns();
+	uint32_t nr = 0;
+
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
 		uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
 		uint64_t n = nr_lines < per_source ? nr_lines : per_source;
 
-		if (source->lane == SFR_CAPTURED)
+		if (!is_deferred(source) || source->device != device)
 			continue;
 		for (uint64_t j = 0; j < n; j++) {
-			struct sfr__sample *sample = &s->samples[s->nr_samples++];
+			struct sfr__sample *sample = &samples[nr++];
 			uint64_t off = sfr__sample_line(j, n, nr_lines, &random) * SFR__SAMPLE_LEN;
 			uint64_t left = source->nbytes - off;
 
 			sample->entry = i;
 			sample->off = off;
 			sample->len = (uint32_t)(left < SFR__SAMPLE_LEN ? left : SFR__SAMPLE_LEN);
-			memcpy(sample->bytes, bytes_of(source) + off, sample->len);
 		}
+	}
+	return nr;
+}
+
+/* Keeps lines of every deferred source in host memory. -ENOMEM. */
+static int take_samples(struct sfr_snapshot *s)
+{
+	s->samples = sfr_sys.malloc(sfr__snapshot_samples_most(s, 0) * sizeof(*s->samples));
+	if (!s->samples)
+		return -ENOMEM;
+	s->nr_samples = sfr__snapshot_place_samples(s, 0, s->samples);
+	for (uint32_t k = 0; k < s->nr_samples; k++) {
+		struct sfr__sample *sample = &s->samples[k];
+
+		memcpy(sample->bytes, bytes_of(&s->sources[sample->entry]) + sample->off,
+		       sample->len);
 	}
 	return 0;
 }
 
-/* The first source whose copy is not what was sampled, or -1. */
-static int64_t compare_samples(const struct sfr_snapshot *s)
+int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
+			      uint32_t nr)
 {
-	for (uint32_t k = 0; k < s->nr_samples; k++) {
-		const struct sfr__sample *sample = &s->samples[k];
+	for (uint32_t k = 0; k < nr; k++) {
+		const struct sfr__sample *sample = &samples[k];
 
 		if (memcmp(s->copies[sample->entry] + sample->off, sample->bytes, sample->len))
 			return sample->entry;
@@ -302,14 +344,65 @@ static void push_locked(struct sfr_engine *engine, struct sfr_snapshot *s)
 	else
 		engine->snapshot_head = s;
 	engine->snapshot_tail = s;
-	engine->nr_copying++;
 	pthread_cond_signal(&engine->cv_lane);
+}
+
+void sfr__snapshot_out(struct sfr_snapshot *s)
+{
+	pthread_mutex_lock(&s->engine->mu);
+	s->nr_out++;
+	pthread_mutex_unlock(&s->engine->mu);
+}
+
+void sfr__snapshot_lost(struct sfr_snapshot *s)
+{
+	pthread_mutex_lock(&s->engine->mu);
+	s->lease.retired = true;
+	pthread_mutex_unlock(&s->engine->mu);
+}
+
+void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
+{
+	struct sfr_engine *engine = s->engine;
+
+	pthread_mutex_lock(&engine->mu);
+	if (torn >= 0 && s->torn < 0)
+		s->torn = torn;
+	if (err && err->code && !s->err.code)
+		s->err = *err;
+	if (--s->nr_out > 0) {
+		pthread_mutex_unlock(&engine->mu);
+		return;
+	}
+	engine->nr_copying--;
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	settle_and_unlock(s);
+	sfr__notice_post(&s->notice); /* with the reference of those who copy */
+}
+
+/* Nobody but the caller copies: the snapshot was started too late, or has nothing to defer. */
+static int copy_here(struct sfr_snapshot *s, int rc)
+{
+	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
+		if (s->sources[i].device == 0 && s->sources[i].addr)
+			(void)copy_source(s, i, false); /* always all */
+	pthread_mutex_lock(&s->engine->mu);
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+			 uint32_t nr_streams)
+{
+	return foreign(s) ? SFR_EFORK : sfr__snapshot_parts_streams(s, streams, nr_streams);
 }
 
 int sfr_snapshot_start(struct sfr_snapshot *s)
 {
 	struct sfr_engine *engine = s->engine;
-	uint32_t nr = nr_deferred(s);
+	uint32_t nr = nr_deferred(s, 0);
+	struct sfr_err err = { .index = -1 };
 	bool queued = false;
 	int rc = 0;
 
@@ -318,35 +411,42 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	pthread_mutex_lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_LEASED)
 		rc = SFR_ESTATE;
+	else if (s->nr_parts && engine->closing)
+		rc = SFR_ECLOSED;
 	pthread_mutex_unlock(&engine->mu);
-	if (rc < 0)
+	if (rc == SFR_ESTATE)
 		return rc;
-	for (uint32_t i = 0; i < s->nr_sources; i++)
-		if (s->sources[i].lane == SFR_CAPTURED && s->sources[i].addr)
-			(void)copy_source(s, i, false); /* always all */
-	if (nr)
-		rc = take_samples(s, nr);
+	if (rc == 0 && nr)
+		rc = take_samples(s);
 	pthread_mutex_lock(&engine->mu);
-	if (rc == 0 && nr && !engine->closing) {
+	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
 		queued = rc == 0;
 	}
 	if (queued) {
-		sfr_snapshot_get(s); /* the lane's */
+		sfr_snapshot_get(s); /* of those who copy */
+		s->nr_out = 1;       /* this call */
+		engine->nr_copying++;
 		set_state_locked(s, SFR__SNAPSHOT_COPYING);
-		push_locked(engine, s);
 	}
 	pthread_mutex_unlock(&engine->mu);
-	if (queued)
-		return 0;
-	/* The engine was closed meanwhile: nothing is left to do it later. */
-	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
-		if (s->sources[i].lane != SFR_CAPTURED)
+	if (!queued) /* the engine may have been closed meanwhile: nothing is left to do it later */
+		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
+	/* Devices first: they copy while the host does. */
+	rc = sfr__snapshot_parts_start(s, &err);
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		if (s->sources[i].lane == SFR_CAPTURED && s->sources[i].device == 0 &&
+		    s->sources[i].addr)
 			(void)copy_source(s, i, false); /* always all */
-	pthread_mutex_lock(&engine->mu);
-	set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	pthread_mutex_unlock(&engine->mu);
-	return rc;
+	sfr__snapshot_parts_captured(s, &err);
+	if (nr) {
+		pthread_mutex_lock(&engine->mu);
+		s->nr_out++;
+		push_locked(engine, s);
+		pthread_mutex_unlock(&engine->mu);
+	}
+	sfr__snapshot_in(s, -1, &err);
+	return rc < 0 ? rc : err.code;
 }
 
 void sfr__snapshot_copy_locked(struct sfr_engine *engine)
@@ -360,17 +460,41 @@ void sfr__snapshot_copy_locked(struct sfr_engine *engine)
 		engine->snapshot_tail = NULL;
 	pthread_mutex_unlock(&engine->mu);
 	for (uint32_t i = 0; all && i < s->nr_sources; i++)
-		if (s->sources[i].lane != SFR_CAPTURED)
+		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
 			all = copy_source(s, i, true);
 	if (all)
-		torn = compare_samples(s);
+		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
+	sfr__snapshot_in(s, torn, NULL);
 	pthread_mutex_lock(&engine->mu);
-	engine->nr_copying--;
-	s->torn = torn;
-	set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	settle_and_unlock(s);
-	sfr__notice_post(&s->notice); /* with the lane's reference */
-	pthread_mutex_lock(&engine->mu);
+}
+
+int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
+		      uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	bool on_host;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) || nr_deferred(s, 0) > 0;
+	pthread_mutex_lock(&s->engine->mu);
+	while (on_host && s->state == SFR__SNAPSHOT_COPYING && rc == 0)
+		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
+	if (s->state != SFR__SNAPSHOT_COPYING)
+		rc = 0;
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
+{
+	*out = (struct sfr_err){ .index = -1 };
+	if (foreign(s))
+		return;
+	pthread_mutex_lock(&s->engine->mu);
+	*out = s->err;
+	pthread_mutex_unlock(&s->engine->mu);
 }
 
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
@@ -466,6 +590,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 	engine = s->engine;
 	if (s->lease.runs)
 		give_back(s, &s->lease);
+	sfr_sys.free(s->parts);
 	sfr_sys.free(s->samples);
 	sfr_sys.free(s->copies);
 	sfr_sys.free(s->sources);

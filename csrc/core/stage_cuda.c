@@ -79,8 +79,7 @@ static void fail(struct sfr_ticket *t, const struct sfr_err *err)
 
 /* ---- begin: E ------------------------------------------------------------------ */
 
-/* Whether work put on the stream would become part of a graph, or break one. */
-static bool is_capturing(const struct sfr__cuda *cu, CUstream stream)
+bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream)
 {
 	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
 	CUresult rc = cu->stream_capturing(stream, &status);
@@ -89,10 +88,8 @@ static bool is_capturing(const struct sfr__cuda *cu, CUstream stream)
 	       (rc == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-/* Records E and has the lane's stream wait for it, with nothing of another save in between. */
-static void mark_locked(struct sfr__cuda_part *part, struct sfr_err *err)
+void sfr__cuda_mark_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
 {
-	struct sfr__cuda_lane *lane = part->lane;
 	CUevent event = sfr__cuda_event_get_locked(lane);
 	CUresult rc;
 
@@ -100,7 +97,7 @@ static void mark_locked(struct sfr__cuda_part *part, struct sfr_err *err)
 		(void)sfr__cuda_failed_locked(lane, "cuEventCreate", CUDA_ERROR_OUT_OF_MEMORY, err);
 		return;
 	}
-	rc = lane->cu->event_record(event, part->stream);
+	rc = lane->cu->event_record(event, stream);
 	if (rc != CUDA_SUCCESS) {
 		(void)sfr__cuda_failed_locked(lane, "cuEventRecord", rc, err);
 	} else {
@@ -130,7 +127,7 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	part->lane = lane;
 	part->stream = stream;
 	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
-	if (rc == CUDA_SUCCESS && is_capturing(lane->cu, stream)) {
+	if (rc == CUDA_SUCCESS && sfr__cuda_is_capturing(lane->cu, stream)) {
 		sfr__cuda_leave(&scope);
 		return SFR_ECAPTURING;
 	}
@@ -141,7 +138,7 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	} else if (rc != CUDA_SUCCESS) {
 		(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", rc, err);
 	} else {
-		mark_locked(part, err);
+		sfr__cuda_mark_locked(lane, stream, err);
 	}
 	pthread_mutex_unlock(&lane->mu);
 	sfr__cuda_leave(&scope);
@@ -200,6 +197,8 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 		return rc;
 	if (sfr__pin_on(pin, part->lane->cu, part->device, why, sizeof(why)) == 0)
 		sfr__pin_block(pin, *block, engine->opts.block_bytes);
+	else
+		sfr__pin_failed(pin, why);
 	pthread_mutex_lock(&engine->mu);
 	if (++t->blocks_held > t->peak_blocks)
 		t->peak_blocks = t->blocks_held;
@@ -245,7 +244,7 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 		pthread_mutex_lock(&t->engine->mu);
 		t->block_wait_ns += sfr__now_ns() - start;
 		pthread_mutex_unlock(&t->engine->mu);
-		if (rc == SFR_EAGAIN)
+		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
@@ -292,7 +291,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		}
 		rc = capture_part(&t->parts[i], deadline);
 		sfr__cuda_leave(&scope);
-		if (rc == SFR_EAGAIN)
+		if (rc < 0)
 			return rc;
 	}
 	return 0;
@@ -446,7 +445,7 @@ static bool wait_on_stream(struct sfr__cuda_part *part, const struct sfr_stream 
 	    sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
 		CUstream handle = (CUstream)(uintptr_t)stream->handle;
 
-		done = !is_capturing(lane->cu, handle) &&
+		done = !sfr__cuda_is_capturing(lane->cu, handle) &&
 		       lane->cu->stream_wait(handle, part->staged, 0) == CUDA_SUCCESS;
 		sfr__cuda_leave(&scope);
 	}

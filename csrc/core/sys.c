@@ -41,6 +41,16 @@ static int plain_set_nice(int nice_value)
 	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
 }
 
+static int plain_get_affinity(cpu_set_t *cpus)
+{
+	return sched_getaffinity(0, sizeof(*cpus), cpus);
+}
+
+static int plain_set_affinity(const cpu_set_t *cpus)
+{
+	return sched_setaffinity(0, sizeof(*cpus), cpus);
+}
+
 struct sfr_sys sfr_sys = {
 	.open = plain_open,
 	.close = close,
@@ -70,6 +80,8 @@ struct sfr_sys sfr_sys = {
 	.thread_create = pthread_create,
 	.thread_join = pthread_join,
 	.set_nice = plain_set_nice,
+	.get_affinity = plain_get_affinity,
+	.set_affinity = plain_set_affinity,
 	.clock_gettime = clock_gettime,
 	.capture_copy = sfr__copy,
 	.lane_copy = sfr_crc32_copy,

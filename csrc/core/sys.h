@@ -10,6 +10,7 @@
 
 #include <dirent.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <sys/stat.h>
 #include <sys/types.h>
@@ -47,7 +48,9 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	int (*set_nice)(int nice); /* of the calling thread */
+	int (*set_nice)(int nice); /* of the calling thread, as the next two */
+	int (*get_affinity)(cpu_set_t *cpus);
+	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
 	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which
 	 * returns the CRC of what `crc` stands for and the copied bytes */

@@ -110,7 +110,7 @@ struct sfr_ticket {
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
 	uint32_t io_mode;
 	bool over_slots;
-	char fallback[3][160];
+	char fallback[4][160];
 
 	struct sfr_ticket *lane_next;
 	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
@@ -160,8 +160,8 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 /* A new ticket's parts, from its image. -ENOMEM. */
 int sfr__cuda_parts_new(struct sfr_ticket *t);
 void sfr__cuda_parts_free(struct sfr_ticket *t);
-/* Queues the captured sources on devices and takes samples there. SFR_EAGAIN while it waits for
- * blocks; other failures become the ticket's. */
+/* Queues the captured sources on devices and takes samples there. SFR_EAGAIN, SFR_EEXHAUSTED as
+ * sfr_save_capture; other failures become the ticket's. */
 int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
 /* The caller's streams wait for what was queued. */
 void sfr__cuda_capture_end(struct sfr_ticket *t);

@@ -9,4 +9,9 @@ struct sfr_py_engine {
 	struct sfr_engine *engine;
 };
 
+#define SFR_PY_MAX_STREAMS 64
+
+/* Reads a tuple of (device, handle of its current stream). Their number, or -1. See ticket.c. */
+int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
+
 #endif

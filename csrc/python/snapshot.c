@@ -7,6 +7,8 @@
 #include "module.h"
 #include "objects.h"
 
+#include <string.h>
+
 struct sfr_py_snapshot {
 	PyObject_HEAD
 	struct sfr_snapshot *snapshot;
@@ -162,15 +164,74 @@ static PyObject *snapshot_lease(ARGS)
 	return rc < 0 ? sfr_py_raise(state, rc) : make_memory(state, s);
 }
 
+/* start(streams=()): what a device failed with is error()'s to say, and only the end of the copy
+ * makes it final; so it is not raised here. */
 static PyObject *snapshot_start(ARGS)
 {
 	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-	int rc;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_err err;
+	int rc = 0, nr = 0;
 
-	UNUSED_ARGS;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_start(s);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	(void)kwnames;
+	if (nargs > 0)
+		nr = sfr_py_streams(args[0], streams);
+	if (nr < 0)
+		return NULL;
+	if (nr > 0)
+		rc = sfr_snapshot_streams(s, streams, (uint32_t)nr);
+	if (rc == 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_start(s);
+		Py_END_ALLOW_THREADS
+	}
+	sfr_snapshot_error(s, &err);
+	if (rc < 0 && err.code == 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
+}
+
+/* gate(streams) -> whether every byte is copied */
+static PyObject *snapshot_gate(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	uint64_t left = SFR_FOREVER, slice;
+	int64_t torn;
+	int rc, nr;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
+		return NULL;
+	}
+	nr = sfr_py_streams(args[0], streams);
+	if (nr < 0)
+		return NULL;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(sfr_snapshot_wait(s, 0, &torn) == 0);
+}
+
+/* error() -> a sentence on what a device failed with, or "" */
+static PyObject *snapshot_error(ARGS)
+{
+	struct sfr_err err;
+
+	(void)cls;
+	UNUSED_ARGS;
+	sfr_snapshot_error(((struct sfr_py_snapshot *)object)->snapshot, &err);
+	if (err.code == 0)
+		return PyUnicode_FromString("");
+	if (err.note[0])
+		return PyUnicode_DecodeUTF8(err.note, (Py_ssize_t)strlen(err.note), "replace");
+	return PyUnicode_FromString(err.code > -1000 ? strerror(-err.code) :
+						       sfr_code_message(err.code));
 }
 
 static PyObject *snapshot_offsets(ARGS)
@@ -253,7 +314,11 @@ static PyObject *snapshot_id(PyObject *object, void *closure)
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("lease", snapshot_lease, "lease() -> SnapshotMemory: waits for saves if need be."),
-	METHOD("start", snapshot_start, "start(): copies what is captured, queues the rest."),
+	METHOD("start", snapshot_start,
+	       "start(streams=()): copies what is captured, queues the rest."),
+	METHOD("gate", snapshot_gate,
+	       "gate(streams) -> bool: the next step may begin; True when all is copied."),
+	METHOD("error", snapshot_error, "error() -> str: what a device failed with, or ''."),
 	METHOD("offsets", snapshot_offsets, "offsets() -> where each copy is in the memory."),
 	METHOD("wait", snapshot_wait,
 	       "wait(timeout=None) -> (False when the timeout passed, torn source or -1)."),

@@ -74,16 +74,13 @@ static void ticket_dealloc(PyObject *object)
 		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
 
-#define MAX_STREAMS 64
-
-/* Reads a tuple of (device, handle of its current stream). Their number, or -1. */
-static int read_streams(PyObject *tuple, struct sfr_stream streams[MAX_STREAMS])
+int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
 {
 	Py_ssize_t nr = PyTuple_Size(tuple);
 
 	if (nr < 0)
 		return -1;
-	if (nr > MAX_STREAMS) {
+	if (nr > SFR_PY_MAX_STREAMS) {
 		PyErr_SetString(PyExc_ValueError, "too many devices");
 		return -1;
 	}
@@ -104,12 +101,12 @@ static PyObject *ticket_submit(ARGS)
 {
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	uint64_t left = SFR_FOREVER, slice;
-	struct sfr_stream streams[MAX_STREAMS];
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	int rc, nr_streams = 0;
 
 	(void)kwnames;
 	if (nargs > 0)
-		nr_streams = read_streams(args[0], streams);
+		nr_streams = sfr_py_streams(args[0], streams);
 	if (nr_streams < 0)
 		return NULL;
 	if (nr_streams > 0) {
@@ -183,7 +180,7 @@ static PyObject *ticket_wait(ARGS)
 static PyObject *ticket_gate(ARGS)
 {
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
-	struct sfr_stream streams[MAX_STREAMS];
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	uint64_t left = SFR_FOREVER, slice;
 	int rc, nr_streams;
 
@@ -192,7 +189,7 @@ static PyObject *ticket_gate(ARGS)
 		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
 		return NULL;
 	}
-	nr_streams = read_streams(args[0], streams);
+	nr_streams = sfr_py_streams(args[0], streams);
 	if (nr_streams < 0)
 		return NULL;
 	do {

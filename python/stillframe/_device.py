@@ -31,6 +31,15 @@ def place_of(device: torch.device) -> int:
     return -1
 
 
+on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # type: ignore[attr-defined]
+"""Whether a tensor lives in host memory."""
+
+
+def place_of_tensor(tensor: torch.Tensor) -> int:
+    """As `place_of`, for the device that a tensor lives on."""
+    return 0 if on_host(tensor) else place_of(tensor.device)
+
+
 def current_stream(device: int) -> int:
     """The driver's handle of the calling thread's current stream on a device."""
     return int(_raw_stream(device))

@@ -461,7 +461,7 @@ class CheckpointPlugin:
             if work.engine is None:
                 work.engine = made
             else:  # a signal handler saved
-                made.close()
+                made.close()  # type: ignore[unreachable]
         return work.engine
 
     def _refuse_remote(self, path: Any) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stillframe import _device
 from stillframe._tree_build import (
     ATOMS,
     PLAIN,
@@ -67,14 +68,21 @@ class Tree:
         storages: The storages, each once; they are alive as long as this object.
         identities: Addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 where a storage is
-            not in host memory.
+            neither in host memory nor on a CUDA device.
         elsewhere: Numbers of those.
+        devices: Numbers of the CUDA devices that storages live on.
+        reads_bytes: Whether making the tree anew looks at the copied bytes: what reduces itself
+            may check them.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
             in which they were met.
     """
 
-    def __init__(self, root: object) -> None:
+    def __init__(self, root: object, *, lanes: bool = True) -> None:
+        """With `lanes` False, storages on CUDA devices are "elsewhere" too."""
         self._root = root
+        self._lanes = lanes
+        self._places: set[int] = set()
+        self.reads_bytes = False
         self.storages: list[UntypedStorage] = []
         self.elsewhere: list[int] = []
         self.left_whole: list[object] = []
@@ -90,6 +98,7 @@ class Tree:
         self.identities = list(self._number_of)
         self.rows = bytearray(array.array("Q", self._words))
         self._words.clear()
+        self.devices = tuple(sorted(place - 1 for place in self._places if place > 0))
 
     def _find(self, root: object) -> None:
         seen: set[int] = set()
@@ -113,7 +122,7 @@ class Tree:
         """Enters those that are plain tensors, and returns the others. What hangs on a tensor goes
         onto the stack."""
         tensors, held, number_of, words = self._tensors, self._held, self._number_of, self._words
-        plain, strided, others = PLAIN, torch.strided, []
+        plain, strided, on_host, others = PLAIN, torch.strided, _device.on_host, []
         for node in nodes:
             if type(node) not in plain:
                 others.append(node)
@@ -121,7 +130,11 @@ class Tree:
             key = id(node)
             if key in tensors:
                 continue
-            if not (node.layout is strided and node.is_cpu) or node.is_quantized or node.is_nested:
+            if (
+                not (node.layout is strided and on_host(node))
+                or node.is_quantized
+                or node.is_nested
+            ):
                 stack.extend(self._meet_other(node))
                 continue
             # What `_enter` does, without the call.
@@ -154,7 +167,7 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._enter(storage, storage.device.type == "cpu")
+            self._enter(storage, _device.place_of(storage.device))
         elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
@@ -173,26 +186,34 @@ class Tree:
             and tensor.layout is torch.strided
             and not (tensor.is_quantized or tensor.is_nested)
         ):
-            self._tensors[key] = self._enter(tensor.untyped_storage(), tensor.is_cpu)
+            place = _device.place_of_tensor(tensor)
+            self._tensors[key] = self._enter(tensor.untyped_storage(), place)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
             self._tensors[key] = flattened
             return [*flattened.inner.values(), *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
+        self.reads_bytes = True
         self._tensors[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _enter(self, storage: UntypedStorage, host: bool) -> int:
-        """The number of a storage, new or known."""
+    def _enter(self, storage: UntypedStorage, place: int) -> int:
+        """The number of a storage, new or known; `place` as `_device.place_of` says it."""
         number = self._number_of.setdefault(storage._cdata, len(self._number_of))
         if number == len(self.storages):
             nbytes = storage.nbytes()
             self.storages.append(storage)
             self._nbytes.append(nbytes)
-            # struct sfr_source: addr, nbytes, and a lane and a device of four bytes each
-            self._words += (storage.data_ptr() if host and nbytes else 0, nbytes, 0)
-            if not host:
+            if place > 0:
+                if not self._lanes:
+                    place = -1
+                elif nbytes:
+                    self._places.add(place)
+            # struct sfr_source: addr, nbytes, and a lane (0) and a device of four bytes each
+            addr = storage.data_ptr() if place >= 0 and nbytes else 0
+            self._words += (addr, nbytes, max(place, 0) << 32)
+            if place < 0:
                 self.elsewhere.append(number)
         return number
 
@@ -213,7 +234,7 @@ class Tree:
             memory: An object with the buffer protocol that holds their bytes.
             offsets: Where each begins.
 
-        Storages on other devices are copied here, by torch.
+        Storages elsewhere are copied here, by torch.
         """
         # Inference mode would make tensors that cannot be used outside it.
         with (
@@ -226,6 +247,9 @@ class Tree:
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
+            if self.reads_bytes:
+                # torch lists sparse tensors that were made anew, which would keep the memory.
+                torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
             return built, builder.identities() if identities else []
 
     def num_tensors(self) -> int:

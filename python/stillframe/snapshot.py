@@ -3,7 +3,8 @@
     snapshot(tree)
       Tree        which storages are under it
       gate.defer  which of them may be copied later (with overlap=True)
-      core        memory of the pool, the copy
+      core        memory of the pool, the copy; what lives on CUDA devices is copied on streams of
+                  their lanes, and nobody waits for that before `wait()` or `tree`
       Tree        the same tree over the copies
 
 The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
@@ -26,7 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stillframe import _core, completion, gate
+from stillframe import _core, _device, completion, gate
 from stillframe._depth import inside
 from stillframe._holds import call_at_end
 from stillframe._tree import Tree, paths
@@ -54,20 +55,40 @@ class _Copy:
         self.core = core
         self.sources = tree.storages  # the lane reads them
         self.deferral: Deferral | None = deferral
+        self.devices = tree.devices
         self.shared = False
-        self.error: TornSnapshotError | None = None
+        self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
         self.owner: weakref.ref[Snapshot[Any]] | None = None
+        self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def gate(self) -> bool:
-        """Returns when nothing of the tree is read any more."""
+        """Returns when no host memory of the tree is read any more, and the calling thread's
+        current streams wait for what is copied from devices. False when that goes on."""
+        with inside():
+            if self.devices:
+                if not self.core.gate(_device.streams(self.devices)):
+                    self._look()
+                    return False
+            else:
+                self.core.wait(None)
+            self.settle()
+        return True
+
+    def _look(self) -> None:
+        """Asks for versions now: a step that waits on the device changes them before the end."""
+        with self._lock:
+            if self._torn is None and self.deferral is not None and not self.is_settled():
+                self._torn = self.deferral.torn()
+
+    def finish(self) -> None:
+        """Waits for the end where no completion thread will come."""
         with inside():
             self.core.wait(None)
             self.settle()
-        return True
 
     def after_copy(self) -> None:
         """On the completion thread."""
@@ -80,14 +101,17 @@ class _Copy:
             if self.is_settled() or deferral is None:
                 return
             _, torn = self.core.wait(0)
-            if torn < 0:
-                torn = deferral.torn()
+            failed = self.core.error()
+            if torn < 0 and not failed:
+                torn = deferral.torn() if self._torn is None else self._torn
             # A signal handler may have settled it in between.
             settled, self._settled = self._settled, True
             if settled:
                 return
             gate.untrack(self)
-            if torn >= 0:
+            if failed:
+                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
+            elif torn >= 0:
                 self._tear(torn, deferral)
             deferral.release()
             self.sources = []
@@ -148,11 +172,11 @@ class Snapshot(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The same tree on CPU tensors, with the bytes of the call. With `overlap=True` this waits
-        for the copy, as `wait()` does.
+        """The same tree on CPU tensors, with the bytes of the call. With `overlap=True`, and where
+        tensors live on a CUDA device, this waits for the copy, as `wait()` does.
 
         Raises:
-            TornSnapshotError: As `wait`.
+            TornSnapshotError, StillframeError: As `wait`.
             ForkError: In a child of fork, where private memory does not exist.
             StillframeError: `release()` was called.
         """
@@ -175,6 +199,7 @@ class Snapshot(Generic[T]):
         Raises:
             TornSnapshotError: Something other than an optimizer's step changed a source before it
                 was copied (with `overlap=True`). The snapshot is of no use.
+            StillframeError: A CUDA device failed. The snapshot is of no use.
             TimeoutError: `timeout` seconds passed.
         """
         with inside():
@@ -270,9 +295,14 @@ def snapshot(
         PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
             saves happens here; waiting for snapshots is the caller's business.
         MemoryError: The system has no memory for the pool.
-        ForkError, StillframeError: See `Engine`.
+        ForkError: See `Engine`.
+        StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
+            usable driver, a device that is dead); a CUDA graph is being captured.
 
-    Tensors on other devices are copied by torch inside the call, straight into the pool.
+    Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
+    they take no memory of the device, all of it is queued in the call, the caller's current stream
+    waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
+    until then. Tensors on other devices are copied by torch inside the call.
     """
     with inside():
         return _take(tree, overlap, shared, engine or default_engine())
@@ -310,11 +340,12 @@ def _take(
             raise _exhausted(source, engine) from None
         copy = _Copy(core, source, deferral)
         copy.shared = shared
-        if deferral.indices:
+        later = bool(deferral.indices or source.devices)
+        if later:
             completion.completion.start()
             completion.copying[core.id] = copy
         try:
-            core.start()
+            core.start(_device.streams(source.devices))
         except BaseException:
             completion.copying.pop(core.id, None)
             raise
@@ -327,7 +358,14 @@ def _take(
             gate.untrack(copy)
     else:
         deferral.close()
-        copy.settle()
+        if not later:
+            copy.settle()
+    # What failed in the call is raised by it. Making the tree may look at the bytes.
+    if source.devices and (source.reads_bytes or core.error()):
+        copy.finish()
+        if copy.error is not None:
+            del memory  # a traceback would keep it
+            raise StillframeError(str(copy.error))
     built, identities = source.rebuild(
         memory,
         core.offsets(),
@@ -357,7 +395,7 @@ def _exhausted(source: Tree, engine: Engine) -> PoolExhaustedError:
 def ordinary_copy(tree: T) -> tuple[T, int, int]:
     """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
     tensors, the bytes of its storages)."""
-    source = Tree(tree)
+    source = Tree(tree, lanes=False)
     offsets: list[int] = []
     end = 0
     for _, nbytes in source.sources():
@@ -390,7 +428,7 @@ def _before_fork() -> None:
 def _finish_at_exit() -> None:
     """The lane reads tensors that the interpreter is about to free."""
     for copy in _copies():
-        copy.gate()
+        copy.finish()
 
 
 atexit.register(_finish_at_exit)

@@ -1,0 +1,232 @@
+"""Snapshots of tensors on a device: one batch, no wait but the last, nothing moves too early."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_training import adamw
+from stillframe.snapshot import ordinary_copy
+from stillframe.testing import FakeDriver
+from test_mutation_oracle import assert_same, few_threads, now, warmed_up
+
+__all__ = ["few_threads"]  # a fixture
+
+MIB = 1 << 20
+OUT_OF_MEMORY, INVALID_VALUE, NOT_SUPPORTED, ILLEGAL_ADDRESS = 2, 1, 801, 700
+
+
+def tree(value: float = 1.0) -> dict[str, Any]:
+    large = torch.full((3 * MIB // 4,), value)
+    return {
+        "large": large,
+        "tied": [large, large[5:10]],
+        "small": [torch.full((n,), value) for n in range(20)],
+        "sparse": (torch.eye(4) * value).to_sparse(),
+        "number": 7,
+    }
+
+
+def check(copied: dict[str, Any], value: float = 1.0) -> None:
+    wanted = tree(value)
+    assert torch.equal(copied["sparse"].to_dense(), wanted.pop("sparse").to_dense())
+    assert_same({name: each for name, each in copied.items() if name != "sparse"}, wanted)
+
+
+def test_a_tree_is_one_batch_and_its_copy_the_state_at_the_call(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.delay(500_000, seed=3)
+    source = tree()
+    snap = stillframe.snapshot(source, engine=engine)
+    source["large"].fill_(-1.0)  # the current stream waits for the copies
+    for each in source["small"]:
+        each.fill_(-1.0)
+    copied = snap.tree
+    check(copied)
+    assert copied["tied"][0] is copied["large"]
+    assert fake.calls("cuMemcpyBatchAsync_v2") == 1
+    assert fake.calls("cuMemcpyDtoHAsync_v2") == 0
+
+
+def test_a_snapshot_nobody_wants_gives_its_memory_back_once_the_copy_is_through(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    kinds = ("registered", "streams", "contexts")
+    before = [fake.live(kind) for kind in kinds]
+    fake.delay(1_000_000, seed=7)
+    for _ in range(20):
+        snap = stillframe.snapshot(tree(), engine=engine)
+        del snap
+    gc.collect()
+    stillframe.snapshot([torch.ones(5)], engine=engine).wait()
+    with stillframe.snapshot([torch.ones(5)], engine=engine) as last:
+        last.wait()
+    del last
+    engine.close()  # waits for copies
+    assert engine.stats()["leased_bytes"] == 0
+    assert [fake.live(kind) for kind in kinds] == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_state_is_the_state_at_the_call(
+    overlap: bool, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    training = warmed_up(adamw, steps=12)
+    fake.delay(1_000_000, seed=11)
+    for _ in range(4):
+        wanted = now(training)
+        snap = stillframe.snapshot(training.state(), overlap=overlap, engine=engine)
+        training.advance()
+        training.advance()
+        assert_same(snap.tree, wanted)
+        snap.release()
+
+
+def test_a_write_between_call_and_copy_tears_the_snapshot(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    training = warmed_up(adamw, steps=12)
+    assert training.model is not None
+    fake.delay(20_000_000, seed=2)
+    torn = 0
+    for _ in range(3):
+        snap = stillframe.snapshot(training.state(), overlap=True, engine=engine)
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.zero_()
+        try:
+            snap.wait()
+        except stillframe.TornSnapshotError as error:
+            assert "weight" in str(error)
+            torn += 1
+        training = warmed_up(adamw, steps=12)
+    assert torn == 3
+
+
+def test_a_snapshot_while_a_graph_is_captured_is_refused(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.capture(True)
+    with pytest.raises(stillframe.StillframeError, match="graph"):
+        stillframe.snapshot(tree(), engine=engine)
+    fake.capture(False)
+    stillframe.snapshot(tree(), engine=engine).wait()
+
+
+def test_memory_that_cannot_be_registered_stays_pageable_and_serves(
+    fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    before = fake.live("registered")
+    fake.allow_pageable(True)
+    fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
+    with stillframe.snapshot(tree(), engine=engine) as snap:
+        check(snap.tree)
+    assert fake.live("registered") == before
+
+
+def test_memory_that_the_driver_gave_to_a_save_is_of_no_use_to_a_snapshot(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+    """Blocks of it do not lie side by side: they come home first."""
+    before = fake.live("allocated")
+    with stillframe.Engine(pool_bytes=6 * MIB, block_bytes=MIB) as engine:
+        fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
+        stillframe.save({"a": torch.ones(5 * MIB // 4)}, tmp_path / "a", engine=engine)
+        assert fake.live("allocated") > before
+        fake.reset()
+        with stillframe.snapshot(tree(), engine=engine) as snap:
+            check(snap.tree)
+        with stillframe.snapshot([torch.ones(6 * MIB // 4)], engine=engine) as snap:
+            assert_same(snap.tree, [torch.ones(6 * MIB // 4)])
+            assert fake.live("allocated") == before
+        del snap
+        stillframe.save(tree(), tmp_path / "a", engine=engine)
+
+
+def test_a_batch_that_is_refused_is_copied_one_by_one(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.fail("cuMemcpyBatchAsync_v2", sticky=True, code=NOT_SUPPORTED)
+    with stillframe.snapshot(tree(), engine=engine) as snap:
+        check(snap.tree)
+    report = stillframe.save(tree(), tmp_path / "a", engine=engine)
+    assert report is not None and any("batch" in each for each in report.fallbacks)
+
+
+def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
+    with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
+        fake.fail("cuMemHostRegister_v2", code=OUT_OF_MEMORY)  # so that there are several
+        engine.warm_up(12 * MIB)
+        assert fake.live("registered") > 1
+        source = [torch.arange(13 * MIB // 4, dtype=torch.int32)]
+        with stillframe.snapshot(source, engine=engine) as snap:
+            assert_same(snap.tree, source)
+
+
+def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+    with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
+        fake.fail_copy(3, ILLEGAL_ADDRESS)
+        # In the call or afterwards, as soon as somebody notices.
+        with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS"):
+            stillframe.snapshot(tree()["small"], engine=engine).wait()
+        gc.collect()  # of the traceback
+        # The completion thread may still be on its way out of the copy.
+        deadline = time.monotonic() + 60
+        while engine.stats()["leased_bytes"] != 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        stats = engine.stats()
+        assert int(stats["retired_bytes"]) > 0 and stats["leased_bytes"] == 0
+        with pytest.raises(stillframe.StillframeError, match="dead"):
+            stillframe.snapshot(tree(), engine=engine)
+        stillframe.save({"numbers": [1, 2]}, tmp_path / "b", engine=engine)
+    assert "Device 0 is dead" in str(stats["driver"])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent_v2",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuMemcpyBatchAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuEventQuery",
+        "*",
+    ],
+)
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, INVALID_VALUE, ILLEGAL_ADDRESS])
+def test_any_call_may_fail(call: str, code: int, fake: FakeDriver) -> None:
+    """The copy is right or there is none, nothing hangs, no memory is lost but a dead device's."""
+    for nth in range(1, 40):
+        with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB) as engine:
+            fake.allow_pageable(True)  # where pinning is what fails
+            fake.fail(call, nth=nth, code=code)
+            try:
+                snap = stillframe.snapshot(tree(), engine=engine)
+                check(snap.tree)
+            except stillframe.StillframeError:
+                pass
+            snap = None  # type: ignore[assignment]
+            hits = fake.hits
+        assert engine.stats()["leased_bytes"] == 0
+        assert fake.violations == []
+        fake.reset()
+        if not hits:
+            break
+
+
+def test_a_copy_in_ordinary_memory_is_made_by_torch(fake: FakeDriver) -> None:
+    built, _, _ = ordinary_copy(tree())
+    check(built)
+    assert fake.calls("cuMemcpyBatchAsync_v2") == 0
