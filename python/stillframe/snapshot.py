@@ -209,6 +209,7 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
+            self._tree = None  # not to be had any more; the traceback would keep its memory
             raise self._copy.error
 
     def release(self) -> None:
@@ -375,6 +376,7 @@ def _take(
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
+        del memory, built
         taken.wait()
     source.forget()
     return taken
