@@ -177,7 +177,6 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
         # In the call or afterwards, as soon as somebody notices.
         with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS"):
             stillframe.snapshot(tree()["small"], engine=engine).wait()
-        gc.collect()  # of the traceback
         # The completion thread may still be on its way out of the copy.
         deadline = time.monotonic() + 60
         while engine.stats()["leased_bytes"] != 0 and time.monotonic() < deadline:
