@@ -266,11 +266,19 @@ def snapshot(
             tensor of the tree in a forked child crashes the child.
         engine: The engine whose pool is used, `default_engine()` by default.
 
+    Returns:
+        The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
+        `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
+        blocks, and keeps them until its tensors are gone and what was given to `.hold_until` has
+        ended.
+
     Raises:
         PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
             saves happens here; waiting for snapshots is the caller's business.
         MemoryError: The system has no memory for the pool.
         ForkError, StillframeError: See `Engine`.
+        Whatever a tensor of an unusual kind raises when it is asked what it is made of, as for
+            `torch.save`.
 
     Tensors on other devices are copied by torch inside the call, straight into the pool.
     """
