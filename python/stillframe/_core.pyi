@@ -54,6 +54,16 @@ class SnapshotMemory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 
+def dlpack(
+    buffer: object,
+    offset: int,
+    code: int,
+    bits: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    /,
+) -> object: ...
+
 class Snapshot:
     def __new__(cls, engine: Engine, rows: bytearray, flags: int) -> Snapshot: ...
     @property

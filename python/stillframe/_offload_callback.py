@@ -269,32 +269,30 @@ def _saves_by_itself(trainer: Any) -> bool:
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """(what could be moved, number of its tensors, bytes copied). Keys are moved together, or,
-    where that fails, each by itself: one that cannot be moved stays as it is."""
+    """(what could be moved, number of its tensors, bytes copied). Keys are moved together, so that
+    what they share stays shared; one that cannot be moved stays as it is."""
     try:
         return _copy(wanted)
     except Exception as error:
-        if len(wanted) <= 1:
-            for key in wanted:
-                log.warning(
-                    "CPUOffloadCallback: %r stays as it is, for it could not be copied to host"
-                    " memory: %s: %s",
-                    key,
-                    type(error).__name__,
-                    str(error),
-                )
+        if len(wanted) == 1:
+            log.warning(
+                "CPUOffloadCallback: %r stays as it is, for it could not be copied to host"
+                " memory: %s: %s",
+                *wanted,
+                type(error).__name__,
+                str(error),
+            )
             return {}, 0, 0
         # The text alone: the frames of the error's traceback would hold the checkpoint for as long
         # as somebody keeps the record.
-        log.debug("CPUOffloadCallback: the keys are copied one by one: %s", str(error))
-    moved: dict[str, Any] = {}
-    tensors = nbytes = 0
-    for key, value in wanted.items():
-        one, more_tensors, more_bytes = _offload({key: value})
-        moved.update(one)
-        tensors += more_tensors
-        nbytes += more_bytes
-    return moved, tensors, nbytes
+        log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
+    alone = [_offload({key: value}) for key, value in wanted.items()]
+    good = {key: wanted[key] for moved, _, _ in alone for key in moved}
+    if len(good) < len(wanted):
+        del alone  # its memory goes back before the others are copied together
+        return _offload(good)
+    moved = {key: value for each, _, _ in alone for key, value in each.items()}
+    return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
 
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
+from stillframe import _core
+
 # Objects nothing can change, or that nobody would call custom: they are not even mentioned.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
@@ -41,6 +43,19 @@ ATOMS: frozenset[type[Any]] = frozenset(
 )
 ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
 PLAIN = (Tensor, Parameter)
+
+# DLPack's names of dtypes: (code, bits). Those that not every torch takes are left out.
+_DLPACK: dict[torch.dtype, tuple[int, int]] = {
+    **{dtype: (0, 8 * dtype.itemsize) for dtype in (torch.int8, torch.int16, torch.int32)},
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    **{dtype: (2, 8 * dtype.itemsize) for dtype in (torch.float16, torch.float32, torch.float64)},
+    torch.bfloat16: (4, 16),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.bool: (6, 8),
+}
+_from_dlpack: Callable[[object], Tensor] = torch._C._from_dlpack
 getstate = object.__getstate__
 
 
@@ -153,14 +168,17 @@ class Builder:
             and found not in first
             and tensor.is_contiguous()
         ):
-            new = first[found] = torch.frombuffer(
-                self._memory,
-                dtype=dtype,
-                count=nbytes // dtype.itemsize,
-                offset=self._offsets[found],
-            )
-            if len(size) != 1:
-                new.as_strided_(size, tensor.stride())
+            offset, named = self._offsets[found], _DLPACK.get(dtype)
+            if named is not None and len(size) != 1:
+                code, bits = named
+                capsule = _core.dlpack(self._memory, offset, code, bits, size, tensor.stride())
+                new = _from_dlpack(capsule)
+            else:
+                count = nbytes // dtype.itemsize
+                new = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
+                if len(size) != 1 or count == 1:
+                    new.as_strided_(size, tensor.stride())
+            first[found] = new
         else:
             new = torch.empty(0, dtype=dtype, device="cpu")
             new.set_(self.storage(found), tensor.storage_offset(), size, tensor.stride())

@@ -292,6 +292,12 @@ def snapshot(
             tensor of the tree in a forked child crashes the child.
         engine: The engine whose pool is used, `default_engine()` by default.
 
+    Returns:
+        The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
+        `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
+        blocks, and keeps them until its tensors are gone and what was given to `.hold_until` has
+        ended.
+
     Raises:
         PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
             saves happens here; waiting for snapshots is the caller's business.
@@ -299,6 +305,8 @@ def snapshot(
         ForkError: See `Engine`.
         StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
             usable driver, a device that is dead); a CUDA graph is being captured.
+        Exception: What a tensor of an unusual kind raises when it is asked what it is made of, as
+            for `torch.save`.
 
     Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
     they take no memory of the device, all of it is queued in the call, the caller's current stream

@@ -284,22 +284,54 @@ def test_custom_objects_are_named(offload, caplog, log_skipped, level):
 
 
 class Unwilling(torch.Tensor):
+    """Does not tell what it is made of."""
+
     def __reduce_ex__(self, protocol):
         raise ValueError("not me")
 
 
-def test_a_key_that_cannot_be_copied_stays_and_is_named(offload, caplog):
-    unwilling = {"x": torch.ones(2).as_subclass(Unwilling)}
+class Unmade(torch.Tensor):
+    """Tells, but cannot be made again."""
+
+    def __reduce_ex__(self, protocol):
+        return fail_to_make, (torch.ones(3),)
+
+
+def fail_to_make(inner):
+    raise ValueError("not me")
+
+
+@pytest.mark.parametrize("kind", [Unwilling, Unmade])
+def test_a_key_that_cannot_be_copied_stays_and_is_named(offload, caplog, kind):
+    unwilling = {"x": torch.ones(2).as_subclass(kind)}
     tensor = torch.ones(3)
-    checkpoint = {"state_dict": {"x": tensor}, "optimizer_states": unwilling}
+    checkpoint = {
+        "state_dict": {"x": tensor},
+        "optimizer_states": unwilling,
+        "lr_schedulers": [tensor],
+    }
     callback = offload()
     save(callback, checkpoint)
     assert checkpoint["optimizer_states"] is unwilling
-    assert checkpoint["state_dict"]["x"] is not tensor
-    assert checkpoint["state_dict"]["x"].equal(tensor)
-    assert "'optimizer_states' stays as it is" in caplog.text
-    assert "not me" in caplog.text
+    new = checkpoint["state_dict"]["x"]
+    assert new is not tensor
+    assert new.equal(tensor)
+    assert checkpoint["lr_schedulers"][0] is new  # the others are still copied together
+    lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "'optimizer_states' stays as it is" in lines[0]
+    assert "ValueError: not me" in lines[0]
     assert callback.state_dict()["checkpoint_count"] == 1
+    checkpoint.clear()
+    del new
+    assert leased() == 0  # with no help from the collector of garbage
+
+
+def test_where_no_key_can_be_copied_all_stay(offload, caplog):
+    unwilling = {key: torch.ones(2).as_subclass(Unwilling) for key in KEYS}
+    checkpoint = save(offload(), dict(unwilling))
+    assert all(checkpoint[key] is unwilling[key] for key in KEYS)
+    assert sum("stays as it is" in each.getMessage() for each in caplog.records) == 3
 
 
 def test_a_pool_too_small_means_ordinary_memory_and_a_line(offload, small_pool, caplog):

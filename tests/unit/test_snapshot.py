@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -269,3 +270,82 @@ def test_a_saved_snapshot_loads_as_the_tree_would(engine: stillframe.Engine, tmp
     torch.save(stillframe.snapshot(state, engine=engine).tree, copied)
     assert all(map(torch.equal, flat(torch.load(live)), flat(torch.load(copied))))
     assert live.stat().st_size == copied.stat().st_size
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4, 1), (2, 1, 3, 2)])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128),
+    ],
+)
+def test_every_dtype_and_shape_is_the_same_bytes(
+    engine: stillframe.Engine, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    raw_bytes = torch.randint(0, 2, (nbytes,), dtype=torch.uint8)
+    source = raw_bytes.view(dtype).reshape(shape)
+    twin = stillframe.snapshot([source], engine=engine).tree[0]
+    raw_bytes.fill_(3)
+    assert (twin.dtype, twin.shape, twin.stride()) == (dtype, source.shape, source.stride())
+    assert twin.untyped_storage().nbytes() == nbytes
+    assert set(twin.untyped_storage().tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("size", [(1,), (1, 2), (2, 1)])
+def test_strides_that_do_not_matter_are_kept_all_the_same(
+    engine: stillframe.Engine, size: tuple[int, ...]
+) -> None:
+    stride = tuple(1 if length > 1 else 7 for length in size)
+    source = torch.arange(float(torch.Size(size).numel())).as_strided(size, stride)
+    assert source.is_contiguous()
+    twin = stillframe.snapshot([source], engine=engine).tree[0]
+    assert twin.stride() == stride
+    assert twin.equal(source)
+
+
+def test_a_capsule_stays_within_its_buffer() -> None:
+    buffer = bytearray(64)
+    before = sys.getrefcount(buffer)
+    dlpack = stillframe._core.dlpack
+    for arguments in (
+        (0, 2, 32, (17,), (1,)),
+        (61, 2, 32, (1,), (1,)),
+        (-4, 2, 32, (1,), (1,)),
+        (65, 2, 32, (1,), (1,)),
+        (0, 2, 32, (2, 2), (16, 1)),
+        (0, 2, 32, (2,), (1 << 62,)),
+        (0, 2, 32, (1 << 62, 3), (1 << 62, 1)),
+        (0, 2, 32, (-1,), (1,)),
+        (0, 2, 32, (1,), (-1,)),
+        (0, 2, 32, (1,), ()),
+        (0, 2, 32, (1,) * 65, (1,) * 65),
+    ):
+        with pytest.raises(ValueError, match=r"within|negative|together"):
+            dlpack(buffer, *arguments)
+    for arguments in ((0, 2, 32, ("1",), (1,)), (0, 2, 32, [1], (1,))):
+        with pytest.raises(TypeError):
+            dlpack(buffer, *arguments)
+    with pytest.raises(BufferError):
+        dlpack(bytes(64), 0, 2, 32, (1,), (1,))
+    assert sys.getrefcount(buffer) == before
+
+
+def test_a_capsule_that_nobody_takes_gives_its_buffer_up() -> None:
+    buffer = bytearray(64)
+    before = sys.getrefcount(buffer)
+    capsule = stillframe._core.dlpack(buffer, 0, 2, 32, (4, 4), (4, 1))
+    assert sys.getrefcount(buffer) == before + 1
+    del capsule
+    assert sys.getrefcount(buffer) == before
+    tensor = torch._C._from_dlpack(stillframe._core.dlpack(buffer, 8, 2, 32, (2, 2), (2, 1)))
+    buffer[8:12] = b"\x00\x00\x80\x3f"
+    assert tensor.tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    view = tensor[0]
+    del tensor
+    assert sys.getrefcount(buffer) == before + 1
+    del view
+    assert sys.getrefcount(buffer) == before

@@ -1,0 +1,49 @@
+"""benchmarks/callback.py measures what it says it does."""
+
+import importlib
+import multiprocessing
+import pathlib
+import sys
+import threading
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module("callback")
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("way", ["none", "naive", "stillframe"])
+def test_a_way_leaves_copies_in_the_checkpoint_or_nothing(benchmark, way):
+    tensors = benchmark.plain_tensors(4000, 10)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == 4000
+    checkpoint = {"state_dict": dict(tensors)}
+    benchmark._hook(way)(checkpoint)
+    new = checkpoint["state_dict"]
+    assert list(new) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(new[name], tensor)
+        assert (new[name].data_ptr() == tensor.data_ptr()) == (way == "none")
+
+
+@pytest.mark.parametrize("way", ["memcpy", "none", "naive", "stillframe"])
+def test_a_process_answers_once_for_each_save(benchmark, way):
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=benchmark.measure, args=(theirs, way, 4000, 10))
+    thread.start()
+    assert ours.recv() == "ready"
+    for _ in range(2):
+        ours.send("save")
+        seconds, _, freed = ours.recv()
+        assert seconds >= 0 and freed == 0
+    ours.send(None)
+    thread.join()
