@@ -52,6 +52,9 @@ int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_
 uint64_t sfr__deadline(uint64_t slice_ns);
 /* Starts a named thread at nice 10 with every signal blocked. 0 or -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
+/* The same at the caller's priority, for one whose maker does nothing but wait for it. */
+int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *),
+			      void *arg);
 
 /* ---- err.c -------------------------------------------------------------- */
 

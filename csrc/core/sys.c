@@ -143,6 +143,7 @@ struct start {
 	void *(*main)(void *);
 	void *arg;
 	char name[16]; /* the kernel's limit, with the final zero */
+	bool yields;
 };
 
 /* Name and priority are set by the thread itself, so that they hold before its first line of
@@ -155,13 +156,15 @@ static void *thread_main(void *arg)
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at
 	 * the same priority: slower, and nothing worse. */
-	(void)sfr_sys.set_nice(WORKER_NICE);
+	if (start.yields)
+		(void)sfr_sys.set_nice(WORKER_NICE);
 	return start.main(start.arg);
 }
 
 /* Signals are blocked around the creation, so that the thread inherits a full mask and no
  * handler of the program (Python's, SLURM's) ever runs on it. */
-int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+static int start_thread(pthread_t *thread, const char *name, void *(*main)(void *), void *arg,
+			bool yields)
 {
 	struct start *start;
 	sigset_t all, old;
@@ -172,6 +175,7 @@ int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *)
 		return -ENOMEM;
 	start->main = main;
 	start->arg = arg;
+	start->yields = yields;
 	memset(start->name, 0, sizeof(start->name));
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
@@ -184,4 +188,14 @@ int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *)
 	if (rc != 0)
 		sfr_sys.free(start);
 	return -rc;
+}
+
+int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+{
+	return start_thread(thread, name, main, arg, true);
+}
+
+int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+{
+	return start_thread(thread, name, main, arg, false);
 }

@@ -36,6 +36,7 @@ _MEMORY_TIMES = 7  # two buffers, state, gradients, pool, what is loaded, and a 
 _DISK_TIMES = 3
 _TENSOR_NUMEL = 512 << 10
 _SLOW_SHARE = 0.6
+_BUSY_SHARE = 0.1
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -55,6 +56,7 @@ class Result:
         load_s: `stillframe.load` of a file that is not in the page cache.
         io_mode, fallbacks: Of the last save's report.
         pool_bytes: The cap of an engine that is given none.
+        others: Share of the machine that other processes took meanwhile.
     """
 
     directory: str
@@ -72,6 +74,7 @@ class Result:
     load_s: float
     io_mode: str
     pool_bytes: int
+    others: float = 0.0
     fallbacks: list[str] = field(default_factory=list)
 
     def shares(self) -> dict[str, float]:
@@ -116,6 +119,11 @@ def advice(result: Result) -> list[str]:
             f" STILLFRAME_POOL_BYTES or stillframe.configure(pool_bytes=...)."
         )
     shares = result.shares()
+    if result.others >= _BUSY_SHARE:
+        found.append(
+            f"Other processes took {result.others:.0%} of this machine meanwhile, and every figure"
+            " here suffers from it: measure again when it is quiet."
+        )
     if shares["save"] < _SLOW_SHARE and not found:
         found.append(
             f"A save takes {1 / shares['save']:.1f} times as long as the raw write: something else"
@@ -287,7 +295,7 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
         BenchError: Too little memory or room.
         OSError, SaveError: The file system failed.
     """
-    started = time.monotonic()
+    started, others = time.monotonic(), raw.Others()
     nbytes = _choose_size(directory, asked, progress)
     with _Bench(directory, nbytes, progress) as bench:
         bench.first_save()
@@ -311,6 +319,7 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
             load_s=bench.median("load"),
             io_mode=bench.report.io_mode,
             pool_bytes=bench.pool_bytes,
+            others=others.share(),
             fallbacks=list(bench.report.fallbacks),
         )
 

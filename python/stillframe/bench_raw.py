@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -64,6 +65,34 @@ def free_memory() -> int:
     except (OSError, ValueError):
         pass  # no cgroup here, or none that limits
     return max(left, 0)
+
+
+class Others:
+    """The share of the machine that other processes take from the making on.
+
+    Their user time and what the hypervisor gives to others; the kernel's own threads work for
+    whoever writes, so their time is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._before = self._seconds()
+
+    @staticmethod
+    def _seconds() -> float:
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+            everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
+        except (OSError, ValueError, IndexError):
+            return 0.0
+        return (
+            everyone / os.sysconf("SC_CLK_TCK") - resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        )
+
+    def share(self) -> float:
+        """0 on a quiet machine or one that does not tell, 1 where others keep every core busy."""
+        elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
+        return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
 
 
 def make_buffer(nbytes: int) -> mmap.mmap:

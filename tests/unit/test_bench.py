@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_the_state_is_deferred_so_that_the_call_is_the_one_of_a_training(disk_pa
         ({"io_mode": "buffered"}, ["has no O_DIRECT"]),
         ({"pool_bytes": 50 * MIB}, ["pool (52.4 MB)", "STILLFRAME_POOL_BYTES"]),
         ({"durable_s": 0.2}, ["4.0 times", "stillframe.trace"]),
+        ({"others": 0.4, "durable_s": 0.2}, ["took 40% of this machine", "quiet"]),
         ({}, ["Nothing to mend", "10 GB", "6 s"]),
     ],
 )
@@ -126,6 +128,17 @@ def test_several_things_in_the_way_are_all_named():
     )
     assert len(found) == 3
     assert not any("Nothing to mend" in sentence for sentence in found)
+
+
+def test_other_processes_at_work_are_noticed():
+    spin = "import os\nwhile os.getppid() > 1: pass"
+    others = bench_raw.Others()
+    with subprocess.Popen([sys.executable, "-c", spin]) as process:
+        try:
+            while others.share() == 0:
+                time.sleep(0.01)  # ticks of the kernel's clock
+        finally:
+            process.kill()
 
 
 def test_a_small_pool_of_the_environment_is_noticed(disk_path, monkeypatch, capsys):

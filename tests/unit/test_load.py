@@ -1,6 +1,7 @@
 """stillframe.load: what is whole loads as with torch.load, what is not is refused, with why."""
 
 import errno
+import gc
 import os
 import pathlib
 import signal
@@ -337,6 +338,30 @@ def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_
     monkeypatch.setattr(reader, "check_fd", replace_meanwhile)
     assert same(stillframe.load(path), small_state())
     assert path.read_bytes() == b"something else"
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_no_garbage_is_collected_inside_and_afterwards_as_before(tmp_path, monkeypatch, was_on):
+    by_path(small_state(), tmp_path / "x.pt")
+    seen = []
+
+    def torch_load(*_, **__):
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise RuntimeError("as torch does")
+
+    monkeypatch.setattr(torch, "load", torch_load)
+    try:
+        if not was_on:
+            gc.disable()
+        stillframe.load(tmp_path / "x.pt")
+        assert gc.isenabled() == was_on
+        with pytest.raises(RuntimeError, match="as torch does"):
+            stillframe.load(tmp_path / "x.pt")
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
+    assert seen == [False, False]
 
 
 def test_a_check_answers_signals(tmp_path):
