@@ -477,13 +477,9 @@ class CheckpointPlugin:
             engine = default_engine()
             _refuse_skipping(engine._when_busy)
             return engine
-        if work.engine is None:
-            made = Engine(**self._engine_options)
-            if work.engine is None:
-                work.engine = made
-            else:  # a signal handler saved
-                made.close()
-        return work.engine
+        if work.engine is not None:
+            return work.engine
+        return work.use(Engine(**self._engine_options))
 
     def _refuse_remote(self, path: Any) -> None:
         if self._inner is None and is_remote(path):

@@ -50,6 +50,14 @@ class Work:
     def under_way(self) -> bool:
         return bool(self.pending or self.engine or self.rotation.under_way())
 
+    def use(self, made: Engine) -> Engine:
+        """The engine: `made`, unless a signal handler saved while it was being made."""
+        if self.engine is None:
+            self.engine = made
+        else:
+            made.close()
+        return self.engine
+
     def discard(self, handle: SaveHandle) -> bool:
         """False if a save made by a signal handler in the meantime took `handle` off the list."""
         try:
