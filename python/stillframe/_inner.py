@@ -142,7 +142,7 @@ class Inner:
             save._num_tensors = 0 if taken is None else taken.num_tensors
             save._fallbacks = fallbacks
             held: Future[None] = Future()
-            if taken is not None:
+            if taken is not None and taken.nbytes:
                 taken.hold_until(held)
             completion.in_flight[-id(save)] = save
 
