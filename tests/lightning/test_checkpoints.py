@@ -114,6 +114,21 @@ def test_a_rotation_never_has_more_than_one_file_too_many(lit, tmp_path, disk, t
     assert len([name for name in files(directory) if name != "last.ckpt"]) == top_k
 
 
+def test_no_more_saves_wait_for_the_disk_than_are_allowed(lit, tmp_path, disk):
+    plugin = lit.AsyncCheckpointIO(max_in_flight=2)
+    under_way = []
+
+    class Look(lit.Callback):
+        def on_train_batch_start(self, *args):
+            under_way.append(sum(not save.done() for save in plugin._work.pending))
+
+    callbacks = [Look(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
+    trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())
+    assert max(under_way) <= 2
+    assert not disk or max(under_way) >= 1  # or this would show nothing
+    assert len(files(tmp_path / "c")) == 8
+
+
 def test_versions_count_files_in_flight(lit, tmp_path, disk):
     stock, ours = fit_both(
         lit,
