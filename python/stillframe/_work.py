@@ -73,6 +73,14 @@ class Work:
                 error = error_of(handle)
                 if error is not None:
                     self.errors.append(error)
+        self._collect_of_links()
+
+    def _collect_of_links(self) -> None:
+        while True:
+            try:
+                self.errors.append(self.rotation.errors.popleft())
+            except IndexError:
+                return
 
     def drain(self, *, close: bool) -> BaseException | None:
         """Waits for everything; what an interrupted wait did not get to is left for the next.
@@ -89,6 +97,7 @@ class Work:
                 if self.discard(handle) and error is not None:
                     self.errors.append(error)
         raised = self.rotation.finish()
+        self._collect_of_links()
         if close:
             engine, self.engine = self.engine, None
             if engine is not None:

@@ -16,7 +16,7 @@ class SaveError(StillframeError, OSError):
         errno: The system's error number.
         filename: The path as it was given.
         phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync
-            directory", "stage". After "sync directory" the new file is complete and in place, but
+            directory", "stage", and for `last.ckpt` as a link "link". After "sync directory" the new file is complete and in place, but
             not known to be durable.
     """
 

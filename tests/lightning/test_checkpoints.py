@@ -379,6 +379,33 @@ def test_a_link_whose_target_failed_stays_with_the_older_one(lit, tmp_path):
     assert load(directory / "last.ckpt")["global_step"] == 2
 
 
+def test_a_link_that_cannot_be_made_is_an_error_of_the_run(lit, tmp_path, monkeypatch):
+    directory = tmp_path / "c"
+    symlink = os.symlink
+
+    def full(source, path, **options):
+        if "step=4" in os.fspath(source):
+            raise OSError(errno.ENOSPC, "no room", os.fspath(path))
+        symlink(source, path, **options)
+
+    monkeypatch.setattr(os, "symlink", full)
+    plugin = lit.AsyncCheckpointIO()
+    run = trainer(
+        lit,
+        tmp_path,
+        plugin=plugin,
+        callbacks=[every_steps(lit, directory, 2, save_last="link")],
+        max_steps=4,
+    )
+    with pytest.raises(stillframe.SaveError, match=r"last\.ckpt") as caught:
+        run.fit(lit.Model(), loader())
+    assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
+    # What the older link needs is still there, with the newest.
+    assert files(directory) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert load(directory / "last.ckpt")["global_step"] == 2
+    plugin.teardown()
+
+
 def test_a_link_replaces_a_file_and_a_directory_of_its_name(lit, tmp_path):
     for nr, prepare in enumerate((lambda path: path.mkdir(), lambda path: path.write_text("x"))):
         directory = tmp_path / str(nr)
