@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import multiprocessing
 import shutil
 import statistics
@@ -150,11 +151,9 @@ def make_fit(way: str, nbytes: int, directory: Path) -> Any:
 def worker(connection: Connection, way: str, nbytes: int, directory: str) -> None:
     """In a process of its own: one fit for each message `(batch, steps, every)`, until None."""
     warnings.simplefilter("ignore")
-    import logging
-
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     fit = make_fit(way, nbytes, Path(directory))
+    for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
+        logging.getLogger(name).setLevel(logging.ERROR)
     connection.send("ready")
     while (message := connection.recv()) is not None:
         connection.send(fit(*message))

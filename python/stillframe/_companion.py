@@ -4,7 +4,7 @@ A save copies the larger part of the state under the next forward and backward, 
 optimizer's step changes it, and the step waits. Lightning lets others write to it between steps
 as well: weight averaging swaps the weights for validation, a callback loads older ones. So this
 callback waits, at every hook where Lightning lets others act, until the saves in flight have
-copied their state. It stands first in the Trainer's list, hence before whoever writes.
+copied their state. It stands first in the Trainer's list then, hence before whoever writes.
 
 It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
 `on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
@@ -14,8 +14,8 @@ who does it rarely gets a TornSnapshotError, never a wrong file. The hooks about
 (`state_dict`, `on_save_checkpoint` and their counterparts) run inside a save or a load, and
 loading waits by itself.
 
-Between `setup` and `teardown` (or the exception that ends the run) it stands over methods of the
-Trainer's own objects that go round a CheckpointIO:
+Between `setup` and `teardown` (or the exception that ends the run) it is first in the list, and
+stands over methods of the Trainer's own objects that go round a CheckpointIO:
 
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
@@ -65,7 +65,11 @@ class CompanionHooks:
         if trainer.callbacks[0] is not self:
             # A new list: Lightning is iterating the old one, and changing that would skip a
             # callback.
-            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+            wraps.exchange(
+                trainer,
+                "callbacks",
+                [self, *(each for each in trainer.callbacks if each is not self)],
+            )
         if stage == "fit" and trainer.is_global_zero:
             _strategies.warn_if_bypassed(trainer.strategy, type(plugin).__name__)
         _stand_over(wraps, plugin, trainer)

@@ -142,7 +142,7 @@ class Inner:
             save._num_tensors = 0 if taken is None else taken.num_tensors
             save._fallbacks = fallbacks
             held: Future[None] = Future()
-            if taken is not None:
+            if taken is not None and taken.nbytes:
                 taken.hold_until(held)
             completion.in_flight[-id(save)] = save
 
@@ -207,19 +207,8 @@ class Inner:
         save.end(report, failed)
         return failed is None
 
-    def remove(self, path: Any, key: bytes) -> None:
-        def work(after_good: bool) -> bool:
-            if not after_good:
-                log.warning("stillframe: %s was not removed: the save before it failed", path)
-                return False
-            try:
-                self.io.remove_checkpoint(path)
-            except Exception as error:
-                log.warning("stillframe: %s could not be removed: %s", path, error)
-                return False
-            return True
-
-        _ordered.submit(key, _core.WORK_REMOVE, work)
+    def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
+        _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
 
 
 def wraps_ours(io: Any, ours: type[Any]) -> bool:

@@ -12,6 +12,7 @@ import os
 import shutil
 
 from stillframe import paths
+from stillframe.errors import SaveError
 
 log = logging.getLogger("stillframe")
 
@@ -24,6 +25,9 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
 
     Args:
         durable: Sync the directory of the link.
+
+    Raises:
+        SaveError: With phase "link". An older link is still there.
     """
     if not os.path.exists(target):
         log.warning(
@@ -39,14 +43,30 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
         _remove(temporary)
         _link_or_copy(target, temporary, directory)
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            shutil.rmtree(path)  # a name that is a directory cannot be replaced
         os.replace(temporary, path)
         if durable:
             paths.sync_directory(directory or ".")
     except OSError as error:
-        log.warning("stillframe: %s could not be linked to %s: %s", path, target, error)
-        return False
+        raise SaveError(error.errno or errno.EIO, str(error), path, "link") from error
     return True
+
+
+def names(link: str, target: str) -> bool:
+    """Whether `link` is a link to `target`."""
+    try:
+        there = os.readlink(link)
+    except OSError:
+        return False
+    return os.path.normpath(os.path.join(os.path.dirname(link), there)) == target
+
+
+def remove_tree(path: str) -> None:
+    """Removes a file, a link or a directory tree; a missing name is no error."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        _remove(path)
 
 
 def _link_or_copy(target: str, path: str, directory: str) -> None:

@@ -94,6 +94,32 @@ def submit(key: bytes, kind: int, function: Work) -> None:
     _worker.submit(key, kind, function)
 
 
+def submit_remove(
+    path: str,
+    key: bytes,
+    remove: Callable[[str], object],
+    needed: Callable[[], bool] | None = None,
+) -> None:
+    """Appends a remove: `remove(path)`, if the last save before it did well and, at that moment,
+    `needed()` is false. What it raises is logged, as for every remove."""
+
+    def work(after_good: bool) -> bool:
+        if not after_good:
+            log.warning("stillframe: %s was not removed: the save before it failed", path)
+            return False
+        if needed is not None and needed():
+            log.warning("stillframe: %s was not removed: a link still points to it", path)
+            return False
+        try:
+            remove(path)
+        except Exception as error:
+            log.warning("stillframe: %s could not be removed: %s", path, error)
+            return False
+        return True
+
+    submit(key, _core.WORK_REMOVE, work)
+
+
 def refuse_inside() -> None:
     """For calls that wait for the log: work that has its turn would wait for itself.
 

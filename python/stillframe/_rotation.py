@@ -12,12 +12,14 @@ a collection is taken in one step, and done only by who got it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core, _links, _ordered, paths
+from stillframe._ordered import submit_remove
 from stillframe._work import absolute, is_remote
 from stillframe.engine import exists, remove
 
@@ -37,6 +39,7 @@ class Rotation:
         held: Removes (absolute paths) that wait until nothing needs the file, in order.
         links: What each link that was made points to (absolute paths), as of the log's end.
         publications: Calls that wait for a save to be durable, in order.
+        errors: Of links that could not be made, until somebody takes them.
     """
 
     def __init__(self, inner: Inner | None, *, durable: bool) -> None:
@@ -45,6 +48,9 @@ class Rotation:
         self.held: dict[str, None] = {}
         self.links: dict[str, str] = {}
         self.publications: deque[Publication] = deque()
+        self.errors: deque[BaseException] = deque()
+        # Which link pointed to a file last, for files that no link needs any more.
+        self._linked_by: dict[str, str] = {}
         # Name in the log of the newest link or remove; all earlier ones end before.
         self._newest_key: bytes | None = None
 
@@ -74,15 +80,13 @@ class Rotation:
         Returns:
             The link's name in the log.
         """
+        former = self.links.get(name)
         self.make_room(name)
+        if former is not None:
+            self._linked_by[former] = name
         self.links[name] = source
         name_key = key(name)
-        durable = self._durable
-        _ordered.submit(
-            name_key,
-            _core.WORK_LINK,
-            lambda after_good: _links.make_link(source, name, durable=durable),
-        )
+        _ordered.submit(name_key, _core.WORK_LINK, lambda after_good: self._make_link(source, name))
         self._newest_key = name_key
         self.release()
         return name_key
@@ -123,7 +127,15 @@ class Rotation:
             _ordered.wait_for_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
+        self._linked_by.clear()
         return raised
+
+    def _make_link(self, source: str, name: str) -> bool:
+        try:
+            return _links.make_link(source, name, durable=self._durable)
+        except Exception as error:  # raised on the thread that trains
+            self.errors.append(error.with_traceback(None))
+            return False
 
     def _needed(self, name: str) -> bool:
         """Whether a link points to the file, or loggers are still to be told of it."""
@@ -135,10 +147,14 @@ class Rotation:
         if self.held.pop(name, False) is False:
             return
         name_key = key(name)
-        if self._inner is None:
-            remove(name)
+        link = self._linked_by.pop(name, None)
+        needed = None if link is None else functools.partial(_links.names, link, name)
+        if self._inner is not None:
+            self._inner.remove(name, name_key, needed)
+        elif needed is not None:
+            submit_remove(name, name_key, _links.remove_tree, needed)
         else:
-            self._inner.remove(name, name_key)
+            remove(name)
         self._newest_key = name_key
 
     def _deliver(self, publication: Publication) -> None:

@@ -50,6 +50,14 @@ class Work:
     def under_way(self) -> bool:
         return bool(self.pending or self.engine or self.rotation.under_way())
 
+    def use(self, made: Engine) -> Engine:
+        """The engine: `made`, unless a signal handler saved while it was being made."""
+        if self.engine is None:
+            self.engine = made
+        else:
+            made.close()
+        return self.engine
+
     def discard(self, handle: SaveHandle) -> bool:
         """False if a save made by a signal handler in the meantime took `handle` off the list."""
         try:
@@ -65,6 +73,14 @@ class Work:
                 error = error_of(handle)
                 if error is not None:
                     self.errors.append(error)
+        self._collect_of_links()
+
+    def _collect_of_links(self) -> None:
+        while True:
+            try:
+                self.errors.append(self.rotation.errors.popleft())
+            except IndexError:
+                return
 
     def drain(self, *, close: bool) -> BaseException | None:
         """Waits for everything; what an interrupted wait did not get to is left for the next.
@@ -81,6 +97,7 @@ class Work:
                 if self.discard(handle) and error is not None:
                     self.errors.append(error)
         raised = self.rotation.finish()
+        self._collect_of_links()
         if close:
             engine, self.engine = self.engine, None
             if engine is not None:

@@ -1,4 +1,4 @@
-"""Methods put over those of single objects, and taken off again.
+"""Methods put over those of single objects, and other exchanges there; taken back again.
 
 Some of what Lightning does never reaches a CheckpointIO: it asks the file system whether a
 checkpoint exists, makes links, tells loggers of saves. The companion puts functions over those
@@ -34,7 +34,7 @@ class Wraps:
     """What was put over methods for one Trainer."""
 
     def __init__(self) -> None:
-        self._placed: list[tuple[Any, str, Any, _Over]] = []
+        self._placed: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """`owner.name(...)` calls `function(original, ...)` from now on. Once for each method."""
@@ -46,14 +46,21 @@ class Wraps:
         attributes[name] = over
         self._placed.append((owner, name, before, over))
 
+    def exchange(self, owner: Any, name: str, value: Any) -> None:
+        """`owner.name` is `value` from now on, unless somebody assigns another one."""
+        attributes = vars(owner)
+        self._placed.append((owner, name, attributes[name], value))
+        attributes[name] = value
+
     def restore(self) -> None:
         """Takes everything off. May be called again."""
         while self._placed:
             owner, name, before, over = self._placed.pop()
-            over.active = False
+            if isinstance(over, _Over):
+                over.active = False
             attributes = vars(owner)
             if attributes.get(name) is not over:
-                continue  # somebody put another one over it, or took it off
+                continue  # somebody put another one there, or took it off
             if before is _MISSING:
                 del attributes[name]
             else:

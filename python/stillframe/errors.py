@@ -16,8 +16,8 @@ class SaveError(StillframeError, OSError):
         errno: The system's error number.
         filename: The path as it was given.
         phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync
-            directory", "stage". After "sync directory" the new file is complete and in place, but
-            not known to be durable.
+            directory", "stage", and "link" for a `last.ckpt` that is one. After "sync directory"
+            the new file is complete and in place, but not known to be durable.
     """
 
     def __init__(self, errno: int, strerror: str, filename: str, phase: str) -> None:

@@ -19,6 +19,16 @@ FULL = os.environ.get("STILLFRAME_TEST_LIGHTNING") == "full"
 # By how many seconds a flush takes longer. 0.1 is many steps of these tests already.
 DISKS = [0.0, 0.3, 3.0] if FULL else [0.0, 0.1]
 VERSION = tuple(int(each) for each in version("lightning").split(".")[:2])
+# The environment of a job's only process.
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NAME": "job",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+}
 WIDTH = 300  # 300 x 300 floats are above the sizes that are captured whoever owns them
 
 

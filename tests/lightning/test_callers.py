@@ -9,7 +9,7 @@ import time
 import pytest
 import stillframe
 import torch
-from fix_lightning import at, load, loader, trainer
+from fix_lightning import SLURM, at, load, loader, trainer
 from stillframe.testing import slow
 
 
@@ -336,15 +336,7 @@ def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypa
     from lightning.fabric.plugins.environments import SLURMEnvironment
     from lightning.pytorch.trainer.connectors import signal_connector
 
-    for name, value in {
-        "SLURM_JOB_ID": "1",
-        "SLURM_NTASKS": "1",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_JOB_NAME": "job",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-    }.items():
+    for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     requeued = []
 

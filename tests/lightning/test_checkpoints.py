@@ -2,6 +2,7 @@
 synchronous saving, and never fewer than one while they change."""
 
 import errno
+import inspect
 import os
 import threading
 from datetime import timedelta
@@ -111,6 +112,21 @@ def test_a_rotation_never_has_more_than_one_file_too_many(lit, tmp_path, disk, t
     first = next((nr for nr, count in enumerate(counts) if count), len(counts))
     assert all(counts[first:])
     assert len([name for name in files(directory) if name != "last.ckpt"]) == top_k
+
+
+def test_no_more_saves_wait_for_the_disk_than_are_allowed(lit, tmp_path, disk):
+    plugin = lit.AsyncCheckpointIO(max_in_flight=2)
+    under_way = []
+
+    class Look(lit.Callback):
+        def on_train_batch_start(self, *args):
+            under_way.append(sum(not save.done() for save in plugin._work.pending))
+
+    callbacks = [Look(), every_steps(lit, tmp_path / "c", 1, save_top_k=-1)]
+    trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks).fit(lit.Model(), loader())
+    assert max(under_way) <= 2
+    assert not disk or max(under_way) >= 1  # or this would show nothing
+    assert len(files(tmp_path / "c")) == 8
 
 
 def test_versions_count_files_in_flight(lit, tmp_path, disk):
@@ -229,8 +245,10 @@ def test_one_trainer_fits_validates_and_tests_from_its_checkpoints(lit, tmp_path
     assert files(tmp_path / "c") == ["last.ckpt", "step=12.ckpt"]
 
 
-@pytest.mark.skipif(VERSION < (2, 6), reason="this Lightning has no save_on_exception")
 def test_the_exception_of_the_training_is_saved_for(lit, tmp_path, disk):
+    if "save_on_exception" not in inspect.signature(lit.ModelCheckpoint).parameters:
+        pytest.skip("this Lightning has no save_on_exception")
+
     def boom(run):
         raise ValueError("boom")
 
@@ -359,6 +377,33 @@ def test_a_link_whose_target_failed_stays_with_the_older_one(lit, tmp_path):
         broken.pop().__exit__(None, None, None)
     assert files(directory) == ["last.ckpt", "step=2.ckpt"]
     assert load(directory / "last.ckpt")["global_step"] == 2
+
+
+def test_a_link_that_cannot_be_made_is_an_error_of_the_run(lit, tmp_path, monkeypatch):
+    directory = tmp_path / "c"
+    symlink = os.symlink
+
+    def full(source, path, **options):
+        if "step=4" in os.fspath(source):
+            raise OSError(errno.ENOSPC, "no room", os.fspath(path))
+        symlink(source, path, **options)
+
+    monkeypatch.setattr(os, "symlink", full)
+    plugin = lit.AsyncCheckpointIO()
+    run = trainer(
+        lit,
+        tmp_path,
+        plugin=plugin,
+        callbacks=[every_steps(lit, directory, 2, save_last="link")],
+        max_steps=4,
+    )
+    with pytest.raises(stillframe.SaveError, match=r"last\.ckpt") as caught:
+        run.fit(lit.Model(), loader())
+    assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
+    # What the older link needs is still there, with the newest.
+    assert files(directory) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert load(directory / "last.ckpt")["global_step"] == 2
+    plugin.teardown()
 
 
 def test_a_link_replaces_a_file_and_a_directory_of_its_name(lit, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import VERSION, load
+from lightning.fabric.plugins import TorchCheckpointIO
 from stillframe import _core
 from stillframe.testing import slow
 
@@ -69,6 +70,20 @@ def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
 )
 def test_an_option_that_no_engine_takes_is_refused_at_once(lit, options, error):
     with pytest.raises(error, match=next(iter(options))):
+        lit.AsyncCheckpointIO(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpoint_io": "torch"},
+        {"checkpoint_io": TorchCheckpointIO},
+        {"engine": 64 << 20},
+        {"on_durable": "print"},
+    ],
+)
+def test_an_object_of_the_wrong_kind_is_refused_at_once(lit, options):
+    with pytest.raises(TypeError, match=next(iter(options))):
         lit.AsyncCheckpointIO(**options)
 
 
@@ -195,6 +210,30 @@ def test_a_remote_checkpoint_is_still_read_by_lightning(lit):
         torch.save(STATE, file)
     loaded = lit.AsyncCheckpointIO().load_checkpoint("memory://a.ckpt")
     assert torch.equal(loaded["x"], STATE["x"])
+
+
+def test_a_replaced_torch_save_is_called(lit, tmp_path, monkeypatch, caplog):
+    """Somebody who put a layer over torch.save expects that checkpoints go through it."""
+    reports, own = [], torch.save
+
+    def layer(obj, file, **options):
+        own({"layer": obj}, file, **options)
+
+    plugin = lit.AsyncCheckpointIO(on_durable=lambda path, report: reports.append(report))
+    monkeypatch.setattr(torch, "save", layer)
+    for name in ("a", "b"):
+        plugin.save_checkpoint(STATE, tmp_path / f"{name}.ckpt")
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    stillframe.wait_all()
+    monkeypatch.undo()
+    assert load(tmp_path / "b.ckpt")["layer"]["n"] == 3
+    assert not (tmp_path / "a.ckpt").exists()
+    assert caplog.text.count("torch.save is not torch's own") == 1
+    assert all("TorchCheckpointIO" in report.fallbacks[0] for report in reports)
+    plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
+    plugin.teardown()
+    assert load(tmp_path / "c.ckpt")["n"] == 3
 
 
 def test_a_load_waits_for_the_save(lit, tmp_path):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from fix_lightning import FULL
+from fix_lightning import FULL, SLURM, at, every_steps, load, loader, trainer
+from stillframe.testing import slow
 from test_wrapped import other
 
 PACKAGE = str(Path(stillframe.__file__).parent)
@@ -93,3 +94,88 @@ def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
         assert names == ["b.ckpt", "c.ckpt", "hpc_ckpt_1.ckpt", "last.ckpt"], line.where
         assert os.readlink(directory / "last.ckpt") == "b.ckpt", line.where
     assert nr > 300  # or the tracing saw nothing
+
+
+def while_training(lit, line):
+    class Traced(lit.Callback):
+        def on_train_start(self, trainer, module):
+            line.__enter__()
+
+        def on_train_end(self, trainer, module):
+            line.__exit__()
+
+    return Traced()
+
+
+def test_slurms_handler_may_fire_in_the_middle_of_any_call_of_a_fit(
+    lit, tmp_path, sigusr2, monkeypatch
+):
+    """The checkpoint is whole on the disk when the requeue is asked for, training goes on, and the
+    files at the end are those of any other run."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.trainer.connectors import signal_connector
+
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    requeued = []
+
+    def requeue(command):
+        # In the same thread, so no wait of ours could come in between.
+        requeued.append(torch.load(directory / "hpc_ckpt_1.ckpt", weights_only=False))
+        return 0
+
+    monkeypatch.setattr(signal_connector, "call", requeue)
+    nr = 0
+    while True:
+        nr += 37 if FULL else 401
+        directory = tmp_path / str(nr)
+        requeued.clear()
+        run = lit.Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=directory,
+            max_steps=6,
+            limit_val_batches=0,
+            plugins=[lit.AsyncCheckpointIO(), SLURMEnvironment(requeue_signal=sigusr2)],
+            callbacks=[every_steps(lit, directory / "c", 2, save_last="link")],
+        )
+        line = AtLine(nr)
+        run.callbacks.append(while_training(lit, line))
+        model = lit.Model()
+        try:
+            run.fit(model, loader())
+        finally:
+            sys.settrace(None)
+        if line.where is None:
+            break
+        (saved,) = requeued
+        assert 0 <= saved["global_step"] <= 6, line.where
+        assert len(model.losses) == 6, line.where
+        assert sorted(os.listdir(directory / "c")) == ["last.ckpt", "step=6.ckpt"], line.where
+        assert load(directory / "c" / "last.ckpt")["global_step"] == 6, line.where
+    assert nr > 3 * 401
+
+
+def test_a_terminated_training_leaves_what_it_saved_before(lit, tmp_path):
+    """Lightning ends at the next batch after SIGTERM; what was on its way by then is durable."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    def terminate(run):
+        with slow("fdatasync", 0.3):
+            run.save_checkpoint(tmp_path / "a.ckpt")
+            assert not (tmp_path / "a.ckpt").exists()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    run = trainer(
+        lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: terminate})]
+    )
+    try:
+        with pytest.raises(SIGTERMException):
+            run.fit(lit.Model(), loader())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert load(tmp_path / "a.ckpt")["global_step"] == 2
+    assert run.global_step < 8

@@ -89,6 +89,14 @@ class Counter:
         self.count = count
 
 
+@pytest.mark.parametrize("tree", [{}, {"n": 3}, {"x": torch.empty(0)}])
+def test_a_checkpoint_without_a_byte_of_tensors_is_saved(lit, tmp_path, tree):
+    plugin = lit.AsyncCheckpointIO(other(lit))
+    plugin.save_checkpoint(tree, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert list(load(tmp_path / "a.ckpt")) == list(tree)
+
+
 def test_the_memory_is_held_until_the_save_returns_and_then_given_back(lit, tmp_path):
     gate = Gate(opened=False)
     with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
