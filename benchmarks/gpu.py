@@ -430,9 +430,18 @@ def other_rows(name: str, size: str, result: Any) -> list[list[str] | None]:
                 ]
             )
     elif name == "pinning":
-        speed, torchs = (result["nbytes"] / result[key] / 1e9 for key in ("warm_up_s", "torch_pin_s"))
+        speed, torchs = (
+            result["nbytes"] / result[key] / 1e9 for key in ("warm_up_s", "torch_pin_s")
+        )
         rows += [
-            ["  warm_up (torch's pin_memory)", *blank[:4], f"{speed:.1f} ({torchs:.1f})", "", "", ""],
+            [
+                "  warm_up (torch's pin_memory)",
+                *blank[:4],
+                f"{speed:.1f} ({torchs:.1f})",
+                "",
+                "",
+                "",
+            ],
             [
                 "  cold first save",
                 format_seconds(result["cold_call_s"] + result["cold_gate_s"]),
@@ -447,7 +456,9 @@ def other_rows(name: str, size: str, result: Any) -> list[list[str] | None]:
         rows += [
             [
                 f"  {result['nr_copies']} copies, "
-                + (f"{share:.0%} of their time under kernels" if share is not None else "none seen"),
+                + (
+                    f"{share:.0%} of their time under kernels" if share is not None else "none seen"
+                ),
                 *blank[:-1],
                 verdict(not result["synchronises"], "no synchronise"),
             ]
@@ -474,12 +485,16 @@ def missing() -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--states", nargs="+", choices=("small", "large"), default=["small", "large"])
+    parser.add_argument(
+        "--states", nargs="+", choices=("small", "large"), default=["small", "large"]
+    )
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--rounds", type=int, default=2, help="warm saves of each way (2)")
     parser.add_argument("--steps", type=int, default=6, help="steps timed in each round (6)")
     parser.add_argument("--cap-s", type=float, default=40.0, help="no new round after this (40)")
-    parser.add_argument("--probe-s", type=float, default=0.5, help="seconds of .item() probes (0.5)")
+    parser.add_argument(
+        "--probe-s", type=float, default=0.5, help="seconds of .item() probes (0.5)"
+    )
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to write to")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument(
@@ -525,7 +540,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{facts['gpu']}; {facts['cpu']}, {facts['cores']} cores; Linux {facts['kernel']};")
     print(f"Python {facts['python']}, torch {facts['torch']}, lightning {facts['lightning']}")
     print_table(
-        "saving from a GPU" + (" (REHEARSAL: no figure means anything)" if options.rehearse else ""),
+        "saving from a GPU"
+        + (" (REHEARSAL: no figure means anything)" if options.rehearse else ""),
         ("", "blocked", "GPU memory", "reserved", "steps", "D2H GB/s", ".item()", "end", "RSS"),
         rows,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -118,4 +119,4 @@ class Train:
             self.step()
             marks.append(self.mark())
         self.synchronize()
-        return [self.between(one, two) for one, two in zip(marks[:-1], marks[1:], strict=True)]
+        return [self.between(one, two) for one, two in itertools.pairwise(marks)]

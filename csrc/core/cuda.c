@@ -53,9 +53,11 @@ _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER
 /* The two batched calls, but for the attributes, which are declared here in any case. */
 #include <cudaTypedefs.h>
 #define SAME(member, type, ...)                                                                    \
-	_Static_assert(__builtin_types_compatible_p(                                               \
-			       type, CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *, size_t,  \
-						  CUmemcpyAttributes *, size_t *, __VA_ARGS__)) && \
+	_Static_assert(__builtin_types_compatible_p(type,                                          \
+						    CUresult (*)(CUdeviceptr *, CUdeviceptr *,     \
+								 size_t *, size_t,                 \
+								 CUmemcpyAttributes *, size_t *,   \
+								 __VA_ARGS__)) &&                  \
 			       __builtin_types_compatible_p(                                       \
 				       __typeof__(((struct sfr__cuda *)NULL)->member),             \
 				       CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *,        \

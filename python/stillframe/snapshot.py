@@ -66,8 +66,8 @@ class _Copy:
         self._lock = threading.RLock()
 
     def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more, and the calling thread's current
-        streams wait for what is copied from devices. False when that goes on."""
+        """Returns when no host memory of the tree is read any more and the calling thread's
+        current streams wait for what is copied from devices. False when that goes on."""
         with inside():
             if self.devices:
                 if not self.core.gate(_device.streams(self.devices)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from conftest import Training, same  # type: ignore[attr-defined]
+from fix_gpu import Training, same
 
 MIB = 1 << 20
 CAPTURABLE = functools.partial(torch.optim.AdamW, capturable=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from conftest import Training, same  # type: ignore[attr-defined]
+from fix_gpu import Training, same
 
 MIB = 1 << 20
 FUSED = functools.partial(torch.optim.AdamW, fused=True)
@@ -66,9 +66,7 @@ def test_it_takes_no_memory_of_the_device(tmp_path: Path, engine: Any) -> None:
     assert (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) == before
 
 
-def test_neither_call_nor_gate_waits_for_the_device(
-    tmp_path: Path, engine: Any, busy: Any
-) -> None:
+def test_neither_call_nor_gate_waits_for_the_device(tmp_path: Path, engine: Any, busy: Any) -> None:
     training = Training(FUSED)
     stillframe.save(training.state(), tmp_path / "a.pt", engine=engine)
     wanted = training.now()
@@ -86,9 +84,7 @@ def test_neither_call_nor_gate_waits_for_the_device(
     same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
 
 
-def test_work_queued_before_the_call_is_in_the_file(
-    tmp_path: Path, engine: Any, busy: Any
-) -> None:
+def test_work_queued_before_the_call_is_in_the_file(tmp_path: Path, engine: Any, busy: Any) -> None:
     value = torch.zeros(MIB, device="cuda")
     busy()
     value.fill_(1.0)
