@@ -10,6 +10,8 @@
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
+# make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
+# make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make clean  removes what was built; make distclean removes .venv too
 #
 # Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
@@ -35,8 +37,8 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench lint format asan tsan valgrind crash small-pool campaign clean \
-	distclean lightning-suite lightning-versions lightning-theirs
+.PHONY: build demo test bench lint format asan tsan valgrind crash small-pool campaign cuda-campaign gpu \
+	lightning-suite lightning-versions lightning-theirs clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -161,6 +163,12 @@ SMALL_POOL := tests/unit/test_round_trip.py tests/unit/test_save.py tests/oracle
 campaign: build
 	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/test_model.py $(ARGS)
 
+SCHEDULES ?= 10000
+
+cuda-campaign:
+	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda build/plain/libfake_cuda.so
+	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda
+
 # ---- Lightning ---------------------------------------------------------------------------------
 
 LIGHTNING ?=
@@ -187,6 +195,33 @@ lightning-versions: build $(LIGHTNING_VERSIONS:%=build/lightning-%/installed)
 # git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning DIR
 lightning-theirs: build
 	$(PY) tests/lightning/theirs.py $(LIGHTNING) $(ARGS)
+
+# ---- what needs a GPU -------------------------------------------------------------------------
+
+# Nothing is installed or fetched: GPU_PY has torch, Lightning, rich and pytest, and by default is
+# the first of these whose torch sees a device. GPU_PARTS can be run one by one.
+GPU_PY    ?=
+GPU_PARTS ?= tests saves sweep pinning profile
+
+gpu:
+	@set -e; py='$(GPU_PY)'; \
+	for each in $(PY) $(PYTHON) python3; do \
+		[ -z "$$py" ] || break; \
+		command -v $$each >/dev/null || continue; \
+		$$each -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || continue; \
+		py=$$each; \
+	done; \
+	if [ -z "$$py" ]; then \
+		echo "make gpu skips: none of $(PY), $(PYTHON), python3 has a torch that sees a GPU" \
+			"(name one with GPU_PY=...)"; \
+		exit 0; \
+	fi; \
+	export PYTHONPATH='$(CURDIR)/python'; \
+	$$py setup.py -q build_ext --inplace; \
+	$(if $(filter tests,$(GPU_PARTS)),$$py -m pytest -c /dev/null --rootdir='$(CURDIR)' -p no:cacheprovider \
+		-ra tests/gpu;) \
+	$(if $(filter-out tests,$(GPU_PARTS)),$$py benchmarks/gpu.py --dir $(DIR) \
+		--parts $(filter-out tests,$(GPU_PARTS)) $(ARGS))
 
 # ---------------------------------------------------------------------------------------------
 

@@ -139,8 +139,6 @@ static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
 	}
-	if (piece->block && !landed)
-		sfr__pool_retire(lane->engine->pool, piece->block);
 	if (piece->block || err.code) {
 		pthread_mutex_lock(&lane->engine->mu);
 		if (err.code)
@@ -151,6 +149,9 @@ static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 			t->blocks_held--;
 		pthread_mutex_unlock(&lane->engine->mu);
 	}
+	/* Only now: who waits for a block and hears that there is none looks for the reason. */
+	if (piece->block && !landed)
+		sfr__pool_retire(lane->engine->pool, piece->block);
 }
 
 /* Settles the piece that was taken off the list. */

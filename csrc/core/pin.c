@@ -111,8 +111,8 @@ void sfr__pin_failed(struct sfr__pin *pin, const char *why)
 {
 	char text[sizeof(pin->note)];
 
-	(void)snprintf(text, sizeof(text), "Staging memory stays pageable, and copies are slow: %.90s.",
-		       why);
+	(void)snprintf(text, sizeof(text),
+		       "Staging memory stays pageable, and copies are slow: %.90s.", why);
 	note_text(pin, PAGEABLE, text);
 }
 

@@ -25,7 +25,7 @@ struct sfr__snapshot_part {
 	struct sfr__cuda_landing landing; /* first: the lane knows the part by it */
 	struct sfr_snapshot *snapshot;    /* constant, as the next */
 	uint32_t device;
-	CUstream stream;            /* the caller's current one */
+	CUstream stream;             /* the caller's current one */
 	struct sfr__cuda_lane *lane; /* NULL until start */
 
 	CUevent captured;             /* C: only the caller's thread touches it */
@@ -175,8 +175,8 @@ static void copy_locked(struct sfr__snapshot_part *part, struct batch *batch, bo
 static CUevent record_locked(struct sfr__cuda_lane *lane, struct sfr_err *err)
 {
 	CUevent event = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
-	CUresult rc = event ? lane->cu->event_record(event, lane->stream) :
-			      CUDA_ERROR_OUT_OF_MEMORY;
+	CUresult rc =
+		event ? lane->cu->event_record(event, lane->stream) : CUDA_ERROR_OUT_OF_MEMORY;
 
 	if (rc == CUDA_SUCCESS)
 		return event;

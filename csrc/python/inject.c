@@ -115,7 +115,22 @@ static PyObject *remove_wrappers(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(tune_doc, "cuda_tune(piece_bytes, nr_in_flight)\n--\n\nBounds of what a lane queues on a "
+		       "device, 0 = as they are; while no save is in flight.");
+
+static PyObject *tune(PyObject *module, PyObject *args)
+{
+	unsigned long long piece_bytes, nr_in_flight;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &piece_bytes, &nr_in_flight))
+		return NULL;
+	sfr_cuda_tune(piece_bytes, nr_in_flight);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+	{ "cuda_tune", tune, METH_VARARGS, tune_doc },
 	{ "inject_install", install, METH_NOARGS, install_doc },
 	{ "inject_set", set, METH_VARARGS, set_doc },
 	{ "inject_drop", drop, METH_VARARGS, drop_doc },

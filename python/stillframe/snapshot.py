@@ -66,7 +66,7 @@ class _Copy:
         self._lock = threading.RLock()
 
     def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more, and the calling thread's
+        """Returns when no host memory of the tree is read any more and the calling thread's
         current streams wait for what is copied from devices. False when that goes on."""
         with inside():
             if self.devices:

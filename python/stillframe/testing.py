@@ -13,8 +13,8 @@ Calls are named as in ``csrc/core/sys.h``: "open", "close", "pread", "pwrite", "
 "fallocate", "flock", "set_flags", "fstat", "lstat", "rename", "unlink", "rmdir", "opendir", "mmap",
 "munmap", "mprotect", "madvise", "malloc", "calloc", "realloc", "thread_create", "set_nice",
 "get_affinity", "set_affinity", and "*" for any of these. "readdir", "closedir", "free",
-"thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy" (inside the call) and
-"lane_copy" (after it), can only be slow.
+"thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy" (inside the call)
+and "lane_copy" (after it), can only be slow.
 
 Faults belong to the process, not to a thread. Blocks nest; up to 16 faults act at a time. Enter
 the first one while no save is in flight: it exchanges the table.
@@ -231,7 +231,7 @@ def _place_on_device(device: torch.device) -> int:
 
 @contextmanager
 def host_as_device() -> Iterator[FakeDriver]:
-    """Inside the block, saves and snapshots take tensors in host memory for tensors on device 0.
+    """Inside the block, saves and snapshots take host tensors for tensors on CUDA device 0.
 
     `STILLFRAME_LIBCUDA` has to name the fake driver (`build/libfake_cuda.so`, left by `make
     build`), whose "current stream" is the calling thread: that is where torch runs CPU work. What

@@ -886,15 +886,20 @@ EXPORT void fake_cuda_forget(void)
 	struct registration *r;
 
 	pthread_mutex_lock(&mu);
+	/* A device may have been given up whose streams still have copies: none of them lands. */
+	for (int i = 0; i < NR_DEVICES; i++)
+		dead_of[i] = CUDA_ERROR_ILLEGAL_ADDRESS;
+	pthread_cond_broadcast(&cv);
+	for (struct CUstream_st *s = streams; s; s = s->next)
+		if (s->alive && !s->of_caller)
+			end_stream(s);
+	memset(dead_of, 0, sizeof(dead_of));
 	while ((r = registrations)) {
 		registrations = r->next;
 		if (r->allocated)
 			free(r->mem);
 		free(r);
 	}
-	for (struct CUstream_st *s = streams; s; s = s->next)
-		if (s->alive && !s->of_caller)
-			end_stream(s);
 	nr_events = 0;
 	memset(retained, 0, sizeof(retained));
 	pthread_mutex_unlock(&mu);

@@ -309,6 +309,85 @@ static void bytes_that_changed_before_their_copy_are_noticed(void)
 	}
 }
 
+/* ---- snapshots ------------------------------------------------------------------ */
+
+static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct saving_state *s,
+					 void *stream)
+{
+	const struct sfr_stream streams[] = { { .handle = (uintptr_t)stream } };
+	struct sfr_snapshot *snapshot;
+
+	CHECK_EQ(sfr_snapshot_new(engine, s->sources, SAVING_NR, 0, &snapshot), 0);
+	CHECK_EQ(sfr_snapshot_lease(snapshot, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_streams(snapshot, streams, 1), 0);
+	return snapshot;
+}
+
+/* Whether each source's copy is full of `value`. */
+static bool snapshot_is(struct sfr_snapshot *snapshot, unsigned from, unsigned char value)
+{
+	uint64_t len;
+	char *base;
+	bool good = true;
+
+	sfr_snapshot_memory(snapshot, &base, &len);
+	for (unsigned i = from; i < SAVING_NR; i++) {
+		const char *copy = base + sfr_snapshot_offset(snapshot, i);
+
+		for (uint64_t k = 0; k < one.sources[i].nbytes; k++)
+			good = good && copy[k] == (char)value;
+	}
+	return good;
+}
+
+static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
+{
+	for (int held = 0; held < 2; held++) {
+		struct fill before = { &one, 0, SAVING_NR, 5 }, after = { &one, 0, SAVING_NR, 6 };
+		struct sfr_snapshot *snapshot;
+		struct sfr_engine *engine;
+		const struct sfr_stream step = { 0 };
+		void *stream;
+		int64_t torn;
+
+		begin();
+		engine = new_engine(16, 1);
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		snapshot = new_snapshot(engine, &one, stream);
+		fake.fake_cuda_hold(held); /* whoever waits for the device, waits for ever */
+		fake.fake_cuda_launch(stream, fill, &before);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		/* The step's stream waits for what is copied after the call too. */
+		CHECK_EQ(sfr_snapshot_gate(snapshot,
+					   &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1,
+					   SFR_FOREVER),
+			 0);
+		fake.fake_cuda_launch(stream, fill, &after);
+		if (held) {
+			CHECK_EQ(sfr_snapshot_wait(snapshot, 0, &torn), SFR_EAGAIN);
+			sfr_snapshot_unview(
+				snapshot); /* nobody can read it, but it is written to */
+			CHECK_EQ(sfr_snapshot_leased(snapshot), 1);
+			fake.fake_cuda_hold(0);
+		}
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK_EQ(torn, -1);
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
+		if (!held) {
+			CHECK(snapshot_is(snapshot, 0, 5));
+			sfr_snapshot_unview(snapshot);
+		}
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 3);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		end(engine);
+	}
+}
+
 /* ---- what fails ------------------------------------------------------------------ */
 
 static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
@@ -449,6 +528,7 @@ int main(void)
 	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
+	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);

@@ -252,10 +252,10 @@ static void every_call_of_the_plain_table_works(void)
 static void the_wrappers_pass_every_call_on_and_count_it(void)
 {
 	static const char *const names[] = {
-		"open",      "close",  "pread",     "pwrite",  "fdatasync",     "fsync",
-		"fallocate", "flock",  "set_flags", "fstat",   "lstat",         "rename",
-		"unlink",    "rmdir",  "opendir",   "mmap",    "munmap",        "mprotect",
-		"madvise",   "malloc", "calloc",    "realloc", "thread_create", "set_nice",
+		"open",         "close",        "pread",     "pwrite",  "fdatasync",     "fsync",
+		"fallocate",    "flock",        "set_flags", "fstat",   "lstat",         "rename",
+		"unlink",       "rmdir",        "opendir",   "mmap",    "munmap",        "mprotect",
+		"madvise",      "malloc",       "calloc",    "realloc", "thread_create", "set_nice",
 		"get_affinity", "set_affinity",
 	};
 	int nr_wrong;

@@ -1,4 +1,4 @@
-"""Snapshots of tensors on a device: one batch, no wait but the last, nothing moves too early."""
+"""Snapshots of tensors on a device: one batch, no wait but the last, nothing goes too early."""
 
 from __future__ import annotations
 

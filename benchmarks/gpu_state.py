@@ -1,0 +1,122 @@
+"""The training that the GPU benchmark saves: a small transformer language model with AdamW."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+# name: (width, layers, vocabulary). Parameters: about 12 * width^2 * layers + 2 * width * vocab.
+SIZES = {
+    "small": (768, 8, 16_384),  # 82 M parameters, 1 GB of state
+    "large": (2048, 18, 32_000),  # 1.04 G parameters, 12.5 GB of state
+    "rehearsal": (64, 2, 512),
+}
+
+
+class Train:
+    """Model and optimizer on a device, and one step of training."""
+
+    def __init__(self, size: str, device: str) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        width, layers, vocabulary = SIZES[size]
+        torch.manual_seed(1)
+        with torch.device(device):
+            self.embedding = torch.nn.Embedding(vocabulary, width)
+            self.body = torch.nn.ModuleList(
+                [
+                    torch.nn.TransformerEncoderLayer(
+                        width,
+                        max(width // 64, 1),
+                        4 * width,
+                        dropout=0.0,
+                        batch_first=True,
+                        norm_first=True,
+                    )
+                    for _ in range(layers)
+                ]
+            )
+            self.head = torch.nn.Linear(width, vocabulary)
+        self.model = torch.nn.ModuleDict(
+            {"embedding": self.embedding, "body": self.body, "head": self.head}
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=device == "cuda")
+        self.tokens = torch.randint(vocabulary, (4, 512 if device == "cuda" else 16), device=device)
+
+    def forward_backward(self) -> None:
+        torch = self.torch
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            hidden = self.embedding(self.tokens)
+            for layer in self.body:
+                hidden = layer(hidden)
+            logits = self.head(hidden)
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), self.tokens.flatten()
+            )
+        loss.backward()
+
+    def step(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def nbytes(self) -> int:
+        torch, seen, total = self.torch, set(), 0
+        stack: list[Any] = [self.tree()]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, torch.Tensor) and id(node) not in seen:
+                seen.add(id(node))
+                total += node.nbytes
+            elif isinstance(node, dict):
+                stack.extend(node.values())
+            elif isinstance(node, (list, tuple)):
+                stack.extend(node)
+        return total
+
+    # ---- what a GPU is asked ----
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            self.torch.cuda.synchronize()
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes (allocated, reserved) at their highest since `reset_memory`."""
+        if self.device != "cuda":
+            return 0, 0
+        cuda = self.torch.cuda
+        return cuda.max_memory_allocated(), cuda.max_memory_reserved()
+
+    def reset_memory(self) -> tuple[int, int]:
+        """Bytes (allocated, reserved) now; the highest begins here."""
+        if self.device != "cuda":
+            return 0, 0
+        cuda = self.torch.cuda
+        cuda.reset_peak_memory_stats()
+        return cuda.memory_allocated(), cuda.memory_reserved()
+
+    def mark(self) -> Any:
+        """A moment of the device's clock."""
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, one: Any, two: Any) -> float:
+        """Seconds between two moments that are over."""
+        return float(two - one if self.device != "cuda" else one.elapsed_time(two) / 1e3)
+
+    def timed_steps(self, count: int) -> list[float]:
+        """Seconds of each of `count` steps, by the device's clock, with no wait in between."""
+        marks = [self.mark()]
+        for _ in range(count):
+            self.step()
+            marks.append(self.mark())
+        self.synchronize()
+        return [self.between(one, two) for one, two in itertools.pairwise(marks)]

@@ -1,0 +1,193 @@
+"""Ways to save from a GPU, each as its users call it, behind one small interface.
+
+`start(tree, path)` is what the training calls; `gate()` is what has to be called before the next
+optimizer step (ours does it by itself); `finish()` returns when the save is as done as that way
+ever says it is. Peers are used as their documentation shows, with the options that are best here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+OURS = "stillframe"
+DETACH = "detach().cpu(), torch.save"
+LIGHTNING = "Lightning AsyncCheckpointIO"
+STAGER = "DCP + DefaultStager, pinned"
+CACHED = "DCP + cached pinned writer"
+
+
+class Way:
+    """One way to save; `durable` says whether its end means that the disk has the bytes."""
+
+    durable = False
+
+    def start(self, tree: Any, path: Path) -> None:
+        raise NotImplementedError
+
+    def gate(self) -> None:
+        """Nothing: what the call read is copied when it returns."""
+
+    def finish(self) -> dict[str, Any]:
+        """Further figures, if the way tells any."""
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class DetachCpu(Way):
+    def start(self, tree: Any, path: Path) -> None:
+        import torch
+        from torch.utils import _pytree
+
+        def to_cpu(leaf: Any) -> Any:
+            return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+        torch.save(_pytree.tree_map(to_cpu, tree), path)
+
+
+class LightningAsync(Way):
+    """Clones every tensor on the GPU, then torch.save on a thread."""
+
+    def __init__(self) -> None:
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+        self._make: Any = lambda: AsyncCheckpointIO(TorchCheckpointIO())
+        self._io: Any = None
+
+    def start(self, tree: Any, path: Path) -> None:
+        self._io = self._make()
+        if hasattr(self._io, "setup"):
+            self._io.setup()
+        self._io.save_checkpoint(tree, path)
+
+    def finish(self) -> dict[str, Any]:
+        self._io.teardown()
+        return {}
+
+
+class DcpStager(Way):
+    def __init__(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=True,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=True,
+            )
+        )
+        self._response: Any = None
+
+    def start(self, tree: Any, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        shutil.rmtree(path, ignore_errors=True)
+        self._response = dcp.async_save(tree, checkpoint_id=path, async_stager=self._stager)
+
+    def gate(self) -> None:
+        self._response.staging_completion.result()
+
+    def finish(self) -> dict[str, Any]:
+        self._response.upload_completion.result()
+        return {}
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        self._stager.close()
+        dist.destroy_process_group()
+
+
+class DcpCached(Way):
+    """The writer keeps pinned copies from save to save; the call waits for the copy."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self._writer: Any = None
+        self._future: Any = None
+
+    def start(self, tree: Any, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        if self._writer is None:
+            self._writer = dcp.FileSystemWriter(path, cache_staged_state_dict=True)
+        self._future = dcp.async_save(tree, storage_writer=self._writer)
+
+    def finish(self) -> dict[str, Any]:
+        self._future.result()
+        return {}
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+class Ours(Way):
+    durable = True
+
+    def __init__(self) -> None:
+        import stillframe
+
+        self._module = stillframe
+        self._handle: Any = None
+
+    def start(self, tree: Any, path: Path) -> None:
+        self._handle = self._module.async_save(tree, path)
+
+    def finish(self) -> dict[str, Any]:
+        report = self._handle.result()
+        return {
+            "call_s": report.blocked_s,
+            "gate_wait_s": report.gate_wait_s,
+            "staged_after_s": report.staged_after_s,
+            "durable_after_s": report.durable_after_s,
+            "deferred_nbytes": report.deferred_nbytes,
+            "captured_nbytes": report.captured_nbytes,
+            "num_tensors": report.num_tensors,
+            "io_mode": report.io_mode,
+            "fallbacks": list(report.fallbacks),
+        }
+
+
+WAYS: dict[str, type[Way]] = {
+    OURS: Ours,
+    DETACH: DetachCpu,
+    LIGHTNING: LightningAsync,
+    STAGER: DcpStager,
+    CACHED: DcpCached,
+}
+
+
+class Probe:
+    """How long an `.item()` on a stream of its own takes while something else is going on."""
+
+    def __init__(self, torch: Any, device: str) -> None:
+        self._torch = torch
+        self._value = torch.ones(16, device=device)
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+
+    def once(self) -> float:
+        start = time.perf_counter()
+        if self._stream is None:
+            self._value.sum().item()
+        else:
+            with self._torch.cuda.stream(self._stream):
+                self._value[3].item()
+        return time.perf_counter() - start
+
+    def for_a_while(self, seconds: float, until: Any = None) -> list[float]:
+        """Probes until the time is over or `until()` says so."""
+        found, end = [], time.perf_counter() + seconds
+        while time.perf_counter() < end and not (until is not None and until()):
+            found.append(self.once())
+        return found

@@ -1,0 +1,35 @@
+"""CPUOffloadCallback from a device: one batch of copies, and nobody waits but for their end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from stillframe.testing import FakeDriver
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_is_one_batch_of_copies_and_no_synchronise(fake: FakeDriver) -> None:
+    from stillframe.lightning import CPUOffloadCallback
+
+    state = {f"{number}": torch.full((100,), float(number)) for number in range(300)}
+    wanted = {name: tensor.clone() for name, tensor in state.items()}
+    checkpoint: dict[str, Any] = {"state_dict": state}
+    callback: Any = CPUOffloadCallback()
+    stillframe.default_engine().warm_up(1 << 20)
+    batches, copies = fake.calls("cuMemcpyBatchAsync_v2"), fake.calls("cuMemcpyDtoHAsync_v2")
+    callback.on_save_checkpoint(SimpleNamespace(global_rank=0, strategy=None), None, checkpoint)
+    assert fake.calls("cuMemcpyBatchAsync_v2") == batches + 1
+    assert fake.calls("cuMemcpyDtoHAsync_v2") == copies
+    for tensor in state.values():
+        tensor.zero_()
+    new = checkpoint["state_dict"]
+    assert all(new[name].equal(wanted[name]) for name in wanted)
+    assert callback.state_dict()["checkpoint_count"] == 1
+    # The fixture has seen no synchronise.
+    del new
+    checkpoint.clear()
+    stillframe.default_engine().trim()

@@ -1,0 +1,96 @@
+"""CUDA graphs and compiled steps on a real device: no capture is broken, no replay is missed."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_gpu import Training, same
+
+MIB = 1 << 20
+CAPTURABLE = functools.partial(torch.optim.AdamW, capturable=True)
+
+
+@pytest.fixture
+def engine() -> Any:
+    with stillframe.Engine(pool_bytes=256 * MIB, block_bytes=4 * MIB) as engine:
+        engine.warm_up(128 * MIB)
+        yield engine
+
+
+def test_a_call_inside_a_capture_is_refused_and_does_not_break_it(
+    tmp_path: Path, engine: Any
+) -> None:
+    value = torch.ones(MIB, device="cuda")
+    stillframe.save([value], tmp_path / "a.pt", engine=engine)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value.add_(1.0)
+        with pytest.raises(stillframe.StillframeError, match="graph"):
+            stillframe.async_save([value], tmp_path / "a.pt", engine=engine)
+        with pytest.raises(stillframe.StillframeError, match="graph"):
+            stillframe.snapshot([value], engine=engine)
+    graph.replay()
+    assert value.eq(2.0).all()
+
+
+def test_a_lane_at_work_does_not_break_a_capture(tmp_path: Path, engine: Any) -> None:
+    """In torch's default mode a query of an event by any thread would."""
+    training = Training(CAPTURABLE)
+    extra = torch.zeros(MIB, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(5):
+        wanted = training.now()
+        handle = stillframe.async_save(training.state(), tmp_path / "a.pt", engine=engine)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(200):
+                extra.add_(1.0)
+        graph.replay()
+        handle.result()
+        same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
+
+
+def test_a_captured_step_is_noticed_and_its_replays_tear_nothing(
+    tmp_path: Path, engine: Any
+) -> None:
+    training = Training(CAPTURABLE)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            training.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        training.step()
+    for _ in range(5):
+        graph.replay()
+        wanted = training.now()
+        handle = stillframe.async_save(training.state(), tmp_path / "a.pt", engine=engine)
+        graph.replay()
+        report = handle.result()
+        assert report.deferred_nbytes == 0
+        same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
+
+
+def test_a_compiled_step(tmp_path: Path, engine: Any) -> None:
+    training = Training(CAPTURABLE)
+    try:
+        step = torch.compile(training.optimizer.step)
+        training.model(training.input).square().mean().backward()
+        step()
+    except Exception as error:  # a machine without a working Triton
+        pytest.skip(f"torch.compile does not work here: {error}")
+    for _ in range(4):
+        wanted = training.now()
+        handle = stillframe.async_save(training.state(), tmp_path / "a.pt", engine=engine)
+        training.optimizer.zero_grad(set_to_none=False)
+        training.model(training.input).square().mean().backward()
+        step()
+        handle.result()
+        same(torch.load(tmp_path / "a.pt", map_location="cpu"), wanted)
