@@ -57,7 +57,8 @@ class OffloadHooks:
     CheckpointIO, the callback does its work.) Lightning asks no callback about checkpoints of
     weights alone (`save_weights_only=True`): their tensors stay where they are.
 
-    Tensors on a GPU are copied on a stream of ours straight into the pool, in one pass with one wait.
+    Tensors on a GPU are copied on a stream of ours straight into the pool, in one pass with one
+    wait.
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,

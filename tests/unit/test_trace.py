@@ -98,15 +98,18 @@ def traced(tmp_path: Path) -> tuple[Timeline, list[stillframe.SaveReport], still
     trained.step(4)
     reports = []
     # Each step comes to its gate before the lane is through.
-    with slow("lane_copy", 0.002), stillframe.trace(tmp_path / "t.json") as trace:
-        with stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine:
-            for number in range(3):
-                path = tmp_path / f"save{number}.pt"
-                handle = stillframe.async_save(trained.state(), path, engine=engine)
-                trained.step()
-                report = handle.result()
-                assert report is not None
-                reports.append(report)
+    with (
+        slow("lane_copy", 0.002),
+        stillframe.trace(tmp_path / "t.json") as trace,
+        stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,  # ends first
+    ):
+        for number in range(3):
+            path = tmp_path / f"save{number}.pt"
+            handle = stillframe.async_save(trained.state(), path, engine=engine)
+            trained.step()
+            report = handle.result()
+            assert report is not None
+            reports.append(report)
     return Timeline(tmp_path / "t.json"), reports, trace
 
 
