@@ -118,10 +118,10 @@ static void a_child_does_not_have_the_memory(void)
 		_exit(write(ends[1], block->mem + 2 * MIB, 1) == 1 ? 1 : 0);
 	CHECK(child > 0);
 	CHECK_EQ(waitpid(child, &status, 0), child);
-	/* A sanitizer may have put memory of its own into the gap. */
-	CHECK(status == 0 || (read(ends[0], &byte, 1) == 1 && byte != 0x5a));
-	(void)close(ends[0]);
 	(void)close(ends[1]);
+	/* A sanitizer may have put memory of its own into the gap, and valgrind another status. */
+	CHECK(read(ends[0], &byte, 1) != 1 || byte != 0x5a);
+	(void)close(ends[0]);
 	sfr__pool_put(pool, block);
 	sfr__pool_free(pool);
 }
