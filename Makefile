@@ -128,7 +128,7 @@ build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
 	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core $(FAKE_CUDA) -o $$@
 build/$(1)/test_%: tests/c/test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
 	@echo "  $(1) $$<"
-	@$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -o $$@
+	@$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -ldl -o $$@
 endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))
