@@ -382,6 +382,25 @@ int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece)
 
 /* ---- checksums ------------------------------------------------------------------ */
 
+/* Waits until nothing of the stream runs any more, or the device is given up: whoever gives memory
+ * back has to know. */
+static void drain_locked(struct sfr__cuda_lane *lane, pthread_cond_t *never)
+{
+	struct sfr_err err = { .index = -1 };
+	uint32_t failed = 0;
+	CUresult rc;
+
+	while (!lane->dead && (rc = lane->cu->stream_query(lane->stream)) != CUDA_SUCCESS) {
+		failed = rc == CUDA_ERROR_NOT_READY ? 0 : failed + 1;
+		if (failed == SFR__CUDA_QUERIES)
+			sfr__cuda_die_locked(lane, "cuStreamQuery", rc);
+		else if (failed)
+			(void)sfr__cuda_failed_locked(lane, "cuStreamQuery", rc, &err);
+		if (!lane->dead)
+			(void)sfr__cond_wait(never, &lane->mu, sfr__deadline(50 * 1000));
+	}
+}
+
 /* Copies one chunk and waits for it, asking like the lane does. */
 static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthread_cond_t *never,
 		 struct sfr_err *err)
@@ -401,8 +420,10 @@ static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthre
 		(void)sfr__cond_wait(never, &lane->mu, sfr__deadline(50 * 1000));
 		rc = lane->dead ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
 	}
-	if (rc != CUDA_SUCCESS)
+	if (rc != CUDA_SUCCESS) {
 		(void)sfr__cuda_failed_locked(lane, "cuMemcpyDtoHAsync", rc, err);
+		drain_locked(lane, never);
+	}
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, event);
 	pthread_mutex_unlock(&lane->mu);

@@ -14,6 +14,7 @@ enum {
 	SFR__CUDA_STORES_KEPT = 2,
 	SFR__CUDA_BATCH = 256,       /* copies in one batched call */
 	SFR__CUDA_SMALL = 256 << 10, /* copies below it go in batches */
+	SFR__CUDA_QUERIES = 64, /* that fail in a row: nothing is expected of the device then */
 };
 
 /* How much is asked of a device at a time: copies queued on other streams stand in line behind
@@ -106,6 +107,8 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Notes that a call failed. True when the device is dead from now on, or was before. */
 bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			     struct sfr_err *err);
+/* Gives the device up: nothing of it works any more, or nobody can tell. */
+void sfr__cuda_die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 /* A piece, new or used before (NULL without memory), and back. */
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);

@@ -27,7 +27,6 @@
 #include "cuda_lane.h"
 
 #define POLL_NS UINT64_C(50000)
-#define QUERIES_MAX 64 /* that fail in a row, until nothing is expected of the device any more */
 
 uint64_t sfr__cuda_piece_bytes = 4 << 20, sfr__cuda_nr_in_flight = 4;
 
@@ -41,7 +40,7 @@ void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
 
 /* ---- events and errors ------------------------------------------------------ */
 
-static void die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+void sfr__cuda_die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
 {
 	if (lane->dead)
 		return;
@@ -60,7 +59,7 @@ CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane)
 		return lane->events[--lane->nr_events];
 	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
 	if (sfr__cuda_is_sticky(rc))
-		die_locked(lane, "cuEventCreate", rc);
+		sfr__cuda_die_locked(lane, "cuEventCreate", rc);
 	return rc == CUDA_SUCCESS ? event : NULL;
 }
 
@@ -80,7 +79,7 @@ bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUre
 	char text[160];
 
 	if (sfr__cuda_is_sticky(rc))
-		die_locked(lane, call, rc);
+		sfr__cuda_die_locked(lane, call, rc);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
 	/* What it died of says more than what can no longer be done. */
 	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, lane->dead ? lane->why : text);
@@ -191,8 +190,8 @@ static bool is_due_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *p
 		piece->failed = 0;
 		return false;
 	}
-	if (sfr__cuda_is_sticky(rc) || ++piece->failed == QUERIES_MAX) {
-		die_locked(lane, "cuEventQuery", rc);
+	if (sfr__cuda_is_sticky(rc) || ++piece->failed == SFR__CUDA_QUERIES) {
+		sfr__cuda_die_locked(lane, "cuEventQuery", rc);
 		return true;
 	}
 	return false;
