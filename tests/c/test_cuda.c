@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include "../../csrc/core/near.h"
 #include "fake.h"
 
 static const char *dir;
@@ -516,6 +517,26 @@ static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
 	end(engine);
 }
 
+static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
+{
+	cpu_set_t cpus, before, after;
+	struct sfr__near near;
+
+	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
+	CHECK_EQ(CPU_COUNT(&cpus), 6);
+	CHECK(CPU_ISSET(5, &cpus) && !CPU_ISSET(6, &cpus) && CPU_ISSET(8, &cpus));
+	CHECK(!sfr__cpus_parse("3-1", &cpus));
+	CHECK(!sfr__cpus_parse("0-99999999", &cpus));
+	CHECK(!sfr__cpus_parse("many", &cpus));
+	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+	for (int node = -1; node < 3; node++) {
+		sfr__near_begin(&near, node);
+		sfr__near_end(&near);
+		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
+		CHECK(CPU_EQUAL(&before, &after));
+	}
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -532,6 +553,7 @@ int main(void)
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
+	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
 	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
 	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
 	RUN(random_schedules_tear_nothing);
