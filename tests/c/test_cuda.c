@@ -391,6 +391,43 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 
 /* ---- what fails ------------------------------------------------------------------ */
 
+/* Work queued behind the call overwrites what is captured at once, and behind the gate the rest. */
+static void random_delays_tear_no_snapshot(void)
+{
+	struct fill before = { &one, 0, SAVING_NR, 5 }, captured = { &one, 0, FIRST_DEFERRED, 6 },
+		    rest = { &one, FIRST_DEFERRED, SAVING_NR, 6 };
+	void *stream;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (uint64_t seed = 1; seed <= 40; seed++) {
+		struct sfr_engine *engine = new_engine(16, 1);
+		struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
+		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		int64_t torn;
+
+		fake.fake_cuda_delay(1 + rng(200000), seed);
+		fake.fake_cuda_launch(stream, fill, &before);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		fake.fake_cuda_launch(stream, fill, &captured);
+		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, fill, &rest);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK_EQ(torn, -1);
+		CHECK(snapshot_is(snapshot, 0, 5));
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		free_engine(engine);
+	}
+	fake_check();
+	fake_check_nothing_left();
+}
+
 static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 {
 	struct sfr_engine *engine;
@@ -550,6 +587,7 @@ int main(void)
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
+	RUN(random_delays_tear_no_snapshot);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
