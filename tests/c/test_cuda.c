@@ -429,6 +429,43 @@ static void random_delays_tear_no_snapshot(void)
 	fake_check_nothing_left();
 }
 
+/* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */
+static void a_write_between_samples_and_copy_tears_the_snapshot(void)
+{
+	struct fill work = { &one, 3, 4, 9 };
+	void *stream, *other;
+	unsigned nr_torn = 0;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	other = fake.fake_cuda_stream(0);
+	for (uint64_t seed = 1; seed <= 400 && nr_torn == 0; seed++) {
+		struct sfr_engine *engine = new_engine(16, 1);
+		struct sfr_snapshot *snapshot;
+		int64_t torn;
+
+		saving_fill(&one, 1);
+		fake_place(&one, 0, SAVING_NR, 0);
+		snapshot = new_snapshot(engine, &one, stream);
+		fake.fake_cuda_delay(1 + rng(200000), seed);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		fake.fake_cuda_launch(other, fill, &work);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK(torn == -1 || torn == 3);
+		nr_torn += torn == 3;
+		fake.fake_cuda_drain(other);
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		free_engine(engine);
+	}
+	CHECK(nr_torn > 0);
+	fake_check();
+	fake_check_nothing_left();
+}
+
 static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 {
 	struct sfr_engine *engine;
@@ -589,6 +626,7 @@ int main(void)
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
 	RUN(random_delays_tear_no_snapshot);
+	RUN(a_write_between_samples_and_copy_tears_the_snapshot);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
