@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include "../../csrc/core/near.h"
 #include "fake.h"
 
 static const char *dir;
@@ -390,6 +391,81 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 
 /* ---- what fails ------------------------------------------------------------------ */
 
+/* Work queued behind the call overwrites what is captured at once, and behind the gate the rest. */
+static void random_delays_tear_no_snapshot(void)
+{
+	struct fill before = { &one, 0, SAVING_NR, 5 }, captured = { &one, 0, FIRST_DEFERRED, 6 },
+		    rest = { &one, FIRST_DEFERRED, SAVING_NR, 6 };
+	void *stream;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (uint64_t seed = 1; seed <= 40; seed++) {
+		struct sfr_engine *engine = new_engine(16, 1);
+		struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
+		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		int64_t torn;
+
+		fake.fake_cuda_delay(1 + rng(200000), seed);
+		fake.fake_cuda_launch(stream, fill, &before);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		if (seed % 2) /* else the rest comes as early as it may */
+			fake.fake_cuda_launch(stream, fill, &captured);
+		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, fill, &rest);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK_EQ(torn, -1);
+		CHECK(snapshot_is(snapshot, 0, 5));
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		free_engine(engine);
+	}
+	fake_check();
+	fake_check_nothing_left();
+}
+
+/* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */
+static void a_write_between_samples_and_copy_tears_the_snapshot(void)
+{
+	struct fill work = { &one, 3, 4, 9 };
+	void *stream, *other;
+	unsigned nr_torn = 0;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	other = fake.fake_cuda_stream(0);
+	for (uint64_t seed = 1; seed <= 400 && nr_torn == 0; seed++) {
+		struct sfr_engine *engine = new_engine(16, 1);
+		struct sfr_snapshot *snapshot;
+		int64_t torn;
+
+		saving_fill(&one, 1);
+		fake_place(&one, 0, SAVING_NR, 0);
+		snapshot = new_snapshot(engine, &one, stream);
+		fake.fake_cuda_delay(1 + rng(200000), seed);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		fake.fake_cuda_launch(other, fill, &work);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK(torn == -1 || torn == 3);
+		nr_torn += torn == 3;
+		fake.fake_cuda_drain(other);
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		free_engine(engine);
+	}
+	CHECK(nr_torn > 0);
+	fake_check();
+	fake_check_nothing_left();
+}
+
 static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 {
 	struct sfr_engine *engine;
@@ -516,6 +592,26 @@ static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
 	end(engine);
 }
 
+static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
+{
+	cpu_set_t cpus, before, after;
+	struct sfr__near near;
+
+	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
+	CHECK_EQ(CPU_COUNT(&cpus), 6);
+	CHECK(CPU_ISSET(5, &cpus) && !CPU_ISSET(6, &cpus) && CPU_ISSET(8, &cpus));
+	CHECK(!sfr__cpus_parse("3-1", &cpus));
+	CHECK(!sfr__cpus_parse("0-99999999", &cpus));
+	CHECK(!sfr__cpus_parse("many", &cpus));
+	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+	for (int node = -1; node < 3; node++) {
+		sfr__near_begin(&near, node);
+		sfr__near_end(&near);
+		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
+		CHECK(CPU_EQUAL(&before, &after));
+	}
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -529,9 +625,12 @@ int main(void)
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
+	RUN(random_delays_tear_no_snapshot);
+	RUN(a_write_between_samples_and_copy_tears_the_snapshot);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
+	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
 	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
 	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
 	RUN(random_schedules_tear_nothing);

@@ -185,6 +185,9 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
         assert int(stats["retired_bytes"]) > 0 and stats["leased_bytes"] == 0
         with pytest.raises(stillframe.StillframeError, match="dead"):
             stillframe.snapshot(tree(), engine=engine)
+        # Nobody gets the retired blocks.
+        with pytest.raises(stillframe.PoolExhaustedError):
+            stillframe.snapshot([torch.ones(16 * MIB // 4)], engine=engine)
         stillframe.save({"numbers": [1, 2]}, tmp_path / "b", engine=engine)
     assert "Device 0 is dead" in str(stats["driver"])
 
