@@ -51,6 +51,8 @@ def test_every_file_is_the_state_at_the_call(
 def test_small_pools_and_saves_in_flight_together(
     make: Callable[[], Training], pool_blocks: int, tmp_path: Path, fake: FakeDriver
 ) -> None:
+    kinds = ("registered", "streams", "contexts")
+    before = [fake.live(kind) for kind in kinds]  # of the default engine
     training = warmed_up(make, steps=12)
     made = []
     fake.delay(500_000, seed=pool_blocks)
@@ -65,7 +67,7 @@ def test_small_pools_and_saves_in_flight_together(
             report = handle.result()
             assert report is not None and report.deferred_nbytes > 0
             assert_same(read(tmp_path / str(i)), wanted)
-    assert fake.live("registered") == fake.live("streams") == fake.live("contexts") == 0
+    assert [fake.live(kind) for kind in kinds] == before
 
 
 def test_the_host_is_held_up_only_where_the_pool_is_too_small(

@@ -18,6 +18,7 @@ from stillframe.testing import slow
 PRELUDE = """
 import os, signal, sys, threading, time, torch, stillframe
 from stillframe.testing import fault, slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 STATE = {"w": torch.full((100_000,), 3.0)}
 held = []
 def hold(block):  # a block that lasts as long as the process
