@@ -42,7 +42,9 @@ class Mlp:
     def __init__(self, spec: Spec) -> None:
         torch.manual_seed(1)
         width = max(8, round((spec.nbytes / (3 * spec.nr_params * 4)) ** 0.5))
-        self.model = torch.nn.Sequential(*(_Residual(width) for _ in range(spec.nr_params)))
+        self.model = torch.nn.Sequential(
+            *(_Residual(width, 1 / spec.nr_params) for _ in range(spec.nr_params))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.nbytes = 3 * spec.nr_params * width * width * 4
         self.num_tensors = 4 * spec.nr_params
@@ -66,12 +68,15 @@ class Mlp:
 
 
 class _Residual(torch.nn.Module):
-    def __init__(self, width: int) -> None:
+    """With `scale` one over their number, thousands in a row still end in finite values."""
+
+    def __init__(self, width: int, scale: float) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(width, width, bias=False)
+        self._scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.relu(self.linear(x))
+        return x + self._scale * torch.relu(self.linear(x))
 
 
 class Few:

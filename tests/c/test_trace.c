@@ -256,6 +256,9 @@ static void a_child_writes_nothing_of_its_parents_and_may_begin_its_own(void)
 
 	CHECK_EQ(sfr_trace_start(path), 0);
 	one_span(1);
+	/* Until its thread runs: what it is started with would have no owner in the child. */
+	for (int i = 0; i < 6000 && count(text_of(path), "\"save\":1") == 0; i++)
+		(void)usleep(10 * 1000);
 	pid = fork();
 	if (pid == 0) {
 		int failed = check__nr_failed;
