@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import re
@@ -47,15 +48,26 @@ def reset_peak_rss() -> None:
 
 
 def _busy_seconds() -> tuple[float, float]:
-    """(user time of all processes plus time stolen by the hypervisor, user time of this one)."""
+    """(user time of all processes plus time stolen by the hypervisor, that of this one and of the
+    processes it has started)."""
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     everyone = sum(int(fields[i]) for i in (0, 1, 7))  # user, nice, steal
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    return everyone / os.sysconf("SC_CLK_TCK"), own
+    tick = os.sysconf("SC_CLK_TCK")
+    live = sum(_user_ticks(child.pid) for child in multiprocessing.active_children()) / tick
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    return everyone / tick, resource.getrusage(resource.RUSAGE_SELF).ru_utime + live + ended
+
+
+def _user_ticks(pid: int | None) -> int:
+    """The user time of a child, 0 if it has ended just now."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+    except FileNotFoundError:
+        return 0
 
 
 class Others:
-    """The share of the machine that other processes take between the making and `share()`.
+    """The share of the machine that other processes than ours take, from the making to `share()`.
 
     User time and stolen time only: the kernel's own threads work for whoever writes, so
     their time belongs to what is measured.
