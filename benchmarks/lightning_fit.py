@@ -289,7 +289,7 @@ def draw(path: Path, results: dict[int, Any]) -> None:
         )
         axes.set_title(f"{format_size(nbytes)} of state")
         axes.set_ylabel("steps per second")
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.axes[0].legend(fontsize=8, ncols=len(WAYS), loc="lower left", bbox_to_anchor=(0, -0.2))
     figure.savefig(path, dpi=130)
     print(f"drawn as {path}", file=sys.stderr)
 
