@@ -266,9 +266,10 @@ void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *r
 
 void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store)
 {
-	if (store->pinned)
-		(void)lane->cu->host_unregister(store->range.base); /* gone with a dead device */
-	sfr__memory_release(&store->range);
+	/* What the driver does not let go of stays mapped, as in pin.c: the address would be given
+	 * to somebody else while the driver still takes it for this. */
+	if (!store->pinned || lane->cu->host_unregister(store->range.base) == CUDA_SUCCESS)
+		sfr__memory_release(&store->range);
 	*store = (struct sfr__cuda_store){ 0 };
 }
 
