@@ -278,15 +278,20 @@ def test_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
 
 
 def test_remote_paths_are_the_other_ones_business(lit):
-    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+    def is_there(path):
+        return fsspec.filesystem("memory").exists("wrapped/a.ckpt")
+
+    gate = Gate(opened=False)
+    plugin = lit.AsyncCheckpointIO(other(lit, gate))
     path = "memory://wrapped/a.ckpt"
     plugin.save_checkpoint(state(), path)
-    assert plugin.will_exist(path, lambda path: False)
+    assert not is_there(path) and plugin.will_exist(path, is_there)
+    gate.event.set()
     assert plugin.load_checkpoint(path)["y"]["n"] == 3
     plugin.remove_checkpoint(path)
-    assert not plugin.will_exist(path, lambda path: True)
+    assert not plugin.will_exist(path, is_there)
     plugin.teardown()
-    assert not fsspec.filesystem("memory").exists("wrapped/a.ckpt")
+    assert not is_there(path)
 
 
 def test_a_wrapper_with_nothing_inside_gets_lightnings_own(pkg, tmp_path):
