@@ -16,13 +16,6 @@
 
 #include "cuda_lane.h"
 
-static void fail(struct sfr_ticket *t, const struct sfr_err *err)
-{
-	pthread_mutex_lock(&t->engine->mu);
-	sfr__ticket_fail_locked(t, err);
-	pthread_mutex_unlock(&t->engine->mu);
-}
-
 /* ---- queueing one block ----------------------------------------------------------- */
 
 /* A block on its way: what stands in the batch, and the piece that will watch it. */
@@ -259,7 +252,7 @@ void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *r
 	}
 	flush_last(&s);
 	if (s.err.code)
-		fail(t, &s.err);
+		sfr__ticket_fail(t, &s.err);
 }
 
 /* ---- samples ---------------------------------------------------------------------- */
@@ -363,7 +356,7 @@ void sfr__cuda_take_samples(struct sfr__cuda_part *part)
 		flush_last(&s);
 	}
 	if (s.err.code)
-		fail(t, &s.err);
+		sfr__ticket_fail(t, &s.err);
 }
 
 int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece)
@@ -443,7 +436,7 @@ void sfr__cuda_sum(struct sfr__cuda_part *part)
 		rc = sfr__cond_init(&never);
 	if (rc < 0) {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-		fail(t, &err);
+		sfr__ticket_fail(t, &err);
 		return;
 	}
 	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
@@ -459,5 +452,5 @@ void sfr__cuda_sum(struct sfr__cuda_part *part)
 	}
 	(void)pthread_cond_destroy(&never); /* nobody waits */
 	if (err.code)
-		fail(t, &err);
+		sfr__ticket_fail(t, &err);
 }

@@ -144,12 +144,27 @@ int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece);
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 
-/* ---- stage_cuda.c ---- */
+/* ---- order_cuda.c ---- */
 /* Whether work put on the stream would become part of a graph, or break one. */
 bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
+/* The caller's stream of a device, or NULL. */
+const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
+					uint32_t device);
+/* Says that the lane's device is dead, and of what. */
+void sfr__cuda_refuse_locked(const struct sfr__cuda_lane *lane, struct sfr_err *err);
+/* An event behind what is on the stream; NULL with `err` set where none can be had. */
+CUevent sfr__cuda_record_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 /* E: records what is on the caller's stream and has the lane's stream wait for it, with nothing of
  * others in between. */
 void sfr__cuda_mark_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
+/* C: has the caller's stream wait for *event (NULL: nothing to do), which is the lane's again. */
+void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event,
+			     struct sfr_err *err);
+/* S: has a step's stream wait. False when the host has to: no stream, no event, or a capture. */
+bool sfr__cuda_wait_staged_locked(struct sfr__cuda_lane *lane, const struct sfr_stream *stream,
+				  CUevent staged);
+
+/* ---- stage_cuda.c ---- */
 /* On the lane's thread: queues a part's deferred bytes. */
 void sfr__cuda_stage(struct sfr__cuda_part *part);
 

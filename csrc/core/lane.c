@@ -21,35 +21,11 @@
 #include "trace.h"
 
 enum {
-	MAX_SAMPLES = SFR__MAX_SAMPLES,
-	SAMPLE_LEN = SFR__SAMPLE_LEN,
 	PREFETCH_AHEAD = 24,
 	COPY_PIECE = 4 << 20, /* between looks at the clock of a test, and at a cancel */
 };
 
 /* ---- samples ---- */
-
-/* The i-th of n sampled lines of an entry with nr_lines lines: the first, the last, and one at
- * a place of its own in each stratum between them, so that no stride goes unseen for ever. */
-uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
-{
-	uint64_t from, to;
-
-	if (n >= nr_lines)
-		return i;
-	if (n == 1)
-		return nr_lines / 2;
-	if (i == 0)
-		return 0;
-	if (i == n - 1)
-		return nr_lines - 1;
-	if (n % 2 == 1 && i == n / 2)
-		return nr_lines / 2;
-	from = nr_lines * i / n;
-	to = nr_lines * (i + 1) / n;
-	*random = *random * 6364136223846793005u + 1442695040888963407u;
-	return from + (*random >> 33) % (to > from ? to - from : 1);
-}
 
 uint64_t sfr__samples_per_entry(const struct sfr_ticket *t)
 {
@@ -58,7 +34,7 @@ uint64_t sfr__samples_per_entry(const struct sfr_ticket *t)
 	for (uint32_t r = 1; r < t->img.nr_runs; r++)
 		if (t->img.runs[r].lane != SFR_CAPTURED)
 			nr += t->img.runs[r].nr_entries;
-	return nr == 0 || nr > MAX_SAMPLES ? 1 : MAX_SAMPLES / nr;
+	return sfr__samples_each(nr);
 }
 
 void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
@@ -67,28 +43,9 @@ void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
 	uint64_t random = t->seq + t->created_ns, per_entry = sfr__samples_per_entry(t);
 	uint32_t k = 0;
 
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
-		const struct sfr__entry *entry = &t->img.entries[i];
-		uint64_t nr_lines = (entry->nbytes + SAMPLE_LEN - 1) / SAMPLE_LEN;
-		uint64_t n = nr_lines < per_entry ? nr_lines : per_entry, last = 0;
-
-		for (uint64_t j = 0; j < n; j++) {
-			uint64_t line = sfr__sample_line(j, n, nr_lines, &random);
-
-			if (j > 0 && line <= last)
-				line = last + 1; /* strictly ascending */
-			if (line >= nr_lines)
-				break;
-			last = line;
-			samples->items[k].entry = i;
-			samples->items[k].off = line * SAMPLE_LEN;
-			samples->items[k].len =
-				(uint32_t)(entry->nbytes - line * SAMPLE_LEN < SAMPLE_LEN ?
-						   entry->nbytes - line * SAMPLE_LEN :
-						   SAMPLE_LEN);
-			k++;
-		}
-	}
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++)
+		k += sfr__samples_place(samples->items + k, i, t->img.entries[i].nbytes, per_entry,
+					&random);
 	samples->nr = k;
 }
 
@@ -233,16 +190,6 @@ void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t)
 	pthread_cond_signal(&engine->cv_lane);
 }
 
-static bool give_up(struct sfr_ticket *t)
-{
-	bool failing;
-
-	pthread_mutex_lock(&t->engine->mu);
-	failing = sfr__ticket_failing(t);
-	pthread_mutex_unlock(&t->engine->mu);
-	return failing;
-}
-
 static void copy_ticket(struct sfr_ticket *t)
 {
 	const uint64_t slice_ns = 50 * 1000 * 1000; /* a cancel is seen at the latest then */
@@ -253,7 +200,7 @@ static void copy_ticket(struct sfr_ticket *t)
 		if (run->device != 0 || run->lane == SFR_CAPTURED)
 			continue; /* another lane's */
 		for (uint32_t blk = 0; blk < run->nr_blocks;) {
-			if (give_up(t))
+			if (sfr__ticket_failing(t))
 				return;
 			if (sfr__stage_next(t, run, blk, SFR__BY_LANE, slice_ns) == 0)
 				blk++;

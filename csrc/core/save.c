@@ -193,16 +193,6 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	return rc;
 }
 
-static bool is_failing(struct sfr_ticket *t)
-{
-	bool failing;
-
-	pthread_mutex_lock(&t->engine->mu);
-	failing = sfr__ticket_failing(t);
-	pthread_mutex_unlock(&t->engine->mu);
-	return failing;
-}
-
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	const struct sfr__run *run = &t->img.runs[0];
@@ -224,7 +214,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__cuda_capture(t, slice_ns);
 	if (rc < 0)
 		return rc; /* as below */
-	while (t->capture_blk < run->nr_blocks && !is_failing(t)) {
+	while (t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
 				 deadline > now          ? deadline - now :
@@ -236,7 +226,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		if (rc == 0)
 			t->capture_blk++;
 	}
-	if (!t->capture_done && !is_failing(t)) {
+	if (!t->capture_done && !sfr__ticket_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
@@ -269,7 +259,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing(t)) {
+		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t)) {
 			t->lane_owns = true;
 			sfr__lane_push_locked(engine, t);
 		}

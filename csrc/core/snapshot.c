@@ -239,7 +239,7 @@ static uint64_t samples_per_source(const struct sfr_snapshot *s)
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
 		nr += is_deferred(&s->sources[i]);
-	return nr == 0 || nr > SFR__MAX_SAMPLES ? 1 : SFR__MAX_SAMPLES / nr;
+	return sfr__samples_each(nr);
 }
 
 size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device)
@@ -255,20 +255,10 @@ uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t devi
 
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
-		uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
-		uint64_t n = nr_lines < per_source ? nr_lines : per_source;
 
-		if (!is_deferred(source) || source->device != device)
-			continue;
-		for (uint64_t j = 0; j < n; j++) {
-			struct sfr__sample *sample = &samples[nr++];
-			uint64_t off = sfr__sample_line(j, n, nr_lines, &random) * SFR__SAMPLE_LEN;
-			uint64_t left = source->nbytes - off;
-
-			sample->entry = i;
-			sample->off = off;
-			sample->len = (uint32_t)(left < SFR__SAMPLE_LEN ? left : SFR__SAMPLE_LEN);
-		}
+		if (is_deferred(source) && source->device == device)
+			nr += sfr__samples_place(samples + nr, i, source->nbytes, per_source,
+						 &random);
 	}
 	return nr;
 }

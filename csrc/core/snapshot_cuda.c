@@ -15,8 +15,6 @@
  */
 #include <errno.h>
 #include <stddef.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "cuda_lane.h"
 #include "snapshot.h"
@@ -171,21 +169,6 @@ static void copy_locked(struct sfr__snapshot_part *part, struct batch *batch, bo
 					pinned, err);
 }
 
-/* An event behind what was queued; NULL if none can be had. */
-static CUevent record_locked(struct sfr__cuda_lane *lane, struct sfr_err *err)
-{
-	CUevent event = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
-	CUresult rc =
-		event ? lane->cu->event_record(event, lane->stream) : CUDA_ERROR_OUT_OF_MEMORY;
-
-	if (rc == CUDA_SUCCESS)
-		return event;
-	(void)sfr__cuda_failed_locked(lane, "cuEventRecord", rc, err);
-	if (!lane->dead)
-		sfr__cuda_event_put_locked(lane, event);
-	return NULL;
-}
-
 /* Queues the plan, between E and S. What a call that fails has done is not known, so from the
  * first copy on a piece flies, whatever comes. */
 static void queue_locked(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
@@ -193,10 +176,7 @@ static void queue_locked(struct sfr__snapshot_part *part, struct plan *plan, str
 	struct sfr__cuda_lane *lane = part->lane;
 
 	if (lane->dead) {
-		char why[160];
-
-		(void)snprintf(why, sizeof(why), "this device is dead since %.130s", lane->why);
-		sfr__err_set(err, -EIO, SFR_PHASE_STAGE, why);
+		sfr__cuda_refuse_locked(lane, err);
 		return;
 	}
 	sfr__cuda_mark_locked(lane, part->stream, err);
@@ -205,24 +185,15 @@ static void queue_locked(struct sfr__snapshot_part *part, struct plan *plan, str
 	copy_locked(part, &plan->captured, true, err);
 	copy_locked(part, &plan->captured_pageable, false, err);
 	copy_locked(part, &plan->samples, part->store.pinned, err);
-	part->captured = record_locked(lane, err);
+	part->captured = sfr__cuda_record_locked(lane, lane->stream, err);
 	copy_locked(part, &plan->deferred, true, err);
 	copy_locked(part, &plan->deferred_pageable, false, err);
-	part->staged = record_locked(lane, err);
+	part->staged = sfr__cuda_record_locked(lane, lane->stream, err);
 	*plan->piece = (struct sfr__cuda_piece){ .landing = &part->landing };
-	plan->piece->landed = record_locked(lane, err);
+	plan->piece->landed = sfr__cuda_record_locked(lane, lane->stream, err);
 	sfr__cuda_fly_locked(lane, plan->piece);
 	plan->piece = NULL;
 	part->over = false;
-}
-
-static const struct sfr_stream *stream_of(const struct sfr_stream *streams, uint32_t nr,
-					  uint32_t device)
-{
-	for (uint32_t i = 0; i < nr; i++)
-		if (streams[i].device == device)
-			return &streams[i];
-	return NULL;
 }
 
 /* 0; or a code with err->code == 0: nothing is queued and the call is refused. */
@@ -289,26 +260,9 @@ int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err)
 
 void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err)
 {
-	for (uint32_t i = 0; i < s->nr_parts; i++) {
-		struct sfr__snapshot_part *part = &s->parts[i];
-		struct sfr__cuda_lane *lane = part->lane;
-		struct sfr__cuda_scope scope;
-		CUresult rc;
-
-		if (!part->captured)
-			continue;
-		rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
-		if (rc == CUDA_SUCCESS)
-			rc = lane->cu->stream_wait(part->stream, part->captured, 0);
-		pthread_mutex_lock(&lane->mu);
-		if (rc != CUDA_SUCCESS)
-			(void)sfr__cuda_failed_locked(lane, "cuStreamWaitEvent", rc, err);
-		if (!lane->dead)
-			sfr__cuda_event_put_locked(lane, part->captured);
-		part->captured = NULL;
-		pthread_mutex_unlock(&lane->mu);
-		sfr__cuda_leave(&scope);
-	}
+	for (uint32_t i = 0; i < s->nr_parts; i++)
+		sfr__cuda_wait_captured(s->parts[i].lane, s->parts[i].stream, &s->parts[i].captured,
+					err);
 }
 
 /* ---- afterwards --------------------------------------------------------------------- */
@@ -344,23 +298,15 @@ bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *s
 
 	for (uint32_t i = 0; i < s->nr_parts; i++) {
 		struct sfr__snapshot_part *part = &s->parts[i];
-		const struct sfr_stream *stream = stream_of(streams, nr, part->device);
+		const struct sfr_stream *stream = sfr__stream_of(streams, nr, part->device);
 		struct sfr__cuda_lane *lane = part->lane;
-		struct sfr__cuda_scope scope;
 		bool done;
 
 		if (!lane)
 			continue;
 		pthread_mutex_lock(&lane->mu);
-		done = part->over || lane->dead;
-		if (!done && stream && part->staged &&
-		    sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
-			CUstream handle = (CUstream)(uintptr_t)stream->handle;
-
-			done = !sfr__cuda_is_capturing(lane->cu, handle) &&
-			       lane->cu->stream_wait(handle, part->staged, 0) == CUDA_SUCCESS;
-			sfr__cuda_leave(&scope);
-		}
+		done = part->over || lane->dead ||
+		       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
 		pthread_mutex_unlock(&lane->mu);
 		all = all && done;
 	}
@@ -398,7 +344,7 @@ int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream 
 				uint32_t nr)
 {
 	for (uint32_t i = 0; i < s->nr_parts; i++) {
-		const struct sfr_stream *stream = stream_of(streams, nr, s->parts[i].device);
+		const struct sfr_stream *stream = sfr__stream_of(streams, nr, s->parts[i].device);
 
 		if (!stream)
 			return SFR_ESTATE;

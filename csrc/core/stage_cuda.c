@@ -17,8 +17,6 @@
  * that they are copied, which is when the events of all pieces have completed.
  */
 #include <errno.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "cuda_lane.h"
 
@@ -60,55 +58,7 @@ void sfr__cuda_parts_free(struct sfr_ticket *t)
 	sfr_sys.free(t->parts); /* each has let go of all it had when it was over */
 }
 
-static bool failing(struct sfr_ticket *t)
-{
-	bool yes;
-
-	pthread_mutex_lock(&t->engine->mu);
-	yes = sfr__ticket_failing(t);
-	pthread_mutex_unlock(&t->engine->mu);
-	return yes;
-}
-
-static void fail(struct sfr_ticket *t, const struct sfr_err *err)
-{
-	pthread_mutex_lock(&t->engine->mu);
-	sfr__ticket_fail_locked(t, err);
-	pthread_mutex_unlock(&t->engine->mu);
-}
-
 /* ---- begin: E ------------------------------------------------------------------ */
-
-bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream)
-{
-	CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-	CUresult rc = cu->stream_capturing(stream, &status);
-
-	return rc == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ||
-	       (rc == CUDA_SUCCESS && status != CU_STREAM_CAPTURE_STATUS_NONE);
-}
-
-void sfr__cuda_mark_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
-{
-	CUevent event = sfr__cuda_event_get_locked(lane);
-	CUresult rc;
-
-	if (!event) {
-		(void)sfr__cuda_failed_locked(lane, "cuEventCreate", CUDA_ERROR_OUT_OF_MEMORY, err);
-		return;
-	}
-	rc = lane->cu->event_record(event, stream);
-	if (rc != CUDA_SUCCESS) {
-		(void)sfr__cuda_failed_locked(lane, "cuEventRecord", rc, err);
-	} else {
-		rc = lane->cu->stream_wait(lane->stream, event, 0);
-		if (rc != CUDA_SUCCESS)
-			(void)sfr__cuda_failed_locked(lane, "cuStreamWaitEvent", rc, err);
-	}
-	/* The wait is for the event as it was recorded here: it may be recorded anew. */
-	if (!lane->dead)
-		sfr__cuda_event_put_locked(lane, event);
-}
 
 static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_err *err)
 {
@@ -133,8 +83,7 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	}
 	pthread_mutex_lock(&lane->mu);
 	if (lane->dead) {
-		(void)snprintf(why, sizeof(why), "this device is dead since %.130s", lane->why);
-		sfr__err_set(err, -EIO, SFR_PHASE_STAGE, why);
+		sfr__cuda_refuse_locked(lane, err);
 	} else if (rc != CUDA_SUCCESS) {
 		(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", rc, err);
 	} else {
@@ -145,15 +94,6 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	return 0;
 }
 
-static const struct sfr_stream *stream_of(const struct sfr_stream *streams, uint32_t nr,
-					  uint32_t device)
-{
-	for (uint32_t i = 0; i < nr; i++)
-		if (streams[i].device == device)
-			return &streams[i];
-	return NULL;
-}
-
 int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams)
 {
 	struct sfr_err err = { .index = -1 };
@@ -162,7 +102,7 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		return SFR_EFORK;
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		const struct sfr_stream *stream =
-			stream_of(streams, nr_streams, t->parts[i].device);
+			sfr__stream_of(streams, nr_streams, t->parts[i].device);
 		int rc;
 
 		if (!stream)
@@ -209,30 +149,21 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 /* C: recorded behind everything that the caller's stream has to wait for. */
 static void close_capture(struct sfr__cuda_part *part)
 {
-	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_err err = { .index = -1 };
-	CUresult rc = CUDA_ERROR_OUT_OF_MEMORY;
 
-	pthread_mutex_lock(&lane->mu);
-	part->captured_event = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
-	if (part->captured_event)
-		rc = lane->cu->event_record(part->captured_event, lane->stream);
-	if (rc != CUDA_SUCCESS) {
-		(void)sfr__cuda_failed_locked(lane, "cuEventRecord", rc, &err);
-		if (!lane->dead)
-			sfr__cuda_event_put_locked(lane, part->captured_event);
-		part->captured_event = NULL;
-	}
-	pthread_mutex_unlock(&lane->mu);
+	pthread_mutex_lock(&part->lane->mu);
+	part->captured_event = sfr__cuda_record_locked(part->lane, part->lane->stream, &err);
+	pthread_mutex_unlock(&part->lane->mu);
 	if (err.code)
-		fail(part->ticket, &err);
+		sfr__ticket_fail(part->ticket, &err);
 }
 
 static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 {
 	struct sfr_ticket *t = part->ticket;
 
-	while (part->captured && part->capture_blk < part->captured->nr_blocks && !failing(t)) {
+	while (part->captured && part->capture_blk < part->captured->nr_blocks &&
+	       !sfr__ticket_failing(t)) {
 		uint64_t start = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
 				 deadline > start        ? deadline - start :
@@ -248,16 +179,16 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 			return rc;
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			fail(t, &err);
+			sfr__ticket_fail(t, &err);
 			break;
 		}
 		sfr__cuda_stage_block(part, part->captured, part->capture_blk++, block, false);
 	}
-	if (!part->samples_taken && !failing(t)) {
+	if (!part->samples_taken && !sfr__ticket_failing(t)) {
 		part->samples_taken = true;
 		if (part->deferred && t->sums)
 			sfr__cuda_sum(part);
-		if (part->deferred && !failing(t))
+		if (part->deferred && !sfr__ticket_failing(t))
 			sfr__cuda_take_samples(part);
 		if (part->captured || part->deferred)
 			close_capture(part);
@@ -269,13 +200,13 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 
-	if (t->nr_parts && failing(t)) {
+	if (t->nr_parts && sfr__ticket_failing(t)) {
 		/* What begin said; the save has a state now in which it can fail. */
 		pthread_mutex_lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
 		pthread_mutex_unlock(&t->engine->mu);
 	}
-	for (uint32_t i = 0; i < t->nr_parts && !failing(t); i++) {
+	for (uint32_t i = 0; i < t->nr_parts && !sfr__ticket_failing(t); i++) {
 		struct sfr__cuda_lane *lane = t->parts[i].lane;
 		struct sfr__cuda_scope scope;
 		struct sfr_err err = { .index = -1 };
@@ -286,7 +217,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 			pthread_mutex_lock(&lane->mu);
 			(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", cu_rc, &err);
 			pthread_mutex_unlock(&lane->mu);
-			fail(t, &err);
+			sfr__ticket_fail(t, &err);
 			break;
 		}
 		rc = capture_part(&t->parts[i], deadline);
@@ -301,26 +232,11 @@ void sfr__cuda_capture_end(struct sfr_ticket *t)
 {
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		struct sfr__cuda_part *part = &t->parts[i];
-		struct sfr__cuda_lane *lane = part->lane;
-		struct sfr__cuda_scope scope;
 		struct sfr_err err = { .index = -1 };
-		CUresult rc;
 
-		if (!lane || !part->captured_event)
-			continue;
-		rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
-		if (rc == CUDA_SUCCESS)
-			rc = lane->cu->stream_wait(part->stream, part->captured_event, 0);
-		pthread_mutex_lock(&lane->mu);
-		if (rc != CUDA_SUCCESS)
-			(void)sfr__cuda_failed_locked(lane, "cuStreamWaitEvent", rc, &err);
-		if (!lane->dead)
-			sfr__cuda_event_put_locked(lane, part->captured_event);
-		part->captured_event = NULL;
-		pthread_mutex_unlock(&lane->mu);
-		sfr__cuda_leave(&scope);
+		sfr__cuda_wait_captured(part->lane, part->stream, &part->captured_event, &err);
 		if (err.code)
-			fail(t, &err);
+			sfr__ticket_fail(t, &err);
 	}
 }
 
@@ -343,7 +259,7 @@ static void submitted(struct sfr__cuda_part *part)
 
 void sfr__cuda_launch(struct sfr_ticket *t)
 {
-	bool go = !failing(t);
+	bool go = !sfr__ticket_failing(t);
 
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		struct sfr__cuda_part *part = &t->parts[i];
@@ -377,7 +293,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 	const struct sfr__run *run = part->deferred;
 	CUevent staged;
 
-	for (uint32_t blk = 0; blk < run->nr_blocks && !failing(t);) {
+	for (uint32_t blk = 0; blk < run->nr_blocks && !sfr__ticket_failing(t);) {
 		struct sfr_err err = { .index = -1 };
 		struct sfr__block *block;
 		bool idle;
@@ -390,7 +306,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 			sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why);
 		pthread_mutex_unlock(&lane->mu);
 		if (err.code) {
-			fail(t, &err);
+			sfr__ticket_fail(t, &err);
 			break;
 		}
 		/* A block of our own in flight may be the one to wait for. */
@@ -399,7 +315,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 			sfr__cuda_stage_block(part, run, blk++, block, true);
 		} else if (rc != SFR_EAGAIN) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			fail(t, &err);
+			sfr__ticket_fail(t, &err);
 		}
 	}
 	pthread_mutex_lock(&lane->mu);
@@ -435,20 +351,12 @@ static void rush(struct sfr_ticket *t)
 static bool wait_on_stream(struct sfr__cuda_part *part, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = part->lane;
-	struct sfr__cuda_scope scope;
 	bool done;
 
 	/* Under the lock S is the part's own, and the device's stream exists. */
 	pthread_mutex_lock(&lane->mu);
-	done = part->over || lane->dead || !part->deferred;
-	if (!done && stream && part->staged &&
-	    sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
-		CUstream handle = (CUstream)(uintptr_t)stream->handle;
-
-		done = !sfr__cuda_is_capturing(lane->cu, handle) &&
-		       lane->cu->stream_wait(handle, part->staged, 0) == CUDA_SUCCESS;
-		sfr__cuda_leave(&scope);
-	}
+	done = part->over || lane->dead || !part->deferred ||
+	       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
 	pthread_mutex_unlock(&lane->mu);
 	return done;
 }
@@ -466,7 +374,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	if (t->nr_parts == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
 	pthread_mutex_lock(&engine->mu);
-	over = sfr__ticket_is_open_locked(t) && (t->copied || sfr__ticket_failing(t));
+	over = sfr__ticket_is_open_locked(t) && (t->copied || sfr__ticket_failing_locked(t));
 	pthread_mutex_unlock(&engine->mu);
 	if (over)
 		return 0; /* copied, or discarded */
@@ -476,13 +384,13 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
 	if (sfr__ticket_is_open_locked(t))
 		rc = 0;
-	over = sfr__ticket_failing(t);
+	over = sfr__ticket_failing_locked(t);
 	pthread_mutex_unlock(&engine->mu);
 	if (rc < 0 || over)
 		return rc;
 	for (uint32_t i = 0; i < t->nr_parts; i++)
 		if (!wait_on_stream(&t->parts[i],
-				    stream_of(streams, nr_streams, t->parts[i].device)))
+				    sfr__stream_of(streams, nr_streams, t->parts[i].device)))
 			on_host = true;
 	if (!on_host)
 		return 0;

@@ -133,6 +133,23 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 		sfr__ticket_set_state_locked(t, SFR_ENDING);
 }
 
+void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
+{
+	pthread_mutex_lock(&t->engine->mu);
+	sfr__ticket_fail_locked(t, err);
+	pthread_mutex_unlock(&t->engine->mu);
+}
+
+bool sfr__ticket_failing(struct sfr_ticket *t)
+{
+	bool yes;
+
+	pthread_mutex_lock(&t->engine->mu);
+	yes = sfr__ticket_failing_locked(t);
+	pthread_mutex_unlock(&t->engine->mu);
+	return yes;
+}
+
 void sfr__ticket_step_locked(struct sfr_ticket *t)
 {
 	struct sfr_engine *engine = t->engine;
@@ -167,7 +184,7 @@ void sfr__ticket_released_locked(struct sfr_ticket *t)
 {
 	if (t->lane_owns || t->cuda_out != 0)
 		return;
-	if (!sfr__ticket_failing(t)) {
+	if (!sfr__ticket_failing_locked(t)) {
 		t->copied = true;
 		t->copied_ns = sfr__now_ns();
 	}
@@ -241,7 +258,7 @@ static bool reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
 {
-	return reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing(t) ||
+	return reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
 	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
 }
 

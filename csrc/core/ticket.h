@@ -179,6 +179,8 @@ unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
 /* Records what went wrong (first error wins) and lets the save run out. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
+void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
+bool sfr__ticket_failing(struct sfr_ticket *t); /* as sfr__ticket_failing_locked, with the lock */
 /* Derives the state from the facts and starts what follows from it. */
 void sfr__ticket_step_locked(struct sfr_ticket *t);
 /* READY -> COMMITTING; false when the save was cancelled in time. */
@@ -189,7 +191,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_released_locked(struct sfr_ticket *t);
 /* The next step may begin as far as the host is concerned: every copy has ended or is queued. */
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
-static inline bool sfr__ticket_failing(const struct sfr_ticket *t)
+static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
 }
@@ -205,8 +207,12 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
  * mismatch with samples or sums. */
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
 		      enum sfr__stager by, int64_t *torn);
-/* The i-th of n sampled lines of a source with nr_lines lines; *random goes on with each. */
-uint64_t sfr__sample_line(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random);
+/* samples.c: how many lines of each source are sampled, at most, where there are so many. */
+uint64_t sfr__samples_each(uint32_t nr_sources);
+/* Says which lines of a source are: fills all but the bytes of at most `each` items, and returns
+ * of how many. *random goes on. */
+uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
+			    uint64_t each, uint64_t *random);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
 /* How many lines of each deferred source are sampled, and of a whole run, at most. */

@@ -30,16 +30,6 @@ void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job)
 	pthread_cond_signal(&engine->cv_writer);
 }
 
-static bool failing(struct sfr_ticket *t)
-{
-	bool yes;
-
-	pthread_mutex_lock(&t->engine->mu);
-	yes = sfr__ticket_failing(t);
-	pthread_mutex_unlock(&t->engine->mu);
-	return yes;
-}
-
 /* Waits for the OPEN job. False when the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
@@ -47,16 +37,16 @@ static bool wait_opened(struct sfr_ticket *t)
 	bool ok;
 
 	pthread_mutex_lock(&engine->mu);
-	while (!t->opened && !sfr__ticket_failing(t))
+	while (!t->opened && !sfr__ticket_failing_locked(t))
 		(void)sfr__cond_wait(&engine->cv_state, &engine->mu, SFR_FOREVER);
-	ok = t->opened && !sfr__ticket_failing(t);
+	ok = t->opened && !sfr__ticket_failing_locked(t);
 	pthread_mutex_unlock(&engine->mu);
 	return ok;
 }
 
 static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 {
-	if (failing(t))
+	if (sfr__ticket_failing(t))
 		return;
 	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
 	if (sfr__file_open(&t->file, err) < 0)
@@ -72,9 +62,9 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 /* Waits until the first `off` bytes of an entry are in its CRC. False when the save is failing. */
 static bool wait_crc_locked(struct sfr_ticket *t, const struct sfr__entry *entry, uint64_t off)
 {
-	while (entry->crc_len != off && !sfr__ticket_failing(t))
+	while (entry->crc_len != off && !sfr__ticket_failing_locked(t))
 		(void)sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, SFR_FOREVER);
-	return !sfr__ticket_failing(t);
+	return !sfr__ticket_failing_locked(t);
 }
 
 /* Adds a piece's CRC to its entry's. False when the save is failing. */
@@ -152,7 +142,7 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
 	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
 	SFR__TRACE(SFR_TRACE_BLOCK, t->number, len);
-	bool written = !failing(t) && complete_block(t, job) && wait_opened(t) &&
+	bool written = !sfr__ticket_failing(t) && complete_block(t, job) && wait_opened(t) &&
 		       sfr__file_write(&t->file, job->block->mem, len, off, err) == 0;
 
 	/* Not counted any more before it can be leased again; counted as written only when the
@@ -175,7 +165,7 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 	size_t len = t->img.tail_len;
 	void *tail;
 
-	if (failing(t))
+	if (sfr__ticket_failing(t))
 		return;
 	SFR__TRACE(SFR_TRACE_TAIL, t->number, len);
 	tail = sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
