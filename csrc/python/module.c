@@ -100,7 +100,6 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_skeleton },
 	{ Py_mod_exec, sfr_py_add_observer },
 	{ Py_mod_exec, sfr_py_add_trace },
-	{ Py_mod_exec, sfr_py_add_dlpack },
 	/* clang-format on */
 	{ 0, NULL },
 };

@@ -58,6 +58,5 @@ int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
 int sfr_py_add_observer(PyObject *module); /* observer.c */
 int sfr_py_add_trace(PyObject *module);    /* trace.c */
-int sfr_py_add_dlpack(PyObject *module);   /* dlpack.c: tensors over a buffer */
 
 #endif

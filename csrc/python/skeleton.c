@@ -17,6 +17,8 @@
  * before it is described and no address is met twice. The pickler refers to the collector
  * and the collector not to the pickler: there is no cycle, and both go at once.
  *
+ * A snapshot has no pickler: its walk gives a collector the tensors (copies.c).
+ *
  * A collector serves one save and is used by one thread. Python code that runs inside a call
  * of it (a __getstate__, a finalizer, a signal handler) makes collectors of its own.
  */
@@ -26,8 +28,7 @@ enum { PART = 256 }; /* tensors described at a time: about 1 KB each */
 
 /* ---- the pickler's questions ------------------------------------------------ */
 
-/* Enters a tensor met for the first time; *number is its place. 0 or -1. */
-static int add_found(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
+int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
 {
 	struct sfr_py_found found = { 0 };
 
@@ -93,7 +94,7 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	 * memo or the splice's keeps the tensor one. */
 	if (sfr_py_map_get(&c->found_at, (uint64_t)(uintptr_t)object, &known))
 		number = (size_t)known;
-	else if (add_found(c, object, exact, &number) != 0)
+	else if (sfr_py_enter_tensor(c, object, exact, &number) != 0)
 		return NULL;
 	if (!c->found[number].plain)
 		Py_RETURN_NONE;
@@ -301,20 +302,23 @@ static void collector_dealloc(PyObject *self)
 	Py_DECREF(type);
 }
 
-/* Collector(kinds, describe, plain_road, plain_cpu) */
+/* Collector(kinds, describe, plain_road, plain_cpu, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "kinds", "describe", "plain_road", "plain_cpu", NULL };
+	static char *names[] = {
+		"kinds", "describe", "plain_road", "plain_cpu", "any_dtypes", NULL
+	};
 	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
 	PyObject *kinds, *describe;
-	int plain_road, plain_cpu;
+	int plain_road, plain_cpu, any_dtypes = 0;
 
 	if (state == NULL)
 		return NULL;
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Opp:Collector", names, state->kinds_type,
-					 &kinds, &describe, &plain_road, &plain_cpu))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Opp|p:Collector", names,
+					 state->kinds_type, &kinds, &describe, &plain_road,
+					 &plain_cpu, &any_dtypes))
 		return NULL;
 	c = (struct sfr_py_collector *)alloc(type, 0); /* zeroed */
 	if (c == NULL)
@@ -325,6 +329,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->describe = describe;
 	c->plain_road = plain_road;
 	c->plain_cpu = plain_cpu;
+	c->any_dtypes = any_dtypes;
 	sfr_py_trail_take(c);
 	c->storage_list = PyList_New(0);
 	if (c->storage_list == NULL) {
@@ -342,6 +347,10 @@ static PyMethodDef collector_methods[] = {
 	{ "finish", collector_finish, METH_NOARGS,
 	  "finish() -> (storages, identities, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
+	{ "meet", sfr_py_collector_meet, METH_O,
+	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	{ "copies", sfr_py_collector_copies, METH_VARARGS,
+	  "copies(memory, offsets, make) -> (new tensors by id, first ones by storage, left out)." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -6,6 +6,7 @@
  *   trail.c     what the last save met, to be in the caches when this one comes to it
  *   scan.c      finds the plain tensors' places in the finished pickle
  *   splice.c    puts their opcodes there
+ *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
  *   map.c       numbers by address
  */
 #ifndef SFR_PY_SKELETON_H
@@ -13,6 +14,7 @@
 
 #include <stdbool.h>
 
+#include "../torch/bridge.h"
 #include "module.h"
 
 /* ---- kinds.c ------------------------------------------------------------ */
@@ -94,7 +96,7 @@ struct sfr_py_kinds {
 /* One tensor that the pickler met. */
 struct sfr_py_found {
 	PyObject *object;
-	const int64_t *row; /* the bridge's words; NULL unless plain and described */
+	const int64_t *row; /* of the bridge; NULL unless plain and described */
 	uint32_t storage;   /* number of its storage, likewise */
 	uint8_t dtype;      /* in kinds->dtype, when plain */
 	bool plain, parameter, requires_grad, on_host;
@@ -153,6 +155,7 @@ struct sfr_py_collector {
 	struct sfr_py_kinds *kinds;
 	bool plain_road; /* false: something is in force that only the general road obeys */
 	bool plain_cpu;  /* true: nobody has changed what torch tags host storages with */
+	bool any_dtypes; /* bytes may be seen as several: they are not saved as they are */
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
 	struct sfr_py_map found_at; /* tensor -> number */
@@ -182,6 +185,15 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
 int sfr_py_place_tensors(struct sfr_py_collector *c);
 /* Doubles an array that is full. */
 int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
+
+/* Enters a tensor met for the first time (`exact`: no subclass); *number is its place. */
+int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
+
+/* ---- copies.c ----------------------------------------------------------- */
+
+/* Methods of the collector. */
+PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes);
+PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
 
 /* ---- trail.c ------------------------------------------------------------ */
 

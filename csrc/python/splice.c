@@ -239,9 +239,9 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	put_op(out, OP_MARK);
 	if (put_storage(out, memo, job, tensor) != 0)
 		return -1;
-	put_int(out, row[1]);
-	put_tuple(out, row + 4, row[3]);
-	put_tuple(out, row + 4 + row[3], row[3]);
+	put_int(out, row[SFR_ROW_OFFSET]);
+	put_tuple(out, row + SFR_ROW_HEADER, row[SFR_ROW_NDIM]);
+	put_tuple(out, row + SFR_ROW_HEADER + row[SFR_ROW_NDIM], row[SFR_ROW_NDIM]);
 	put_bool(out, tensor->requires_grad && !tensor->parameter);
 	put_hooks(out, memo);
 	put_op(out, OP_TUPLE);

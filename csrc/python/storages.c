@@ -59,7 +59,7 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 {
 	uint64_t known;
 
-	if (addr == 0)
+	if (addr == 0 || c->any_dtypes)
 		return 0;
 	if (!sfr_py_map_get(&c->dtype_at, addr, &known))
 		return sfr_py_map_add(&c->dtype_at, addr, (uint64_t)(uintptr_t)dtype);
@@ -143,7 +143,8 @@ static PyObject *plain_tensors(const struct sfr_py_collector *c, size_t from)
 /* Has the bridge write the rows of some tensors, kept in c->rows. NULL with an exception set. */
 static const int64_t *ask_bridge(struct sfr_py_collector *c, PyObject *tensors)
 {
-	size_t room = 10 * (size_t)PyList_Size(tensors); /* three dimensions each; tried twice */
+	size_t room = (SFR_ROW_HEADER + 6) *
+		      (size_t)PyList_Size(tensors); /* three dimensions each; tried twice */
 	int tries;
 
 	for (tries = 0; tries < 2; tries++) {
@@ -224,9 +225,10 @@ static int read_row(struct sfr_py_collector *c, const struct sfr_py_found *tenso
 
 	if (!entry->known) {
 		/* The address is there only if the tensor has elements. */
-		if (row[0] != 0) {
-			entry->addr = (uint64_t)row[0] - (uint64_t)row[1] * dtype->itemsize;
-			entry->nbytes = (uint64_t)row[2];
+		if (row[SFR_ROW_DATA] != 0) {
+			entry->addr = (uint64_t)row[SFR_ROW_DATA] -
+				      (uint64_t)row[SFR_ROW_OFFSET] * dtype->itemsize;
+			entry->nbytes = (uint64_t)row[SFR_ROW_NBYTES];
 			entry->known = true;
 		} else if (sfr_py_ask_storage(c, tensor->storage) != 0) {
 			return -1;
@@ -260,7 +262,7 @@ int sfr_py_place_tensors(struct sfr_py_collector *c)
 			continue;
 		rc = read_row(c, tensor, row);
 		tensor->row = row;
-		row += 4 + 2 * (size_t)row[3];
+		row += SFR_ROW_HEADER + 2 * (size_t)row[SFR_ROW_NDIM];
 	}
 	return rc;
 }

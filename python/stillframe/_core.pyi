@@ -54,16 +54,6 @@ class SnapshotMemory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __len__(self) -> int: ...
 
-def dlpack(
-    buffer: object,
-    offset: int,
-    code: int,
-    bits: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    /,
-) -> object: ...
-
 class Snapshot:
     def __new__(cls, engine: Engine, rows: bytearray, flags: int) -> Snapshot: ...
     @property
@@ -178,7 +168,12 @@ class Kinds:
 
 class Collector:
     def __new__(
-        cls, kinds: Kinds, describe: Callable[..., int], plain_road: bool, plain_cpu: bool
+        cls,
+        kinds: Kinds,
+        describe: Callable[..., int],
+        plain_road: bool,
+        plain_cpu: bool,
+        any_dtypes: bool = False,
     ) -> Collector: ...
     def persistent_id(self, obj: object, /) -> int | tuple[Any, ...] | None: ...
     def add_storage(
@@ -190,3 +185,13 @@ class Collector:
         list[torch.UntypedStorage], list[int], bytearray, list[int], int, tuple[int, ...]
     ]: ...
     def splice(self, pickle: bytes, /) -> bytes: ...
+    def meet(self, nodes: list[Any] | tuple[Any, ...], /) -> list[Any]: ...
+    def copies(
+        self,
+        memory: object,
+        offsets: list[int],
+        make: Callable[..., list[torch.Tensor]] | None,
+        /,
+    ) -> tuple[
+        dict[int, torch.Tensor], list[torch.Tensor | None], list[tuple[torch.Tensor, int]]
+    ]: ...

@@ -9,18 +9,18 @@ What is walked into: dicts, lists, tuples and their subclasses (namedtuple, Orde
 attributes, defaultdict), deques, sets; tensors of every kind, storages, attributes of tensors.
 NumPy arrays are copied. Every other object is left whole: the very same object is in the new tree.
 
-Plain tensors are described by offset, size and stride. All others (sparse, quantized, nested,
+Plain tensors are found and made again in C, all of them in one call (`csrc/python/copies.c`). Other
+strided ones are described by offset, size and stride. All the rest (sparse, quantized, nested,
 subclasses) reduce themselves as they do for `torch.save`, and the storages in what they reduce to
 are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stillframe import _device
+from stillframe import _core, _device, skeleton
 from stillframe._tree_build import (
     ATOMS,
     PLAIN,
@@ -81,84 +81,44 @@ class Tree:
         """With `lanes` False, storages on CUDA devices are "elsewhere" too."""
         self._root = root
         self._lanes = lanes
-        self._places: set[int] = set()
         self.reads_bytes = False
-        self.storages: list[UntypedStorage] = []
-        self.elsewhere: list[int] = []
         self.left_whole: list[object] = []
-        self._number_of: dict[int, int] = {}  # by identity, in the order of the numbers
-        self._nbytes: list[int] = []
-        self._words: list[int] = []  # of the rows
-        # By id of the tensor: the number of a plain one's storage, or what another is made from. An
-        # int is no work for the collector of garbage, of which there may be many thousand.
-        self._tensors: dict[int, Any] = {}
+        self._collector: _core.Collector | None = skeleton.tree_collector()
+        # By id of each tensor that is not a plain one: the number of its storage, or what it is
+        # made from.
+        self._others: dict[int, Any] = {}
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
         with torch._C.DisableTorchFunction(), _no_collections():
-            self._find(root)
-        self.identities = list(self._number_of)
-        self.rows = bytearray(array.array("Q", self._words))
-        self._words.clear()
-        self.devices = tuple(sorted(place - 1 for place in self._places if place > 0))
+            self._find(root, self._collector)
+            found = self._collector.finish()
+        self.storages, self.identities, self.rows, self.elsewhere, exact, self.devices = found
+        self._num_tensors = exact + sum(type(each) not in PLAIN for each in self._held)
+        if self.devices and not lanes:
+            self._forgo_lanes()
 
-    def _find(self, root: object) -> None:
+    def _find(self, root: object, collector: _core.Collector) -> None:
+        """The collector takes the plain tensors out of what stands in each container."""
         seen: set[int] = set()
-        stack: list[Any] = [root]
-        atoms, plain = ATOMS, PLAIN
+        stack = collector.meet((root,))
         while stack:
             node = stack.pop()
             kind = type(node)
-            if kind in plain:
-                self._meet((node,), stack)
-                continue
-            if kind in atoms or id(node) in seen:
+            if kind in ATOMS or id(node) in seen:
                 continue
             seen.add(id(node))
-            children = self._children(node, kind)
-            inner = self._meet(children, stack)
+            inner = collector.meet(self._children(node, kind, collector))
             inner.reverse()  # in the order of the tree: what was made so is copied so
             stack.extend(inner)
 
-    def _meet(self, nodes: Collection[Any], stack: list[Any]) -> list[Any]:
-        """Enters those that are plain tensors, and returns the others. What hangs on a tensor goes
-        onto the stack."""
-        tensors, held, number_of, words = self._tensors, self._held, self._number_of, self._words
-        plain, strided, on_host, others = PLAIN, torch.strided, _device.on_host, []
-        for node in nodes:
-            if type(node) not in plain:
-                others.append(node)
-                continue
-            key = id(node)
-            if key in tensors:
-                continue
-            if (
-                not (node.layout is strided and on_host(node))
-                or node.is_quantized
-                or node.is_nested
-            ):
-                stack.extend(self._meet_other(node))
-                continue
-            # What `_enter` does, without the call.
-            held.append(node)
-            storage = node.untyped_storage()
-            number = number_of.setdefault(storage._cdata, len(number_of))
-            if number == len(self.storages):
-                nbytes = storage.nbytes()
-                self.storages.append(storage)
-                self._nbytes.append(nbytes)
-                words += (storage.data_ptr() if nbytes else 0, nbytes, 0)
-            tensors[key] = number
-            state = getstate(node)  # asking for __dict__ would make one
-            if state is not None:
-                stack.extend(dict_of(state).values())
-        return others
-
-    def _children(self, node: Any, kind: type[Any]) -> Collection[Any]:
+    def _children(
+        self, node: Any, kind: type[Any], collector: _core.Collector
+    ) -> list[Any] | tuple[Any, ...]:
         if kind is dict:
             return tuple(node.values())
         if kind is list or kind is tuple:
             return tuple(node)
         if isinstance(node, Tensor):
-            return self._meet_other(node)
+            return self._meet_other(node, collector)
         if isinstance(node, dict):
             return [*node.values(), *attributes_of(node).values()]
         if isinstance(node, (list, tuple)):
@@ -167,19 +127,19 @@ class Tree:
             return list(node)
         if isinstance(node, (UntypedStorage, TypedStorage)):
             storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
-            self._enter(storage, _device.place_of(storage.device))
+            self._enter(storage, _device.place_of(storage.device), collector)
         elif not (is_array(node) or is_atom(node) or kind is bytearray):
             self.left_whole.append(node)
         return []
 
-    def _meet_other(self, tensor: Tensor) -> list[Any]:
-        """Enters a tensor of any kind, and returns what else it leads to."""
+    def _meet_other(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
+        """Enters a tensor that is not a plain one, and returns what else it leads to."""
         key = id(tensor)
-        if key in self._tensors:
+        if key in self._others:
             return []
         self._held.append(tensor)
         if type(tensor) in PLAIN and tensor.is_meta:
-            self._tensors[key] = tensor  # it has no bytes
+            self._others[key] = tensor  # it has no bytes
             return []
         if (
             type(tensor) in PLAIN
@@ -187,48 +147,46 @@ class Tree:
             and not (tensor.is_quantized or tensor.is_nested)
         ):
             place = _device.place_of_tensor(tensor)
-            self._tensors[key] = self._enter(tensor.untyped_storage(), place)
+            self._others[key] = self._enter(tensor.untyped_storage(), place, collector)
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
-            self._tensors[key] = flattened
+            self._others[key] = flattened
             return [*flattened.inner.values(), *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
         self.reads_bytes = True
-        self._tensors[key] = reduced
+        self._others[key] = reduced
         return [*reduced.args, reduced.state]
 
-    def _enter(self, storage: UntypedStorage, place: int) -> int:
+    def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
         """The number of a storage, new or known; `place` as `_device.place_of` says it."""
-        number = self._number_of.setdefault(storage._cdata, len(self._number_of))
-        if number == len(self.storages):
-            nbytes = storage.nbytes()
-            self.storages.append(storage)
-            self._nbytes.append(nbytes)
-            if place > 0:
-                if not self._lanes:
-                    place = -1
-                elif nbytes:
-                    self._places.add(place)
-            # struct sfr_source: addr, nbytes, and a lane (0) and a device of four bytes each
-            addr = storage.data_ptr() if place >= 0 and nbytes else 0
-            self._words += (addr, nbytes, max(place, 0) << 32)
-            if place < 0:
+        if place > 0 and not self._lanes:
+            place = -1
+        return collector.add_storage(storage, storage._cdata, place, 0, torch.uint8)
+
+    def _forgo_lanes(self) -> None:
+        """Has torch copy what lives on CUDA devices."""
+        words = memoryview(self.rows).cast("Q")
+        for number in range(len(self.storages)):
+            if words[3 * number + 2]:  # the lane is 0, so this is the device
+                words[3 * number] = words[3 * number + 2] = 0
                 self.elsewhere.append(number)
-        return number
+        self.devices = ()
 
     def nbytes(self) -> int:
         """Bytes of all storages."""
-        return sum(self._nbytes)
+        return sum(nbytes for _, nbytes in self.sources())
 
     def sources(self) -> Iterator[tuple[int, int]]:
         """Address (0 where it is not in host memory) and bytes of each storage."""
-        return zip(memoryview(self.rows).cast("Q")[::3], self._nbytes, strict=True)
+        words = memoryview(self.rows).cast("Q")
+        return zip(words[::3], words[1::3], strict=True)
 
     def rebuild(
         self, memory: Any, offsets: list[int], *, identities: bool = False
     ) -> tuple[Any, list[int]]:
         """The tree over new host storages, and the addresses of their StorageImpls if wanted.
+        Once: what is known of the old tensors goes with it.
 
         Args:
             memory: An object with the buffer protocol that holds their bytes.
@@ -236,6 +194,8 @@ class Tree:
 
         Storages elsewhere are copied here, by torch.
         """
+        collector, self._collector = self._collector, None
+        assert collector is not None
         # Inference mode would make tensors that cannot be used outside it.
         with (
             torch.inference_mode(False),
@@ -243,7 +203,10 @@ class Tree:
             torch._C.DisableTorchFunction(),
             _no_collections(),
         ):
-            builder = Builder(self._tensors, self._number_of, memory, offsets, self._nbytes)
+            made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
+            self._others.update((id(tensor), number) for tensor, number in left)
+            nbytes = memoryview(self.rows).cast("Q")[1::3]
+            builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             built = builder.build(self._root)
@@ -254,12 +217,13 @@ class Tree:
 
     def num_tensors(self) -> int:
         """Distinct tensors of the tree; those inside others count too."""
-        return len(self._tensors)
+        return self._num_tensors
 
     def forget(self) -> None:
         """Lets go of the tree's tensors; the storages stay."""
         self._root = None
-        self._tensors = {}
+        self._collector = None
+        self._others = {}
         self._held = []
 
 

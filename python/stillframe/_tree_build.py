@@ -1,9 +1,7 @@
 """Makes a tree again over other storages: see `_tree`, which has found what is in it.
 
 `Builder.build` walks the tree as `Tree` did, and makes each container and each tensor anew, once.
-Most of the tensors of a checkpoint are plain ones that have a storage to themselves; what is done
-for each of them is written out in one place (`Builder._tensor`), for a checkpoint may have many
-thousand.
+Most of the tensors of a checkpoint are plain ones: these are made already, and only put in place.
 """
 
 from __future__ import annotations
@@ -21,15 +19,13 @@ import types
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
-
-from stillframe import _core
 
 # Objects nothing can change, or that nobody would call custom: they are not even mentioned.
 ATOMS: frozenset[type[Any]] = frozenset(
@@ -44,18 +40,6 @@ ATOMS: frozenset[type[Any]] = frozenset(
 ATOM_BASES = (type, enum.Enum, pathlib.PurePath, int, float, str, bytes, complex)
 PLAIN = (Tensor, Parameter)
 
-# DLPack's names of dtypes: (code, bits). Those that not every torch takes are left out.
-_DLPACK: dict[torch.dtype, tuple[int, int]] = {
-    **{dtype: (0, 8 * dtype.itemsize) for dtype in (torch.int8, torch.int16, torch.int32)},
-    torch.int64: (0, 64),
-    torch.uint8: (1, 8),
-    **{dtype: (2, 8 * dtype.itemsize) for dtype in (torch.float16, torch.float32, torch.float64)},
-    torch.bfloat16: (4, 16),
-    torch.complex64: (5, 64),
-    torch.complex128: (5, 128),
-    torch.bool: (6, 8),
-}
-_from_dlpack: Callable[[object], Tensor] = torch._C._from_dlpack
 getstate = object.__getstate__
 
 
@@ -105,26 +89,38 @@ class Flattened:
 
 
 class Builder:
+    """Makes one tree again.
+
+    Args:
+        made: New tensors, by id of the old ones.
+        firsts: By number of the storage, a new tensor over the new one; None where there is none.
+        others: By id of every other tensor: the number of its storage, or what it is made from.
+        identities: Of the old storages, by number.
+        memory, offsets, nbytes: Where the new storages' bytes are.
+    """
+
     def __init__(
         self,
-        tensors: dict[int, Any],
-        number_of: dict[int, int],
+        made: dict[int, Any],
+        firsts: list[Tensor | None],
+        others: dict[int, Any],
+        identities: list[int],
         memory: Any,
         offsets: list[int],
-        nbytes: list[int],
+        nbytes: Sequence[int],
     ) -> None:
-        self._tensors = tensors
-        self._number_of = number_of
+        self._memo = made
+        self._firsts = firsts
+        self._others = others
+        self._identities = identities
         self._memory = memory
         self._offsets = offsets
         self._nbytes = nbytes
-        self._first: dict[int, Tensor] = {}  # a tensor over each new storage
-        self._memo: dict[int, Any] = {}
 
     # ---- storages ----
 
     def storage(self, number: int) -> UntypedStorage:
-        first = self._first.get(number)
+        first = self._firsts[number]
         if first is None:
             count, dtype = self._nbytes[number], torch.uint8
             if count == 0:  # a buffer without bytes is refused
@@ -132,8 +128,15 @@ class Builder:
             else:
                 offset = self._offsets[number]
                 first = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-            self._first[number] = first
+            self._firsts[number] = first
         return first.untyped_storage()
+
+    def _same_storage(self, old: UntypedStorage) -> UntypedStorage:
+        return self.storage(self._numbers[old._cdata])
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {identity: number for number, identity in enumerate(self._identities)}
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
         """Copies a storage of another device."""
@@ -145,44 +148,17 @@ class Builder:
 
     def identities(self) -> list[int]:
         """Addresses of the new StorageImpls, 0 for one that no tensor is over."""
-        first = self._first
-        return [
-            first[number].untyped_storage()._cdata if number in first else 0
-            for number in range(len(self._nbytes))
-        ]
+        return [0 if each is None else each.untyped_storage()._cdata for each in self._firsts]
 
     # ---- tensors ----
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        key = id(tensor)
-        known = self._memo.get(key)
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        found = self._tensors.get(key)
+        found = self._others.get(id(tensor))
         if type(found) is not int:
             return self._other(tensor, found)
-        dtype, size, nbytes, first = tensor.dtype, tensor.size(), self._nbytes[found], self._first
-        if (
-            (size[0] if len(size) == 1 else tensor.numel()) * dtype.itemsize == nbytes
-            and nbytes
-            and found not in first
-            and tensor.is_contiguous()
-        ):
-            offset, named = self._offsets[found], _DLPACK.get(dtype)
-            if named is not None and len(size) != 1:
-                code, bits = named
-                capsule = _core.dlpack(self._memory, offset, code, bits, size, tensor.stride())
-                new = _from_dlpack(capsule)
-            else:
-                count = nbytes // dtype.itemsize
-                new = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset)
-                if len(size) != 1 or count == 1:
-                    new.as_strided_(size, tensor.stride())
-            first[found] = new
-        else:
-            new = torch.empty(0, dtype=dtype, device="cpu")
-            new.set_(self.storage(found), tensor.storage_offset(), size, tensor.stride())
-        if dtype.is_complex and tensor.is_conj():
+        new = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
         if tensor.is_neg():
             torch._C._set_neg(new, True)
@@ -190,8 +166,8 @@ class Builder:
             new = Parameter(new, tensor.requires_grad)
         elif tensor.requires_grad:
             new.requires_grad_(True)
-        self._memo[key] = new
-        state = getstate(tensor)
+        self._memo[id(tensor)] = new
+        state = getstate(tensor)  # asking for __dict__ would make one
         if state is not None:
             hanging = dict_of(state).items()
             new.__dict__.update({name: self.build(value) for name, value in hanging})
@@ -238,8 +214,6 @@ class Builder:
 
     def build(self, node: Any) -> Any:
         kind = type(node)
-        if kind in PLAIN:
-            return self._tensor(node)
         if kind in ATOMS:
             return node
         key = id(node)
@@ -260,9 +234,9 @@ class Builder:
         elif isinstance(node, (dict, list, deque, set)):
             new = self._container(node)
         elif isinstance(node, UntypedStorage):
-            new = self._memo[key] = self.storage(self._number_of[node._cdata])
+            new = self._memo[key] = self._same_storage(node)
         elif isinstance(node, TypedStorage):
-            storage = self.storage(self._number_of[node._untyped_storage._cdata])
+            storage = self._same_storage(node._untyped_storage)
             new = TypedStorage(wrap_storage=storage, dtype=node.dtype, _internal=True)  # type: ignore[no-untyped-call]
             self._memo[key] = new
         elif is_array(node) or kind is bytearray:
@@ -272,9 +246,10 @@ class Builder:
         return new
 
     def _fill(self, new: dict[Any, Any], node: dict[Any, Any]) -> None:
-        build, tensor, plain = self.build, self._tensor, PLAIN
+        build, known = self.build, self._memo.get
         for name, value in list(node.items()):
-            new[name] = tensor(value) if type(value) in plain else build(value)
+            made = known(id(value))
+            new[name] = build(value) if made is None else made
 
     def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
         parts = [self.build(value) for value in node]

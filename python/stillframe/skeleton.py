@@ -79,14 +79,16 @@ class _Pickler(_pickle.Pickler):
     """
 
 
-def _load_bridge() -> Callable[..., int]:
-    """Loads the extension next to the package and returns its operator."""
+def _load_bridge() -> tuple[Callable[..., int], Callable[..., list[Tensor]] | None]:
+    """Loads the extension next to the package and returns its operators: the one that describes
+    tensors, and the one that makes them where torch can do that (from 2.11 on)."""
     spec = importlib.util.find_spec("stillframe._bridge")
     if spec is None or spec.origin is None:
         raise ImportError("stillframe._bridge is missing: stillframe was not built completely")
     torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
-    describe: Callable[..., int] = torch.ops.stillframe.describe.default
-    return describe
+    operators = torch.ops.stillframe
+    describe: Callable[..., int] = operators.describe.default
+    return describe, operators.make.default if operators.can_make.default() else None
 
 
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
@@ -156,19 +158,42 @@ def _make_kinds(**other: Any) -> _core.Kinds:
     return _core.Kinds(**{**parts, **other})
 
 
-_describe = _load_bridge()
+def _whole_dtypes() -> list[tuple[torch.dtype, str, int, bool]]:
+    """Dtypes whose elements are some bytes and nothing else, as `Kinds` takes them."""
+    names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
+    names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
+    names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    dtypes = [(name, getattr(torch, name, None)) for name in names.split()]
+    return [
+        (dtype, name, dtype.itemsize, dtype.is_complex)
+        for name, dtype in dtypes
+        if dtype is not None
+    ]
+
+
+_describe, make_tensors = _load_bridge()
 _kinds = _make_kinds()
+# Trees have a trail of their own, and may have tensors of any dtype.
+_tree_kinds = _make_kinds(dtypes=_whole_dtypes())
+
+
+def _overridden() -> bool:
+    """Whether torch's modes or function transforms are in force, which see (and may change) what is
+    asked of a tensor."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _plain_road() -> bool:
     """Whether plain tensors may be written without asking them.
 
-    Not so under torch's modes and function transforms, which see (and may change) what is
-    asked of a tensor, nor where somebody else has taken over how tensors are pickled.
+    Not so where what is asked of a tensor is overridden, nor where somebody else has taken over
+    how tensors are pickled.
     """
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _overridden():
         return False
     if Tensor in copyreg.dispatch_table or Parameter in copyreg.dispatch_table:
         return False
@@ -182,6 +207,13 @@ def _plain_road() -> bool:
 def _plain_cpu() -> bool:
     """Whether a host storage's location tag is torch's own, ``"cpu"``."""
     return torch.serialization._package_registry[0][1] is torch.serialization._cpu_tag
+
+
+def tree_collector() -> _core.Collector:
+    """A collector for `stillframe._tree`, which has a walk of its own and saves nothing."""
+    return _core.Collector(
+        _tree_kinds, _describe, plain_road=not _overridden(), plain_cpu=True, any_dtypes=True
+    )
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:

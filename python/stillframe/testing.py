@@ -261,13 +261,14 @@ def host_as_device() -> Iterator[FakeDriver]:
 
 
 def _show_on_device() -> None:
-    kinds = skeleton._make_kinds(
-        is_cpu=property(lambda tensor: False),
-        is_cuda=property(lambda tensor: tensor.device.type == "cpu"),
-        device_index=lambda tensor: 0,
-    )
+    said = {
+        "is_cpu": property(lambda tensor: False),
+        "is_cuda": property(lambda tensor: tensor.device.type == "cpu"),
+        "device_index": lambda tensor: 0,
+    }
     shown: list[tuple[Any, str, Any]] = [
-        (skeleton, "_kinds", kinds),
+        (skeleton, "_kinds", skeleton._make_kinds(**said)),
+        (skeleton, "_tree_kinds", skeleton._make_kinds(dtypes=skeleton._whole_dtypes(), **said)),
         (_device, "place_of", _place_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),

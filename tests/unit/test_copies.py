@@ -1,0 +1,159 @@
+"""Plain tensors made again over copies of their storages: `Collector.copies` and the bridge."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stillframe import _core, skeleton
+
+pytestmark = pytest.mark.skipif(
+    skeleton.make_tensors is None, reason="torch before 2.11 makes no tensors over given memory"
+)
+
+
+def copied(tensors: list[torch.Tensor]) -> tuple[_core.Collector, bytearray, list[int]]:
+    """A collector that has met the tensors, and the bytes of their storages."""
+    collector = skeleton.tree_collector()
+    assert collector.meet(tensors) == []
+    memory, offsets = bytearray(), []
+    for storage in collector.finish()[0]:
+        offsets.append(len(memory))
+        memory += bytes(storage.tolist())
+        memory += bytes(-len(memory) % 64)
+    return collector, memory, offsets
+
+
+def made(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    collector, memory, offsets = copied(tensors)
+    news, _, left = collector.copies(memory, offsets, skeleton.make_tensors)
+    assert left == []
+    return [news[id(tensor)] for tensor in tensors]
+
+
+def test_views_of_a_storage_are_views_of_one_copy() -> None:
+    base = torch.arange(24.0)
+    views = [base[5:9], base[20:], base, base.view(4, 6).t(), base[3:3], base[::7]]
+    for order in (views, views[::-1]):
+        news = made(order)
+        assert all(map(torch.equal, news, order))
+        assert len({new.untyped_storage()._cdata for new in news}) == 1
+        assert news[0].untyped_storage().nbytes() == 96
+        places = [(new.storage_offset(), new.stride()) for new in news]
+        assert places == [(old.storage_offset(), old.stride()) for old in order]
+        assert not any(new._is_view() for new in news)
+
+
+def test_the_memory_lives_as_long_as_a_storage_over_it() -> None:
+    collector, memory, offsets = copied([torch.ones(4), torch.zeros(2, 3)])
+    before = sys.getrefcount(memory)
+    news, firsts, _ = collector.copies(memory, offsets, skeleton.make_tensors)
+    assert sys.getrefcount(memory) == before + 1  # one for all
+    last = firsts[0]
+    assert last is not None
+    view = last[1:]
+    news.clear()
+    firsts.clear()
+    del last
+    assert sys.getrefcount(memory) == before + 1
+    assert view.tolist() == [1.0, 1.0, 1.0]
+    box = [view]
+    del view
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert sys.getrefcount(memory) == before
+
+
+@pytest.mark.parametrize("offset", [-2, 49, 65, 1 << 62])
+def test_a_copy_that_is_not_within_the_memory_is_refused(offset: int) -> None:
+    collector, _, _ = copied([torch.ones(4)])
+    memory = bytearray(64)
+    before = sys.getrefcount(memory)
+    with pytest.raises(ValueError, match="not within the memory"):
+        collector.copies(memory, [offset], skeleton.make_tensors)
+    assert sys.getrefcount(memory) == before
+
+
+def test_wrong_arguments_are_refused() -> None:
+    collector, memory, offsets = copied([torch.ones(4)])
+    with pytest.raises(ValueError, match="an offset for each storage"):
+        collector.copies(memory, [], skeleton.make_tensors)
+    with pytest.raises(BufferError):
+        collector.copies(bytes(memory), offsets, skeleton.make_tensors)
+    with pytest.raises(TypeError):
+        collector.copies(memory, ["0"], skeleton.make_tensors)  # type: ignore[list-item]
+    unfinished = skeleton.tree_collector()
+    with pytest.raises(ValueError, match="after finish"):
+        unfinished.copies(memory, [], skeleton.make_tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda *_: 1 / 0, ZeroDivisionError),
+        (lambda *_: [], SystemError),
+        (lambda *_: None, SystemError),
+    ],
+)
+def test_a_bridge_that_fails_keeps_nothing(
+    make: Callable[..., Any], error: type[Exception]
+) -> None:
+    collector, memory, offsets = copied([torch.ones(4)])
+    before = sys.getrefcount(memory)
+    with pytest.raises(error):
+        collector.copies(memory, offsets, make)
+    assert sys.getrefcount(memory) == before
+
+
+def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
+    floats = torch.arange(4.0)
+    other = floats.view(torch.int32)
+    empty = torch.empty(0, 3)
+    odd = torch.empty(0, dtype=torch.int32)
+    odd.set_(torch.zeros(7, dtype=torch.uint8).untyped_storage(), 0, (1,), (1,))
+    shrunk = torch.zeros(8)
+    shrunk.untyped_storage().resize_(16)
+    tensors = [floats, other, empty, odd, shrunk]
+    collector, memory, offsets = copied(tensors)
+    news, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
+    assert list(news) == [id(floats)]
+    expected = [(id(other), 0), (id(empty), 1), (id(odd), 2), (id(shrunk), 3)]
+    assert [(id(tensor), number) for tensor, number in left] == expected
+    assert [first is None for first in firsts] == [False, True, True, True]
+
+
+def test_without_the_function_everything_is_left_out() -> None:
+    collector, memory, offsets = copied([torch.ones(4), torch.zeros(2)])
+    news, firsts, left = collector.copies(memory, offsets, None)
+    assert (news, firsts) == ({}, [None, None])
+    assert [number for _, number in left] == [0, 1]
+
+
+def test_only_plain_tensors_are_entered() -> None:
+    hung = torch.ones(2)
+    hung.note = "x"  # type: ignore[attr-defined]
+    conj = torch.ones(2, dtype=torch.complex64).conj()
+    sparse = torch.eye(2).to_sparse()
+    meta = torch.empty(3, device="meta")
+    others: list[Any] = [{}, [], (1,), hung, conj, sparse, meta, object()]
+    collector = skeleton.tree_collector()
+    plain = torch.ones(1)
+    met = collector.meet([plain, 1, None, "x", *others, plain, 2.0, True, b""])
+    assert list(map(id, met)) == list(map(id, others))
+    assert len(collector.finish()[0]) == 1
+
+
+def test_gradients_are_wanted_where_they_were() -> None:
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    tensors = [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), frozen]
+    news = made(tensors)
+    assert [type(new) for new in news] == [type(old) for old in tensors]
+    assert [new.requires_grad for new in news] == [True, True, False]
+    assert all(new.is_leaf for new in news)
