@@ -1,4 +1,4 @@
-/* The pool's inside, as pool.c (single blocks) and runs.c (contiguous ones) share it.
+/* The pool's inside, as pool.c (single blocks), runs.c (contiguous ones) and warm.c (many) share it.
  *
  * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
  * the diagram of a block's states.
@@ -57,6 +57,7 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *b
 /* The first block that was never used, in no list yet; NULL when each has been. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
+struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 

@@ -210,87 +210,6 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 	return s->copies[source] ? (uint64_t)(s->copies[source] - s->base) : 0;
 }
 
-/* ---- samples ---- */
-
-static const char *bytes_of(const struct sfr_source *source)
-{
-	return (const char *)(uintptr_t)source->addr;
-}
-
-static bool is_deferred(const struct sfr_source *source)
-{
-	return source->lane != SFR_CAPTURED && source->nbytes != 0;
-}
-
-/* Deferred sources in one kind of memory. */
-static uint32_t nr_deferred(const struct sfr_snapshot *s, uint32_t device)
-{
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += is_deferred(&s->sources[i]) && s->sources[i].device == device;
-	return nr;
-}
-
-/* Lines of each deferred source, at most. */
-static uint64_t samples_per_source(const struct sfr_snapshot *s)
-{
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += is_deferred(&s->sources[i]);
-	return sfr__samples_each(nr);
-}
-
-size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device)
-{
-	return (size_t)(nr_deferred(s, device) * samples_per_source(s));
-}
-
-uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
-				     struct sfr__sample *samples)
-{
-	uint64_t per_source = samples_per_source(s), random = sfr__now_ns();
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < s->nr_sources; i++) {
-		const struct sfr_source *source = &s->sources[i];
-
-		if (is_deferred(source) && source->device == device)
-			nr += sfr__samples_place(samples + nr, i, source->nbytes, per_source,
-						 &random);
-	}
-	return nr;
-}
-
-/* Keeps lines of every deferred source in host memory. -ENOMEM. */
-static int take_samples(struct sfr_snapshot *s)
-{
-	s->samples = sfr_sys.malloc(sfr__snapshot_samples_most(s, 0) * sizeof(*s->samples));
-	if (!s->samples)
-		return -ENOMEM;
-	s->nr_samples = sfr__snapshot_place_samples(s, 0, s->samples);
-	for (uint32_t k = 0; k < s->nr_samples; k++) {
-		struct sfr__sample *sample = &s->samples[k];
-
-		memcpy(sample->bytes, bytes_of(&s->sources[sample->entry]) + sample->off,
-		       sample->len);
-	}
-	return 0;
-}
-
-int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
-			      uint32_t nr)
-{
-	for (uint32_t k = 0; k < nr; k++) {
-		const struct sfr__sample *sample = &samples[k];
-
-		if (memcmp(s->copies[sample->entry] + sample->off, sample->bytes, sample->len))
-			return sample->entry;
-	}
-	return -1;
-}
-
 /* ---- copying ---- */
 
 static bool is_abandoned(struct sfr_snapshot *s)
@@ -316,12 +235,12 @@ static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
 		char *dst = s->copies[i] + off;
 
 		if (!lane) {
-			sfr_sys.capture_copy(dst, bytes_of(source) + off, len);
+			sfr_sys.capture_copy(dst, sfr__bytes_of(source) + off, len);
 			continue;
 		}
 		if (is_abandoned(s))
 			return false;
-		(void)sfr_sys.lane_copy(0, dst, bytes_of(source) + off, len);
+		(void)sfr_sys.lane_copy(0, dst, sfr__bytes_of(source) + off, len);
 	}
 	return true;
 }
@@ -391,7 +310,7 @@ int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *stream
 int sfr_snapshot_start(struct sfr_snapshot *s)
 {
 	struct sfr_engine *engine = s->engine;
-	uint32_t nr = nr_deferred(s, 0);
+	uint32_t nr = sfr__snapshot_nr_deferred(s, 0);
 	struct sfr_err err = { .index = -1 };
 	bool queued = false;
 	int rc = 0;
@@ -407,7 +326,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	if (rc == SFR_ESTATE)
 		return rc;
 	if (rc == 0 && nr)
-		rc = take_samples(s);
+		rc = sfr__snapshot_take_samples(s);
 	pthread_mutex_lock(&engine->mu);
 	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
@@ -467,7 +386,8 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 
 	if (foreign(s))
 		return SFR_EFORK;
-	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) || nr_deferred(s, 0) > 0;
+	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
+		  sfr__snapshot_nr_deferred(s, 0) > 0;
 	pthread_mutex_lock(&s->engine->mu);
 	while (on_host && s->state == SFR__SNAPSHOT_COPYING && rc == 0)
 		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);

@@ -43,6 +43,16 @@ struct sfr_snapshot {
 	struct sfr_snapshot *next; /* at the lane */
 };
 
+static inline const char *sfr__bytes_of(const struct sfr_source *source)
+{
+	return (const char *)(uintptr_t)source->addr;
+}
+
+static inline bool sfr__is_deferred(const struct sfr_source *source)
+{
+	return source->lane != SFR_CAPTURED && source->nbytes != 0;
+}
+
 /* On the lane's thread, with engine->mu, which is given up meanwhile: copies the first snapshot in
  * the queue. */
 void sfr__snapshot_copy_locked(struct sfr_engine *engine);
@@ -51,8 +61,14 @@ void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
 /* A copy into the memory may never end: it is nobody's again. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
-/* Samples of the deferred sources of one kind of memory (sfr_source.device): how many there can
- * be; which, without the bytes; the first source whose copy differs from them, or -1. */
+
+/* ---- snapshot_samples.c ---- */
+/* Deferred sources in one kind of memory (sfr_source.device). */
+uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
+/* Keeps samples of every deferred source in host memory. -ENOMEM. */
+int sfr__snapshot_take_samples(struct sfr_snapshot *s);
+/* Samples of these: how many there can be; which, without the bytes; the first source whose copy
+ * differs from them, or -1. */
 size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device);
 uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
 				     struct sfr__sample *samples);
