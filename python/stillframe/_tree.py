@@ -198,9 +198,9 @@ class Tree:
         assert collector is not None
         # Inference mode would make tensors that cannot be used outside it.
         with (
+            torch._C.DisableTorchFunction(),
             torch.inference_mode(False),
             torch.no_grad(),
-            torch._C.DisableTorchFunction(),
             _no_collections(),
         ):
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)

@@ -177,12 +177,10 @@ _kinds = _make_kinds()
 _tree_kinds = _make_kinds(dtypes=_whole_dtypes())
 
 
-def _overridden() -> bool:
-    """Whether torch's modes or function transforms are in force, which see (and may change) what is
-    asked of a tensor."""
+def _transformed() -> bool:
+    """Whether dispatch modes or function transforms see (and may change) what a tensor is."""
     return bool(
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
+        torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
@@ -190,10 +188,10 @@ def _overridden() -> bool:
 def _plain_road() -> bool:
     """Whether plain tensors may be written without asking them.
 
-    Not so where what is asked of a tensor is overridden, nor where somebody else has taken over
-    how tensors are pickled.
+    Not so under torch's modes and function transforms, nor where somebody else has taken over how
+    tensors are pickled.
     """
-    if _overridden():
+    if torch._C._len_torch_function_stack() or _transformed():
         return False
     if Tensor in copyreg.dispatch_table or Parameter in copyreg.dispatch_table:
         return False
@@ -210,9 +208,10 @@ def _plain_cpu() -> bool:
 
 
 def tree_collector() -> _core.Collector:
-    """A collector for `stillframe._tree`, which has a walk of its own and saves nothing."""
+    """A collector for `stillframe._tree`, which has a walk of its own, saves nothing, and lets no
+    function mode interfere."""
     return _core.Collector(
-        _tree_kinds, _describe, plain_road=not _overridden(), plain_cpu=True, any_dtypes=True
+        _tree_kinds, _describe, plain_road=not _transformed(), plain_cpu=True, any_dtypes=True
     )
 
 

@@ -257,6 +257,32 @@ def test_a_default_device_changes_nothing(engine: stillframe.Engine) -> None:
     assert new.equal(torch.ones(2, 2))
 
 
+def test_modes_that_watch_tensors_change_nothing(engine: stillframe.Engine) -> None:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise AssertionError("asked a mode")
+
+    tied = torch.randn(3, 2)
+    tree = {"a": tied, "b": tied.t(), "c": torch.nn.Parameter(torch.ones(2))}
+    for mode in (Watching(), Refusing()):
+        with mode:
+            new = stillframe.snapshot(tree, engine=engine).tree
+        assert [type(each) for each in new.values()] == [type(each) for each in tree.values()]
+        assert all(map(torch.equal, new.values(), tree.values()))
+        assert identity(new["a"]) == identity(new["b"])
+
+
 def test_the_copy_holds_the_bytes_of_the_call(engine: stillframe.Engine) -> None:
     model, optimizer = trained()
     snap = stillframe.snapshot(state_of(model, optimizer), engine=engine)
