@@ -58,6 +58,14 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *b
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
+/* ---- warm.c ---- */
+/* Gives blocks in hand the memory that each wants, on several threads, and hands each over as
+ * soon as it has it, or not (then with the first of all failures). Without the lock. */
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
+					    int rc));
+
+/* ---- the queue, in pool.c ---- */
 void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
 

@@ -272,10 +272,17 @@ static int come_home(struct sfr__pool *pool, struct sfr__block *block)
 	return rc;
 }
 
+static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
+{
+	if (rc == 0)
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
+}
+
 /* Makes the memory that is missing, without the lock while it does. On failure all blocks are
  * free again, with what they have got. */
 static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
+	struct sfr__list work = { NULL };
 	int rc = 0;
 
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -285,17 +292,22 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue;
-		(void)pthread_mutex_unlock(&pool->mu);
-		if (sfr__pin_is_foreign(block))
+		if (sfr__pin_is_foreign(block)) {
+			(void)pthread_mutex_unlock(&pool->mu);
 			rc = come_home(pool, block);
-		if (rc == 0 && block->committed < need_of(pool, lease, run, i))
-			rc = sfr__pool_grow(pool, block,
-					    sfr__pool_memory_for(pool,
-								 need_of(pool, lease, run, i)));
-		(void)pthread_mutex_lock(&pool->mu);
-		sfr__pool_recount_locked(pool, block, had);
-		if (rc == 0)
+			(void)pthread_mutex_lock(&pool->mu);
+			sfr__pool_recount_locked(pool, block, had);
+		}
+		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
+		if (block->committed < need_of(pool, lease, run, i))
+			sfr__pool_push(&work, block);
+		else if (rc == 0)
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
+	}
+	if (rc == 0 && work.head != NULL) {
+		(void)pthread_mutex_unlock(&pool->mu);
+		rc = sfr__pool_grow_all(pool, work, grown_locked);
+		(void)pthread_mutex_lock(&pool->mu);
 	}
 	if (rc == 0)
 		return 0;

@@ -101,6 +101,7 @@ struct sfr__block {
 	struct sfr__block *next;  /* owner's use while leased */
 	struct sfr__piece *piece; /* how the CUDA driver knows it, NULL = not at all; owner's */
 	size_t committed;         /* bytes that have memory, from mem on */
+	size_t want;              /* what it is to have, for sfr__pool_grow_all */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
 	bool held; /* part of a run that only a caller can give back: see sfr__pool_let_go */

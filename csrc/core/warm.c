@@ -1,8 +1,8 @@
-/* Memory for many blocks at once, before anybody needs it (warm_up), and back to the system (trim).
+/* Memory for many blocks at once: made before anybody needs it (warm_up) or for a run (runs.c), and
+ * given back to the system (trim).
  *
- * The cost of a first touch is the page fault's and the driver's, so warm_up takes it on several
- * threads and has the driver pin neighbours together. Blocks are in the hand of one thread
- * meanwhile; pool.c has the diagram.
+ * Pages are made several times as fast by several threads, and pinned faster with their neighbours.
+ * A block is in the hand of one thread meanwhile; pool.c has the diagram.
  */
 #include <stdlib.h>
 
@@ -10,71 +10,92 @@
 #include "pin.h"
 #include "pool.h"
 
-#define MAX_WARMERS 4 /* threads in warm_up, the caller among them */
+#define MAX_GROWERS 4 /* threads, the caller among them */
 
-struct warm_up {
+/* ---- on several threads ---- */
+
+struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks in hand, guarded by pool->mu */
-	uint64_t nbytes;       /* asked for, from the first block on */
-	int rc;                /* the first failure; guarded by pool->mu */
+	struct sfr__list work; /* blocks in hand; guarded by pool->mu, as the next */
+	int rc;                /* the first failure */
+	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
-/* Memory that the block is to have; 0 for those behind the end. */
-static size_t warm_len(const struct warm_up *job, const struct sfr__block *block)
+/* One thread's share: blocks from the list until it is empty. After a failure the rest stay as
+ * they are. */
+static void *grow_main(void *arg)
 {
-	uint64_t begin = block->index * job->pool->block_bytes;
-
-	return job->nbytes > begin ? sfr__pool_memory_for(job->pool, job->nbytes - begin) : 0;
-}
-
-/* One thread's share: blocks from the list until it is empty. After a failure the rest go back
- * as they are. */
-static void *warm_main(void *arg)
-{
-	struct warm_up *job = arg;
+	struct growth *job = arg;
 	struct sfr__pool *pool = job->pool;
 	struct sfr__block *block;
 
 	(void)pthread_mutex_lock(&pool->mu);
 	while ((block = sfr__pool_pop(&job->work)) != NULL) {
 		size_t had = block->committed;
+		int rc = job->rc;
 
-		if (job->rc == 0) {
-			int rc;
-
+		if (rc == 0) {
 			(void)pthread_mutex_unlock(&pool->mu);
-			rc = sfr__pool_grow(pool, block, warm_len(job, block));
+			rc = sfr__pool_grow(pool, block, block->want);
 			(void)pthread_mutex_lock(&pool->mu);
 			sfr__pool_recount_locked(pool, block, had);
-			if (rc != 0 && job->rc == 0)
+			if (job->rc == 0)
 				job->rc = rc;
 		}
-		pool->nr_returned++;
-		sfr__pool_move_locked(pool, block,
-				      block->committed != 0 ? SFR__BLOCK_FREE :
-							      SFR__BLOCK_RESERVED);
+		job->grown_locked(pool, block, rc);
 	}
 	(void)pthread_mutex_unlock(&pool->mu);
 	return NULL;
 }
 
-/* Takes the blocks out of a list that the job has work on. */
-static uint32_t collect_locked(struct warm_up *job, struct sfr__list *list)
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
+					    int rc))
+{
+	struct growth job = { .pool = pool, .work = work, .grown_locked = grown_locked };
+	pthread_t threads[MAX_GROWERS - 1];
+	uint32_t nr_threads = 0, nr = 0;
+
+	for (const struct sfr__block *block = work.head; block != NULL; block = block->next)
+		nr++;
+	/* Fewer threads, or none, only take longer. The caller waits for them. */
+	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
+	       sfr__thread_start_awaited(&threads[nr_threads], "sfr-warm", grow_main, &job) == 0)
+		nr_threads++;
+	(void)grow_main(&job);
+	while (nr_threads > 0)
+		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+	return job.rc;
+}
+
+/* ---- warm up ---- */
+
+/* Takes the blocks out of a list that are to have more memory than they have. */
+static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
+			   struct sfr__list *work)
 {
 	struct sfr__block **at = &list->head, *block;
-	uint32_t nr = 0;
 
 	while ((block = *at) != NULL) {
-		if (block->committed >= warm_len(job, block)) {
+		uint64_t begin = block->index * pool->block_bytes;
+
+		block->want = nbytes > begin ? sfr__pool_memory_for(pool, nbytes - begin) : 0;
+		if (block->committed >= block->want) {
 			at = &block->next;
 			continue;
 		}
 		*at = block->next;
-		sfr__pool_move_locked(job->pool, block, SFR__BLOCK_GROWING);
-		sfr__pool_push(&job->work, block);
-		nr++;
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		sfr__pool_push(work, block);
 	}
-	return nr;
+}
+
+static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
+{
+	(void)rc; /* a part of it may be there all the same */
+	pool->nr_returned++;
+	sfr__pool_move_locked(pool, block,
+			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
 }
 
 static int by_index(const void *a, const void *b)
@@ -126,33 +147,24 @@ static void pin_whole(struct sfr__pool *pool)
 
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 {
-	struct warm_up job = { .pool = pool, .nbytes = nbytes };
-	pthread_t threads[MAX_WARMERS - 1];
-	uint32_t nr_threads = 0, nr;
-	struct sfr__block *block;
+	struct sfr__list work = { NULL };
+	int rc;
 
-	if (job.nbytes > pool->nr_blocks * pool->block_bytes)
-		job.nbytes = pool->nr_blocks * pool->block_bytes;
+	if (nbytes > pool->nr_blocks * pool->block_bytes)
+		nbytes = pool->nr_blocks * pool->block_bytes;
 	(void)pthread_mutex_lock(&pool->mu);
-	nr = collect_locked(&job, &pool->partial) + collect_locked(&job, &pool->reserved);
-	for (; pool->nr_known * pool->block_bytes < job.nbytes; nr++) {
-		block = sfr__pool_fresh_locked(pool);
-		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
-		sfr__pool_push(&job.work, block);
-	}
+	while (pool->nr_known * pool->block_bytes < nbytes)
+		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
+	collect_locked(pool, &pool->partial, nbytes, &work);
+	collect_locked(pool, &pool->reserved, nbytes, &work);
 	(void)pthread_mutex_unlock(&pool->mu);
-
-	/* Fewer threads, or none, only take longer. */
-	while (nr_threads + 1 < MAX_WARMERS && nr_threads + 1 < nr &&
-	       sfr__thread_start(&threads[nr_threads], "sfr-warm", warm_main, &job) == 0)
-		nr_threads++;
-	(void)warm_main(&job);
-	while (nr_threads > 0)
-		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+	rc = sfr__pool_grow_all(pool, work, warmed_locked);
 	if (sfr__pin_is_on(&pool->pin))
 		pin_whole(pool);
-	return job.rc;
+	return rc;
 }
+
+/* ---- trim ---- */
 
 int sfr__pool_trim(struct sfr__pool *pool)
 {

@@ -156,6 +156,37 @@ static void a_system_without_memory_is_said_so(void)
 	sfr__pool_free(pool);
 }
 
+/* The whole run, resident, whoever made it: several threads, the caller alone, or half of it
+ * there already. */
+static void memory_of_a_run_is_made_by_as_many_threads_as_there_are(void)
+{
+	struct sfr_fault fault = { "thread_create", 2, 1, EAGAIN, -1, 0 };
+	const uint64_t lens[2] = { 7 * MIB, 9 * MIB };
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	for (unsigned refused = 0; refused < 3; refused++) {
+		struct sfr__pool *pool = make(16 * MIB, MIB);
+		struct sfr__lease lease;
+		uint64_t started;
+		char *addrs[2];
+
+		if (refused == 2)
+			CHECK_EQ(sfr__pool_warm_up(pool, 8 * MIB), 0);
+		fault.nth = refused;
+		if (refused > 0)
+			CHECK_EQ(sfr_inject_set(&fault), 0);
+		started = sfr_inject_calls("thread_create");
+		CHECK_EQ(sfr__pool_place(pool, lens, 2, false, 0, addrs, &lease), 0);
+		CHECK_EQ(sfr_inject_calls("thread_create") - started, refused == 0 ? 3 : refused);
+		CHECK(all_resident(addrs[0], 7 * MIB) && all_resident(addrs[1], 9 * MIB));
+		CHECK_EQ(stats(pool).leased_bytes, 16 * MIB);
+		sfr_inject_clear();
+		sfr__pool_unplace(pool, &lease);
+		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
+		sfr__pool_free(pool);
+	}
+}
+
 int main(void)
 {
 	RUN(what_is_held_is_not_waited_for_and_what_comes_back_is);
@@ -165,5 +196,6 @@ int main(void)
 	RUN(items_go_into_runs_that_lie_apart);
 	RUN(memory_that_is_there_is_used_first);
 	RUN(a_system_without_memory_is_said_so);
+	RUN(memory_of_a_run_is_made_by_as_many_threads_as_there_are);
 	return check_done();
 }
