@@ -41,6 +41,13 @@ torch_from_blob(void *data, int64_t ndim, const int64_t *sizes, const int64_t *s
 		int64_t opaque_metadata_size, void (*deleter)(void *data, void *ctx),
 		void *deleter_ctx);
 
+/* Throws when a function of the shim has failed: torch 2.11 has another name for it than 2.13. */
+#ifdef STABLE_TORCH_ERROR_CODE_CHECK
+#define CHECK_SHIM(call) STABLE_TORCH_ERROR_CODE_CHECK(call)
+#else
+#define CHECK_SHIM(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace
 {
 
@@ -59,14 +66,14 @@ class List
 	size_t size() const
 	{
 		size_t size = 0;
-		STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(handle_, &size));
+		CHECK_SHIM(torch_list_size(handle_, &size));
 		return size;
 	}
 
 	AtenTensorHandle take(size_t i) const
 	{
 		StableIValue value = 0;
-		STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(handle_, i, &value));
+		CHECK_SHIM(torch_list_get_item(handle_, i, &value));
 		return torch::stable::detail::to<AtenTensorHandle>(value);
 	}
 
@@ -116,7 +123,7 @@ template <typename T> T *at_address(StableIValue value)
 int64_t describe_one(AtenTensorHandle tensor, int64_t *out, int64_t room)
 {
 	int64_t ndim = 0;
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &ndim));
+	CHECK_SHIM(aoti_torch_get_dim(tensor, &ndim));
 	const int64_t words = SFR_ROW_HEADER + 2 * ndim;
 	if (words > room)
 		return words;
@@ -125,12 +132,12 @@ int64_t describe_one(AtenTensorHandle tensor, int64_t *out, int64_t room)
 	int32_t dtype = 0;
 	int64_t *sizes = nullptr;
 	int64_t *strides = nullptr;
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor, &out[SFR_ROW_OFFSET]));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor, &out[SFR_ROW_NBYTES]));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+	CHECK_SHIM(aoti_torch_get_data_ptr(tensor, &data));
+	CHECK_SHIM(aoti_torch_get_storage_offset(tensor, &out[SFR_ROW_OFFSET]));
+	CHECK_SHIM(aoti_torch_get_storage_size(tensor, &out[SFR_ROW_NBYTES]));
+	CHECK_SHIM(aoti_torch_get_dtype(tensor, &dtype));
+	CHECK_SHIM(aoti_torch_get_sizes(tensor, &sizes));
+	CHECK_SHIM(aoti_torch_get_strides(tensor, &strides));
 	out[SFR_ROW_DATA] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
 	out[SFR_ROW_DTYPE] = dtype;
 	out[SFR_ROW_NDIM] = ndim;
@@ -175,7 +182,7 @@ AtenTensorHandle make_storage(const int64_t *row, int64_t ndim, const int64_t *s
 	AtenTensorHandle made = nullptr;
 
 	__atomic_add_fetch(&hold->count, 1, __ATOMIC_RELAXED);
-	STABLE_TORCH_ERROR_CODE_CHECK(torch_from_blob(
+	CHECK_SHIM(torch_from_blob(
 		reinterpret_cast<void *>(static_cast<uintptr_t>(row[SFR_NEW_BASE])), ndim, sizes,
 		strides, offset, static_cast<int32_t>(row[SFR_NEW_DTYPE]),
 		aoti_torch_device_type_cpu(), -1, &made, aoti_torch_layout_strided(), nullptr, 0,
@@ -190,12 +197,10 @@ AtenTensorHandle make_over(AtenTensorHandle other, const int64_t *row)
 	AtenTensorHandle made = nullptr;
 	int64_t from = 0;
 
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(other, &from));
-	STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(other, ndim,
-								     row + SFR_NEW_HEADER,
-								     row + SFR_NEW_HEADER + ndim,
-								     row[SFR_NEW_OFFSET] - from,
-								     &made));
+	CHECK_SHIM(aoti_torch_get_storage_offset(other, &from));
+	CHECK_SHIM(aoti_torch__reinterpret_tensor(other, ndim, row + SFR_NEW_HEADER,
+						  row + SFR_NEW_HEADER + ndim,
+						  row[SFR_NEW_OFFSET] - from, &made));
 	return made;
 }
 
@@ -249,10 +254,9 @@ void make(StableIValue *stack, uint64_t /* num_args */, uint64_t /* num_outputs 
 		row += SFR_NEW_HEADER + 2 * row[SFR_NEW_NDIM];
 	}
 	/* There is room: from here on nothing fails that would leave a tensor to nobody. */
-	STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(made.size(), &list));
+	CHECK_SHIM(torch_new_list_reserve_size(made.size(), &list));
 	for (Handle &each : made)
-		STABLE_TORCH_ERROR_CODE_CHECK(
-			torch_list_push_back(list, torch::stable::detail::from(each.release())));
+		CHECK_SHIM(torch_list_push_back(list, torch::stable::detail::from(each.release())));
 	stack[0] = torch::stable::detail::from(list);
 }
 
