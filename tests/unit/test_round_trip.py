@@ -139,9 +139,11 @@ def test_a_file_contents_unzip_and_zipfile(sample):
 
 def test_a_meta_load_knows_where_the_bytes_are():
     tree = [tensor_of(torch.uint8, (n,), n) for n in (100, 5000, 7)]
-    with files(tree) as (ours, _stock):
+    with files(tree) as (ours, stock):
         raw = ours.read_bytes()
         for mode in ("to meta", "meta, calculated offsets"):
+            if MODES[mode](stock)[0].untyped_storage()._checkpoint_offset is None:
+                pytest.skip(f"torch {torch.__version__} says it of no file")
             for tensor, loaded in zip(tree, MODES[mode](ours), strict=True):
                 offset = loaded.untyped_storage()._checkpoint_offset
                 assert raw[offset : offset + tensor.numel()] == bytes_of(tensor.untyped_storage())
