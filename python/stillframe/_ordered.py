@@ -39,20 +39,19 @@ class _Worker:
         except BaseException:
             del self._waiting[entry.id]
             raise
-        if completion.completion.over:
+        if completion.completion.over or not self._start():
             while entry.id in self._waiting:  # nobody else is left to do it
                 self._turn()
-        else:
-            self._start()
 
     def is_current(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """False when it is too late for a thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
-            completion.start_once(self._thread)
+            return completion.start_once(self._thread)
 
     def _run(self) -> None:
         while self._turn():

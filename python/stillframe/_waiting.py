@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from stillframe.completion import start_once
+
 if TYPE_CHECKING:
     from stillframe.handle import SaveHandle
 
@@ -26,10 +28,11 @@ class WaitingLine:
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
         self._handles = [handle for handle in handles if not handle.done()]
         self._over = threading.Event()
+        self._runs = False
         self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
 
     def __enter__(self) -> WaitingLine:
-        self._thread.start()
+        self._runs = start_once(self._thread)  # no line where it is too late for a thread
         return self
 
     def __exit__(
@@ -39,7 +42,8 @@ class WaitingLine:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._thread.join()
+        if self._runs:
+            self._thread.join()
 
     def _run(self) -> None:
         if self._over.wait(DELAY_S) or sys.stderr is None:

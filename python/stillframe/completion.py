@@ -13,12 +13,12 @@ saves. They end with the interpreter:
 
 While it drains, only the thread that runs the exit handlers and the callback thread may save. When
 it is over, exit handlers may still: nobody would settle such a save later, so it is waited for in
-the call, and its callbacks run there and then.
+the call, and its callbacks run there and then. It is over from the start where an exit handler
+makes the first save of a process under Python 3.12 or later, which starts no thread by then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
@@ -49,12 +49,25 @@ class Copying(Protocol):
 copying: dict[int, Copying] = {}
 
 
-def start_once(thread: threading.Thread) -> None:
+def start_once(thread: threading.Thread) -> bool:
     """Starts `thread` unless that was done. A signal handler that saves may find one that the call
-    it interrupted was about to start, and needs it."""
+    it interrupted was about to start, and needs it.
+
+    Returns:
+        False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
+
+    Raises:
+        RuntimeError: The system has no thread to give.
+    """
     if thread.ident is None:
-        with contextlib.suppress(RuntimeError):  # the handler was first
+        try:
             thread.start()
+        except RuntimeError:
+            if thread.ident is None:  # otherwise the handler was first
+                if threading.main_thread().is_alive():
+                    raise
+                return False
+    return True
 
 
 class _Callbacks:
@@ -74,7 +87,10 @@ class _Callbacks:
                     self._thread = threading.Thread(
                         target=self._run, name="sf-callbacks", daemon=True
                     )
-                start_once(self._thread)
+                try:
+                    start_once(self._thread)  # where it is too late, finish() does the work
+                except RuntimeError as error:
+                    log.warning("stillframe: callbacks wait for a thread: %s", error)
                 return
         self._call(function)
 
@@ -92,13 +108,17 @@ class _Callbacks:
         return self._thread is threading.current_thread()
 
     def finish(self) -> None:
-        """Runs what is queued and ends the thread; what is put later runs where it is put. May be
-        called again when it was interrupted."""
+        """Runs what is queued, here if it has no thread, and ends the thread; what is put later
+        runs where it is put. May be called again when it was interrupted."""
         with self._lock:
             if not self._over:
                 self._over = True
                 self._queue.put(None)
-        if self._thread is not None:
+        if self._thread is None:
+            return
+        if self._thread.ident is None:
+            self._run()
+        else:
             self._thread.join()
 
 
@@ -114,12 +134,13 @@ class _Completion:
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread is none that may save now.
+            RuntimeError: The system has no thread to give.
         """
-        if self._exiting is not None:
-            if self._exiting is not threading.current_thread() and not callbacks.is_current():
-                raise StillframeError("the interpreter is exiting: no more saves and removes")
-            if self.over:
-                return
+        mine = self._exiting is threading.current_thread() or callbacks.is_current()
+        if self._exiting is not None and not mine:
+            raise StillframeError("the interpreter is exiting: no more saves and removes")
+        if self.over:
+            return
         if self._thread is not None and self._thread.ident is not None:
             return
         with self._lock:
@@ -127,11 +148,13 @@ class _Completion:
                 self._thread = threading.Thread(
                     target=_take_notices, name="sf-completion", daemon=True
                 )
-            start_once(self._thread)
+            if not start_once(self._thread):
+                self._thread = None
+                self.over = True
 
     @property
     def exiting(self) -> bool:
-        return self._exiting is not None
+        return self._exiting is not None or self.over
 
     def begin_exit(self) -> None:
         self._exiting = threading.current_thread()

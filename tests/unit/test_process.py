@@ -347,6 +347,29 @@ def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path: 
     assert not (tmp_path / "late.pt").exists()
 
 
+def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path: Path) -> None:
+    done = run(
+        """
+        import atexit
+        hold(slow("fdatasync", 1.2))  # long enough for the line of a long wait
+        def save():
+            for name in ("a.pt", "b.pt", "old.pt"):
+                stillframe.async_save(STATE, name, on_durable=lambda path, report: print(path))
+            stillframe.remove("old.pt")
+            stillframe.snapshot(STATE, overlap=True).wait()
+            stillframe.wait_all()
+            print("all", flush=True)
+        atexit.register(save)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Exception" not in done.stderr and "Error" not in done.stderr
+    assert {Path(line).name for line in done.stdout.split()} == {"a.pt", "b.pt", "old.pt", "all"}
+    assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
+    assert not (tmp_path / "old.pt").exists()
+
+
 def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path: Path) -> None:
     done = run(
         """
