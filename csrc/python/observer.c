@@ -171,7 +171,7 @@ static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	int ret = 0;
 
 	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
-		tensor = PyWeakref_GetObject(t->claims[i].ref);
+		tensor = sfr_py_referent(t->claims[i].ref);
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);

@@ -6,6 +6,17 @@
 
 #include "module.h"
 
+/* What a weak reference refers to, borrowed: Py_None once it is gone, NULL with an exception set for
+ * what is no weak reference. CPython 3.13 deprecates the function; the one in its place is not in
+ * the limited API of 3.11. */
+static inline PyObject *sfr_py_referent(PyObject *ref)
+{
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+	return PyWeakref_GetObject(ref);
+#pragma GCC diagnostic pop
+}
+
 /* One attribute or method without arguments of torch's tensors or storages. The function behind
  * the descriptor is called directly where the type's own table names it (15-30 ns instead of
  * 50-100); otherwise the ordinary way is taken. */

@@ -120,7 +120,7 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	uint32_t i;
 
 	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
-		PyObject *tensor = PyWeakref_GetObject(t->claims[i].ref), *storage;
+		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
 		uint64_t addr = 0, nbytes = 0;
 
 		if (!tensor || tensor == Py_None)
@@ -148,7 +148,7 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 	uint32_t i;
 
 	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
-		PyObject *tensor = PyWeakref_GetObject(t->claims[i].ref);
+		PyObject *tensor = sfr_py_referent(t->claims[i].ref);
 		uint64_t version = 0;
 		int failed;
 

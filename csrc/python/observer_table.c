@@ -74,7 +74,7 @@ struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *t
 {
 	uint32_t *place = sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor);
 
-	if (!place || PyWeakref_GetObject(t->claims[*place].ref) != tensor)
+	if (!place || sfr_py_referent(t->claims[*place].ref) != tensor)
 		return NULL;
 	return &t->claims[*place];
 }
