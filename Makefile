@@ -166,8 +166,8 @@ campaign: build
 SCHEDULES ?= 10000
 
 cuda-campaign:
-	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda build/plain/libfake_cuda.so
-	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda
+	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda_schedules build/plain/libfake_cuda.so
+	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda_schedules
 
 # ---- Lightning ---------------------------------------------------------------------------------
 

@@ -84,8 +84,7 @@ static inline int fake_submit(struct sfr_ticket *t, void *stream)
 	return rc < 0 ? rc : saving_submit(t);
 }
 
-/* The gate of a step whose current stream on every device is `stream`. */
-static inline int fake_gate(struct sfr_ticket *t, void *stream)
+static inline int fake__gate(struct sfr_ticket *t, void *stream, uint64_t slice_ns)
 {
 	const struct sfr_stream streams[] = {
 		{ .handle = (uint64_t)(uintptr_t)stream, .device = 0 },
@@ -93,7 +92,33 @@ static inline int fake_gate(struct sfr_ticket *t, void *stream)
 		{ .handle = 0, .device = 2 },
 	};
 
-	return sfr_save_gate(t, streams, 3, SFR_FOREVER);
+	return sfr_save_gate(t, streams, 3, slice_ns);
+}
+
+/* The gate of a step whose current stream on every device is `stream`. */
+static inline int fake_gate(struct sfr_ticket *t, void *stream)
+{
+	return fake__gate(t, stream, SFR_FOREVER);
+}
+
+/* The same while nothing on the device goes on: SFR_EAGAIN if the host would wait for the device,
+ * at once and not after a time-out. The lane's thread is given the time it takes to queue. */
+static inline int fake_gate_held(struct sfr_ticket *t, void *stream)
+{
+	int rc = fake__gate(t, stream, 0);
+
+	if (rc == SFR_EAGAIN) {
+		fake.fake_cuda_settle();
+		rc = fake__gate(t, stream, 0);
+	}
+	return rc;
+}
+
+/* The bytes of a state's storages might be freed now: no copy reads from them. */
+static inline void fake_freed(const struct saving_state *s)
+{
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		fake.fake_cuda_freed(s->bytes[i], SAVING_LEN);
 }
 
 /* One whole save; the code it ended with. */
@@ -116,6 +141,59 @@ static inline int fake_save(struct sfr_engine *engine, const char *dir, const ch
 	}
 	sfr_ticket_put(t);
 	return rc;
+}
+
+/* ---- engines and work for tests ---- */
+
+enum { FAKE_FIRST_DEFERRED = 2, FAKE_GARBAGE = 0xee };
+
+static inline struct sfr_engine *fake_engine(uint64_t nr_blocks, uint32_t nr_writers)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static inline void fake_engine_end(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+/* The end of a test in which every rule of the driver was kept. */
+static inline void fake_end(struct sfr_engine *engine)
+{
+	fake_engine_end(engine);
+	fake_check();
+	fake_check_nothing_left();
+}
+
+/* One piece of work on the device: fills storages [from, to) with a value. */
+struct fake_fill {
+	struct saving_state *s;
+	unsigned from, to;
+	unsigned char value;
+};
+
+static inline void fake_fill(void *arg)
+{
+	const struct fake_fill *f = arg;
+
+	for (unsigned i = f->from; i < f->to; i++)
+		memset(f->s->bytes[i], f->value, SAVING_LEN);
+}
+
+static uint64_t fake__random = 1;
+static inline uint32_t fake_rng(uint32_t below)
+{
+	fake__random = fake__random * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(fake__random >> 33) % below;
 }
 
 #endif

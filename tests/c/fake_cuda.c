@@ -6,19 +6,24 @@
  *   - a copy's destination is overwritten with rubbish when the copy is queued, and its bytes are
  *     read and written only when an event behind it on the stream completes; a copy that no event
  *     follows never lands;
+ *   - a stream that is destroyed with work on it goes on with that: the call returns at once. Copies
+ *     that no event follows land as late as they may, when the test looks for violations;
+ *   - who goes first where both may, the caller's streams or the core's, is the test's to say;
  *   - streams 0, 1 and 2 (legacy, default, per thread) are the calling thread itself, since torch
  *     runs CPU work there: an event recorded on one is complete at once, and a wait put on one
  *     holds the caller until the event completes.
  *
  * Violations are kept as sentences: a copy to memory that is not registered or no longer so, or
  * across two registrations; a copy on a stream that has waited for no event of a caller's stream;
- * a wait for an event never recorded; use of what was destroyed; an event asked while a graph is
- * captured by a thread that has not relaxed its mode, and work put into a graph.
+ * a wait for an event never recorded, and an event of a caller's stream that nobody waited for; use
+ * of what was destroyed; memory unregistered, or freed on the device, under a copy; an event asked
+ * while a graph is captured by a thread that has not relaxed its mode, and work put into a graph.
  *
  * Any call can be made to fail. An error after which a real context is lost stays: the device is
  * dead, nothing on it lands any more, and every call that has to do with it returns that error.
  *
- * One mutex guards everything; `cv` is signalled at every change.
+ * One mutex guards everything. `cv` is signalled when something has run; a stream's thread sleeps
+ * on a condition of its own, so that one piece of work wakes one thread.
  */
 #define SFR_NO_CUDA_H
 #include <errno.h>
@@ -38,6 +43,8 @@
 #define RUBBISH 0xdb
 #define NR_FAULTS 16
 #define NR_VIOLATIONS 64
+#define SETTLED 16  /* queries in a row that say "not ready": a lane with nothing else to do */
+#define SETTLE_S 10 /* a lane that asks nothing for so long never will */
 #define INVALID_CONTEXT 201
 #define INVALID_HANDLE 400
 #define CAPTURE_UNSUPPORTED 900
@@ -62,23 +69,28 @@ struct CUctx_st {
 	int device;
 };
 
-/* Handles are never freed, so that the use of one that was destroyed is seen. */
+/* Handles are never freed, so that the use of one that was destroyed is seen; destroyed streams
+ * go to a list of their own, so that walks over the living ones stay short. */
 struct CUevent_st {
 	struct CUevent_st *next;
 	bool alive;
 	int device;
 	uint64_t recorded, completed; /* generations */
 	bool of_caller;               /* its last recording was on a caller's stream */
+	bool waited;                  /* for its last recording */
 };
 
 struct CUstream_st {
 	struct CUstream_st *next;
-	bool alive, of_caller, capturing, knows_caller, busy;
+	bool alive, of_caller, capturing, knows_caller;
+	bool busy;             /* in an operation */
+	bool flushed, dropped; /* once destroyed: its last copies are to land; nothing is to */
 	int device;
+	const struct op *wait; /* the operation it is in waits, for an event */
 	struct op *head, *tail;
 	struct op *queued; /* copies that have had their turn and wait for an event */
 	struct op **queued_end;
-	pthread_t thread;
+	pthread_cond_t todo; /* its thread sleeps here */
 };
 
 struct registration {
@@ -93,14 +105,17 @@ static pthread_cond_t cv = PTHREAD_COND_INITIALIZER;
 static struct CUctx_st contexts[NR_DEVICES] = { { 0 }, { 1 }, { 2 }, { 3 } };
 static int retained[NR_DEVICES], dead_of[NR_DEVICES];
 static bool inactive[NR_DEVICES], initialised, held, pageable_allowed, host_capturing;
-static struct CUstream_st *streams;
+static struct CUstream_st *streams, *ended_streams;
 static struct registration *registrations;
 static struct CUevent_st *events;
 static int64_t nr_events;
-static uint64_t delay_max, delay_seed = 1, nr_calls, nr_syncs, nr_hits, nr_copies, bytes_copied;
+static uint64_t delay_max, delay_one_in = 1, delay_seed = 1, nr_calls, nr_syncs, nr_hits, nr_copies,
+			   bytes_copied;
 static uint64_t fail_copy_at;
 static int fail_copy_code;
 static pid_t owner;
+static enum { NOBODY, CALLERS, CORE } first;
+static uint64_t nr_not_ready; /* queries that said so, with no other call in between */
 
 static struct fault {
 	char name[48];
@@ -148,6 +163,8 @@ static int enter(const char *name, bool needs_context)
 	int device = current_device(), code = 0;
 
 	nr_calls++;
+	if (strcmp(name, "cuEventQuery") != 0)
+		nr_not_ready = 0;
 	for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
 		if (!counts[i].name[0])
 			(void)snprintf(counts[i].name, sizeof(counts[i].name), "%s", name);
@@ -195,6 +212,8 @@ static void pause_a_little(void)
 	if (delay_max == 0)
 		return;
 	delay_seed = delay_seed * 6364136223846793005u + 1442695040888963407u;
+	if ((delay_seed >> 58) % delay_one_in)
+		return;
 	ts.tv_nsec = (long)((delay_seed >> 33) % delay_max);
 	pthread_mutex_unlock(&mu);
 	(void)nanosleep(&ts, NULL);
@@ -241,6 +260,13 @@ static void land(struct CUstream_st *stream)
 	}
 }
 
+/* Whether a stream can only wait: what it waits for has not completed. */
+static bool is_stuck(const struct CUstream_st *stream)
+{
+	return stream->wait && stream->wait->event->completed < stream->wait->gen &&
+	       !dead_of[stream->device];
+}
+
 static void run(struct CUstream_st *stream, struct op *op)
 {
 	if (op->kind != COPY)
@@ -257,8 +283,11 @@ static void run(struct CUstream_st *stream, struct op *op)
 			op->event->completed = op->gen;
 		break;
 	case WAIT:
-		while (op->event->completed < op->gen && !dead_of[stream->device])
+		stream->wait = op;
+		pthread_cond_broadcast(&cv);
+		while (is_stuck(stream) && !stream->dropped)
 			pthread_cond_wait(&cv, &mu);
+		stream->wait = NULL;
 		break;
 	case WORK:
 		pthread_mutex_unlock(&mu);
@@ -269,28 +298,72 @@ static void run(struct CUstream_st *stream, struct op *op)
 	free(op);
 }
 
+/* Whether a stream's next operation may run now, or others come first. */
+static bool has_turn(const struct CUstream_st *stream)
+{
+	bool callers = first == CALLERS;
+
+	if (first == NOBODY || stream->of_caller == callers)
+		return true;
+	for (const struct CUstream_st *s = streams; s; s = s->next)
+		if (s->of_caller == callers && !is_stuck(s) && (s->head || s->busy))
+			return false;
+	return true;
+}
+
+static void free_ops(struct op *op)
+{
+	while (op) {
+		struct op *next = op->next;
+
+		free(op);
+		op = next;
+	}
+}
+
+/* A destroyed stream has run dry: out of the list of those with work. */
+static void retire(struct CUstream_st *stream)
+{
+	struct CUstream_st **at = &streams;
+
+	while (*at != stream)
+		at = &(*at)->next;
+	*at = stream->next;
+	stream->next = ended_streams;
+	ended_streams = stream;
+	free_ops(stream->head);
+	free_ops(stream->queued);
+	stream->head = stream->tail = stream->queued = NULL;
+	stream->queued_end = &stream->queued;
+	pthread_cond_broadcast(&cv);
+}
+
 static void *stream_main(void *arg)
 {
 	struct CUstream_st *stream = arg;
 
 	pthread_mutex_lock(&mu);
-	while (stream->alive || stream->head) {
+	while (!stream->dropped) {
 		struct op *op = stream->head;
 
-		if (!op || held) {
-			if (!stream->alive && held)
-				break;
+		if (op && !held && !has_turn(stream)) {
 			pthread_cond_wait(&cv, &mu);
-			continue;
+		} else if (op && !held) {
+			stream->head = op->next;
+			if (!stream->head)
+				stream->tail = NULL;
+			stream->busy = true;
+			run(stream, op);
+			stream->busy = false;
+			pthread_cond_broadcast(&cv);
+		} else if (!op && !stream->alive && (!stream->queued || stream->flushed)) {
+			land(stream);
+			break;
+		} else {
+			pthread_cond_wait(&stream->todo, &mu);
 		}
-		stream->head = op->next;
-		if (!stream->head)
-			stream->tail = NULL;
-		stream->busy = true;
-		run(stream, op);
-		stream->busy = false;
-		pthread_cond_broadcast(&cv);
 	}
+	retire(stream);
 	pthread_mutex_unlock(&mu);
 	return NULL;
 }
@@ -308,12 +381,13 @@ static void push_op(struct CUstream_st *stream, const struct op *op)
 	else
 		stream->head = copy;
 	stream->tail = copy;
-	pthread_cond_broadcast(&cv);
+	pthread_cond_signal(&stream->todo);
 }
 
 static struct CUstream_st *new_stream(int device, bool of_caller)
 {
 	struct CUstream_st *stream = calloc(1, sizeof(*stream));
+	pthread_t thread;
 
 	if (!stream)
 		abort();
@@ -323,9 +397,18 @@ static struct CUstream_st *new_stream(int device, bool of_caller)
 	stream->queued_end = &stream->queued;
 	stream->next = streams;
 	streams = stream;
-	if (pthread_create(&stream->thread, NULL, stream_main, stream) != 0)
+	if (pthread_cond_init(&stream->todo, NULL) != 0)
+		abort();
+	if (pthread_create(&thread, NULL, stream_main, stream) != 0 || pthread_detach(thread) != 0)
 		abort();
 	return stream;
+}
+
+static void wake_all(void)
+{
+	pthread_cond_broadcast(&cv);
+	for (struct CUstream_st *s = streams; s; s = s->next)
+		pthread_cond_signal(&s->todo);
 }
 
 static bool usable_stream(CUstream stream, const char *call)
@@ -334,6 +417,13 @@ static bool usable_stream(CUstream stream, const char *call)
 		return true;
 	violated("%s on a stream that was destroyed", call);
 	return false;
+}
+
+/* E is for somebody to wait for: what is copied is the state at the call by that alone. */
+static void check_waited(const struct CUevent_st *event)
+{
+	if (event->of_caller && !event->waited && !dead_of[event->device])
+		violated("an event was recorded on a caller's stream and nobody waited for it");
 }
 
 static bool usable_event(CUevent event, const char *call)
@@ -507,22 +597,8 @@ EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 
 static void end_stream(struct CUstream_st *stream)
 {
-	struct op *op;
-
 	stream->alive = false;
-	pthread_cond_broadcast(&cv);
-	pthread_mutex_unlock(&mu);
-	(void)pthread_join(stream->thread, NULL);
-	pthread_mutex_lock(&mu);
-	while ((op = stream->head)) {
-		stream->head = op->next;
-		free(op);
-	}
-	while ((op = stream->queued)) {
-		stream->queued = op->next;
-		free(op);
-	}
-	stream->queued_end = &stream->queued;
+	pthread_cond_signal(&stream->todo);
 }
 
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream);
@@ -542,6 +618,8 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 	uint64_t gen;
 	BEGIN("cuStreamWaitEvent", true)
 	(void)flags;
+	if (event)
+		event->waited = true; /* or tried to, which is as good here */
 	if (!code && usable_stream(stream, "cuStreamWaitEvent") &&
 	    usable_event(event, "cuStreamWaitEvent")) {
 		gen = event->recorded;
@@ -608,6 +686,7 @@ EXPORT CUresult cuEventDestroy_v2(CUevent event)
 {
 	BEGIN("cuEventDestroy_v2", true)
 	if (usable_event(event, "cuEventDestroy") && !code) {
+		check_waited(event);
 		event->alive = false;
 		nr_events--;
 	}
@@ -620,7 +699,9 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 	BEGIN("cuEventRecord", true)
 	if (!code && usable_stream(stream, "cuEventRecord") &&
 	    usable_event(event, "cuEventRecord")) {
+		check_waited(event);
 		event->recorded++;
+		event->waited = false;
 		event->of_caller = is_host(stream) || stream->of_caller;
 		if (is_host(stream) ? host_capturing : stream->capturing)
 			violated("an event is put into a graph");
@@ -650,6 +731,8 @@ EXPORT CUresult cuEventQuery(CUevent event)
 			code = CAPTURE_UNSUPPORTED;
 		} else if (event->completed < event->recorded) {
 			code = CUDA_ERROR_NOT_READY;
+			nr_not_ready++;
+			pthread_cond_broadcast(&cv);
 		}
 	}
 	END
@@ -670,6 +753,26 @@ static void add_registration(void *mem, size_t len, bool allocated)
 	registrations = r;
 }
 
+static bool overlaps(const char *mem, size_t len, const char *with, size_t with_len)
+{
+	return mem < with + with_len && with < mem + len;
+}
+
+/* Whether a copy that is still to land reads from the memory, or writes to it. */
+static bool in_use(const char *mem, size_t len)
+{
+	for (const struct CUstream_st *s = streams; s; s = s->next) {
+		if (dead_of[s->device])
+			continue;
+		for (int i = 0; i < 2; i++)
+			for (const struct op *op = i ? s->head : s->queued; op; op = op->next)
+				if (op->kind == COPY && (overlaps(mem, len, op->dst, op->len) ||
+							 overlaps(mem, len, op->src, op->len)))
+					return true;
+	}
+	return false;
+}
+
 /* Takes one out; a copy into it that is still to land is a violation. */
 static int drop_registration(void *mem, bool allocated)
 {
@@ -678,16 +781,8 @@ static int drop_registration(void *mem, bool allocated)
 
 		if (r->mem != mem || r->allocated != allocated)
 			continue;
-		for (struct CUstream_st *s = streams; s; s = s->next) {
-			for (struct op *op = s->queued; op; op = op->next)
-				if (op->dst >= r->mem && op->dst < r->mem + r->len &&
-				    !dead_of[s->device])
-					violated("memory is taken from under a copy");
-			for (struct op *op = s->head; op; op = op->next)
-				if (op->kind == COPY && op->dst >= r->mem &&
-				    op->dst < r->mem + r->len && !dead_of[s->device])
-					violated("memory is taken from under a copy");
-		}
+		if (in_use(r->mem, r->len))
+			violated("memory is taken from under a copy");
 		*at = r->next;
 		free(r);
 		return 0;
@@ -704,7 +799,7 @@ EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags)
 	if (!code && len > (size_t)1 << 30)
 		violated("a registration of more than 1 GiB");
 	for (struct registration *r = registrations; r && !code; r = r->next)
-		if ((char *)mem < r->mem + r->len && (char *)mem + len > r->mem)
+		if (overlaps(mem, len, r->mem, r->len))
 			code = ALREADY_REGISTERED;
 	if (!code) {
 		((volatile char *)mem)[0] = 0; /* pages that nobody may write are refused */
@@ -876,8 +971,24 @@ EXPORT void fake_cuda_reset(void)
 	nr_violations = nr_calls = nr_syncs = nr_hits = nr_copies = bytes_copied = 0;
 	fail_copy_at = delay_max = 0;
 	held = pageable_allowed = host_capturing = false;
-	pthread_cond_broadcast(&cv);
+	first = NOBODY;
+	delay_one_in = 1;
+	wake_all();
 	pthread_mutex_unlock(&mu);
+}
+
+/* Waits until streams that were destroyed have run dry. */
+static void wait_for_destroyed(void)
+{
+	bool some = true;
+
+	while (some) {
+		some = false;
+		for (struct CUstream_st *s = streams; s; s = s->next)
+			some |= !s->alive;
+		if (some)
+			pthread_cond_wait(&cv, &mu);
+	}
 }
 
 EXPORT void fake_cuda_forget(void);
@@ -887,13 +998,11 @@ EXPORT void fake_cuda_forget(void)
 
 	pthread_mutex_lock(&mu);
 	/* A device may have been given up whose streams still have copies: none of them lands. */
-	for (int i = 0; i < NR_DEVICES; i++)
-		dead_of[i] = CUDA_ERROR_ILLEGAL_ADDRESS;
-	pthread_cond_broadcast(&cv);
 	for (struct CUstream_st *s = streams; s; s = s->next)
-		if (s->alive && !s->of_caller)
-			end_stream(s);
-	memset(dead_of, 0, sizeof(dead_of));
+		if (!s->of_caller)
+			s->alive = false, s->dropped = true;
+	wake_all();
+	wait_for_destroyed();
 	while ((r = registrations)) {
 		registrations = r->next;
 		if (r->allocated)
@@ -971,9 +1080,19 @@ static int64_t live(const char *what)
 	return nr;
 }
 
+/* Whatever destroyed streams were given lands now, unless nothing goes on. */
+static void flush(void)
+{
+	for (struct CUstream_st *s = streams; s; s = s->next)
+		s->flushed = !s->alive;
+	wake_all();
+	if (!held)
+		wait_for_destroyed();
+}
+
 GETTER(uint64_t, fake_cuda_hits, (void), nr_hits)
 GETTER(uint64_t, fake_cuda_calls, (const char *name), count_of(name))
-GETTER(uint64_t, fake_cuda_nr_violations, (void), nr_violations)
+GETTER(uint64_t, fake_cuda_nr_violations, (void), (flush(), nr_violations))
 GETTER(const char *, fake_cuda_violation, (uint64_t i), i < NR_VIOLATIONS ? violations[i] : "")
 GETTER(int64_t, fake_cuda_live, (const char *what), live(what))
 GETTER(uint64_t, fake_cuda_copied_bytes, (void), bytes_copied)
@@ -984,18 +1103,68 @@ GETTER(uint64_t, fake_cuda_copied_bytes, (void), bytes_copied)
 	{                                                                                          \
 		pthread_mutex_lock(&mu);                                                           \
 		__VA_ARGS__;                                                                       \
-		pthread_cond_broadcast(&cv);                                                       \
+		wake_all();                                                                        \
 		pthread_mutex_unlock(&mu);                                                         \
 	}
 SETTER(fake_cuda_allow_pageable, (int yes), pageable_allowed = yes)
 SETTER(fake_cuda_delay, (uint64_t max_ns, uint64_t seed), delay_max = max_ns, delay_seed = seed)
+SETTER(fake_cuda_delay_one_in, (uint64_t nr), delay_one_in = nr)
+SETTER(fake_cuda_first, (int who), first = (unsigned)who)
 SETTER(fake_cuda_hold, (int yes), held = yes)
 SETTER(fake_cuda_activate, (int device, int yes), inactive[device] = !yes)
 SETTER(fake_cuda_capture, (void *stream, int yes),
        *(is_host(stream) ? &host_capturing : &((CUstream)stream)->capturing) = yes)
-SETTER(fake_cuda_launch, (void *stream, void (*fn)(void *), void *arg),
-       push_op(stream, &(struct op){ .kind = WORK, .fn = fn, .arg = arg }))
 GETTER(void *, fake_cuda_stream, (int device), new_stream(device, true))
+
+EXPORT void fake_cuda_launch(void *stream, void (*fn)(void *), void *arg);
+EXPORT void fake_cuda_launch(void *stream, void (*fn)(void *), void *arg)
+{
+	pthread_mutex_lock(&mu);
+	push_op(stream, &(struct op){ .kind = WORK, .fn = fn, .arg = arg });
+	pthread_mutex_unlock(&mu);
+}
+
+EXPORT void fake_cuda_follow(void *stream, void *other);
+EXPORT void fake_cuda_follow(void *stream, void *other)
+{
+	struct CUevent_st *event = calloc(1, sizeof(*event));
+
+	if (!event)
+		abort();
+	pthread_mutex_lock(&mu);
+	event->recorded = 1;
+	event->next = events;
+	events = event;
+	push_op(other, &(struct op){ .kind = RECORD, .event = event, .gen = 1 });
+	push_op(stream, &(struct op){ .kind = WAIT, .event = event, .gen = 1 });
+	pthread_mutex_unlock(&mu);
+}
+
+EXPORT void fake_cuda_freed(const void *mem, uint64_t len);
+EXPORT void fake_cuda_freed(const void *mem, uint64_t len)
+{
+	pthread_mutex_lock(&mu);
+	if (in_use(mem, len))
+		violated("memory of a device is freed under a copy");
+	pthread_mutex_unlock(&mu);
+}
+
+EXPORT void fake_cuda_settle(void);
+EXPORT void fake_cuda_settle(void)
+{
+	struct timespec end;
+
+	(void)clock_gettime(CLOCK_REALTIME, &end);
+	end.tv_sec += SETTLE_S;
+	pthread_mutex_lock(&mu);
+	nr_not_ready = 0;
+	while (nr_not_ready < SETTLED)
+		if (pthread_cond_timedwait(&cv, &mu, &end) == ETIMEDOUT) {
+			violated("a lane with copies in flight does not ask for them");
+			break;
+		}
+	pthread_mutex_unlock(&mu);
+}
 
 EXPORT void fake_cuda_drain(void *handle);
 EXPORT void fake_cuda_drain(void *handle)
