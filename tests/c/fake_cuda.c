@@ -115,6 +115,8 @@ static uint64_t fail_copy_at;
 static int fail_copy_code;
 static pid_t owner;
 static enum { NOBODY, CALLERS, CORE } first;
+static bool never_settles;
+static pthread_t holder;      /* who let nothing go on */
 static uint64_t nr_not_ready; /* queries that said so, with no other call in between */
 
 static struct fault {
@@ -132,6 +134,8 @@ static uint64_t nr_violations;
 static __thread CUcontext stack[16];
 static __thread int depth;
 static __thread int mode; /* of graph captures; 0 = global */
+
+static void wake_all(void);
 
 /* ---- small things ---------------------------------------------------------- */
 
@@ -197,6 +201,17 @@ static int enter(const char *name, bool needs_context)
 	if (needs_context && dead_of[device])
 		return dead_of[device];
 	return 0;
+}
+
+/* The thread that holds the devices asks whether something has completed, or waits for it: it would
+ * do so for ever. Says so and lets them go on. */
+static void check_holder(const char *call)
+{
+	if (!held || !pthread_equal(holder, pthread_self()))
+		return;
+	violated("%s by a thread that must not wait for the device", call);
+	held = false;
+	wake_all();
 }
 
 static bool is_host(CUstream stream)
@@ -628,6 +643,8 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 		if (is_host(stream) ? host_capturing : stream->capturing)
 			violated("a wait is put into a graph");
 		if (is_host(stream)) {
+			if (event->completed < gen && !dead_of[event->device])
+				check_holder("cuStreamWaitEvent on the thread's own stream");
 			while (event->completed < gen && !dead_of[event->device])
 				pthread_cond_wait(&cv, &mu);
 		} else {
@@ -644,10 +661,12 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
 	BEGIN("cuStreamQuery", true)
 	if (!code && usable_stream(stream, "cuStreamQuery") && !is_host(stream)) {
 		/* A real stream runs dry by itself: so does this one when it is asked. */
-		if (stream->head || stream->busy)
+		if (stream->head || stream->busy) {
 			code = CUDA_ERROR_NOT_READY;
-		else
+			check_holder("cuStreamQuery");
+		} else {
 			land(stream);
+		}
 		if (!code && dead_of[stream->device])
 			code = dead_of[stream->device];
 	}
@@ -731,6 +750,7 @@ EXPORT CUresult cuEventQuery(CUevent event)
 			code = CAPTURE_UNSUPPORTED;
 		} else if (event->completed < event->recorded) {
 			code = CUDA_ERROR_NOT_READY;
+			check_holder("cuEventQuery");
 			nr_not_ready++;
 			pthread_cond_broadcast(&cv);
 		}
@@ -972,6 +992,7 @@ EXPORT void fake_cuda_reset(void)
 	fail_copy_at = delay_max = 0;
 	held = pageable_allowed = host_capturing = false;
 	first = NOBODY;
+	never_settles = false;
 	delay_one_in = 1;
 	wake_all();
 	pthread_mutex_unlock(&mu);
@@ -1110,7 +1131,7 @@ SETTER(fake_cuda_allow_pageable, (int yes), pageable_allowed = yes)
 SETTER(fake_cuda_delay, (uint64_t max_ns, uint64_t seed), delay_max = max_ns, delay_seed = seed)
 SETTER(fake_cuda_delay_one_in, (uint64_t nr), delay_one_in = nr)
 SETTER(fake_cuda_first, (int who), first = (unsigned)who)
-SETTER(fake_cuda_hold, (int yes), held = yes)
+SETTER(fake_cuda_hold, (int yes), held = yes, holder = pthread_self())
 SETTER(fake_cuda_activate, (int device, int yes), inactive[device] = !yes)
 SETTER(fake_cuda_capture, (void *stream, int yes),
        *(is_host(stream) ? &host_capturing : &((CUstream)stream)->capturing) = yes)
@@ -1158,10 +1179,10 @@ EXPORT void fake_cuda_settle(void)
 	end.tv_sec += SETTLE_S;
 	pthread_mutex_lock(&mu);
 	nr_not_ready = 0;
-	while (nr_not_ready < SETTLED)
+	while (nr_not_ready < SETTLED && !never_settles)
 		if (pthread_cond_timedwait(&cv, &mu, &end) == ETIMEDOUT) {
 			violated("a lane with copies in flight does not ask for them");
-			break;
+			never_settles = true;
 		}
 	pthread_mutex_unlock(&mu);
 }

@@ -367,7 +367,7 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 		/* The step's stream waits for what is copied after the call too. */
 		CHECK_EQ(sfr_snapshot_gate(snapshot,
 					   &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1,
-					   SFR_FOREVER),
+					   0),
 			 0);
 		fake.fake_cuda_launch(stream, fake_fill, &after);
 		if (held) {
@@ -390,6 +390,75 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 		fake.fake_cuda_drain(stream);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);
+		fake_end(engine);
+	}
+}
+
+static void a_snapshot_on_a_capturing_stream_is_refused(void)
+{
+	struct sfr_snapshot *snapshot;
+	struct sfr_engine *engine;
+	int64_t torn;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 1);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	snapshot = new_snapshot(engine, &one, stream);
+	fake.fake_cuda_capture(stream, 1);
+	if (!CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING))
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+	fake.fake_cuda_capture(stream, 0);
+	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_put(snapshot);
+	fake_end(engine);
+}
+
+/* As with files: nothing goes on before all is queued, and then one side first. */
+static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
+{
+	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
+			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
+			 rest = { &one, FAKE_FIRST_DEFERRED, SAVING_NR, FAKE_GARBAGE };
+
+	begin();
+	for (int i = 0; i < 4; i++) {
+		struct sfr_engine *engine = fake_engine(16, 1);
+		void *stream = fake.fake_cuda_stream(0);
+		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		int64_t torn;
+
+		fake_place(&one, 0, SAVING_NR, 0);
+		fake.fake_cuda_first(1 + i % 2);
+		for (int k = 0; k < 2; k++) {
+			struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
+
+			before.value = (unsigned char)(5 + k);
+			fake.fake_cuda_hold(1);
+			fake.fake_cuda_launch(stream, fake_fill, &before);
+			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+			fake.fake_cuda_launch(stream, fake_fill, &captured);
+			if (i & 2) /* the write that nobody announces */
+				fake.fake_cuda_launch(stream, fake_fill, &rest);
+			else
+				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
+			fake.fake_cuda_launch(stream, fake_fill, &rest);
+			fake.fake_cuda_hold(0);
+			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+			fake_freed(&one);
+			if (!(i & 2))
+				CHECK_EQ(torn, -1);
+			else if (i % 2 == 0) /* the caller's stream went first */
+				CHECK_EQ(torn, FAKE_FIRST_DEFERRED);
+			if (torn < 0)
+				CHECK(snapshot_is(snapshot, 0, before.value));
+			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+			sfr_snapshot_put(sfr_notice_snapshot());
+			sfr_snapshot_unview(snapshot);
+			sfr_snapshot_put(snapshot);
+			fake.fake_cuda_drain(stream);
+		}
 		fake_end(engine);
 	}
 }
@@ -509,6 +578,23 @@ static void a_pool_whose_every_block_is_retired_says_so(void)
 	CHECK_EQ(saving_save(engine, dir, "b", &two, 0), -ENOMEM);
 	fake_engine_end(engine);
 	fake_check();
+}
+
+/* Its stream is destroyed with the lane, which would not wait for what is on it. */
+static void a_checksum_whose_event_fails_leaves_no_copy_behind(void)
+{
+	struct sfr_engine *engine;
+
+	begin();
+	engine = fake_engine(8, 1);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		one.sources[i].lane = SFR_LANE_HOST;
+	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* E is the first */
+	CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES), -EIO);
+	CHECK(fake.fake_cuda_hits() > 0);
+	fake_freed(&one);
+	fake_end(engine);
 }
 
 /* Every call of the driver fails in its turn, once and for good, with every kind of error. */
@@ -634,6 +720,8 @@ int main(void)
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
+	RUN(a_snapshot_on_a_capturing_stream_is_refused);
+	RUN(whoever_goes_first_a_snapshot_is_the_state_at_the_call);
 	RUN(random_delays_tear_no_snapshot);
 	RUN(a_write_between_samples_and_copy_tears_the_snapshot);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
@@ -641,6 +729,7 @@ int main(void)
 	RUN(a_device_nobody_made_active_is_refused);
 	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
 	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
+	RUN(a_checksum_whose_event_fails_leaves_no_copy_behind);
 	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
 	saving_rmdir(dir);
 	return check_done();
