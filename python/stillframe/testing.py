@@ -166,6 +166,7 @@ class FakeDriver:
                 f" set {_VARIABLE}=build/libfake_cuda.so before stillframe first uses CUDA"
             ) from None
         self._library.fake_cuda_violation.restype = ctypes.c_char_p
+        self._library.fake_cuda_stream.restype = ctypes.c_void_p
         for name in ("hits", "calls", "nr_violations", "live", "copied_bytes"):
             getattr(self._library, f"fake_cuda_{name}").restype = ctypes.c_int64
 
@@ -195,6 +196,14 @@ class FakeDriver:
         global _capturing
         _capturing = yes
         self._library.fake_cuda_capture(None, int(yes))
+
+    def stream(self) -> int:
+        """The handle of a new stream on device 0, such as `torch.cuda.current_stream()` has one."""
+        return int(self._library.fake_cuda_stream(0))
+
+    def freed(self, address: int, nbytes: int) -> None:
+        """Says that memory of the device is freed: a violation while a copy is to read from it."""
+        self._library.fake_cuda_freed(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
 
     def allow_pageable(self, yes: bool) -> None:
         """Whether a copy to memory that is not registered is no violation."""

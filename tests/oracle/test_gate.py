@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps, skeleton_of
-from stillframe import gate, ownership
+from stillframe import _device, gate, ownership
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.optimizer import (
@@ -511,3 +511,18 @@ def test_over_a_thousand_storages_are_deferred_at_once() -> None:
         deferral.close()
         assert len(deferral.indices) == 1200
         assert deferral.torn() == -1
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_step_that_torch_captures_makes_its_optimizer_distrusted(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replays write with no hook to say so, and nothing may be copied late from then on."""
+    monkeypatch.setattr(_device, "_is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    opt = AdamW([param()], lr=0.1)
+    give_gradients(opt)
+    opt.step()
+    owner = ownership.find(opt)
+    assert owner is not None and owner.distrusted == captured

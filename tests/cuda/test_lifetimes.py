@@ -1,0 +1,83 @@
+"""Whose storages are while the device copies from them, and whose streams wait for it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from fix_training import adamw
+from stillframe import _device, gate
+from stillframe.testing import FakeDriver
+from test_mutation_oracle import few_threads, warmed_up
+
+__all__ = ["few_threads"]  # a fixture
+
+NBYTES = 3 << 20
+
+
+class Memory(ctypes.c_char * NBYTES):  # type: ignore[misc]
+    """Memory that says when torch lets go of it."""
+
+
+@pytest.fixture
+def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Has the calls meet a current stream that is not the calling thread."""
+    handle = fake.stream()
+    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
+    return handle
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["deferred", "captured"])
+def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
+    overlap: bool, tmp_path: Path, fake: FakeDriver, stream: int, engine: stillframe.Engine
+) -> None:
+    freed: list[int] = []
+
+    def free(address: int) -> None:
+        fake.freed(address, NBYTES)  # the fixture fails on a violation
+        freed.append(address)
+
+    backing = bytearray(NBYTES)  # stays, so that a copy that comes too late does no harm
+    memory = Memory.from_buffer(backing)
+    parameter = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
+    address = ctypes.addressof(memory)
+    end = weakref.finalize(memory, free, address)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    for _ in range(12):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    parameter.grad = None
+
+    fake.hold(True)
+    try:
+        handle = stillframe.async_save([parameter], tmp_path / "a", engine=engine, overlap=overlap)
+        del memory, parameter, optimizer
+        gc.collect()
+        assert freed == [] and end.alive
+        gate.wait()
+        assert freed == [] and end.alive
+    finally:
+        fake.hold(False)  # the engine waits for its copies
+    report = handle.result()
+    assert report is not None
+    assert (report.deferred_nbytes > 0) == overlap
+    gc.collect()
+    assert freed == [address]
+
+
+def test_a_step_s_stream_waits_for_the_copies_and_nobody_else(
+    tmp_path: Path, fake: FakeDriver, stream: int, engine: stillframe.Engine
+) -> None:
+    training = warmed_up(adamw, steps=12)
+    handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
+    waits = fake.calls("cuStreamWaitEvent")
+    gate.wait()
+    # The fixture has seen no synchronise.
+    assert fake.calls("cuStreamWaitEvent") == waits + 1
+    report = handle.result()
+    assert report is not None and report.deferred_nbytes > 0
