@@ -31,7 +31,7 @@ except ImportError:
 
 PYTHON_ABI = "0x030b0000"  # CPython 3.11
 TORCH_ABI = "0x020a000000000000"  # torch 2.10
-FAKE_DRIVER = "tests/c/fake_cuda.c"
+FAKE_DRIVER = "fake_cuda*"
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
 
 NO_TORCH = """
@@ -129,17 +129,19 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
 
     def build_fake_driver(self) -> None:
         """Builds the tests' CUDA driver. Nothing of it is installed."""
-        source, target = Path(FAKE_DRIVER), Path("build/libfake_cuda.so")
-        if not source.exists():
+        made_of = sorted(Path("tests/c").glob(FAKE_DRIVER))
+        sources = [str(each) for each in made_of if each.suffix == ".c"]
+        target = Path("build/libfake_cuda.so")
+        if not sources:
             return
-        made_of = [source, source.with_suffix(".h"), Path("csrc/core/cuda_types.h")]
+        made_of.append(Path("csrc/core/cuda_types.h"))
         if target.exists() and all(
             each.stat().st_mtime <= target.stat().st_mtime for each in made_of
         ):
             return
         compile_flags, link_flags = switches()
         objects = self.compiler.compile(
-            [str(source)],
+            sources,
             output_dir=self.build_temp,
             macros=[("_GNU_SOURCE", None)],
             include_dirs=["csrc/core"],

@@ -1,0 +1,19 @@
+/* Two states for tests over the fake driver, and a driver as new. */
+#ifndef FIX_CUDA_H
+#define FIX_CUDA_H
+
+#include "fake.h"
+
+static const char *dir;
+static struct saving_state one, two;
+
+static inline void begin(void)
+{
+	fake.fake_cuda_reset();
+	fake.fake_cuda_forget(); /* what a device that died left behind */
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	sfr_cuda_tune(4 << 20, 4);
+}
+
+#endif

@@ -1,0 +1,463 @@
+/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (order_cuda.c), of
+ * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
+
+#include "fix_cuda.h"
+
+/* E: in the call that begins a save, on the caller's stream, before anything is copied. */
+static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (int i = 0; i < 2; i++) { /* the lane's stream is new only once */
+		uint64_t records = fake.fake_cuda_calls("cuEventRecord");
+		uint64_t waits = fake.fake_cuda_calls("cuStreamWaitEvent");
+		const struct sfr_stream on = { .handle = (uintptr_t)stream };
+
+		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+		CHECK_EQ(sfr_save_begin(t, &on, 1), 0);
+		CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), records + 1);
+		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + 1);
+		CHECK_EQ(saving_submit(t), 0);
+		saving_finish(t);
+		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		sfr_ticket_put(t);
+	}
+	fake_end(engine);
+}
+
+/* Nothing goes on before everything is queued, and then the caller's streams before the core's, or
+ * after them, wherever both may: an event too few or in a wrong place always shows. */
+static void whoever_goes_first_a_file_is_the_state_at_the_call(void)
+{
+	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
+			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
+			 rest = { &one, FAKE_FIRST_DEFERRED, SAVING_NR, FAKE_GARBAGE };
+
+	begin();
+	for (int i = 0; i < 8; i++) {
+		void *stream = fake.fake_cuda_stream(0), *step = stream;
+		struct sfr_engine *engine = fake_engine(32, 2);
+		struct sfr_ticket *t;
+
+		fake_place(&one, 0, SAVING_NR, 0);
+		fake.fake_cuda_first(1 + i % 2);
+		for (int k = 0; k < 2; k++) {
+			before.value = (unsigned char)(5 + k);
+			CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+			fake.fake_cuda_hold(1);
+			fake.fake_cuda_launch(stream, fake_fill, &before);
+			CHECK_EQ(fake_submit(t, stream), 0);
+			fake.fake_cuda_launch(stream, fake_fill, &captured);
+			if (i & 2) { /* the step runs on a side stream, as torch's do */
+				step = fake.fake_cuda_stream(0);
+				fake.fake_cuda_follow(step, stream);
+			}
+			CHECK_EQ(fake_gate_held(t, step), 0);
+			fake.fake_cuda_launch(step, fake_fill, &rest);
+			fake.fake_cuda_hold(0);
+			saving_finish(t);
+			CHECK_EQ(saving_look_as(dir, "a", &one), 5 + k);
+			sfr_ticket_put(t);
+			fake.fake_cuda_drain(step);
+			fake.fake_cuda_drain(stream);
+		}
+		fake_end(engine);
+	}
+}
+
+/* Samples are of the bytes at the call: a write that nobody announces, queued right behind it, comes
+ * before the deferred copies, and is noticed. */
+static void a_write_behind_the_call_always_differs_from_the_samples(void)
+{
+	struct fake_fill work = { &one, 3, 4, 9 };
+	struct sfr_engine *engine;
+	struct sfr_report report;
+	struct sfr_ticket *t;
+	void *stream;
+
+	begin();
+	engine = fake_engine(32, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	fake.fake_cuda_first(1);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	fake.fake_cuda_launch(stream, fake_fill, &work);
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.err.code, SFR_ETORN);
+	CHECK_EQ(report.err.index, 3);
+	sfr_ticket_put(t);
+	fake.fake_cuda_drain(stream);
+	fake_end(engine);
+}
+
+static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	uint64_t waits;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	/* Nothing on the device goes on: whoever waits for it, waits for ever. */
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	waits = fake.fake_cuda_calls("cuStreamWaitEvent");
+	for (uint64_t i = 1; i <= 2; i++) { /* once more, as a second optimizer does */
+		CHECK_EQ(fake_gate_held(t, stream), 0);
+		CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waits + i);
+	}
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	/* The sources stay the device's, however long that takes. */
+	fake.fake_cuda_settle();
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	fake_freed(&one);
+	saving_finish(t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	fake_end(engine);
+}
+
+static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t, *refused;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &refused), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	fake.fake_cuda_capture(stream, 1);
+	CHECK_EQ(sfr_save_begin(refused, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+		 SFR_ECAPTURING);
+	CHECK_EQ(fake_gate_held(t, stream), SFR_EAGAIN); /* it waits on the host */
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(fake_gate(t, stream), 0);
+	fake_freed(&one);
+	fake.fake_cuda_capture(stream, 0);
+	saving_finish(t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	sfr_ticket_put(refused);
+	fake_end(engine);
+}
+
+static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	CHECK_EQ(sfr_save_gate(t, NULL, 0, 0), SFR_EAGAIN);
+	fake.fake_cuda_settle();
+	CHECK_EQ(sfr_save_gate(t, NULL, 0, 0), SFR_EAGAIN);
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(sfr_save_gate(t, NULL, 0, SFR_FOREVER), 0);
+	fake_freed(&one);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	fake_end(engine);
+}
+
+static void bytes_that_changed_before_their_copy_are_noticed(void)
+{
+	for (int by_sum = 0; by_sum < 2; by_sum++) {
+		struct sfr_engine *engine;
+		struct sfr_report report;
+		struct sfr_ticket *t;
+		struct fake_fill work = { &one, 3, 4, 9 };
+		void *stream;
+
+		begin();
+		engine = fake_engine(1, 1); /* so that little is copied before the gate */
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
+			 0);
+		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+			 0);
+		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, fake_fill,
+				      &work); /* before anything deferred is queued */
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_save_launch(t), 0);
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, SFR_ETORN);
+		CHECK_EQ(report.err.index, 3);
+		sfr_ticket_put(t);
+		fake_end(engine);
+	}
+}
+
+static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct saving_state *s,
+					 void *stream)
+{
+	const struct sfr_stream streams[] = { { .handle = (uintptr_t)stream } };
+	struct sfr_snapshot *snapshot;
+
+	CHECK_EQ(sfr_snapshot_new(engine, s->sources, SAVING_NR, 0, &snapshot), 0);
+	CHECK_EQ(sfr_snapshot_lease(snapshot, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_streams(snapshot, streams, 1), 0);
+	return snapshot;
+}
+
+/* Whether each source's copy is full of `value`. */
+static bool snapshot_is(struct sfr_snapshot *snapshot, unsigned from, unsigned char value)
+{
+	uint64_t len;
+	char *base;
+	bool good = true;
+
+	sfr_snapshot_memory(snapshot, &base, &len);
+	for (unsigned i = from; i < SAVING_NR; i++) {
+		const char *copy = base + sfr_snapshot_offset(snapshot, i);
+
+		for (uint64_t k = 0; k < one.sources[i].nbytes; k++)
+			good = good && copy[k] == (char)value;
+	}
+	return good;
+}
+
+static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
+{
+	for (int held = 0; held < 2; held++) {
+		struct fake_fill before = { &one, 0, SAVING_NR, 5 },
+				 after = { &one, 0, SAVING_NR, 6 };
+		struct sfr_snapshot *snapshot;
+		struct sfr_engine *engine;
+		const struct sfr_stream step = { 0 };
+		void *stream;
+		int64_t torn;
+
+		begin();
+		engine = fake_engine(16, 1);
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		snapshot = new_snapshot(engine, &one, stream);
+		fake.fake_cuda_hold(held); /* whoever waits for the device, waits for ever */
+		fake.fake_cuda_launch(stream, fake_fill, &before);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		/* The step's stream waits for what is copied after the call too. */
+		CHECK_EQ(sfr_snapshot_gate(snapshot,
+					   &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1,
+					   0),
+			 0);
+		fake.fake_cuda_launch(stream, fake_fill, &after);
+		if (held) {
+			CHECK_EQ(sfr_snapshot_wait(snapshot, 0, &torn), SFR_EAGAIN);
+			sfr_snapshot_unview(
+				snapshot); /* nobody can read it, but it is written to */
+			CHECK_EQ(sfr_snapshot_leased(snapshot), 1);
+			fake.fake_cuda_hold(0);
+		}
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK_EQ(torn, -1);
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
+		if (!held) {
+			CHECK(snapshot_is(snapshot, 0, 5));
+			sfr_snapshot_unview(snapshot);
+		}
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 3);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		fake_end(engine);
+	}
+}
+
+static void a_snapshot_on_a_capturing_stream_is_refused(void)
+{
+	struct sfr_snapshot *snapshot;
+	struct sfr_engine *engine;
+	int64_t torn;
+	void *stream;
+
+	begin();
+	engine = fake_engine(16, 1);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	snapshot = new_snapshot(engine, &one, stream);
+	fake.fake_cuda_capture(stream, 1);
+	if (!CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING))
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+	fake.fake_cuda_capture(stream, 0);
+	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_put(snapshot);
+	fake_end(engine);
+}
+
+/* As with files: nothing goes on before all is queued, and then one side first. */
+static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
+{
+	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
+			 captured = { &one, 0, FAKE_FIRST_DEFERRED, FAKE_GARBAGE },
+			 rest = { &one, FAKE_FIRST_DEFERRED, SAVING_NR, FAKE_GARBAGE };
+
+	begin();
+	for (int i = 0; i < 4; i++) {
+		struct sfr_engine *engine = fake_engine(16, 1);
+		void *stream = fake.fake_cuda_stream(0);
+		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		int64_t torn;
+
+		fake_place(&one, 0, SAVING_NR, 0);
+		fake.fake_cuda_first(1 + i % 2);
+		for (int k = 0; k < 2; k++) {
+			struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
+
+			before.value = (unsigned char)(5 + k);
+			fake.fake_cuda_hold(1);
+			fake.fake_cuda_launch(stream, fake_fill, &before);
+			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+			fake.fake_cuda_launch(stream, fake_fill, &captured);
+			if (i & 2) /* the write that nobody announces */
+				fake.fake_cuda_launch(stream, fake_fill, &rest);
+			else
+				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
+			fake.fake_cuda_launch(stream, fake_fill, &rest);
+			fake.fake_cuda_hold(0);
+			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+			fake_freed(&one);
+			if (!(i & 2))
+				CHECK_EQ(torn, -1);
+			else if (i % 2 == 0) /* the caller's stream went first */
+				CHECK_EQ(torn, FAKE_FIRST_DEFERRED);
+			if (torn < 0)
+				CHECK(snapshot_is(snapshot, 0, before.value));
+			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+			sfr_snapshot_put(sfr_notice_snapshot());
+			sfr_snapshot_unview(snapshot);
+			sfr_snapshot_put(snapshot);
+			fake.fake_cuda_drain(stream);
+		}
+		fake_end(engine);
+	}
+}
+
+/* Work queued behind the call overwrites what is captured at once, and behind the gate the rest. */
+static void random_delays_tear_no_snapshot(void)
+{
+	struct fake_fill before = { &one, 0, SAVING_NR, 5 },
+			 captured = { &one, 0, FAKE_FIRST_DEFERRED, 6 },
+			 rest = { &one, FAKE_FIRST_DEFERRED, SAVING_NR, 6 };
+	void *stream;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (uint64_t seed = 1; seed <= 40; seed++) {
+		struct sfr_engine *engine = fake_engine(16, 1);
+		struct sfr_snapshot *snapshot = new_snapshot(engine, &one, stream);
+		const struct sfr_stream step = { .handle = (uintptr_t)stream };
+		int64_t torn;
+
+		fake.fake_cuda_delay(1 + fake_rng(200000), seed);
+		fake.fake_cuda_launch(stream, fake_fill, &before);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		if (seed % 2) /* else the rest comes as early as it may */
+			fake.fake_cuda_launch(stream, fake_fill, &captured);
+		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, fake_fill, &rest);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK_EQ(torn, -1);
+		CHECK(snapshot_is(snapshot, 0, 5));
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		fake_engine_end(engine);
+	}
+	fake_check();
+	fake_check_nothing_left();
+}
+
+/* A stream that nobody joined writes while samples are taken and before the copy: it is noticed. */
+static void a_write_between_samples_and_copy_tears_the_snapshot(void)
+{
+	struct fake_fill work = { &one, 3, 4, 9 };
+	void *stream, *other;
+	unsigned nr_torn = 0;
+
+	begin();
+	stream = fake.fake_cuda_stream(0);
+	other = fake.fake_cuda_stream(0);
+	for (uint64_t seed = 1; seed <= 400 && nr_torn == 0; seed++) {
+		struct sfr_engine *engine = fake_engine(16, 1);
+		struct sfr_snapshot *snapshot;
+		int64_t torn;
+
+		saving_fill(&one, 1);
+		fake_place(&one, 0, SAVING_NR, 0);
+		snapshot = new_snapshot(engine, &one, stream);
+		fake.fake_cuda_delay(1 + fake_rng(200000), seed);
+		CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+		fake.fake_cuda_launch(other, fake_fill, &work);
+		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+		CHECK(torn == -1 || torn == 3);
+		nr_torn += torn == 3;
+		fake.fake_cuda_drain(other);
+		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+		sfr_snapshot_put(sfr_notice_snapshot());
+		sfr_snapshot_unview(snapshot);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_snapshot_put(snapshot);
+		fake_engine_end(engine);
+	}
+	CHECK(nr_torn > 0);
+	fake_check();
+	fake_check_nothing_left();
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	dir = saving_dir();
+	RUN(a_save_begins_with_an_event_that_its_stream_waits_for);
+	RUN(whoever_goes_first_a_file_is_the_state_at_the_call);
+	RUN(a_write_behind_the_call_always_differs_from_the_samples);
+	RUN(a_gate_inserts_its_wait_and_holds_nobody_up);
+	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
+	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
+	RUN(bytes_that_changed_before_their_copy_are_noticed);
+	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
+	RUN(a_snapshot_on_a_capturing_stream_is_refused);
+	RUN(whoever_goes_first_a_snapshot_is_the_state_at_the_call);
+	RUN(random_delays_tear_no_snapshot);
+	RUN(a_write_between_samples_and_copy_tears_the_snapshot);
+	saving_rmdir(dir);
+	return check_done();
+}
