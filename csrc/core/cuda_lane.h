@@ -116,8 +116,11 @@ void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *pi
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
 /* On the lane's thread: takes what has landed off the list. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* Settles a part nothing of which is queued or in flight any more: `changed` facts may say so. */
-void sfr__cuda_part_step(struct sfr__cuda_part *part);
+/* After a change of what it depends on, with that in one piece: whether nothing of the part is queued
+ * or in flight any more. True once, and then the caller settles the part, without the lock; whoever
+ * hears false has to leave the part alone, since another thread may settle it and its ticket go. */
+bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part);
+void sfr__cuda_part_settle(struct sfr__cuda_part *part);
 /* Ends the lanes' threads and frees what they hold on their devices; for engine.c. */
 void sfr__cuda_lanes_stop(struct sfr_engine *engine);
 void sfr__cuda_lanes_free(struct sfr_engine *engine);

@@ -158,21 +158,24 @@ static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 {
 	struct sfr__cuda_landing *landing = piece->landing;
 	struct sfr__cuda_part *part = piece->part;
+	bool over = false;
 
 	if (!landing)
 		end_block(lane, piece, landed);
 	pthread_mutex_lock(&lane->mu);
-	if (!landing)
-		part->nr_out--;
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, piece->landed);
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
+	if (!landing) {
+		part->nr_out--;
+		over = sfr__cuda_part_over_locked(part);
+	}
 	pthread_mutex_unlock(&lane->mu);
 	if (landing)
 		landing->fn(landing, landed);
-	else
-		sfr__cuda_part_step(part);
+	else if (over)
+		sfr__cuda_part_settle(part);
 }
 
 /* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). */
@@ -216,24 +219,28 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	pthread_mutex_unlock(&lane->mu);
 }
 
-void sfr__cuda_part_step(struct sfr__cuda_part *part)
+bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+
+	if (!part->called || !part->submitted || part->nr_out != 0 || part->over)
+		return false;
+	part->over = true;
+	if (!lane->dead)
+		sfr__cuda_event_put_locked(lane, part->staged);
+	part->staged = NULL;
+	return true;
+}
+
+void sfr__cuda_part_settle(struct sfr__cuda_part *part)
 {
 	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
-	bool over, single;
+	bool single;
 
 	pthread_mutex_lock(&lane->mu);
 	single = lane->single_copies;
-	over = part->called && part->submitted && part->nr_out == 0 && !part->over;
-	if (over) {
-		part->over = true;
-		if (!lane->dead)
-			sfr__cuda_event_put_locked(lane, part->staged);
-		part->staged = NULL;
-	}
 	pthread_mutex_unlock(&lane->mu);
-	if (!over)
-		return;
 	sfr__cuda_store_put(lane, &part->store);
 	pthread_mutex_lock(&lane->engine->mu);
 	t->cuda_out--;

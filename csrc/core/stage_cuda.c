@@ -246,15 +246,19 @@ void sfr__cuda_capture_end(struct sfr_ticket *t)
 static void submitted(struct sfr__cuda_part *part)
 {
 	struct sfr_ticket *t = part->ticket;
+	struct sfr__cuda_lane *lane = part->lane;
+	bool over;
 
 	pthread_mutex_lock(&t->engine->mu);
 	t->cuda_unsubmitted--;
 	pthread_cond_broadcast(&t->engine->cv_state);
 	pthread_mutex_unlock(&t->engine->mu);
-	pthread_mutex_lock(&part->lane->mu);
+	pthread_mutex_lock(&lane->mu);
 	part->submitted = true;
-	pthread_mutex_unlock(&part->lane->mu);
-	sfr__cuda_part_step(part); /* the ticket may be gone from here on */
+	over = sfr__cuda_part_over_locked(part);
+	pthread_mutex_unlock(&lane->mu); /* the ticket may be gone from here on */
+	if (over)
+		sfr__cuda_part_settle(part);
 }
 
 void sfr__cuda_launch(struct sfr_ticket *t)
