@@ -114,10 +114,10 @@ static inline int fake_gate_held(struct sfr_ticket *t, void *stream)
 	return rc;
 }
 
-/* The bytes of a state's storages might be freed now: no copy reads from them. */
-static inline void fake_freed(const struct saving_state *s)
+/* Storages [from, SAVING_NR) of a state might be freed now: no copy reads from them. */
+static inline void fake_freed(const struct saving_state *s, unsigned from)
 {
-	for (unsigned i = 0; i < SAVING_NR; i++)
+	for (unsigned i = from; i < SAVING_NR; i++)
 		fake.fake_cuda_freed(s->bytes[i], SAVING_LEN);
 }
 

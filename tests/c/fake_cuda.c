@@ -78,8 +78,8 @@ int fake__enter(const char *name, bool needs_context)
 	int device = fake__current_device(), code = 0;
 
 	fk.nr_calls++;
-	if (strcmp(name, "cuEventQuery") != 0)
-		fk.nr_not_ready = 0;
+	if (strcmp(name, "cuEventQuery") != 0 && device >= 0)
+		fk.nr_not_ready[device] = 0;
 	for (size_t i = 0; i < sizeof(fk.counts) / sizeof(fk.counts[0]); i++) {
 		if (!fk.counts[i].name[0])
 			(void)snprintf(fk.counts[i].name, sizeof(fk.counts[i].name), "%s", name);

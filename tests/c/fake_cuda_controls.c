@@ -205,6 +205,20 @@ EXPORT void fake_cuda_freed(const void *mem, uint64_t len)
 	pthread_mutex_unlock(&fk.mu);
 }
 
+/* Whether every lane that has copies in flight has asked for them, and nothing else, for a while. */
+static bool is_settled(void)
+{
+	for (const struct CUstream_st *s = fk.streams; s; s = s->next) {
+		bool copies = s->queued != NULL;
+
+		for (const struct op *op = s->head; op; op = op->next)
+			copies |= op->kind == COPY;
+		if (copies && fk.nr_not_ready[s->device] < SETTLED)
+			return false;
+	}
+	return true;
+}
+
 EXPORT void fake_cuda_settle(void);
 EXPORT void fake_cuda_settle(void)
 {
@@ -213,8 +227,8 @@ EXPORT void fake_cuda_settle(void)
 	(void)clock_gettime(CLOCK_REALTIME, &end);
 	end.tv_sec += SETTLE_S;
 	pthread_mutex_lock(&fk.mu);
-	fk.nr_not_ready = 0;
-	while (fk.nr_not_ready < SETTLED && !fk.never_settles)
+	memset(fk.nr_not_ready, 0, sizeof(fk.nr_not_ready));
+	while (!is_settled() && !fk.never_settles)
 		if (pthread_cond_timedwait(&fk.cv, &fk.mu, &end) == ETIMEDOUT) {
 			fake__violated("a lane with copies in flight does not ask for them");
 			fk.never_settles = true;

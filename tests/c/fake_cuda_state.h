@@ -109,7 +109,7 @@ extern struct fake__state {
 	/* what they look at */
 	struct count counts[64];
 	uint64_t nr_calls, nr_syncs, nr_hits, nr_copies, bytes_copied;
-	uint64_t nr_not_ready; /* queries that said so, with no other call in between */
+	uint64_t nr_not_ready[NR_DEVICES]; /* queries that said so, with no other call in between */
 	bool never_settles;
 	char violations[NR_VIOLATIONS][160];
 	uint64_t nr_violations;

@@ -380,7 +380,7 @@ EXPORT CUresult cuEventQuery(CUevent event)
 		} else if (event->completed < event->recorded) {
 			code = CUDA_ERROR_NOT_READY;
 			fake__check_holder("cuEventQuery");
-			fk.nr_not_ready++;
+			fk.nr_not_ready[event->device]++;
 			pthread_cond_broadcast(&fk.cv);
 		}
 	}

@@ -75,7 +75,7 @@ static void a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended(void)
 	CHECK(stats.leased_bytes > 0);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	fake_freed(&one);
+	fake_freed(&one, 0);
 	saving_finish(t);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
@@ -136,7 +136,7 @@ static void a_checksum_whose_event_fails_leaves_no_copy_behind(void)
 	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* E is the first */
 	CHECK_EQ(fake_save(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES), -EIO);
 	CHECK(fake.fake_cuda_hits() > 0);
-	fake_freed(&one);
+	fake_freed(&one, 0);
 	fake_end(engine);
 }
 

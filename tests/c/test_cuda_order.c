@@ -126,7 +126,7 @@ static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	fake_freed(&one);
+	fake_freed(&one, 0);
 	saving_finish(t);
 	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
@@ -153,7 +153,7 @@ static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gat
 	CHECK_EQ(fake_gate_held(t, stream), SFR_EAGAIN); /* it waits on the host */
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(fake_gate(t, stream), 0);
-	fake_freed(&one);
+	fake_freed(&one, 0);
 	fake.fake_cuda_capture(stream, 0);
 	saving_finish(t);
 	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
@@ -180,7 +180,7 @@ static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
 	CHECK_EQ(sfr_save_gate(t, NULL, 0, 0), SFR_EAGAIN);
 	fake.fake_cuda_hold(0);
 	CHECK_EQ(sfr_save_gate(t, NULL, 0, SFR_FOREVER), 0);
-	fake_freed(&one);
+	fake_freed(&one, 0);
 	saving_finish(t);
 	sfr_ticket_put(t);
 	fake_end(engine);
@@ -348,7 +348,7 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 			fake.fake_cuda_launch(stream, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
-			fake_freed(&one);
+			fake_freed(&one, 0);
 			if (!(i & 2))
 				CHECK_EQ(torn, -1);
 			else if (i % 2 == 0) /* the caller's stream went first */
