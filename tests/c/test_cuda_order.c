@@ -309,8 +309,10 @@ static void a_snapshot_on_a_capturing_stream_is_refused(void)
 	fake_place(&one, 0, SAVING_NR, 0);
 	snapshot = new_snapshot(engine, &one, stream);
 	fake.fake_cuda_capture(stream, 1);
-	if (!CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING))
-		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING);
+	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+	sfr_snapshot_put(sfr_notice_snapshot());
 	fake.fake_cuda_capture(stream, 0);
 	sfr_snapshot_unview(snapshot);
 	sfr_snapshot_put(snapshot);
