@@ -1,6 +1,5 @@
 /* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
 #include <errno.h>
-#include <pthread.h>
 
 #include "../../csrc/core/near.h"
 #include "fix_cuda.h"
