@@ -20,8 +20,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR_CHECK_BYTES 1u  /* read every record and compare its CRC */
-#define SFR_CHECK_DIRECT 2u /* and that past the page cache, where the file system can */
+#define SFR_CHECK_BYTES 1u     /* read every record and compare its CRC */
+#define SFR_CHECK_DIRECT 2u    /* and that past the page cache, where the file system can */
+#define SFR_CHECK_DIRECTORY 4u /* without BYTES: no record's own header, only the directory */
 
 /* What a file is. Only an archive has records to look at: torch's legacy format (before 1.6, or
  * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok` as it is. */

@@ -2,6 +2,7 @@
  *
  *     directory record --> local header --> [data, piece by piece] --> descriptor --> next
  *       read_central        read_local         record_bytes            read_desc
+ *                      or  place_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
  *
  * The directory is read through one window, the data part of the file through another. `wrong`
  * collects what is the matter with this record; the first finding ends it, and the record goes on
@@ -90,6 +91,32 @@ static int read_central(struct sfr_check *c, const char **wrong)
 	return 0;
 }
 
+static const char overlaps[] = "it overlaps another record or is out of order";
+static const char reaches_beyond[] = "it reaches beyond the data of the file";
+
+static bool is_out_of_order(const struct sfr_check *c)
+{
+	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
+}
+
+/* Whether there is room for the record where the directory says it is; its own header may be longer
+ * than what is known of it here. */
+static void place_by_directory(struct sfr_check *c, const char **wrong)
+{
+	const uint64_t limit = c->end.dir_off, least = SFR__UNZIP_LOCAL + c->rec.name_len;
+
+	if (is_out_of_order(c)) {
+		*wrong = overlaps;
+		return;
+	}
+	if (c->rec.hdr_off > limit || least > limit - c->rec.hdr_off ||
+	    c->rec.clen > limit - c->rec.hdr_off - least) {
+		*wrong = reaches_beyond;
+		return;
+	}
+	c->rec_end = c->rec.hdr_off + least + c->rec.clen;
+}
+
 /* Compares the local header with the directory and finds the data. */
 static int read_local(struct sfr_check *c, const char **wrong)
 {
@@ -99,8 +126,8 @@ static int read_local(struct sfr_check *c, const char **wrong)
 	size_t extra_len, len;
 	int rc;
 
-	if (rec->hdr_off < c->body_pos || (c->names.nr == 1 && rec->hdr_off != 0)) {
-		*wrong = "it overlaps another record or is out of order";
+	if (is_out_of_order(c)) {
+		*wrong = overlaps;
 		return 0;
 	}
 	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
@@ -113,7 +140,7 @@ static int read_local(struct sfr_check *c, const char **wrong)
 		return 0;
 	len = SFR__UNZIP_LOCAL + rec->name_len + extra_len;
 	if (len > limit - rec->hdr_off || rec->clen > limit - rec->hdr_off - len) {
-		*wrong = "it reaches beyond the data of the file";
+		*wrong = reaches_beyond;
 		return 0;
 	}
 	rc = sfr__window_get(&c->body, rec->hdr_off, len, limit, &fixed, NULL);
@@ -150,6 +177,7 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 
 int sfr__check_next_record(struct sfr_check *c)
 {
+	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	const char *wrong = NULL;
 	int rc;
 
@@ -160,7 +188,9 @@ int sfr__check_next_record(struct sfr_check *c)
 		return 0;
 	}
 	rc = read_central(c, &wrong);
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL)
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && !headers)
+		place_by_directory(c, &wrong);
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
 		rc = read_local(c, &wrong);
 	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL &&
 	    (c->flags & SFR_CHECK_BYTES) != 0 && c->rec.method == SFR__UNZIP_STORED) {
@@ -170,7 +200,7 @@ int sfr__check_next_record(struct sfr_check *c)
 		c->state = SFR__CHECK_BYTES;
 		return 0;
 	}
-	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL)
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
 		rc = read_desc(c, &wrong);
 	if (rc != 0 || c->state != SFR__CHECK_RECORD)
 		return rc;

@@ -88,9 +88,10 @@ static int pause_check(const struct sfr_check *check, PyObject *progress)
 }
 
 PyDoc_STRVAR(check_doc,
-"check(fd, verify, progress=None, direct=False)\n--\n\n"
+"check(fd, verify, progress=None, direct=False, directory=False)\n--\n\n"
 "Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
-"With `direct` too, the bytes are read past the page cache where the file system can.\n\n"
+"With `direct` too, the bytes are read past the page cache where the file system can. With\n"
+"`directory`, which `verify` excludes, nothing but the file's directory is looked at.\n\n"
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
@@ -99,16 +100,17 @@ PyDoc_STRVAR(check_doc,
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "fd", "verify", "progress", "direct", NULL };
+	static char *names[] = { "fd", "verify", "progress", "direct", "directory", NULL };
 	PyObject *progress = Py_None, *dict = NULL;
 	struct sfr_check *run;
-	int fd, verify, direct = 0, rc;
+	int fd, verify, direct = 0, directory = 0, rc;
+	unsigned flags;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Op:check", names, &fd, &verify,
-					 &progress, &direct))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Opp:check", names, &fd, &verify,
+					 &progress, &direct, &directory))
 		return NULL;
-	rc = sfr_check_new(fd, (verify ? SFR_CHECK_BYTES : 0) | (direct ? SFR_CHECK_DIRECT : 0),
-			   &run);
+	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0);
+	rc = sfr_check_new(fd, verify ? flags | SFR_CHECK_BYTES : flags, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	for (;;) {

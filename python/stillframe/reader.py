@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -29,9 +28,10 @@ def load(
     """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
 
     Waits for the saves and removes of the path that were submitted before. The structure of the
-    file is always checked, so one that is truncated or no checkpoint at all is refused before
-    anything of it is unpickled. Files of torch.save's legacy format have nothing to check and go
-    straight to `torch.load`.
+    file is always checked: its directory first, so one that is truncated or no checkpoint at all is
+    refused before anything of it is unpickled; the headers of its records, which torch reads one by
+    one, when it has. Files of torch.save's legacy format have nothing to check and go straight to
+    `torch.load`.
 
     Args:
         path: A local file. A symbolic link is followed.
@@ -64,35 +64,47 @@ def _open(path: str) -> int:
 def _load_fd(
     fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
 ) -> Any:
-    """Checks and loads an open file, which stays the caller's; `path` is for messages."""
-    found = check_fd(fd, path, verify=verify)
-    # One open file for the check and the load: a save that replaces the path in between changes
-    # nothing here. torch.load reads through a Python object whether it is given a path or not.
-    with contextlib.ExitStack() as files:
-        file: Any  # with the methods that torch wants of one
-        if found["format"] == "archive":
-            file = _core.File(fd, found["nbytes"])
-        else:
-            file = files.enter_context(os.fdopen(os.dup(fd), "rb"))
+    """Checks and loads an open file, which stays the caller's; `path` is for messages.
+
+    One open file for the checks and the load: a save that replaces the path in between changes
+    nothing here. A look at every header before the load would take a cold file's readahead away.
+    """
+    found = check_fd(fd, path, verify=verify, directory=not verify)
+    if found["format"] != "archive":
+        with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-        # torch's configuration may make mmap the default: such tensors would die with the file.
-        # Tens of thousands of tensors make the collector look through the process again and
-        # again, and none of them is garbage: an eighth of such a load.
-        with engine._no_collection():
-            return torch.load(
-                file, map_location=map_location, weights_only=weights_only, mmap=False
-            )
+            return _torch_load(file, map_location, weights_only)
+    try:
+        # torch.load reads through a Python object whether it is given a path or not.
+        loaded = _torch_load(_core.File(fd, found["nbytes"]), map_location, weights_only)
+    except Exception as error:
+        try:
+            check_fd(fd, path, verify=False)
+        except CorruptCheckpointError as corrupt:
+            raise corrupt from error
+        raise
+    if not verify:
+        check_fd(fd, path, verify=False)
+    return loaded
 
 
-def check_fd(fd: int, path: str, *, verify: bool) -> dict[str, Any]:
-    """Raises CorruptCheckpointError unless the open file is a whole checkpoint; returns what
-    `_core.check` found.
+def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any:
+    # torch's configuration may make mmap the default: such tensors would die with the file. Tens
+    # of thousands of tensors make the collector look through the process again and again, and none
+    # of them is garbage: an eighth of such a load.
+    with engine._no_collection():
+        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+def check_fd(fd: int, path: str, *, verify: bool, directory: bool = False) -> dict[str, Any]:
+    """Raises CorruptCheckpointError unless the open file is a whole checkpoint, as far as its
+    directory tells with `directory`; returns what `_core.check` found.
 
     Raises:
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
     """
     try:
-        found = _core.check(fd, verify)
+        found = _core.check(fd, verify, directory=directory)
     except OSError as error:
         number = error.errno or errno.EIO
         raise OSError(number, os.strerror(number), path) from None

@@ -1,5 +1,7 @@
 /* The reader and files that somebody made to harm it: nothing in a file can make it crash, hang,
  * read elsewhere, or take more memory than the file is worth. */
+#include <errno.h>
+
 #include "verdict.h"
 
 /* ---- hostile --------------------------------------------------------------- */
@@ -75,6 +77,15 @@ static void strange_names_are_refused_and_shown_harmlessly(void)
 	archive_free(&a);
 }
 
+/* By all ways of checking: the directory says it. */
+static void refuse_by_directory(struct archive *a, const char *words)
+{
+	struct verdict v = check_archive(a, SFR_CHECK_DIRECTORY);
+
+	CHECK(v.rc == 0 && !v.ok && strstr(v.error, words) != NULL);
+	refuse(a, words);
+}
+
 static void overlaps_and_disorder_are_refused(void)
 {
 	struct archive a = sample();
@@ -82,7 +93,7 @@ static void overlaps_and_disorder_are_refused(void)
 
 	/* Two directory records point at one local header. */
 	archive_poke(&a, a.records[7].central + 42, a.records[5].hdr_off, 4);
-	refuse(&a, "record archive/data/2: it overlaps another record");
+	refuse_by_directory(&a, "record archive/data/2: it overlaps another record");
 	archive_free(&a);
 
 	a = sample();
@@ -90,13 +101,40 @@ static void overlaps_and_disorder_are_refused(void)
 	a.records[5] = a.records[7];
 	a.records[7] = swap;
 	archive_finish(&a);
-	refuse(&a, "out of order");
+	refuse_by_directory(&a, "out of order");
 	archive_free(&a);
 
 	/* A record inside another one's data, both well-formed. */
 	a = sample();
 	archive_poke(&a, a.records[0].central + 42, 7, 4);
-	refuse(&a, "record archive/data.pkl: it overlaps another record or is out of order");
+	refuse_by_directory(
+		&a, "record archive/data.pkl: it overlaps another record or is out of order");
+	archive_free(&a);
+}
+
+static void a_record_that_the_directory_places_beyond_the_data_is_refused(void)
+{
+	struct archive a = sample();
+	const struct archive_record *last = &a.records[a.nr - 1];
+
+	archive_poke(&a, last->central + 42, a.dir_off - 20, 4); /* half a header before it */
+	refuse_by_directory(&a, "it reaches beyond the data of the file");
+	archive_free(&a);
+
+	a = sample();
+	last = &a.records[a.nr - 1];
+	archive_poke(&a, last->central + 20, a.dir_off, 4); /* both lengths */
+	archive_poke(&a, last->central + 24, a.dir_off, 4);
+	CHECK(strstr(check_archive(&a, SFR_CHECK_DIRECTORY).error, "beyond the data") != NULL);
+	CHECK(!check_archive(&a, 0).ok);
+	archive_free(&a);
+}
+
+static void one_cannot_ask_for_bytes_and_for_the_directory_alone(void)
+{
+	struct archive a = sample();
+
+	CHECK_EQ(check_archive(&a, SFR_CHECK_BYTES | SFR_CHECK_DIRECTORY).rc, -EINVAL);
 	archive_free(&a);
 }
 
@@ -149,6 +187,8 @@ static void impossible_numbers_are_refused(void)
 			archive_poke(&a, at, values[i], fields[f].len);
 			memcpy(now, a.buf + at, fields[f].len);
 			v = check_archive(&a, SFR_CHECK_BYTES);
+			if (v.ok) /* the directory alone never finds more */
+				CHECK(check_archive(&a, SFR_CHECK_DIRECTORY).ok);
 			/* 0xffff... in the old end record leaves the number to zip64; zeros in the
 			 * local header leave it to the descriptor, 0xffffffff there to nobody. */
 			if (memcmp(was, now, fields[f].len) == 0 ||
@@ -321,6 +361,8 @@ int main(void)
 	RUN(names_that_occur_twice_are_refused);
 	RUN(strange_names_are_refused_and_shown_harmlessly);
 	RUN(overlaps_and_disorder_are_refused);
+	RUN(a_record_that_the_directory_places_beyond_the_data_is_refused);
+	RUN(one_cannot_ask_for_bytes_and_for_the_directory_alone);
 	RUN(impossible_numbers_are_refused);
 	RUN(a_directory_that_is_too_short_or_too_long_is_refused);
 	RUN(none_of_torchs_own_records_may_be_compressed);
