@@ -32,7 +32,7 @@ class Rotation:
     """The files of one plugin in one process.
 
     Args:
-        inner: Who removes, if that is not stillframe.
+        remover_of: Who removes a path, if that is not stillframe.
         durable: Sync the directories of links.
 
     Attributes:
@@ -42,8 +42,8 @@ class Rotation:
         errors: Of links that could not be made, until somebody takes them.
     """
 
-    def __init__(self, inner: Inner | None, *, durable: bool) -> None:
-        self._inner = inner
+    def __init__(self, remover_of: Callable[[str], Inner | None], *, durable: bool) -> None:
+        self._remover_of = remover_of
         self._durable = durable
         self.held: dict[str, None] = {}
         self.links: dict[str, str] = {}
@@ -149,8 +149,9 @@ class Rotation:
         name_key = key(name)
         link = self._linked_by.pop(name, None)
         needed = None if link is None else functools.partial(_links.names, link, name)
-        if self._inner is not None:
-            self._inner.remove(name, name_key, needed)
+        inner = self._remover_of(name)
+        if inner is not None:
+            inner.remove(name, name_key, needed)
         elif needed is not None:
             submit_remove(name, name_key, _links.remove_tree, needed)
         else:
