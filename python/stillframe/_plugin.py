@@ -194,7 +194,7 @@ class CheckpointPlugin:
             self._save, work, trainer, checkpoint, path, storage_options, in_handler
         )
         try:
-            error = self._outcome(work, save, quiet)
+            error = self._outcome(work, save, path, quiet)
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
                 work.newest, work.failed = interrupted
@@ -207,7 +207,9 @@ class CheckpointPlugin:
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
-    def _outcome(self, work: Work, save: Callable[[], None], quiet: bool) -> BaseException | None:
+    def _outcome(
+        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
+    ) -> BaseException | None:
         """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
         What is only to be told of is told."""
         error: BaseException | None = None
@@ -218,6 +220,8 @@ class CheckpointPlugin:
             error, of_save = caught, work.newest is not None
         work.collect_ended(but=work.newest)
         if error is not None and (quiet or self._warns(error, of_save)):
+            if not of_save:
+                _rotation.note_unmade(path)
             self._tell(error, quiet)
             error = None
         if quiet or self._on_error == "warn":

@@ -170,3 +170,14 @@ class Rotation:
 def key(path: Any) -> bytes:
     """The name of a path in the log; a link is a name of its own."""
     return os.fsencode(path) if is_remote(path) else paths.key(path, follow_link=False)
+
+
+def note_unmade(path: Any) -> None:
+    """A save failed in its call, and who asked for it is not told: it goes on and removes older
+    files. So the log gets a save that failed, after which removes are dropped until one does well.
+    """
+    try:
+        name = key(path)
+    except (TypeError, ValueError):  # no path at all
+        name = repr(path).encode(errors="replace")
+    _ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)
