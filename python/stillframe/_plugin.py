@@ -311,7 +311,12 @@ class CheckpointPlugin:
         try:
             self._finish(trainer, quiet)
         finally:
-            self._writers.tear_down()
+            try:
+                self._writers.tear_down()
+            except Exception as error:
+                if not quiet:
+                    raise
+                log.error("the wrapped CheckpointIO was not torn down: %s", error, exc_info=error)
 
     # ---- for the companion ----
 
