@@ -289,8 +289,9 @@ class CheckpointPlugin:
         rotation = self._current_work().rotation
         rotation.remove(absolute(path))
         if not asynchronous:
-            rotation.release(all_of_them=True)
-            _ordered.wait_for_key(_rotation.key(path))
+            # While a Trainer is set up, what a link names goes once that is made anew.
+            rotation.release(all_of_them=not self._trainers.is_set_up(trainer))
+            rotation.wait()
 
     def teardown(self) -> None:
         """Waits for this plugin's saves, links and removes.
@@ -373,9 +374,10 @@ class CheckpointPlugin:
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""
-        key = self._current_work().rotation.link(absolute(target), absolute(path))
+        rotation = self._current_work().rotation
+        rotation.link(absolute(target), absolute(path))
         if inside_signal_handler() or not self._trainers.may_save_early(trainer):
-            _ordered.wait_for_key(key)
+            rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out."""

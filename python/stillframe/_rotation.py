@@ -74,22 +74,26 @@ class Rotation:
             if all_of_them or not self._needed(name):
                 self._submit_remove(name)
 
-    def link(self, source: str, name: str) -> bytes:
-        """Makes `name` a link to `source` when all saves submitted before have ended.
+    def _release_last(self) -> None:
+        """Submits what is still held back when a run ends. A link that was to be made anew may
+        never have been, as after Ctrl-C: what it names when the turn comes is kept."""
+        for link, target in list(self.links.items()):
+            if target in self.held:
+                self._linked_by[target] = link
+        self.release(all_of_them=True)
 
-        Returns:
-            The link's name in the log.
-        """
+    def link(self, source: str, name: str) -> None:
+        """Makes `name` a link to `source` when all saves submitted before have ended."""
+        # An exception may come before any line. The former target is let go of last.
         former = self.links.get(name)
-        self.make_room(name)
         if former is not None:
             self._linked_by[former] = name
-        self.links[name] = source
+        self._submit_remove(name)
         name_key = key(name)
         _ordered.submit(name_key, _core.WORK_LINK, lambda after_good: self._make_link(source, name))
         self._newest_key = name_key
+        self.links[name] = source
         self.release()
-        return name_key
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out; `otherwise(path)` says so of
@@ -122,13 +126,17 @@ class Rotation:
                 self._deliver(publication)
             except Exception as error:
                 raised = raised or error
-        self.release(all_of_them=True)
+        self._release_last()
+        self.wait()
+        self._linked_by.clear()
+        return raised
+
+    def wait(self) -> None:
+        """Waits for links and removes."""
         while (newest := self._newest_key) is not None:
             _ordered.wait_for_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
-        self._linked_by.clear()
-        return raised
 
     def _make_link(self, source: str, name: str) -> bool:
         try:

@@ -1,0 +1,95 @@
+"""Ctrl-C at any moment of a fit: what is on the disk is whole, and the plugin can be used again."""
+
+import os
+import signal
+import sys
+
+import pytest
+import stillframe
+from fix_lightning import FULL, every_steps, load, loader, trainer
+from test_signals import AtLine, while_training
+from test_wrapped import other
+
+
+@pytest.fixture
+def interrupts():
+    """SIGUSR2 does what Ctrl-C does. Lightning ignores SIGINT once it was interrupted."""
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGINT)]
+    signal.signal(signal.SIGUSR2, interrupt)
+    yield
+    for number, handler in zip((signal.SIGUSR2, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
+
+
+def assert_whole(directory):
+    names = os.listdir(directory) if directory.exists() else []
+    for name in names:
+        assert name.endswith(".ckpt")
+        load(directory / name)  # a link too: it names a file that is there
+
+
+def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
+    directory = tmp_path / "c"
+
+    class Interrupted(lit.ModelCheckpoint):
+        def _save_last_checkpoint(self, trainer, candidates):
+            if trainer.global_step == 4:
+                raise KeyboardInterrupt
+            super()._save_last_checkpoint(trainer, candidates)
+
+    callback = Interrupted(directory, filename="{step}", every_n_train_steps=2, save_last="link")
+    plugin = lit.AsyncCheckpointIO()
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[callback])
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        run.fit(lit.Model(), loader())
+    assert sorted(os.listdir(directory)) == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    assert load(directory / "last.ckpt")["global_step"] == 2
+    newer = every_steps(lit, directory, 2, save_last="link")
+    again = trainer(lit, tmp_path, plugin=plugin, callbacks=[newer])
+    again.fit(lit.Model(), loader(), ckpt_path="last")
+    assert load(newer.last_model_path)["global_step"] == 8
+    assert_whole(directory)
+
+
+@pytest.mark.skipif(not FULL, reason="goes through every 13th of some 9,000 lines")
+@pytest.mark.parametrize("kind", ["ours", "wrapped"])
+def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
+    nr = 0
+    while True:
+        nr += 13
+        directory = tmp_path / str(nr)
+        plugin = lit.AsyncCheckpointIO(other(lit) if kind == "wrapped" else None, log_metrics=True)
+        callback = every_steps(lit, directory / "c", 1, save_last="link")
+        line = AtLine(nr)
+        run = trainer(
+            lit,
+            directory,
+            plugin=plugin,
+            callbacks=[while_training(lit, line), callback],
+            max_steps=5,
+        )
+        try:
+            run.fit(lit.Model(), loader())
+        except (SystemExit, KeyboardInterrupt):
+            pass
+        finally:
+            sys.settrace(None)
+        if line.where is None:
+            break
+        plugin.teardown()
+        stillframe.wait_all()
+        assert_whole(directory / "c")
+        assert not {"file_exists", "_link_checkpoint"} & set(vars(callback)), line.where
+        trainer(
+            lit,
+            directory,
+            plugin=plugin,
+            callbacks=[every_steps(lit, directory / "d", 1, save_last="link")],
+            max_steps=3,
+        ).fit(lit.Model(), loader())
+        assert sorted(os.listdir(directory / "d")) == ["last.ckpt", "step=3.ckpt"], line.where
+    assert nr > 1000  # or the tracing saw nothing
