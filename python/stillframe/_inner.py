@@ -153,20 +153,25 @@ class Inner:
             save._num_tensors = 0 if taken is None else taken.num_tensors
             save._fallbacks = fallbacks
             held: Future[None] = Future()
-            if taken is not None and taken.nbytes:
-                taken.hold_until(held)
-            completion.in_flight[-id(save)] = save
-
             live = checkpoint if taken is None else None
+            # Who takes this has the snapshot: the thread that saves it, or the lines below after
+            # an exception, which Ctrl-C may be at any moment.
+            owner = [save]
 
             def work(after_good: bool) -> bool:
+                if not _take_one(owner):
+                    return False
                 return self._work(save, live, held, storage_options, entered, waited)
 
             try:
+                if taken is not None and taken.nbytes:
+                    taken.hold_until(held)
+                completion.in_flight[-id(save)] = save
                 _ordered.submit(key, _core.WORK_SAVE, work)
             except BaseException:
-                completion.in_flight.pop(-id(save), None)
-                held.set_result(None)
+                if _take_one(owner):
+                    completion.in_flight.pop(-id(save), None)
+                    held.set_result(None)
                 raise
             save._blocked_s = time.perf_counter() - entered
             if taken is None:
@@ -220,6 +225,14 @@ class Inner:
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
+
+
+def _take_one(items: list[Any]) -> bool:
+    try:
+        items.pop()
+    except IndexError:
+        return False
+    return True
 
 
 def wraps_ours(io: Any, ours: type[Any]) -> bool:

@@ -234,10 +234,10 @@ class Engine:
             )
             handle._ticket = ticket
             _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
-            completion.in_flight[ticket.id] = handle
             if deferral.indices:
                 handle._deferral = deferral
             try:
+                completion.in_flight[ticket.id] = handle
                 ticket.submit(_device.streams(tree.devices))
             except BaseException as error:
                 completion.in_flight.pop(ticket.id, None)

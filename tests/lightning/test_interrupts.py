@@ -1,12 +1,16 @@
 """Ctrl-C at any moment of a fit: what is on the disk is whole, and the plugin can be used again."""
 
+import gc
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import stillframe
+import torch
 from fix_lightning import FULL, every_steps, load, loader, trainer
+from stillframe import _core, _ordered, completion
 from test_signals import AtLine, while_training
 from test_wrapped import other
 
@@ -55,12 +59,45 @@ def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
     assert_whole(directory)
 
 
-@pytest.mark.skipif(not FULL, reason="goes through every 13th of some 9,000 lines")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, monkeypatch, when):
+    """It is saved or given up, not both, and nothing waits for it for ever."""
+
+    class Interrupted:
+        def __init__(self, *args):
+            self._entry = _core.LogWork(*args)
+            self.id, self.end = self._entry.id, self._entry.end
+
+        def append(self):
+            if when == "after":
+                self._entry.append()
+            raise KeyboardInterrupt
+
+    calls = []
+    plugin = lit.AsyncCheckpointIO(other(lit, calls=calls))
+    plugin.save_checkpoint({"x": torch.zeros(3)}, tmp_path / "first.ckpt")
+    plugin.teardown()
+    before = stillframe.default_engine().stats()["leased_bytes"]
+    replaced = SimpleNamespace(**{**vars(_core), "LogWork": Interrupted})
+    with monkeypatch.context() as patch:
+        patch.setattr(_ordered, "_core", replaced)
+        with pytest.raises(KeyboardInterrupt):
+            plugin.save_checkpoint({"x": torch.zeros(300, 300)}, tmp_path / "a.ckpt")
+    stillframe.wait_all(timeout=60)
+    assert not completion.in_flight
+    plugin.save_checkpoint({"x": torch.ones(3)}, tmp_path / "b.ckpt")
+    plugin.teardown()
+    names = {name for what, name, _ in calls if what == "save"}
+    assert names in ({"first.ckpt", "b.ckpt"}, {"first.ckpt", "a.ckpt", "b.ckpt"})
+    gc.collect()
+    assert stillframe.default_engine().stats()["leased_bytes"] == before
+
+
 @pytest.mark.parametrize("kind", ["ours", "wrapped"])
 def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
-    nr = 0
+    nr, step = 0, 61 if FULL else 997
     while True:
-        nr += 13
+        nr += step
         directory = tmp_path / str(nr)
         plugin = lit.AsyncCheckpointIO(other(lit) if kind == "wrapped" else None, log_metrics=True)
         callback = every_steps(lit, directory / "c", 1, save_last="link")
@@ -81,7 +118,8 @@ def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
         if line.where is None:
             break
         plugin.teardown()
-        stillframe.wait_all()
+        stillframe.wait_all(timeout=60)
+        assert not completion.in_flight, line.where
         assert_whole(directory / "c")
         assert not {"file_exists", "_link_checkpoint"} & set(vars(callback)), line.where
         trainer(
