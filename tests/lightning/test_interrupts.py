@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import stillframe
 import torch
-from fix_lightning import FULL, every_steps, load, loader, trainer
-from stillframe import _core, _ordered, completion
+from fix_lightning import FULL, at, every_steps, load, loader, trainer
+from stillframe import _core, _ordered, completion, engine
 from test_signals import AtLine, while_training
 from test_wrapped import other
 
@@ -57,6 +57,42 @@ def test_between_a_remove_and_the_link_made_anew(lit, tmp_path, interrupts):
     again.fit(lit.Model(), loader(), ckpt_path="last")
     assert load(newer.last_model_path)["global_step"] == 8
     assert_whole(directory)
+
+
+class SubmittedAndInterrupted:
+    """A save's ticket. Ctrl-C comes when it has just been launched."""
+
+    def __init__(self, *args):
+        self._ticket = _core.Ticket(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._ticket, name)
+
+    def submit(self, *args):
+        self._ticket.submit(*args)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, overlap):
+    """What ModelCheckpoint saves for the interrupt does not wait for that one for ever."""
+    directory = tmp_path / "c"
+
+    def interrupted(run):
+        replaced = SimpleNamespace(**{**vars(_core), "Ticket": SubmittedAndInterrupted})
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_core", replaced)
+            run.save_checkpoint(directory / "interrupted.ckpt")
+
+    callback = every_steps(lit, directory, 1, save_on_exception=True)
+    plugin = lit.AsyncCheckpointIO(overlap=overlap)
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {5: interrupted}), callback])
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        run.fit(lit.Model(), loader())
+    stillframe.wait_all(timeout=60)
+    assert not completion.in_flight
+    assert_whole(directory)
+    assert {"interrupted.ckpt", "step=5.ckpt"} <= set(os.listdir(directory))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
