@@ -75,7 +75,7 @@ class SubmittedAndInterrupted:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, overlap):
-    """What ModelCheckpoint saves for the interrupt does not wait for that one for ever."""
+    """What somebody saves for the interrupt does not wait for that one for ever."""
     directory = tmp_path / "c"
 
     def interrupted(run):
@@ -84,15 +84,19 @@ def test_just_after_a_save_was_launched(lit, tmp_path, interrupts, monkeypatch, 
             patch.setattr(engine, "_core", replaced)
             run.save_checkpoint(directory / "interrupted.ckpt")
 
-    callback = every_steps(lit, directory, 1, save_on_exception=True)
+    class Saves(lit.Callback):
+        def on_exception(self, trainer, module, exception):
+            trainer.save_checkpoint(directory / "emergency.ckpt")
+
     plugin = lit.AsyncCheckpointIO(overlap=overlap)
-    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {5: interrupted}), callback])
+    callbacks = [at(lit, {5: interrupted}), Saves(), every_steps(lit, directory, 1)]
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=callbacks)
     with pytest.raises((SystemExit, KeyboardInterrupt)):
         run.fit(lit.Model(), loader())
     stillframe.wait_all(timeout=60)
     assert not completion.in_flight
     assert_whole(directory)
-    assert {"interrupted.ckpt", "step=5.ckpt"} <= set(os.listdir(directory))
+    assert {"interrupted.ckpt", "emergency.ckpt"} <= set(os.listdir(directory))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
