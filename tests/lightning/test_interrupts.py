@@ -29,6 +29,16 @@ def interrupts():
         signal.signal(number, handler)
 
 
+class AtLineOutsideHandlers(AtLine):
+    """Not in an `except` block: where a trace function has raised there, Python 3.11 goes on to
+    report that block's exception to `sys.exc_info` for the rest of the process."""
+
+    def __call__(self, frame, event, arg):
+        if self.lines == self.number - 1 and sys.exc_info()[0] is not None:
+            return self
+        return super().__call__(frame, event, arg)
+
+
 def assert_whole(directory):
     names = os.listdir(directory) if directory.exists() else []
     for name in names:
@@ -141,7 +151,7 @@ def test_before_any_line_of_ours(lit, tmp_path, interrupts, kind):
         directory = tmp_path / str(nr)
         plugin = lit.AsyncCheckpointIO(other(lit) if kind == "wrapped" else None, log_metrics=True)
         callback = every_steps(lit, directory / "c", 1, save_last="link")
-        line = AtLine(nr)
+        line = AtLineOutsideHandlers(nr)
         run = trainer(
             lit,
             directory,
