@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import fsspec
 import torch
 
 from stillframe import _core, _ordered, completion
@@ -95,10 +96,20 @@ class Inner:
     Args:
         io: A CheckpointIO. One of Lightning's wrappers with nothing inside gets `reader()`.
         reader: TorchCheckpointIO of the package.
+        sentence: Says in each report who wrote.
+        io_mode: Of each report; "fsspec" if `io` writes so.
     """
 
-    def __init__(self, io: Any, reader: type[Any]) -> None:
+    def __init__(
+        self,
+        io: Any,
+        reader: type[Any],
+        sentence: str | None = None,
+        io_mode: str = "wrapped",
+    ) -> None:
         self.io = io
+        self._sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
+        self._io_mode = io_mode
         if getattr(io, "_base_checkpoint_io_configured", True) is False:
             io.checkpoint_io = reader()
 
@@ -128,7 +139,7 @@ class Inner:
             _ordered.refuse_inside()
             if not nested:
                 _wait_for_slot(pending, max_in_flight, when_busy)
-            fallbacks = [f"It was written by {type(self.io).__name__}, in its own way."]
+            fallbacks = [self._sentence]
             waited = time.perf_counter() - entered
             taken = _take(checkpoint, overlap, engine, pending)
             if taken is None:
@@ -142,20 +153,25 @@ class Inner:
             save._num_tensors = 0 if taken is None else taken.num_tensors
             save._fallbacks = fallbacks
             held: Future[None] = Future()
-            if taken is not None and taken.nbytes:
-                taken.hold_until(held)
-            completion.in_flight[-id(save)] = save
-
             live = checkpoint if taken is None else None
+            # Who takes this has the snapshot: the thread that saves it, or the lines below after
+            # an exception, which Ctrl-C may be at any moment.
+            owner = [save]
 
             def work(after_good: bool) -> bool:
+                if not _take_one(owner):
+                    return False
                 return self._work(save, live, held, storage_options, entered, waited)
 
             try:
+                if taken is not None and taken.nbytes:
+                    taken.hold_until(held)
+                completion.in_flight[-id(save)] = save
                 _ordered.submit(key, _core.WORK_SAVE, work)
             except BaseException:
-                completion.in_flight.pop(-id(save), None)
-                held.set_result(None)
+                if _take_one(owner):
+                    completion.in_flight.pop(-id(save), None)
+                    held.set_result(None)
                 raise
             save._blocked_s = time.perf_counter() - entered
             if taken is None:
@@ -183,7 +199,7 @@ class Inner:
             self.io.save_checkpoint(tree, save._given_path, storage_options=storage_options)
             report = SaveReport(
                 path=save.path,
-                nbytes=_size(save.path, save._nbytes),
+                nbytes=_size(save.path, save._nbytes, self._io_mode),
                 num_tensors=save._num_tensors,
                 captured_nbytes=save._nbytes,
                 deferred_nbytes=0,
@@ -193,7 +209,7 @@ class Inner:
                 staged_after_s=staged,
                 durable_after_s=time.perf_counter() - entered,
                 peak_pool_bytes=save._nbytes,
-                io_mode="wrapped",
+                io_mode=self._io_mode,
                 fallbacks=tuple(save._fallbacks),
             )
         except BaseException as error:  # whatever the other code raises is the save's
@@ -209,6 +225,14 @@ class Inner:
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
+
+
+def _take_one(items: list[Any]) -> bool:
+    try:
+        items.pop()
+    except IndexError:
+        return False
+    return True
 
 
 def wraps_ours(io: Any, ours: type[Any]) -> bool:
@@ -274,8 +298,12 @@ def _make_own(node: Any, memo: dict[int, Any]) -> Any:
         return node  # it cannot be copied; if it cannot be pickled either, the save says so
 
 
-def _size(path: str, otherwise: int) -> int:
+def _size(path: str, otherwise: int, io_mode: str) -> int:
+    """The file's length; `otherwise` where nobody knows what was written."""
     try:
+        if io_mode == "fsspec":
+            file_system, name = fsspec.core.url_to_fs(path)
+            return int(file_system.size(name) or otherwise)
         return os.stat(path).st_size if os.path.isfile(path) else otherwise
-    except OSError:
+    except Exception:  # a remote file system's own errors; the file has been written
         return otherwise

@@ -28,20 +28,25 @@ class _Worker:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
+        # Kept: the thread may still ask for one by its id, which is its address.
+        self._given_up: list[_core.LogWork] = []
 
     def submit(self, key: bytes, kind: int, function: Work) -> None:
         completion.completion.start()
         entry = _core.LogWork(key, kind)
-        # Known before the log can call for it.
-        self._waiting[entry.id] = entry, function
         try:
+            # Known before the log can call for it.
+            self._waiting[entry.id] = entry, function
             entry.append()
+            if completion.completion.over or not self._start():
+                while entry.id in self._waiting:  # nobody else is left to do it
+                    self._turn()
         except BaseException:
-            del self._waiting[entry.id]
+            # Ctrl-C may come at any line, also when the entry is in the log or being worked on.
+            if self._waiting.pop(entry.id, None) is not None:
+                self._given_up.append(entry)
+                entry.end(False)
             raise
-        if completion.completion.over or not self._start():
-            while entry.id in self._waiting:  # nobody else is left to do it
-                self._turn()
 
     def is_current(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
@@ -68,7 +73,10 @@ class _Worker:
         if turn is None:
             return False
         number, after_good = turn
-        entry, function = self._waiting.pop(number)
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return True  # given up
+        entry, function = waiting
         good = False
         try:
             good = function(after_good)
@@ -88,7 +96,8 @@ def submit(key: bytes, kind: int, function: Work) -> None:
     Args:
         key: The name in the log, see `paths.key`.
         kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
-        function: The work. What it raises is logged, and counts as not having done well.
+        function: The work. What it raises is logged, and counts as not having done well. Where a
+            signal handler raises in this call, it may run all the same.
     """
     _worker.submit(key, kind, function)
 

@@ -40,25 +40,25 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from stillframe import _core, _inner, _ordered, _ranks, _rotation, _strategies, gate
+from stillframe import _core, _ordered, _ranks, _rotation, _strategies, gate
 from stillframe._caller import calling_trainer, inside_signal_handler, io_chain, meets_others_later
-from stillframe._inner import Inner
 from stillframe._publish import Publication, logger_call, metrics_call
 from stillframe._rotation import Rotation
 from stillframe._trainers import Trainers, is_trainer, swaps_weights
 from stillframe._waiting import WaitingLine
 from stillframe._work import Work, absolute, error_of, is_failure, is_remote, log_error, warn
 from stillframe._wraps import Wraps
-from stillframe.engine import Engine, default_engine, wait_for_path
-from stillframe.handle import SaveHandle, SaveReport
+from stillframe._writers import DEFAULT_IN_FLIGHT, Writers, refuse_ours
+from stillframe.engine import Engine, wait_for_path
+from stillframe.handle import SaveReport
+
+if TYPE_CHECKING:
+    from stillframe._inner import Inner
 
 log = logging.getLogger("stillframe")
 
-_DEFAULT_IN_FLIGHT = 2
 _ON_ERROR = ("raise", "warn")
 
 # Plugins alive in this process. The entry point adds a companion only if there is one.
@@ -113,7 +113,7 @@ class CheckpointPlugin:
         *,
         engine: Engine | None = None,
         pool_bytes: int | None = None,
-        max_in_flight: int = _DEFAULT_IN_FLIGHT,
+        max_in_flight: int = DEFAULT_IN_FLIGHT,
         when_busy: str = "wait",
         durable: bool = True,
         overlap: bool = True,
@@ -122,42 +122,24 @@ class CheckpointPlugin:
         on_error: str = "raise",
         log_metrics: bool = False,
     ) -> None:
-        _refuse_others(checkpoint_io, engine, on_durable)
-        _refuse_skipping(when_busy if engine is None else engine._when_busy)
         if on_error not in _ON_ERROR:
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {on_error!r}")
-        own = pool_bytes is not None or max_in_flight != _DEFAULT_IN_FLIGHT or when_busy != "wait"
-        if engine is not None and own:
-            raise ValueError(
-                "engine= has its own pool and its own limits: give pool_bytes, max_in_flight and"
-                " when_busy to the Engine, not to the plugin."
-            )
-        if _inner.wraps_ours(checkpoint_io, CheckpointPlugin):
-            raise ValueError(
-                f"{type(self).__name__}(checkpoint_io=...) takes another CheckpointIO, not one of"
-                " stillframe's: it would wait for itself."
-            )
-        self._inner = None if checkpoint_io is None else Inner(checkpoint_io, self._reader)
-        self._max_in_flight, self._when_busy = max_in_flight, when_busy
-        if engine is not None:
-            self._max_in_flight = engine._max_in_flight
-            self._when_busy = engine._when_busy
-        self._engine = engine
-        self._engine_options: dict[str, Any] | None = None
-        if own:
-            self._engine_options = {
-                "pool_bytes": pool_bytes,
-                "max_in_flight": max_in_flight,
-                "when_busy": when_busy,
-            }
-            Engine(**self._engine_options).close()  # refuses now what it would refuse at a save
+        refuse_ours(checkpoint_io, CheckpointPlugin)
+        self._writers = Writers(
+            self._reader,
+            checkpoint_io,
+            engine=engine,
+            pool_bytes=pool_bytes,
+            max_in_flight=max_in_flight,
+            when_busy=when_busy,
+            durable=durable,
+            check_mutation=check_mutation,
+            on_durable=on_durable,
+        )
         self._durable = durable
         self._overlap = overlap
-        self._check_mutation = check_mutation
-        self._on_durable = on_durable
         self._on_error = on_error
         self._log_metrics = log_metrics
-        self._told_of_torch_save = False
         self._enlist()
 
     def _enlist(self) -> None:
@@ -168,7 +150,7 @@ class CheckpointPlugin:
         live.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._engine is not None:
+        if self._writers.engine is not None:
             raise TypeError(
                 f"{type(self).__name__}(engine=...) cannot be pickled: an engine belongs to its"
                 " process. With a strategy that spawns its workers give the plugin pool_bytes,"
@@ -188,7 +170,7 @@ class CheckpointPlugin:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Saves `checkpoint` to the local file `path`.
+        """Saves `checkpoint` to the file `path`.
 
         When the call returns depends on who makes it, see the head of this module. Parent
         directories are made. A symbolic link at `path` is replaced, not followed.
@@ -196,7 +178,6 @@ class CheckpointPlugin:
         Raises:
             TypeError: `storage_options` was given, the checkpoint cannot be pickled, or the
                 strategy is one of XLA's.
-            ValueError: `path` is not a local one.
             StillframeError: This save's own error where the call or a wait for durability finds
                 it. Otherwise the oldest error of an earlier save that was not raised yet; this
                 save has been made all the same.
@@ -213,7 +194,7 @@ class CheckpointPlugin:
             self._save, work, trainer, checkpoint, path, storage_options, in_handler
         )
         try:
-            error = self._outcome(work, save, quiet)
+            error = self._outcome(work, save, path, quiet)
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
                 work.newest, work.failed = interrupted
@@ -226,7 +207,9 @@ class CheckpointPlugin:
             trainer.strategy.barrier("Trainer.save_checkpoint")
         raise error
 
-    def _outcome(self, work: Work, save: Callable[[], None], quiet: bool) -> BaseException | None:
+    def _outcome(
+        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
+    ) -> BaseException | None:
         """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
         What is only to be told of is told."""
         error: BaseException | None = None
@@ -237,6 +220,8 @@ class CheckpointPlugin:
             error, of_save = caught, work.newest is not None
         work.collect_ended(but=work.newest)
         if error is not None and (quiet or self._warns(error, of_save)):
+            if not of_save:
+                _rotation.note_unmade(path)
             self._tell(error, quiet)
             error = None
         if quiet or self._on_error == "warn":
@@ -253,20 +238,19 @@ class CheckpointPlugin:
         storage_options: Any | None,
         in_handler: bool,
     ) -> None:
-        if storage_options is not None and self._inner is None:
+        if storage_options is not None and self._writers.inner is None:
             raise TypeError(
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
                 f" is not supported for `{type(self).__name__}`. Please implement your custom"
                 " `CheckpointIO` to define how you'd like to use `storage_options`."
             )
-        self._refuse_remote(path)
         if is_trainer(trainer):
             _strategies.refuse(trainer.strategy)
         asynchronous = not in_handler and self._trainers.may_save_early(trainer)
         asynchronous = asynchronous and not _for_requeue(path)
         work.rotation.make_room(absolute(path))
         overlap = self._overlap and asynchronous and not swaps_weights(trainer)
-        handle = self._submit(work, checkpoint, path, storage_options, overlap)
+        handle = self._writers.submit(work, checkpoint, path, storage_options, overlap)
         work.pending.append(handle)
         work.newest, work.failed = handle, False
         if self._log_metrics and is_trainer(trainer):
@@ -277,48 +261,6 @@ class CheckpointPlugin:
             if error is not None:
                 work.failed = True
                 raise error
-
-    def _submit(
-        self, work: Work, checkpoint: Any, path: Any, storage_options: Any, overlap: bool
-    ) -> SaveHandle:
-        engine = self._get_engine(work)
-        inner = self._inner or self._replaced_torch_save()
-        if inner is not None:
-            return inner.save(
-                checkpoint,
-                path,
-                _rotation.key(path),
-                storage_options=storage_options,
-                overlap=overlap,
-                engine=engine,
-                pending=work.pending,
-                max_in_flight=self._max_in_flight,
-                when_busy=self._when_busy,
-                on_durable=self._on_durable,
-            )
-        return engine._submit(
-            checkpoint,
-            path,
-            overlap=overlap,
-            durable=self._durable,
-            check_mutation=self._check_mutation,
-            on_durable=self._on_durable,
-            follow_link=False,
-            create_parents=True,
-        )
-
-    def _replaced_torch_save(self) -> Inner | None:
-        """Lightning's own writer where somebody has put another function in place of `torch.save`
-        (a layer that encrypts, a test that counts): they expect that it is called."""
-        if torch.save is torch.serialization.save:
-            return None
-        if not self._told_of_torch_save:
-            self._told_of_torch_save = True
-            log.warning(
-                "stillframe: torch.save is not torch's own, so Lightning's TorchCheckpointIO, which"
-                " calls it, writes the checkpoints; they are not synced"
-            )
-        return Inner(self._reader(), self._reader)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads with Lightning's own reader (or `checkpoint_io`), after the saves of `path` that
@@ -332,8 +274,7 @@ class CheckpointPlugin:
         # What was loaded is about to be written over the state that saves in flight may still
         # be copying.
         gate.wait()
-        reader = self._reader() if self._inner is None else self._inner.io
-        loaded: dict[str, Any] = reader.load_checkpoint(path, *args, **kwargs)
+        loaded: dict[str, Any] = self._writers.load(path, *args, **kwargs)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -342,18 +283,15 @@ class CheckpointPlugin:
         It is kept, and that is logged, if the last of those saves failed: so a rotation never
         leaves fewer than one durable checkpoint. A missing `path` is no error. Where a save
         would be durable on return, this is done on return.
-
-        Raises:
-            ValueError: `path` is not a local one.
         """
-        self._refuse_remote(path)
         trainer = calling_trainer(self, "remove_checkpoint")
         asynchronous = not inside_signal_handler() and self._trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
         rotation.remove(absolute(path))
         if not asynchronous:
-            rotation.release(all_of_them=True)
-            _ordered.wait_for_key(_rotation.key(path))
+            # While a Trainer is set up, what a link names goes once that is made anew.
+            rotation.release(all_of_them=not self._trainers.is_set_up(trainer))
+            rotation.wait()
 
     def teardown(self) -> None:
         """Waits for this plugin's saves, links and removes.
@@ -374,8 +312,12 @@ class CheckpointPlugin:
         try:
             self._finish(trainer, quiet)
         finally:
-            if self._inner is not None:
-                self._inner.io.teardown()
+            try:
+                self._writers.tear_down()
+            except Exception as error:
+                if not quiet:
+                    raise
+                log.error("the wrapped CheckpointIO was not torn down: %s", error, exc_info=error)
 
     # ---- for the companion ----
 
@@ -432,9 +374,10 @@ class CheckpointPlugin:
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""
-        key = self._current_work().rotation.link(absolute(target), absolute(path))
+        rotation = self._current_work().rotation
+        rotation.link(absolute(target), absolute(path))
         if inside_signal_handler() or not self._trainers.may_save_early(trainer):
-            _ordered.wait_for_key(key)
+            rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out."""
@@ -467,26 +410,12 @@ class CheckpointPlugin:
             self._work = self._new_work()
         return self._work
 
+    @property
+    def _inner(self) -> Inner | None:
+        return self._writers.inner
+
     def _new_work(self) -> Work:
-        return Work(Rotation(self._inner, durable=self._durable))
-
-    def _get_engine(self, work: Work) -> Engine:
-        if self._engine is not None:
-            return self._engine
-        if self._engine_options is None:
-            engine = default_engine()
-            _refuse_skipping(engine._when_busy)
-            return engine
-        if work.engine is not None:
-            return work.engine
-        return work.use(Engine(**self._engine_options))
-
-    def _refuse_remote(self, path: Any) -> None:
-        if self._inner is None and is_remote(path):
-            raise ValueError(
-                f"{os.fsdecode(path)!r} is not a local path, and stillframe's plugin saves to local"
-                " files only, unless it is given a checkpoint_io for others."
-            )
+        return Work(Rotation(self._writers.remover_of, durable=self._durable))
 
     def _finish(self, trainer: Any, quiet: bool) -> None:
         work = self._current_work()
@@ -537,30 +466,6 @@ def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:
         base = getattr(sys.modules.get(name), "CheckpointIO", None)
         if base is not None:
             base.register(cls)
-
-
-def _refuse_others(checkpoint_io: Any, engine: Any, on_durable: Any) -> None:
-    """Objects of the wrong kind would only be noticed when a training is under way."""
-    if checkpoint_io is not None and (
-        isinstance(checkpoint_io, type)
-        or not all(
-            callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
-            for what in ("save", "load", "remove")
-        )
-    ):
-        raise TypeError(f"checkpoint_io has to be a CheckpointIO, not {checkpoint_io!r}")
-    if engine is not None and not isinstance(engine, Engine):
-        raise TypeError(f"engine has to be a stillframe.Engine, not {engine!r}")
-    if on_durable is not None and not callable(on_durable):
-        raise TypeError(f"on_durable has to be callable, not {on_durable!r}")
-
-
-def _refuse_skipping(when_busy: str) -> None:
-    if when_busy == "skip":
-        raise ValueError(
-            "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
-            " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
-        )
 
 
 def _for_requeue(path: Any) -> bool:

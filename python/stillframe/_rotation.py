@@ -32,7 +32,7 @@ class Rotation:
     """The files of one plugin in one process.
 
     Args:
-        inner: Who removes, if that is not stillframe.
+        remover_of: Who removes a path, if that is not stillframe.
         durable: Sync the directories of links.
 
     Attributes:
@@ -42,8 +42,8 @@ class Rotation:
         errors: Of links that could not be made, until somebody takes them.
     """
 
-    def __init__(self, inner: Inner | None, *, durable: bool) -> None:
-        self._inner = inner
+    def __init__(self, remover_of: Callable[[str], Inner | None], *, durable: bool) -> None:
+        self._remover_of = remover_of
         self._durable = durable
         self.held: dict[str, None] = {}
         self.links: dict[str, str] = {}
@@ -74,22 +74,26 @@ class Rotation:
             if all_of_them or not self._needed(name):
                 self._submit_remove(name)
 
-    def link(self, source: str, name: str) -> bytes:
-        """Makes `name` a link to `source` when all saves submitted before have ended.
+    def _release_last(self) -> None:
+        """Submits what is still held back when a run ends. A link that was to be made anew may
+        never have been, as after Ctrl-C: what it names when the turn comes is kept."""
+        for link, target in list(self.links.items()):
+            if target in self.held:
+                self._linked_by[target] = link
+        self.release(all_of_them=True)
 
-        Returns:
-            The link's name in the log.
-        """
+    def link(self, source: str, name: str) -> None:
+        """Makes `name` a link to `source` when all saves submitted before have ended."""
+        # An exception may come before any line. The former target is let go of last.
         former = self.links.get(name)
-        self.make_room(name)
         if former is not None:
             self._linked_by[former] = name
-        self.links[name] = source
+        self._submit_remove(name)
         name_key = key(name)
         _ordered.submit(name_key, _core.WORK_LINK, lambda after_good: self._make_link(source, name))
         self._newest_key = name_key
+        self.links[name] = source
         self.release()
-        return name_key
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out; `otherwise(path)` says so of
@@ -122,13 +126,17 @@ class Rotation:
                 self._deliver(publication)
             except Exception as error:
                 raised = raised or error
-        self.release(all_of_them=True)
+        self._release_last()
+        self.wait()
+        self._linked_by.clear()
+        return raised
+
+    def wait(self) -> None:
+        """Waits for links and removes."""
         while (newest := self._newest_key) is not None:
             _ordered.wait_for_key(newest)
             if self._newest_key is newest:
                 self._newest_key = None
-        self._linked_by.clear()
-        return raised
 
     def _make_link(self, source: str, name: str) -> bool:
         try:
@@ -149,8 +157,9 @@ class Rotation:
         name_key = key(name)
         link = self._linked_by.pop(name, None)
         needed = None if link is None else functools.partial(_links.names, link, name)
-        if self._inner is not None:
-            self._inner.remove(name, name_key, needed)
+        inner = self._remover_of(name)
+        if inner is not None:
+            inner.remove(name, name_key, needed)
         elif needed is not None:
             submit_remove(name, name_key, _links.remove_tree, needed)
         else:
@@ -169,3 +178,14 @@ class Rotation:
 def key(path: Any) -> bytes:
     """The name of a path in the log; a link is a name of its own."""
     return os.fsencode(path) if is_remote(path) else paths.key(path, follow_link=False)
+
+
+def note_unmade(path: Any) -> None:
+    """A save failed in its call, and who asked for it is not told: it goes on and removes older
+    files. So the log gets a save that failed, after which removes are dropped until one does well.
+    """
+    try:
+        name = key(path)
+    except (TypeError, ValueError):  # no path at all
+        name = repr(path).encode(errors="replace")
+    _ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)

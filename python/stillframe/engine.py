@@ -234,12 +234,17 @@ class Engine:
             )
             handle._ticket = ticket
             _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
-            completion.in_flight[ticket.id] = handle
             if deferral.indices:
                 handle._deferral = deferral
             try:
+                completion.in_flight[ticket.id] = handle
                 ticket.submit(_device.streams(tree.devices))
             except BaseException as error:
+                if ticket.report()["launched_after_ns"] >= 0:
+                    # Ctrl-C came just after. The save goes on; its verdict and its sources are
+                    # the handle's business, and later saves stand behind it.
+                    _after_launch(handle, tree, deferral)
+                    raise
                 completion.in_flight.pop(ticket.id, None)
                 deferral.close()
                 handle._ticket = None
@@ -248,14 +253,7 @@ class Engine:
                     handle._skeleton = handle._on_durable = None
                     return handle
                 raise
-            if deferral.indices:
-                gate.track(handle)
-                if handle._copied:  # the completion thread said so before this line
-                    gate.untrack(handle)
-            else:
-                deferral.close()
-                if not tree.devices:  # those are still being copied
-                    handle._release_sources()
+            _after_launch(handle, tree, deferral)
             handle._blocked_s = time.perf_counter() - entered
             _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
             if completion.completion.over:
@@ -286,6 +284,18 @@ class _no_collection:  # a context manager that reads as what it says
     ) -> None:
         if self._enabled:
             gc.enable()
+
+
+def _after_launch(handle: SaveHandle, tree: skeleton.Skeleton, deferral: gate.Deferral) -> None:
+    """Steps wait for what is still to be copied; what is not is let go of."""
+    if deferral.indices:
+        gate.track(handle)
+        if handle._copied:  # the completion thread said so before this line
+            gate.untrack(handle)
+    else:
+        deferral.close()
+        if not tree.devices:  # those are still being copied
+            handle._release_sources()
 
 
 # ---- the default engine ----

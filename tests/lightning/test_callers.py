@@ -159,6 +159,30 @@ def test_removes_outside_training_are_done_on_return(lit, tmp_path):
     assert not (tmp_path / "a.ckpt").exists()
 
 
+def test_a_link_outlives_a_remove_at_the_end_of_a_fit_until_it_is_made_anew(lit, tmp_path):
+    old, new, link = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "last"))
+    plugin = lit.AsyncCheckpointIO()
+    seen = []
+
+    class Rotates(lit.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.save_checkpoint(old)
+            plugin.link(trainer, old, link)
+
+        def on_fit_end(self, trainer, module):
+            trainer.save_checkpoint(new)
+            trainer.strategy.remove_checkpoint(old)
+            seen.append((os.readlink(link), link.exists()))
+            plugin.link(trainer, new, link)
+            seen.append((os.readlink(link), old.exists()))
+
+    trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())
+    assert seen == [("old.ckpt", True), ("new.ckpt", False)]
+    # By hand, with nobody to make it anew, a file goes although a link names it.
+    plugin.remove_checkpoint(new)
+    assert not new.exists()
+
+
 def test_the_learning_rate_finder_works(lit, tmp_path):
     from lightning.pytorch.callbacks import LearningRateFinder
 

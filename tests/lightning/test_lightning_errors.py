@@ -230,3 +230,36 @@ def test_the_last_good_checkpoint_outlives_a_disk_that_fails(lit, tmp_path):
         fit(lit, tmp_path, {2: save_well(good), 3: rotate})
     assert load(good)["global_step"] == 2
     assert not bad.exists()
+
+
+def test_rotation_after_saves_that_no_file_can_be_made_for_keeps_the_last_good_one(lit, tmp_path):
+    """With on_error="warn" ModelCheckpoint goes on, and removes the previous file."""
+    directory = tmp_path / "c"
+    for step in (4, 6, 8):
+        (directory / f"step={step}.ckpt").mkdir(parents=True)
+    callback = every_steps(lit, directory, 2, enable_version_counter=False)
+    plugin = lit.AsyncCheckpointIO(on_error="warn")
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[callback])
+    with pytest.warns(UserWarning, match="directory"):
+        run.fit(lit.Model(), loader())
+    assert load(directory / "step=2.ckpt")["global_step"] == 2
+
+
+def test_rotation_after_saves_that_were_refused_keeps_the_last_good_one(lit, tmp_path):
+    good, slow_one, refused, newer = (tmp_path / f"{name}.ckpt" for name in ("a", "b", "c", "d"))
+
+    def rotate(trainer):
+        stillframe.wait_all()
+        with slow("fdatasync", 2):
+            trainer.save_checkpoint(slow_one)
+            with pytest.warns(UserWarning, match="max_in_flight"):
+                trainer.save_checkpoint(refused)
+            trainer.strategy.remove_checkpoint(good)
+            stillframe.wait_all()
+        assert good.exists()
+        trainer.save_checkpoint(newer)
+        trainer.strategy.remove_checkpoint(good)
+
+    plugin = lit.AsyncCheckpointIO(max_in_flight=1, when_busy="raise", on_error="warn")
+    fit(lit, tmp_path, {2: save_well(good), 3: rotate}, plugin)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["b.ckpt", "d.ckpt"]

@@ -346,6 +346,24 @@ def test_the_exception_of_the_training_stays(lit, tmp_path, caplog):
     assert "full" in caplog.text
 
 
+def test_what_the_others_teardown_raises_is_not_in_the_place_of_the_trainings_own(
+    lit, tmp_path, caplog
+):
+    class Stuck(lit.TorchCheckpointIO):
+        def teardown(self):
+            raise OSError("stuck")
+
+    def boom(run):
+        raise ZeroDivisionError("boom")
+
+    for actions, raised in (({}, OSError), ({3: boom}, ZeroDivisionError)):
+        plugin = lit.AsyncCheckpointIO(Stuck())
+        run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, actions)])
+        with pytest.raises(raised):
+            run.fit(lit.Model(), loader())
+    assert "stuck" in caplog.text
+
+
 def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
     import subprocess
     import sys

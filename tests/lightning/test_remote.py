@@ -1,0 +1,91 @@
+"""Remote paths: Lightning's own writer goes to them through fsspec, in the order of the log."""
+
+import os
+import queue
+
+import fsspec
+import pytest
+import torch
+from fix_lightning import every_steps, loader, trainer
+
+STATE = {"x": torch.arange(12.0), "n": 3}
+
+
+@pytest.fixture
+def memory():
+    """fsspec's file system in memory, empty before and after."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+
+
+def test_lightnings_own_writes_what_is_remote_and_that_is_told(
+    lit, tmp_path, memory, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    heard = queue.SimpleQueue()
+    plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: heard.put(each))
+    paths = ["memory://ours/a.ckpt", "memory://ours/b.ckpt"]
+    for path in paths:
+        plugin.save_checkpoint(STATE, path)
+    plugin.remove_checkpoint(paths[1])
+    assert plugin.will_exist(paths[0], memory.exists)
+    assert not plugin.will_exist(paths[1], memory.exists)
+    assert torch.equal(plugin.load_checkpoint(paths[0])["x"], STATE["x"])
+    plugin.teardown()
+    (path, report), (other, _) = heard.get(timeout=30), heard.get(timeout=30)
+    assert [path, other] == paths
+    assert [name.rsplit("/")[-1] for name in memory.ls("ours", detail=False)] == ["a.ckpt"]
+    assert report.io_mode == "fsspec" and report.nbytes == memory.size("ours/a.ckpt")
+    assert any("fsspec" in sentence for sentence in report.fallbacks)
+    told = [each for each in caplog.messages if "fsspec" in each]
+    assert len(told) == 1 and paths[0] in told[0]
+    assert os.listdir() == []
+
+
+def test_what_a_remote_file_system_says_is_raised(lit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, "nowhere://a.ckpt")
+    with pytest.raises(ValueError, match="Protocol not known: nowhere"):
+        plugin.teardown()
+    assert os.listdir() == []
+
+
+def test_a_remote_checkpoint_is_still_read_by_lightning(lit, memory):
+    with fsspec.open("memory://a.ckpt", "wb") as file:
+        torch.save(STATE, file)
+    loaded = lit.AsyncCheckpointIO().load_checkpoint("memory://a.ckpt")
+    assert torch.equal(loaded["x"], STATE["x"])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_run_rotates_remote_checkpoints_and_goes_on_from_the_last(pkg, tmp_path, memory, top_k):
+    def names(directory):
+        return sorted(name.rsplit("/")[-1] for name in memory.ls(directory, detail=False))
+
+    def fit(directory, plugin, steps, **options):
+        callback = every_steps(pkg, directory, 2, save_top_k=top_k, save_last=True)
+        run = trainer(pkg, tmp_path, plugin=plugin, callbacks=[callback], max_steps=steps)
+        run.fit(pkg.Model(), loader(), **options)
+        return run
+
+    fit("memory://sync", None, 8)
+    plugin = pkg.AsyncCheckpointIO()
+    fit("memory://ours", plugin, 8)
+    assert names("ours") == names("sync") and len(names("ours")) == top_k + 1
+    run = fit("memory://ours", plugin, 12, ckpt_path="memory://ours/last.ckpt")
+    assert run.global_step == 12
+    ours = plugin.load_checkpoint("memory://ours/last.ckpt")
+    assert ours["global_step"] == 12
+
+
+def test_versions_of_remote_checkpoints_count_those_in_flight(lit, tmp_path, memory):
+    callback = every_steps(
+        lit, "memory://versions", 2, save_top_k=-1, filename="m", monitor="clock"
+    )
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[callback])
+    run.fit(lit.Model(), loader())
+    names = sorted(name.rsplit("/")[-1] for name in memory.ls("versions", detail=False))
+    assert names == ["m-v1.ckpt", "m-v2.ckpt", "m-v3.ckpt", "m.ckpt"]
