@@ -130,7 +130,7 @@ class _Copy:
             " optimizer's state is copied inside the call from now on.",
             names,
         )
-        if owner is None:
+        if owner is None and self.owner is not None:
             log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
 
 
@@ -356,7 +356,9 @@ def _take(
         try:
             core.start(_device.streams(source.devices))
         except BaseException:
-            completion.copying.pop(core.id, None)
+            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
+            if core.wait(0)[0]:
+                completion.copying.pop(core.id, None)
             raise
     except BaseException:
         deferral.close()

@@ -16,6 +16,8 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
+from stillframe import _core, completion
+from stillframe.snapshot import _Copy
 from stillframe.testing import slow
 
 __all__ = ["engine"]  # a fixture
@@ -51,6 +53,49 @@ def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
         with pytest.raises(TimeoutError):
             snap.wait(timeout=0)
     snap.wait()
+
+
+class _Interrupted:
+    """The core, whose snapshots are interrupted as soon as their copy has begun."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_core, name)
+
+    def Snapshot(self, *args: Any) -> Any:
+        class Started:
+            def __init__(self) -> None:
+                self.core = _core.Snapshot(*args)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.core, name)
+
+            def start(self, streams: Any) -> None:
+                self.core.start(streams)
+                raise KeyboardInterrupt
+
+        return Started()
+
+
+def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
+    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    with monkeypatch.context() as patched, slow("lane_copy", 0.3):
+        patched.setattr(sys.modules["stillframe.snapshot"], "_core", _Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        (copy,) = completion.copying.values()
+        assert isinstance(copy, _Copy) and not copy.is_settled()
+        assert len(copy.sources) == len({id(each) for each in flat(state_of(model, optimizer))})
+        step(model, optimizer)  # waits for nobody: nobody has the snapshot
+    copy.finish()
+    assert copy.sources == [] and copy.is_settled()
+    del copy
+    snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+    assert all(map(torch.equal, flat(snap.tree), flat(state_of(model, optimizer))))
+    snap.release()
+    gc.collect()
+    assert leased(engine) == 0 and not completion.copying
 
 
 @pytest.mark.parametrize("through_data", [False, True])
@@ -120,8 +165,10 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(
     done = threading.Event()
 
     def handler(number: int, frame: object) -> None:
-        assert stillframe.snapshot([torch.ones(3)], engine=engine).tree[0].sum() == 3
-        done.set()
+        # A second signal may come when the one that waits has taken the whole pool.
+        if not done.is_set():
+            assert stillframe.snapshot([torch.ones(3)], engine=engine).tree[0].sum() == 3
+            done.set()
 
     def poke() -> None:
         while not done.wait(0.01):
@@ -142,6 +189,29 @@ def test_a_signal_handler_may_take_a_snapshot_while_one_waits(
         signal.signal(signal.SIGUSR1, old)
     assert done.is_set()
     assert snap.tree[0].equal(source)
+
+
+def test_what_a_signal_handler_raises_is_its_own(engine: stillframe.Engine) -> None:
+    """A handler whose snapshot does not fit, in the middle of the call that has taken the pool."""
+    source = torch.zeros(32 * MIB, dtype=torch.uint8)
+    held = stillframe.snapshot([source], engine=engine)
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    held.hold_until(future)
+    held.release()
+
+    def handler(number: int, frame: object) -> None:
+        stillframe.snapshot([torch.zeros(64 * MIB, dtype=torch.uint8)], engine=engine)
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(stillframe.PoolExhaustedError, match=r"a snapshot of 67\.1 MB"):
+            stillframe.snapshot([source], engine=engine)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, old)
+        future.set_result(None)
 
 
 # ---- the end of the process ----
