@@ -72,6 +72,10 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lease lease = { 0 };
 
+	/* Before it is known that nobody has it any more: who waits for memory has to see that this
+	 * comes back. The pool's lock stands in the order after the engine's. */
+	if (s->nr_views == 0 && s->lease.runs)
+		sfr__pool_let_go(s->engine->pool, &s->lease);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
 		s->abandoned = true;
 		if (s->state != SFR__SNAPSHOT_COPYING) {
@@ -79,9 +83,6 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 			s->lease = (struct sfr__lease){ 0 };
 		}
 	}
-	/* It stands in the lock's order after the engine's. */
-	if (s->nr_views == 0 && s->lease.runs)
-		sfr__pool_let_go(s->engine->pool, &s->lease);
 	pthread_mutex_unlock(&s->engine->mu);
 	if (lease.runs)
 		give_back(s, &lease);

@@ -345,7 +345,9 @@ def _take(
         core = _core.Snapshot(engine._core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
         try:
             memory = core.lease(wait)
-        except PoolExhaustedError:
+        except PoolExhaustedError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # a signal handler's, whose snapshot did not fit
             raise _exhausted(source, engine) from None
         copy = _Copy(core, source, deferral)
         copy.shared = shared
