@@ -17,8 +17,6 @@ are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +27,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stillframe import _core, _device, skeleton
+from stillframe._depth import no_collection
 from stillframe._tree_build import (
     ATOMS,
     PLAIN,
@@ -41,20 +40,6 @@ from stillframe._tree_build import (
     is_array,
     is_atom,
 )
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Many thousand new objects, none of them garbage, would have the collector of garbage look
-    through the whole process again and again: it took twice as long as making them."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _can_be_flattened(tensor: Tensor) -> bool:
@@ -88,7 +73,7 @@ class Tree:
         # made from.
         self._others: dict[int, Any] = {}
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
-        with torch._C.DisableTorchFunction(), _no_collections():
+        with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
         self.storages, self.identities, self.rows, self.elsewhere, exact, self.devices = found
@@ -201,7 +186,7 @@ class Tree:
             torch._C.DisableTorchFunction(),
             torch.inference_mode(False),
             torch.no_grad(),
-            _no_collections(),
+            no_collection(),
         ):
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
             self._others.update((id(tensor), number) for tensor, number in left)

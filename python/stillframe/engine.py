@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from stillframe import _core, _device, _ordered, completion, gate, paths, skeleton
-from stillframe._depth import inside
+from stillframe._depth import inside, no_collection
 from stillframe.errors import BusyError, StillframeError
 from stillframe.handle import SaveHandle, SaveReport, take_failures
 from stillframe.trace import end_at_exit
@@ -211,7 +210,7 @@ class Engine:
             target = paths.target(
                 path, follow_link=follow_link, create_parents=create_parents, durable=durable
             )
-            with _no_collection():
+            with no_collection():
                 tree = skeleton.build(obj)
                 deferral = gate.defer(tree, overlap=overlap)
             flags = (
@@ -261,29 +260,6 @@ class Engine:
             for sentence in tree.fallbacks:
                 log.info("stillframe: %s: %s", target.shown, sentence)
             return handle
-
-
-class _no_collection:  # a context manager that reads as what it says
-    """No garbage collection inside a call.
-
-    Planning makes a few thousand objects that all stay, so collections of it find nothing; and a
-    full one looks at every object of the process, which takes longer than all else in the call.
-    """
-
-    __slots__ = ("_enabled",)
-
-    def __enter__(self) -> None:
-        self._enabled = gc.isenabled()
-        gc.disable()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._enabled:
-            gc.enable()
 
 
 def _after_launch(handle: SaveHandle, tree: skeleton.Skeleton, deferral: gate.Deferral) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from stillframe import _core, engine, paths
+from stillframe._depth import no_collection
 from stillframe.errors import CorruptCheckpointError
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -89,10 +90,9 @@ def _load_fd(
 
 
 def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any:
-    # torch's configuration may make mmap the default: such tensors would die with the file. Tens
-    # of thousands of tensors make the collector look through the process again and again, and none
-    # of them is garbage: an eighth of such a load.
-    with engine._no_collection():
+    # torch's configuration may make mmap the default: such tensors would die with the file.
+    # Collecting garbage is an eighth of a load of many thousand tensors.
+    with no_collection():
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 

@@ -1,0 +1,107 @@
+"""What holds for the length of a call, also after an interrupt at the worst of moments."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from stillframe import _depth
+from stillframe._depth import inside, no_collection
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    was = gc.isenabled()
+    gc.enable()
+    yield
+    sys.settrace(None)
+    gc.enable() if was else gc.disable()
+
+
+class BeforeLine:
+    """Ctrl-C before the nth line that runs in `code` or in _depth."""
+
+    def __init__(self, number: int, code: Any) -> None:
+        self.left = number
+        self.code = code
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is not self.code and frame.f_code.co_filename != _depth.__file__:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted_everywhere(function: Any) -> int:
+    """Runs it once for each line before which it can be interrupted; how many there were."""
+    number = 0
+    while True:
+        number += 1
+        line = BeforeLine(number, function.__code__)
+        sys.settrace(line)
+        try:
+            function()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if line.left > 0:
+            return number - 1
+        with inside() as nested:
+            assert not nested, f"line {number}"
+        with no_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled(), f"line {number}"
+
+
+def test_an_interrupted_call_is_no_call() -> None:
+    def call() -> None:
+        with inside() as nested:
+            assert not nested
+            str(nested)
+
+    assert interrupted_everywhere(call) >= 8
+
+
+def test_after_an_interrupt_garbage_is_collected_again() -> None:
+    def call() -> None:
+        with no_collection():
+            str(gc.isenabled())
+
+    assert interrupted_everywhere(call) >= 8
+
+
+def test_a_call_inside_another_is_nested_wherever_it_comes_from() -> None:
+    def inner() -> bool:
+        with inside() as nested:
+            return nested
+
+    assert not inner()
+    with inside() as outer:
+        assert not outer
+        assert inner()
+        with inside() as same_frame:
+            assert same_frame
+        assert inner()
+    assert not inner()
+    assert _depth._frames.calls == []
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_collections_go_on_as_before(was_on: bool) -> None:
+    if not was_on:
+        gc.disable()
+    with no_collection():
+        assert not gc.isenabled()
+        with no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() == was_on
+    assert _depth._frames.no_collection == []
