@@ -22,7 +22,8 @@
  *
  * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. A look at the header of each
  * record leaves a cold file in the page cache by scattered pages, and whoever reads it front to back
- * afterwards gets no readahead across them: a load that began with it took half as long again.
+ * afterwards gets no readahead across them: a load that began with it took half as long again. With
+ * SFR_CHECK_LATER that is left for later where it matters; many short records are read in one go.
  *
  * Two kinds of damage. What makes the rest unreadable (end records, the directory's own frame)
  * ends the check with a sentence. What concerns one record puts it on the list of bad ones and
@@ -41,6 +42,9 @@
 #define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
 #define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */
 #define DIR_PIECE (1u << 16)
+#define SPARSE                                                                                     \
+	(1u                                                                                        \
+	 << 16) /* bytes a record, from which on their headers lie apart: twice readahead's start */
 #define WORTH_THREADS (8u << 20) /* of data, for SFR_CHECK_BYTES; below, threads cost more */
 /* A local header whole, or a directory record whole, at any offset in a page. */
 #define WINDOW (3u << 16)
@@ -200,6 +204,9 @@ static int start_check(struct sfr_check *c)
 	if (wrong != NULL)
 		return sfr__check_fatal(c, wrong);
 	r->nr_records = c->end.nr_records;
+	if ((c->flags & SFR_CHECK_LATER) != 0 && c->end.dir_off / SPARSE >= c->end.nr_records)
+		c->flags |= SFR_CHECK_DIRECTORY;
+	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
 	c->dir_pos = c->end.dir_off;
 	read_ahead(c);
 	c->state = SFR__CHECK_RECORD;
@@ -280,7 +287,8 @@ int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
 	struct sfr_check *c;
 
 	*out = NULL;
-	if ((flags & SFR_CHECK_BYTES) != 0 && (flags & SFR_CHECK_DIRECTORY) != 0)
+	if ((flags & SFR_CHECK_BYTES) != 0 &&
+	    (flags & (SFR_CHECK_DIRECTORY | SFR_CHECK_LATER)) != 0)
 		return -EINVAL;
 	c = sfr_sys.calloc(1, sizeof(*c));
 	*out = c;

@@ -23,6 +23,7 @@
 #define SFR_CHECK_BYTES 1u     /* read every record and compare its CRC */
 #define SFR_CHECK_DIRECT 2u    /* and that past the page cache, where the file system can */
 #define SFR_CHECK_DIRECTORY 4u /* without BYTES: no record's own header, only the directory */
+#define SFR_CHECK_LATER 8u /* without BYTES: as DIRECTORY where records are long, see the result */
 
 /* What a file is. Only an archive has records to look at: torch's legacy format (before 1.6, or
  * _use_new_zipfile_serialization=False) has neither sizes nor checksums, so it is `ok` as it is. */
@@ -43,6 +44,7 @@ struct sfr_check_result {
 	uint64_t
 		nr_unchecked; /* written without a CRC, or deflated: only their structure is known */
 	uint64_t nr_bad;      /* records with damage of their own; the first ones are listed */
+	bool headers;         /* of the records were looked at, too */
 	uint32_t nr_listed;   /* at most SFR_CHECK_MAX_LISTED */
 	const struct sfr_bad_record *bad;
 	char error[512]; /* "" when ok; otherwise what is wrong, said of the file ("it is

@@ -58,8 +58,9 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 	records = records_as_list(result);
 	if (records == NULL)
 		goto fail;
-	dict = Py_BuildValue("{s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok",
-			     result->ok ? Py_True : Py_False, "error", error, "format",
+	dict = Py_BuildValue("{s:O,s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok",
+			     result->ok ? Py_True : Py_False, "headers",
+			     result->headers ? Py_True : Py_False, "error", error, "format",
 			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
 			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
 			     (unsigned long long)result->nr_unchecked, "num_bad",
@@ -88,10 +89,12 @@ static int pause_check(const struct sfr_check *check, PyObject *progress)
 }
 
 PyDoc_STRVAR(check_doc,
-"check(fd, verify, progress=None, direct=False, directory=False)\n--\n\n"
+"check(fd, verify, progress=None, direct=False, directory=False,\n"
+"      later=False)\n--\n\n"
 "Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
 "With `direct` too, the bytes are read past the page cache where the file system can. With\n"
-"`directory`, which `verify` excludes, nothing but the file's directory is looked at.\n\n"
+"`directory`, which `verify` excludes, nothing but the file's directory is looked at; with `later`\n"
+"so where records are long, and `headers` in the result says whether their headers were, too.\n\n"
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
@@ -100,16 +103,17 @@ PyDoc_STRVAR(check_doc,
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "fd", "verify", "progress", "direct", "directory", NULL };
+	static char *names[] = { "fd", "verify", "progress", "direct", "directory", "later", NULL };
 	PyObject *progress = Py_None, *dict = NULL;
 	struct sfr_check *run;
-	int fd, verify, direct = 0, directory = 0, rc;
+	int fd, verify, direct = 0, directory = 0, later = 0, rc;
 	unsigned flags;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Opp:check", names, &fd, &verify,
-					 &progress, &direct, &directory))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Oppp:check", names, &fd, &verify,
+					 &progress, &direct, &directory, &later))
 		return NULL;
-	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0);
+	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0) |
+		(later ? SFR_CHECK_LATER : 0);
 	rc = sfr_check_new(fd, verify ? flags | SFR_CHECK_BYTES : flags, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);

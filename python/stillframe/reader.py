@@ -31,8 +31,8 @@ def load(
     Waits for the saves and removes of the path that were submitted before. The structure of the
     file is always checked: its directory first, so one that is truncated or no checkpoint at all is
     refused before anything of it is unpickled; the headers of its records, which torch reads one by
-    one, when it has. Files of torch.save's legacy format have nothing to check and go straight to
-    `torch.load`.
+    one, then too, or afterwards where they lie far apart. Files of torch.save's legacy format have
+    nothing to check and go straight to `torch.load`.
 
     Args:
         path: A local file. A symbolic link is followed.
@@ -68,9 +68,9 @@ def _load_fd(
     """Checks and loads an open file, which stays the caller's; `path` is for messages.
 
     One open file for the checks and the load: a save that replaces the path in between changes
-    nothing here. A look at every header before the load would take a cold file's readahead away.
+    nothing here. A look at headers that lie apart would take a cold file's readahead away.
     """
-    found = check_fd(fd, path, verify=verify, directory=not verify)
+    found = check_fd(fd, path, verify=verify, later=not verify)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
@@ -84,7 +84,7 @@ def _load_fd(
         except CorruptCheckpointError as corrupt:
             raise corrupt from error
         raise
-    if not verify:
+    if not found["headers"]:
         check_fd(fd, path, verify=False)
     return loaded
 
@@ -96,15 +96,15 @@ def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any
         return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
 
 
-def check_fd(fd: int, path: str, *, verify: bool, directory: bool = False) -> dict[str, Any]:
-    """Raises CorruptCheckpointError unless the open file is a whole checkpoint, as far as its
-    directory tells with `directory`; returns what `_core.check` found.
+def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
+    """Raises CorruptCheckpointError unless the open file is a whole checkpoint; returns what
+    `_core.check` found. With `later`, the headers of records that are long may be left for later.
 
     Raises:
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
     """
     try:
-        found = _core.check(fd, verify, directory=directory)
+        found = _core.check(fd, verify, later=later)
     except OSError as error:
         number = error.errno or errno.EIO
         raise OSError(number, os.strerror(number), path) from None

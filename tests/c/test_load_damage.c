@@ -1,5 +1,7 @@
 /* The reader and damage: every bit of a file flipped, every length cut, every stretch zeroed; and
  * that what is damaged is named. */
+#include <errno.h>
+
 #include "verdict.h"
 
 /* ---- damage: every byte, every length --------------------------------------- */
@@ -74,6 +76,34 @@ static void every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters(void)
 	archive_add(&a, "x/data/0", "0123456789", 10);
 	archive_finish(&a);
 	flip_every_bit(&a);
+	archive_free(&a);
+}
+
+static void headers_are_left_for_later_where_records_are_long(void)
+{
+	static char bytes[200 << 10];
+	struct archive a = sample();
+	struct verdict v;
+
+	archive_poke(&a, a.records[5].hdr_off + 8, 8, 2); /* another method */
+	CHECK(!check_archive(&a, SFR_CHECK_LATER).ok);
+	CHECK(check_archive(&a, SFR_CHECK_LATER).headers);
+	CHECK(check_archive(&a, SFR_CHECK_DIRECTORY).ok);
+	archive_free(&a);
+
+	a = (struct archive){ .described = true };
+	archive_add(&a, "x/data.pkl", ".", 1);
+	archive_add(&a, "x/version", "3\n", 2);
+	archive_add(&a, "x/data/0", bytes, sizeof(bytes));
+	archive_finish(&a);
+	v = check_archive(&a, SFR_CHECK_LATER);
+	CHECK(v.ok && !v.headers);
+	archive_poke(&a, a.records[2].hdr_off + 8, 8, 2);
+	v = check_archive(&a, SFR_CHECK_LATER);
+	CHECK(v.ok && !v.headers);
+	v = check_archive(&a, 0);
+	CHECK(!v.ok && v.headers);
+	CHECK_EQ(check_archive(&a, SFR_CHECK_BYTES | SFR_CHECK_LATER).rc, -EINVAL);
 	archive_free(&a);
 }
 
@@ -164,6 +194,7 @@ int main(void)
 {
 	RUN(every_flipped_bit_of_a_torch_file_is_seen_where_it_matters);
 	RUN(every_flipped_bit_of_a_plain_zip_is_seen_where_it_matters);
+	RUN(headers_are_left_for_later_where_records_are_long);
 	RUN(no_truncation_is_good);
 	RUN(no_zeroed_stretch_is_good);
 	RUN(every_damaged_record_is_named);

@@ -34,7 +34,7 @@ static inline int file_of(const void *bytes, size_t len)
 /* A copy of a result's plain part, with the first bad record's name. */
 struct verdict {
 	int rc;
-	bool ok;
+	bool ok, headers;
 	enum sfr_format format;
 	uint64_t nbytes, nr_records, nr_unchecked, nr_bad;
 	uint32_t nr_listed;
@@ -55,6 +55,7 @@ static inline struct verdict check_fd(int fd, unsigned flags)
 		const struct sfr_check_result *r = sfr_check_result(check);
 
 		v.ok = r->ok;
+		v.headers = r->headers;
 		v.format = r->format;
 		v.nbytes = r->nbytes;
 		v.nr_records = r->nr_records;

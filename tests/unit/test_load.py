@@ -242,10 +242,13 @@ def test_several_damaged_records_are_counted(tmp_path):
         stillframe.load(path, verify=True)
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_a_damaged_header_is_found_without_verify_whatever_torch_makes_of_it(write, tmp_path):
+def test_a_damaged_header_is_found_without_verify_whatever_torch_makes_of_it(write, long, tmp_path):
+    """Whether it is looked for before the load or after it."""
     path = tmp_path / "x.pt"
-    write(small_state(), path)
+    state = {**small_state(), "long": torch.arange(3e5 if long else 3.0)}
+    write(state, path)
     good = path.read_bytes()
     with zipfile.ZipFile(path) as file:
         begins = [(info.header_offset, 30 + len(info.filename)) for info in file.infolist()]
@@ -257,10 +260,12 @@ def test_a_damaged_header_is_found_without_verify_whatever_torch_makes_of_it(wri
         path.write_bytes(damaged)
         with open(path, "rb") as file:
             whole = _core.check(file.fileno(), False)["ok"]
+            headers = _core.check(file.fileno(), False, later=True)["headers"]
+            assert headers != long or at < 4  # then it is no archive
             # What is not in the directory is not seen there.
             assert _core.check(file.fileno(), False, directory=True)["ok"] or at < 4
         if whole:
-            assert same(stillframe.load(path), small_state()), at
+            assert same(stillframe.load(path), state), at
             loaded += 1
         else:
             with pytest.raises(CorruptCheckpointError, match=r"x\.pt cannot be loaded: "):
