@@ -262,14 +262,14 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 }
 
 /* Has the bridge make the rows' tensors. A new reference to the list. */
-static PyObject *make(const struct job *job, PyObject *operator, PyObject * owner)
+static PyObject *make(const struct job *job, PyObject *maker, PyObject *owner)
 {
 	struct sfr_hold *hold = hold_owner(owner);
 	PyObject *tensors;
 
 	if (hold == NULL)
 		return NULL;
-	tensors = PyObject_CallFunction(operator, "KnK", (unsigned long long)(uintptr_t)job->rows,
+	tensors = PyObject_CallFunction(maker, "KnK", (unsigned long long)(uintptr_t)job->rows,
 					(Py_ssize_t)job->nr_made,
 					(unsigned long long)(uintptr_t)hold);
 	sfr_hold_put(hold);
@@ -281,18 +281,18 @@ static PyObject *make(const struct job *job, PyObject *operator, PyObject * owne
 	return tensors;
 }
 
-/* copies(memory, offsets, make or None) -> (new tensors by id of the old ones, by storage the first of its
- * tensors or None, [(tensor left out, number of its storage)]). After finish(). */
+/* copies(memory, offsets, make or None) -> (new tensors by id of the old ones, by storage the first
+ * of its tensors or None, [(tensor left out, number of its storage)]). After finish(). */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
-	PyObject *owner, *operator, * tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
+	PyObject *owner, *maker, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
 	PyObject *left = PyList_New(0);
 	Py_buffer view = { 0 };
 	uint32_t i;
 
 	if (left == NULL ||
-	    !PyArg_ParseTuple(args, "OO!O:copies", &owner, &PyList_Type, &job.offsets, &operator))
+	    !PyArg_ParseTuple(args, "OO!O:copies", &owner, &PyList_Type, &job.offsets, &maker))
 		goto end;
 	if (!job.c->finished) {
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
@@ -314,12 +314,11 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		int rc = 1;
 
 		if (job.c->found[i].row != NULL)
-			rc = operator== Py_None ? 0 : add_row(&job, i);
-
+			rc = maker == Py_None ? 0 : add_row(&job, i);
 		if (rc < 0 || (rc == 0 && leave_out(left, &job.c->found[i]) != 0))
 			goto end;
 	}
-	tensors = job.nr_made != 0 ? make(&job, operator, owner) : PyList_New(0);
+	tensors = job.nr_made != 0 ? make(&job, maker, owner) : PyList_New(0);
 	news = tensors != NULL ? PyDict_New() : NULL;
 	if (news == NULL || enter_new(&job, tensors, news) != 0)
 		goto end;
