@@ -223,7 +223,8 @@ void sfr_save_abandon(struct sfr_ticket *t);
 
 enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
 /* Waits until every deferred byte is copied (the sources are no longer read); until staged;
- * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. */
+ * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A slice
+ * of zero never sleeps, and for the end it takes no lock either. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
 /* The gate of the next step. Host sources: waits until they are copied, as SFR_WAIT_COPIED does.
  * Sources on devices: has their copies queued, all of them, and these streams of the calling

@@ -1,6 +1,7 @@
 /* Whole saves: states, errors, slots, detectors, close. */
 #include <errno.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <time.h>
 
 #include "saving.h"
@@ -329,6 +330,32 @@ static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 	CHECK_EQ(sfr_log_stop(), 0);
 }
 
+static void a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct rusage before, after;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	/* Without a verdict it is neither staged nor can it end. */
+	CHECK_EQ(getrusage(RUSAGE_THREAD, &before), 0);
+	for (unsigned i = 0; i < 1000; i++)
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 0), SFR_EAGAIN);
+	CHECK_EQ(getrusage(RUSAGE_THREAD, &after), 0);
+	CHECK(after.ru_nvcsw - before.ru_nvcsw < 100); /* a sleep is one */
+	CHECK_EQ(pthread_mutex_lock(&engine->mu), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), SFR_EAGAIN); /* or it stands still here */
+	CHECK_EQ(pthread_mutex_unlock(&engine->mu), 0);
+	saving_finish(t);
+	CHECK_EQ(pthread_mutex_lock(&engine->mu), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), 0);
+	CHECK_EQ(pthread_mutex_unlock(&engine->mu), 0);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
 static void bad_options_are_refused(void)
 {
 	struct sfr_engine_opts opts = {
@@ -493,6 +520,7 @@ int main(void)
 	RUN(a_closed_engine_refuses_saves_and_close_may_be_called_again);
 	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
 	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);
+	RUN(a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock);
 	RUN(bad_options_are_refused);
 	RUN(a_failed_open_is_the_handles_own_error);
 	RUN(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes);

@@ -46,7 +46,8 @@ void sfr__copy_fence(void);
 uint64_t sfr__now_ns(void);
 /* pthread_cond_init with CLOCK_MONOTONIC. 0 or -errno. */
 int sfr__cond_init(pthread_cond_t *cond);
-/* Waits on `cond` until woken or `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN. */
+/* Waits on `cond` until woken or `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN, at once and
+ * with the mutex held throughout where that moment has passed. */
 int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns);
 /* now + slice, SFR_FOREVER kept. */
 uint64_t sfr__deadline(uint64_t slice_ns);

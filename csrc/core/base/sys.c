@@ -132,6 +132,9 @@ int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_
 		(void)pthread_cond_wait(cond, mu); /* fails only on a mutex not held */
 		return 0;
 	}
+	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
+	if (deadline_ns <= sfr__now_ns())
+		return SFR_EAGAIN;
 	ts.tv_sec = (time_t)(deadline_ns / NS_PER_S);
 	ts.tv_nsec = (long)(deadline_ns % NS_PER_S);
 	rc = pthread_cond_timedwait(cond, mu, &ts);

@@ -52,6 +52,8 @@ void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state)
 {
 	atomic_fetch_add_explicit(&arrows[t->state][state], 1, memory_order_relaxed);
 	t->state = state;
+	if (state >= SFR_DURABLE)
+		atomic_store_explicit(&t->over, true, memory_order_release);
 	pthread_cond_broadcast(&t->engine->cv_state);
 }
 
@@ -269,6 +271,12 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
+	/* Python asks this in loops with the interpreter lock held, and whoever has the engine's lock
+	 * may be a niced thread that another process keeps from running. */
+	if (what == SFR_WAIT_ENDED && atomic_load_explicit(&t->over, memory_order_acquire))
+		return 0;
+	if (what == SFR_WAIT_ENDED && slice_ns == 0)
+		return SFR_EAGAIN;
 	pthread_mutex_lock(&t->engine->mu);
 	while (!reached(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
