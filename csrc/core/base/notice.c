@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 static struct {
 	struct sfr__mutex mu; /* guards all of this; a leaf: nothing is taken under it */

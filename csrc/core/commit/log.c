@@ -23,7 +23,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 struct sfr_log_load {

@@ -3,7 +3,7 @@
 #define SFR_CUDA_DRIVER_H
 
 #include "cuda/types.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* X(member, header's name, symbol, parameters): symbols are the exact, versioned ones, whatever
  * the header at hand maps the plain name to. Never those for per-thread default streams. */

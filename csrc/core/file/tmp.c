@@ -42,7 +42,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"

@@ -13,7 +13,7 @@
 
 #include <stdatomic.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* kind, name in the timeline, category, what its number counts (NULL: it has none) */
 #define SFR_TRACE_LIST(X)                                                                          \
