@@ -58,11 +58,21 @@ void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const cha
 int sfr__fd_open(const char *path, int flags, mode_t mode);
 /* Takes it out of the table and closes it. -errno of close. */
 int sfr__fd_close(int fd);
-/* fork.c calls these in the child: tmp.c, log.c and notice.c forget the parent's state without
- * touching its locks. */
-void sfr__tmp_forked(void);
-void sfr__log_forked(void);
-void sfr__notice_forked(void);
+/* What a file has to forget in a child of fork: threads, waiters and holders of locks are the
+ * parent's and do not exist there. The function is called in the child, in no order with others';
+ * it allocates nothing and takes no lock. Linked before main, so that there is no moment at which a
+ * fork is not heard of. */
+struct sfr__fork_hook {
+	struct sfr__fork_hook *next;
+	void (*forget)(void);
+};
+void sfr__fork_watch(struct sfr__fork_hook *hook);
+#define SFR__AT_FORK(function)                                                                     \
+	static struct sfr__fork_hook sfr__fork_hook = { .forget = function };                      \
+	__attribute__((constructor)) static void sfr__link_fork_hook(void)                         \
+	{                                                                                          \
+		sfr__fork_watch(&sfr__fork_hook);                                                  \
+	}
 
 /* ---- notice.c ---- */
 

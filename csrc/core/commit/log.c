@@ -518,9 +518,10 @@ uint64_t sfr_log_pending(void)
 	return nr;
 }
 
-void sfr__log_forked(void)
+static void forget(void)
 {
 	/* Entries, thread and waiters are the parent's; the lock may be one of theirs. */
 	memset(&slog, 0, sizeof(slog));
 	sfr__mutex_init(&slog.mu, SFR__LOCK_LOG);
 }
+SFR__AT_FORK(forget)

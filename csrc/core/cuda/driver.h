@@ -65,8 +65,6 @@ struct sfr__cuda {
  * that can be used, and then `why` (if not NULL) says so in a sentence. Any thread. A process that
  * has not used CUDA should not ask: cuInit would spoil its forked children. */
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
-/* In a child of fork: what was initialised in the parent is of no use. */
-void sfr__cuda_forked(void);
 /* A sentence on the driver, for stats: which it is, or what is missing. Loads, never initialises. */
 void sfr__cuda_sentence(char *text, size_t len);
 
