@@ -43,6 +43,7 @@
 	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
 	X(int, lstat, -1, (const char *path, struct stat *st), (path, st))                         \
+	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
 	X(int, rename, -1, (const char *from, const char *to), (from, to))                         \
 	X(int, unlink, -1, (const char *path), (path))                                             \
 	X(int, rmdir, -1, (const char *path), (path))                                              \

@@ -63,6 +63,7 @@ struct sfr_sys sfr_sys = {
 	.set_flags = plain_set_flags,
 	.fstat = fstat,
 	.lstat = lstat,
+	.realpath = realpath,
 	.rename = rename,
 	.unlink = unlink,
 	.rmdir = rmdir,

@@ -29,6 +29,7 @@ struct sfr_sys {
 	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
 	int (*fstat)(int fd, struct stat *st);
 	int (*lstat)(const char *path, struct stat *st);
+	char *(*realpath)(const char *path, char *real);
 	int (*rename)(const char *from, const char *to);
 	int (*unlink)(const char *path);
 	int (*rmdir)(const char *path);
