@@ -52,8 +52,6 @@ void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state)
 {
 	atomic_fetch_add_explicit(&arrows[t->state][state], 1, memory_order_relaxed);
 	t->state = state;
-	if (state >= SFR_DURABLE)
-		atomic_store_explicit(&t->over, true, memory_order_release);
 	pthread_cond_broadcast(&t->engine->cv_state);
 }
 
@@ -229,6 +227,9 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		engine->tickets = t->all_next;
 	if (t->all_next)
 		t->all_next->all_prev = t->all_prev;
+	/* First: who has seen the log run out finds the save ended. The lock keeps back those who
+	 * then ask how. */
+	atomic_store_explicit(&t->over, true, memory_order_release);
 	if (t->launched)
 		sfr__log_ended(&t->log, ok);
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :

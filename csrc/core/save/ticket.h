@@ -79,7 +79,7 @@ struct sfr_ticket {
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
 	enum sfr_state state;
-	atomic_bool over;   /* the state is an end; read without the lock */
+	atomic_bool over;   /* the state is an end, or about to be; read without the lock */
 	struct sfr_err err; /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
