@@ -40,7 +40,7 @@
 
 #define NR_FDS 4096
 
-static pthread_mutex_t fork_mu = PTHREAD_MUTEX_INITIALIZER;
+static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static atomic_int fds[NR_FDS]; /* descriptor + 1, 0 = free; written under fork_mu */
 static _Atomic uint64_t generation;
 
@@ -49,12 +49,12 @@ static int once_rc; /* 0 or -errno of the installation */
 
 static void before(void)
 {
-	(void)pthread_mutex_lock(&fork_mu); /* fails only on a mutex that is not one */
+	sfr__lock(&fork_mu); /* fails only on a mutex that is not one */
 }
 
 static void after_in_parent(void)
 {
-	(void)pthread_mutex_unlock(&fork_mu);
+	sfr__unlock(&fork_mu);
 }
 
 static void after_in_child(void)
@@ -74,7 +74,7 @@ static void after_in_child(void)
 	sfr__notice_forked();
 	sfr__trace_forked();
 	sfr__cuda_forked();
-	(void)pthread_mutex_unlock(&fork_mu); /* taken by this very thread in before() */
+	sfr__unlock(&fork_mu); /* taken by this very thread in before() */
 }
 
 static void install(void)
@@ -111,7 +111,7 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 {
 	int slot, fd = -1, rc;
 
-	(void)pthread_mutex_lock(&fork_mu);
+	sfr__lock(&fork_mu);
 	slot = find_slot_locked(0);
 	rc = -EMFILE;
 	if (slot < 0)
@@ -125,7 +125,7 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 	if (fd >= 0)
 		atomic_store(&fds[slot], fd + 1);
 out:
-	(void)pthread_mutex_unlock(&fork_mu);
+	sfr__unlock(&fork_mu);
 	return rc;
 }
 
@@ -134,11 +134,11 @@ int sfr__fd_close(int fd)
 {
 	int slot, rc;
 
-	(void)pthread_mutex_lock(&fork_mu);
+	sfr__lock(&fork_mu);
 	slot = find_slot_locked(fd + 1);
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
 	if (slot >= 0)
 		atomic_store(&fds[slot], 0);
-	(void)pthread_mutex_unlock(&fork_mu);
+	sfr__unlock(&fork_mu);
 	return rc;
 }

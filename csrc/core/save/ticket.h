@@ -79,7 +79,7 @@ struct sfr_ticket {
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
 	enum sfr_state state;
-	atomic_bool over;   /* the state is an end, or about to be; read without the lock */
+	atomic_bool over;   /* the state is an end; read without the lock */
 	struct sfr_err err; /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
@@ -118,7 +118,7 @@ struct sfr_ticket {
 };
 
 struct sfr_engine {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cv_lane;   /* lane queue or stopping */
 	pthread_cond_t cv_writer; /* writer queue or stopping */
 	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
