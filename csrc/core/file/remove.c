@@ -23,7 +23,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define NR_SCANS 8 /* of one directory; some file systems skip entries while others go */
 

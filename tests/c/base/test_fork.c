@@ -6,7 +6,7 @@
 #include <sys/file.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
+#include "save/save.h"
 #include "fix_dir.h"
 
 /* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the
