@@ -471,7 +471,6 @@ def test_the_environment_sets_the_default_cap(monkeypatch: pytest.MonkeyPatch) -
     for text, nbytes in (
         ("33554432", 32 << 20),
         ("512MiB", 512 << 20),
-        ("64MB", 61 << 20),
         ("1 gib", 1 << 30),
     ):
         monkeypatch.setenv("STILLFRAME_POOL_BYTES", text)
