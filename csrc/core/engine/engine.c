@@ -162,6 +162,26 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
+void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
+{
+	if (!sfr__pool_lacks(engine->pool))
+		return;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+}
+
+bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine))
+{
+	bool made;
+
+	if (!sfr__pool_lacks(engine->pool))
+		return false;
+	sfr__unlock(&engine->mu);
+	made = sfr__pool_supply(engine->pool, go_on, engine);
+	sfr__lock(&engine->mu);
+	return made;
+}
+
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
 {
 	uint32_t nr = 0;
@@ -222,7 +242,6 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 {
 	struct sfr__pool_stats pool = { 0 };
-	uint64_t nr_save_blocks = 0;
 
 	memset(out, 0, sizeof(*out));
 	if (foreign(engine))
@@ -230,8 +249,6 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
-	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
-		nr_save_blocks += t->blocks_held;
 	out->saves_in_flight = engine->nr_in_flight;
 	out->saves_total = engine->nr_saves;
 	sfr__unlock(&engine->mu);
@@ -239,7 +256,6 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	out->block_bytes = engine->opts.block_bytes;
 	out->committed_bytes = pool.committed_bytes;
 	out->leased_bytes = pool.leased_bytes;
-	out->save_bytes = nr_save_blocks * engine->opts.block_bytes;
 	out->retired_bytes = pool.retired_bytes;
 	return 0;
 }
