@@ -68,7 +68,7 @@ static int slurp(const char *path, char *buf, size_t size)
 	size_t len = 0;
 	int fd, rc = 0;
 
-	fd = sfr_sys.open(path, O_RDONLY | O_CLOEXEC, 0);
+	fd = sfr_sys.open(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
 	if (fd < 0)
 		return -errno;
 	while (len < size - 1) {

@@ -108,7 +108,7 @@ static void append_locked(struct sfr__log_entry *e)
 
 static int open_key(const char *key)
 {
-	int fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
+	int fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
 			      0) /* a FIFO must not hold the log */;
 
 	return fd < 0 ? -errno : fd;

@@ -14,12 +14,12 @@
 
 static char root[] = "/tmp/sfr_budget_XXXXXX";
 
-static int redirected_open(const char *path, int flags, mode_t mode)
+static int redirected_open(int dir, const char *path, int flags, mode_t mode)
 {
 	char other[8192];
 
 	(void)snprintf(other, sizeof(other), "%s%s", root, path);
-	return open(other, flags, mode);
+	return openat(dir, other, flags, mode);
 }
 
 static void forget_system(void)

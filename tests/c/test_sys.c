@@ -180,7 +180,7 @@ static int call_everything(int err, int *nr_wrong)
 			*nr_wrong += errno != err;                                                 \
 		}                                                                                  \
 	} while (0)
-	TRY((fd = sfr_sys.open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600)) < 0);
+	TRY((fd = sfr_sys.open(AT_FDCWD, path, O_RDWR | O_CREAT | O_CLOEXEC, 0600)) < 0);
 	if (fd < 0)
 		fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
 	TRY(sfr_sys.pwrite(fd, &byte, 1, 0) != 1);
@@ -193,10 +193,10 @@ static int call_everything(int err, int *nr_wrong)
 	TRY(sfr_sys.fstat(fd, &st) < 0);
 	TRY(sfr_sys.close(fd) < 0);
 	CHECK(fcntl(fd, F_GETFD) < 0); /* closed, whatever it returned */
-	TRY(sfr_sys.lstat(path, &st) < 0);
-	TRY(sfr_sys.rename(path, to) < 0);
+	TRY(sfr_sys.lstat(AT_FDCWD, path, &st) < 0);
+	TRY(sfr_sys.rename(AT_FDCWD, path, to) < 0);
 	(void)rename(path, to);
-	TRY(sfr_sys.unlink(to) < 0);
+	TRY(sfr_sys.unlink(AT_FDCWD, to) < 0);
 	(void)unlink(to);
 	TRY(!(stream = sfr_sys.opendir(dir)));
 	if (!stream)
