@@ -47,7 +47,7 @@ WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 # Named after the switches of setup.py, so that other switches build anew.
 comma   := ,
 BUILT   := build/built$(subst $(comma),-,$(STILLFRAME_SANITIZE:%=-%)$(WERROR)$(STILLFRAME_COVERAGE:%=-coverage%))
-SOURCES := $(wildcard csrc/core/* csrc/python/* csrc/torch/*)
+SOURCES := $(shell find csrc -name "*.[ch]*")
 
 build: $(BUILT)
 
@@ -105,9 +105,9 @@ format: $(VENV)/.requirements
 
 # ---- the C tests: programs of their own, each in a process of its own -----------------------
 
-C_FORMATTED := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cpp tests/c/*.c tests/c/*.h)
-C_HEADERS   := $(wildcard csrc/core/*.h tests/c/*.h)
-C_CORE      := $(patsubst csrc/core/%.c,%.o,$(wildcard csrc/core/*.c))
+C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" -o -name "*.cpp" | LC_ALL=C sort)
+C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
+C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
 FAKE_CUDA   := $(wildcard tests/c/fake_cuda*.c)
 C_TESTS     := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
 C_FLAGS     := -std=c11 -D_GNU_SOURCE -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
@@ -122,7 +122,7 @@ C_PROGRAMS_$(1) := $(C_TESTS:%=build/$(1)/%)
 programs-$(1): $$(C_PROGRAMS_$(1)) build/$(1)/libfake_cuda.so
 build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$<"
-	@$(CC) $(C_FLAGS) $(2) -c $$< -o $$@
+	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -c $$< -o $$@
 build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$@"
 	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core $(FAKE_CUDA) -o $$@

@@ -73,10 +73,12 @@ def extensions() -> list[Extension]:
     warnings = ["-Wall", "-Wextra", "-Wshadow", "-fvisibility=hidden", *compile_flags]
     core = Extension(
         "stillframe._core",
-        sources=sorted(glob("csrc/core/*.c") + glob("csrc/python/*.c")),
+        sources=sorted(
+            glob("csrc/core/**/*.c", recursive=True) + glob("csrc/python/**/*.c", recursive=True)
+        ),
         depends=HEADERS,
         define_macros=[("_GNU_SOURCE", None)],
-        include_dirs=cuda_include(),
+        include_dirs=["csrc/core", "csrc/python", "csrc", *cuda_include()],
         extra_compile_args=[
             *("-std=c11", "-pthread", "-Wstrict-prototypes", "-Wmissing-prototypes"),
             *warnings,
@@ -134,7 +136,7 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
         target = Path("build/libfake_cuda.so")
         if not sources:
             return
-        made_of.append(Path("csrc/core/cuda_types.h"))
+        made_of.append(Path("csrc/core/cuda/types.h"))
         if target.exists() and all(
             each.stat().st_mtime <= target.stat().st_mtime for each in made_of
         ):

@@ -67,7 +67,7 @@ def _work(connection: Any) -> None:
     import states
     import stillframe
     import torch
-    from stillframe import cli
+    from stillframe._shell import cli
 
     def make(path: str, spec: Spec) -> float:
         state = states.make(spec)

@@ -27,7 +27,7 @@ def _trainer_being_made():
 
 
 def _companions(module: str) -> list[object]:
-    plugins = sys.modules.get("stillframe._plugin")
+    plugins = sys.modules.get("stillframe._lightning.plugin")
     if plugins is None or not len(getattr(plugins, "live", ())):
         return []
     try:

@@ -9,7 +9,8 @@ With Lightning: `from stillframe.lightning import AsyncCheckpointIO`, then
 `Trainer(plugins=[AsyncCheckpointIO()])`.
 """
 
-from stillframe.engine import (
+from stillframe._base.trace import trace
+from stillframe._save.engine import (
     Engine,
     async_save,
     configure,
@@ -19,6 +20,10 @@ from stillframe.engine import (
     save,
     wait_all,
 )
+from stillframe._save.gate import register_optimizer
+from stillframe._save.handle import SaveHandle, SaveReport
+from stillframe._save.load import load
+from stillframe._snapshot.snapshot import Snapshot, snapshot
 from stillframe.errors import (
     BusyError,
     CorruptCheckpointError,
@@ -28,11 +33,6 @@ from stillframe.errors import (
     StillframeError,
     TornSnapshotError,
 )
-from stillframe.gate import register_optimizer
-from stillframe.handle import SaveHandle, SaveReport
-from stillframe.reader import load
-from stillframe.snapshot import Snapshot, snapshot
-from stillframe.trace import trace
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from stillframe.cli import main
+from stillframe._shell.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

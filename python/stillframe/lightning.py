@@ -13,9 +13,9 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import Callback
 
-from stillframe._companion import CompanionHooks
-from stillframe._offload_callback import OffloadHooks
-from stillframe._plugin import CheckpointPlugin, register_with_loaded_packages
+from stillframe._lightning.companion import CompanionHooks
+from stillframe._lightning.offload import OffloadHooks
+from stillframe._lightning.plugin import CheckpointPlugin, register_with_loaded_packages
 
 __all__ = ["AsyncCheckpointIO", "CPUOffloadCallback"]
 

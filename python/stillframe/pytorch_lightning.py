@@ -13,9 +13,9 @@ from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning import strategies
 from pytorch_lightning.callbacks import Callback
 
-from stillframe._companion import CompanionHooks
-from stillframe._offload_callback import OffloadHooks
-from stillframe._plugin import CheckpointPlugin, register_with_loaded_packages
+from stillframe._lightning.companion import CompanionHooks
+from stillframe._lightning.offload import OffloadHooks
+from stillframe._lightning.plugin import CheckpointPlugin, register_with_loaded_packages
 
 __all__ = ["AsyncCheckpointIO", "CPUOffloadCallback"]
 

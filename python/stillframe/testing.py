@@ -9,10 +9,10 @@ them what the block says; outside they pass everything on.
             stillframe.save(state, path)
     assert injected.hits == 1
 
-Calls are named as in ``csrc/core/sys.h``: "open", "close", "pread", "pwrite", "fdatasync", "fsync",
-"fallocate", "flock", "set_flags", "fstat", "lstat", "rename", "unlink", "rmdir", "opendir", "mmap",
-"munmap", "mprotect", "madvise", "malloc", "calloc", "realloc", "thread_create", "set_nice",
-"get_affinity", "set_affinity", and "*" for any of these. "readdir", "closedir", "free",
+Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrite", "fdatasync",
+"fsync", "fallocate", "flock", "set_flags", "fstat", "lstat", "rename", "unlink", "rmdir",
+"opendir", "mmap", "munmap", "mprotect", "madvise", "malloc", "calloc", "realloc", "thread_create",
+"set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir", "closedir", "free",
 "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy" (inside the call)
 and "lane_copy" (after it), can only be slow.
 
@@ -30,7 +30,9 @@ from typing import Any
 
 import torch
 
-from stillframe import _core, _device, skeleton
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._tree import skeleton
 
 __all__ = ["FakeDriver", "Injected", "fault", "host_as_device", "slow"]
 

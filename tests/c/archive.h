@@ -16,7 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/core/sfr.h"
+#include "sfr.h"
 #include "check.h"
 
 #define ARCHIVE_MAX 2600 /* records */

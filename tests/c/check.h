@@ -29,7 +29,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "../../csrc/core/sys.h"
+#include "base/sys.h"
 
 #define CHECK_SKIPPED 77
 #define CHECK_SECONDS 300u   /* a test that hangs dies of SIGALRM, with its name printed last */

@@ -6,7 +6,7 @@
 #include <dlfcn.h>
 #include <string.h>
 
-#include "../../csrc/core/cuda_lane.h"
+#include "device/lane.h"
 #include "fake_cuda.h"
 #include "saving.h"
 

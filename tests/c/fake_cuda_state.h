@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <sys/types.h>
 
-#include "cuda_types.h"
+#include "cuda/types.h"
 #include "fake_cuda.h"
 
 #define EXPORT __attribute__((visibility("default")))

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../csrc/core/sfr_internal.h"
+#include "base/sfr_internal.h"
 
 #define HOLE UINT64_C(1)
 

@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#include "../../csrc/core/sfr_internal.h"
+#include "base/sfr_internal.h"
 #include "check.h"
 
 #define KIB UINT64_C(1024)

@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "check.h"
-#include "load.h"
-#include "ticket.h"
+#include "check/check.h"
+#include "save/ticket.h"
 
 enum {
 	SAVING_BLOCK = 8192,

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-#include "../../csrc/core/snapshot.h"
+#include "snapshot/snapshot.h"
 #include "pool_helpers.h"
 
 enum { NR = 5, LEN = 30000, BLOCK = 16384, NR_BLOCKS = 16 };

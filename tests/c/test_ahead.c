@@ -3,7 +3,7 @@
 #include <errno.h>
 #include <sys/wait.h>
 
-#include "../../csrc/core/ahead.h"
+#include "check/ahead.h"
 #include "fix_dir.h"
 #include "verdict.h"
 

@@ -6,7 +6,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#include "../../csrc/core/sfr_internal.h"
+#include "base/sfr_internal.h"
 #include "check.h"
 
 #define MIB (UINT64_C(1) << 20)

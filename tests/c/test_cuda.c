@@ -1,7 +1,7 @@
 /* Saves from devices, over the fake driver: pools, lifetimes, several devices, what fails. */
 #include <errno.h>
 
-#include "../../csrc/core/near.h"
+#include "memory/numa.h"
 #include "fix_cuda.h"
 
 static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers(void)

@@ -2,7 +2,7 @@
  * keeps to all of them is not. What follows is a lane's work in the driver's own calls. */
 #include "fake.h"
 
-/* X: member, symbol, parameters; as csrc/core/cuda_driver.h has them. */
+/* X: member, symbol, parameters; as csrc/core/cuda/driver.h has them. */
 static struct {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)

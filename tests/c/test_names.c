@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../../csrc/core/names.h"
+#include "check/names.h"
 #include "check.h"
 
 #define MAX 700 /* past two doublings of the list */

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/core/unzip.h"
+#include "archive/read.h"
 #include "archive.h"
 #include "check.h"
 

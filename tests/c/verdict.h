@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "../../csrc/core/load.h"
-#include "../../csrc/core/sfr_internal.h"
+#include "check/check.h"
+#include "base/sfr_internal.h"
 #include "archive.h"
 #include "check.h"
 

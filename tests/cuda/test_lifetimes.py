@@ -11,7 +11,8 @@ import pytest
 import stillframe
 import torch
 from fix_training import adamw
-from stillframe import _device, gate
+from stillframe._base import device as _device
+from stillframe._save import gate
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import few_threads, warmed_up
 

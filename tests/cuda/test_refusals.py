@@ -119,7 +119,8 @@ def test_a_device_that_dies_in_mid_copy_fails_its_saves_and_no_others(
 def test_without_a_driver_the_error_names_the_library(tmp_path: Path) -> None:
     script = f"""
 import stillframe, torch
-from stillframe import skeleton, _device
+from stillframe._tree import skeleton
+from stillframe._base import device as _device
 print(stillframe.default_engine().stats()["driver"])
 skeleton._kinds = skeleton._make_kinds(
     is_cpu=property(lambda t: False), is_cuda=property(lambda t: True), device_index=lambda t: 0)

@@ -27,7 +27,9 @@ def strategies(pkg):
 def small_pool(monkeypatch):
     """A default engine of one block of 1 MiB."""
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
-        monkeypatch.setattr(sys.modules["stillframe.snapshot"], "default_engine", lambda: engine)
+        monkeypatch.setattr(
+            sys.modules["stillframe._snapshot.snapshot"], "default_engine", lambda: engine
+        )
         yield engine
 
 

@@ -22,7 +22,7 @@ from fix_lightning import (
     loader,
     trainer,
 )
-from stillframe.engine import wait_for_path
+from stillframe._save.engine import wait_for_path
 from stillframe.testing import fault, slow
 
 

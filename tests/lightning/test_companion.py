@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
-from stillframe import gate
+from stillframe._save import gate
 from stillframe.testing import slow
 
 OUTSIDE_THE_STEP = {
@@ -64,7 +64,7 @@ def test_the_entry_points_import_neither_stillframe_nor_torch():
 
 def test_a_trainer_without_a_plugin_of_ours_is_left_alone(pkg, tmp_path):
     gc.collect()
-    assert len(sys.modules["stillframe._plugin"].live) == 0
+    assert len(sys.modules["stillframe._lightning.plugin"].live) == 0
     assert companions(trainer(pkg, tmp_path)) == 0
 
 

@@ -10,7 +10,9 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import FULL, at, every_steps, load, loader, trainer
-from stillframe import _core, _ordered, completion, engine
+from stillframe import _core
+from stillframe._save import completion, engine
+from stillframe._save import ordered as _ordered
 from test_signals import AtLine, while_training
 from test_wrapped import other
 

@@ -223,7 +223,7 @@ def test_every_dtype_comes_out_byte_for_byte(offload, dtype):
 
 def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
     allocated = iter([5_000_000_000, 3_000_000_000, 3_000_000_000, 3_500_000_000])
-    module = sys.modules["stillframe._offload_callback"]
+    module = sys.modules["stillframe._lightning.offload"]
     monkeypatch.setattr(module, "_gpu_bytes", lambda: next(allocated))
     callback = offload()
     with caplog.at_level(logging.DEBUG, "stillframe"):

@@ -49,13 +49,13 @@ def test_skipping_saves_is_refused_with_the_reason(pkg):
 
 
 def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
-    import stillframe._writers
+    import stillframe._lightning.writers
 
     with stillframe.Engine(when_busy="skip") as engine:
         with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
             lit.AsyncCheckpointIO(engine=engine)
         # As after stillframe.configure(when_busy="skip").
-        monkeypatch.setattr(stillframe._writers, "default_engine", lambda: engine)
+        monkeypatch.setattr(stillframe._lightning.writers, "default_engine", lambda: engine)
         with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
             lit.AsyncCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
 
@@ -117,7 +117,7 @@ def test_the_default_engine_serves_unless_options_ask_for_another(lit, tmp_path)
 
 
 def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_path, monkeypatch):
-    import stillframe._writers
+    import stillframe._lightning.writers
 
     made, open_now = [], []
 
@@ -132,7 +132,7 @@ def test_the_plugins_own_engine_lives_from_the_first_save_to_teardown(lit, tmp_p
             if self in open_now:
                 open_now.remove(self)
 
-    monkeypatch.setattr(stillframe._writers, "Engine", Engine)
+    monkeypatch.setattr(stillframe._lightning.writers, "Engine", Engine)
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     assert open_now == []
     for _ in range(2):
@@ -322,7 +322,7 @@ def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
     copy.teardown()
     assert load(tmp_path / "b.ckpt")["n"] == 3
     assert copy._writers._engine_options == plugin._writers._engine_options
-    assert copy in sys.modules["stillframe._plugin"].live
+    assert copy in sys.modules["stillframe._lightning.plugin"].live
 
 
 def test_a_plugin_with_an_engine_cannot_be_pickled_and_says_why(lit):

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 from fix_lightning import loader, trainer
-from stillframe import _strategies
+from stillframe._lightning import strategies as _strategies
 
 
 @pytest.mark.parametrize("name", ["XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"])

@@ -10,7 +10,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
-from stillframe.engine import wait_for_path
+from stillframe._save.engine import wait_for_path
 
 SIZE = 300 * 300
 

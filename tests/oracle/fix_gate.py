@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from stillframe import gate
-from stillframe.skeleton import Skeleton
+from stillframe._save import gate
+from stillframe._tree.skeleton import Skeleton
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -23,7 +23,7 @@ from fix_gate import (
     skeleton_of,
     state_tensors,
 )
-from stillframe import gate, ownership
+from stillframe._save import gate, ownership
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

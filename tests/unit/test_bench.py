@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import stillframe
 from fix_checkpoints import open_descriptors, unprivileged
-from stillframe import bench, bench_raw, cli
+from stillframe._shell import bench, bench_raw, cli
 from stillframe.testing import fault, slow
 
 MIB = 1 << 20
@@ -234,7 +234,7 @@ def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
 def test_a_real_signal_leaves_nothing(disk_path: Path, number):
     code = """
 import sys
-from stillframe import bench_raw, cli
+from stillframe._shell import bench_raw, cli
 write = bench_raw.write_seconds
 def told(*args, **named):
     print("writing", flush=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from stillframe import _core, skeleton
+from stillframe import _core
+from stillframe._tree import skeleton
 
 pytestmark = pytest.mark.skipif(
     skeleton.make_tensors is None, reason="torch before 2.11 makes no tensors over given memory"

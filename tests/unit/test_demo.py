@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from stillframe import demo
+from stillframe._shell import demo
 
 GIB = 1 << 30
 
@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
     code = f"""if True:
         import sys
         sys.modules[{module!r}] = None  # importing it fails as if it were not there
-        from stillframe import demo
+        from stillframe._shell import demo
         sys.exit(demo.main(["--size", "2MB"]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -99,7 +99,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
 
 
 def test_lost_time_is_what_a_window_with_a_save_took_more():
-    from stillframe.demo_runs import Run, Save, figures, noise_s
+    from stillframe._shell.demo_runs import Run, Save, figures, noise_s
 
     def run_of(first_step_s: float) -> Run:
         """12 steps of 100 ms, but that every third, from the third on, takes `first_step_s`."""

@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from stillframe import _depth
-from stillframe._depth import inside, no_collection
+from stillframe._base import calls as _depth
+from stillframe._base.calls import inside, no_collection
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@ from fix_checkpoints import (
     sparse,
     unprivileged,
 )
-from stillframe import CorruptCheckpointError, _core, reader, testing
+from stillframe import CorruptCheckpointError, _core, testing
+from stillframe._save import load as reader
 from torch.utils.serialization import config
 
 

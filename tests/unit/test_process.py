@@ -375,7 +375,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
         """
         import atexit, os
         # Handlers run last first: one registered before the import would run after ours.
-        atexit.unregister(stillframe.engine._drain_at_exit)
+        atexit.unregister(stillframe._save.engine._drain_at_exit)
         def last():
             handle = stillframe.async_save(
                 STATE, "b.pt", on_durable=lambda *_: print("called", flush=True)
@@ -384,7 +384,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
             stillframe.remove("a.pt")
             print(os.path.exists("a.pt"), flush=True)
         atexit.register(last)
-        atexit.register(stillframe.engine._drain_at_exit)
+        atexit.register(stillframe._save.engine._drain_at_exit)
         stillframe.async_save(STATE, "a.pt")
         """,
         tmp_path,

@@ -22,8 +22,8 @@ import torch
 from fix_graphs import assert_same, assert_same_outcome, bytes_of, outcome, tensor_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stillframe import skeleton
-from stillframe.skeleton import build
+from stillframe._tree import skeleton
+from stillframe._tree.skeleton import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 
@@ -655,7 +655,7 @@ import _testcapi, pickle, sys, warnings
 warnings.simplefilter("ignore")
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import torch
-from stillframe.skeleton import build
+from stillframe._tree.skeleton import build
 
 tied = torch.nn.Parameter(torch.ones(3))
 tree = {{"a": torch.ones(2), "b": [tied, tied], "s": torch.UntypedStorage(3)}}

@@ -16,8 +16,9 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
-from stillframe import _core, completion
-from stillframe.snapshot import _Copy
+from stillframe import _core
+from stillframe._save import completion
+from stillframe._snapshot.snapshot import _Copy
 from stillframe.testing import slow
 
 __all__ = ["engine"]  # a fixture
@@ -81,7 +82,7 @@ def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
 ) -> None:
     model, optimizer = trained()
     with monkeypatch.context() as patched, slow("lane_copy", 0.3):
-        patched.setattr(sys.modules["stillframe.snapshot"], "_core", _Interrupted())
+        patched.setattr(sys.modules["stillframe._snapshot.snapshot"], "_core", _Interrupted())
         with pytest.raises(KeyboardInterrupt):
             stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         (copy,) = completion.copying.values()
@@ -146,7 +147,7 @@ def test_dropping_a_snapshot_while_it_is_copied_gives_everything_back(
         # Who asks for all of the pool waits for what is on its way back.
         stillframe.snapshot(torch.zeros(32 * MIB, dtype=torch.uint8), engine=engine).release()
     assert leased(engine) == 0
-    assert not stillframe.completion.copying or engine.close() is None
+    assert not stillframe._save.completion.copying or engine.close() is None
 
 
 def test_closing_an_engine_waits_for_the_copy() -> None:

@@ -26,7 +26,8 @@ from fix_checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from stillframe import _core, cli, testing
+from stillframe import _core, testing
+from stillframe._shell import cli
 
 DAMAGES = ["truncated", "empty", "foreign", "flipped"]
 
@@ -359,10 +360,10 @@ def test_a_reader_that_goes_away_gets_no_traceback(tmp_path):
 
 def test_demo_gets_its_arguments_unread(monkeypatch):
     seen = []
-    module = type(sys)("stillframe.demo")
+    module = type(sys)("stillframe._shell.demo")
     module.main = lambda arguments: seen.append(arguments) or 5
-    monkeypatch.setitem(sys.modules, "stillframe.demo", module)
-    monkeypatch.setattr("stillframe.demo", module, raising=False)
+    monkeypatch.setitem(sys.modules, "stillframe._shell.demo", module)
+    monkeypatch.setattr("stillframe._shell.demo", module, raising=False)
     assert cli.main(["demo", "--size", "2GB", "--help"]) == 5
     assert seen == [["--size", "2GB", "--help"]]
 

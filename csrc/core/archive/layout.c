@@ -1,0 +1,313 @@
+/* The layout of a file, made before a byte of it moves.
+ *
+ * A file is a zip archive as torch.save writes it: stored entries, each with
+ *
+ *     local header | name | extra field | data | descriptor
+ *
+ * then a central directory that repeats names, sizes, CRCs and offsets, and the end records.
+ * Everything but the CRCs follows from the sizes, so sfr__image_init gives each entry its place
+ * and from then on the image is only read: the staging buffers are pieces of the file, copies
+ * go straight to where the file wants them, and nothing is moved twice.
+ *
+ *     0        run 0            run 1                tail
+ *     |--------------------|----------------|------------------------------------|
+ *      data.pkl, .format_   storages of       zeros | .data/serialization_id |
+ *      version, ..., and    the first lane    central directory | end records
+ *      captured storages
+ *     |------|------|------|------|------|--|   blocks: each run has blocks of its own
+ *
+ * Sources make runs by when they are copied and where they live: captured ones of the host, those
+ * of each device, then deferred ones of the host and of each device.
+ *
+ * Runs begin and end on 4096, filled up with zeros, and so does the file: the tail's zeros stand
+ * in front of its entry, because what follows the directory has to end the file.
+ *
+ * Besides the storages a file has the records that torch puts there. .format_version is 0: from
+ * 1 on torch computes where a storage is from the order of the pickle instead of asking the
+ * directory, and our order is another one. zip.c says how each record looks.
+ *
+ * Blocks are walked by segments (sfr__seg_next); a header or descriptor may straddle two blocks.
+ *
+ * Thread rules: init and fini belong to one thread. In between everything but entry->crc and
+ * entry->crc_len is constant.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "archive/write.h"
+
+/* No file system holds a longer file, and sums below it cannot overflow. */
+#define LEN_MAX (UINT64_C(1) << 62)
+
+static const struct {
+	const char *name, *data;
+} records[] = {
+	{ "archive/.format_version", "0" },
+	{ "archive/.storage_alignment", "64" },
+	{ "archive/byteorder", "little" },
+	{ "archive/version", "3\n" },
+};
+#define NR_RECORDS (sizeof(records) / sizeof(records[0]))
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
+_Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
+
+/* Gives an entry its place at `off`; returns the offset behind it. */
+static uint64_t place(struct sfr__entry *e, uint64_t off)
+{
+	e->hdr_off = off;
+	e->data_off = sfr__round_up(off + sfr__zip_header_len(e), SFR_ALIGN);
+	e->desc_len = sfr__zip_desc_len(e);
+	return e->data_off + e->nbytes + e->desc_len;
+}
+
+/* ---- layout -------------------------------------------------------------- */
+
+static void name_storage(char *name, uint32_t index)
+{
+	static const char prefix[] = "archive/data/";
+	char digits[10];
+	size_t nr = 0;
+
+	do
+		digits[nr++] = (char)('0' + index % 10);
+	while ((index /= 10) != 0);
+	memcpy(name, prefix, sizeof(prefix) - 1);
+	name += sizeof(prefix) - 1;
+	while (nr != 0)
+		*name++ = digits[--nr];
+	*name = '\0';
+}
+
+static void add(struct sfr__image *img, const char *name, const char *src, uint64_t nbytes,
+		int64_t source)
+{
+	struct sfr__entry *e = &img->entries[img->nr_entries++];
+
+	e->src = src;
+	e->nbytes = nbytes;
+	e->source = source;
+	memcpy(e->name, name, strlen(name) + 1);
+}
+
+/* What sets sources of one run apart from those of another, in the order of the runs. */
+static uint64_t run_key(uint32_t lane, uint32_t device)
+{
+	return (uint64_t)lane << 32 | device;
+}
+
+static void add_storages(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t key)
+{
+	for (uint32_t i = 0; i < desc->nr_sources; i++) {
+		const struct sfr_source *source = &desc->sources[i];
+		char name[sizeof(img->entries->name)];
+
+		if (run_key(source->lane, source->device) != key)
+			continue;
+		name_storage(name, i);
+		add(img, name, (const char *)(uintptr_t)source->addr, source->nbytes, i);
+		*(source->lane == SFR_CAPTURED ? &img->captured_nbytes : &img->deferred_nbytes) +=
+			source->nbytes;
+	}
+}
+
+/* The lowest key above `key` that has a source; `key` itself when there is none. */
+static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
+{
+	uint64_t next = key;
+
+	for (uint32_t i = 0; i < desc->nr_sources; i++) {
+		uint64_t its = run_key(desc->sources[i].lane, desc->sources[i].device);
+
+		if (its > key && (next == key || its < next))
+			next = its;
+	}
+	return next;
+}
+
+/* Closes the run whose entries are those from first_entry to the last one added. */
+static int end_run(struct sfr__image *img, struct sfr__run *run)
+{
+	uint64_t off = run->off, nr_blocks;
+
+	run->nr_entries = img->nr_entries - run->first_entry;
+	for (uint32_t i = 0; i < run->nr_entries; i++)
+		off = place(&img->entries[run->first_entry + i], off);
+	run->len = sfr__round_up(off, SFR_PAGE) - run->off;
+	nr_blocks = sfr__round_up(run->len, img->block_bytes) / img->block_bytes;
+	if (nr_blocks > UINT32_MAX)
+		return -EFBIG;
+	run->nr_blocks = (uint32_t)nr_blocks;
+	img->nr_runs++;
+	img->len = run->off + run->len;
+	return 0;
+}
+
+static int check_desc(const struct sfr_save_desc *desc, uint64_t block_bytes)
+{
+	uint64_t total = desc->skeleton_len;
+
+	if (block_bytes == 0 || block_bytes % SFR_PAGE != 0)
+		return -EINVAL;
+	if ((desc->skeleton == NULL && desc->skeleton_len != 0) ||
+	    (desc->sources == NULL && desc->nr_sources != 0) ||
+	    desc->nr_sources > UINT32_MAX - 1 - NR_RECORDS)
+		return -EINVAL;
+	if (total > LEN_MAX)
+		return -EFBIG;
+	for (uint32_t i = 0; i < desc->nr_sources; i++) {
+		if (desc->sources[i].addr == 0 && desc->sources[i].nbytes != 0)
+			return -EINVAL;
+		if (desc->sources[i].nbytes > LEN_MAX)
+			return -EFBIG;
+		total += desc->sources[i].nbytes;
+		if (total > LEN_MAX)
+			return -EFBIG;
+	}
+	return 0;
+}
+
+int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes)
+{
+	uint64_t nr_entries = UINT64_C(1) + NR_RECORDS + desc->nr_sources;
+	uint32_t nr_runs = 1;
+	int rc;
+
+	*img = (struct sfr__image){ .block_bytes = block_bytes };
+	rc = check_desc(desc, block_bytes);
+	if (rc != 0)
+		return rc;
+	for (uint64_t key = 0, next; (next = next_key(desc, key)) != key; key = next)
+		nr_runs++;
+	img->entries = sfr_sys.calloc(nr_entries, sizeof(*img->entries));
+	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
+	if (img->entries == NULL || img->runs == NULL) {
+		rc = -ENOMEM;
+		goto fail;
+	}
+
+	add(img, "archive/data.pkl", desc->skeleton, desc->skeleton_len, -1);
+	img->captured_nbytes = desc->skeleton_len;
+	for (size_t i = 0; i < NR_RECORDS; i++)
+		add(img, records[i].name, records[i].data, strlen(records[i].data), -1);
+	for (uint64_t key = 0; img->nr_runs < nr_runs; key = next_key(desc, key)) {
+		struct sfr__run *run = &img->runs[img->nr_runs];
+
+		run->off = img->len;
+		run->lane = (uint32_t)(key >> 32);
+		run->device = (uint32_t)key;
+		if (key != 0) /* the first run has the records already */
+			run->first_entry = img->nr_entries;
+		add_storages(img, desc, key);
+		rc = end_run(img, run);
+		if (rc != 0)
+			goto fail;
+	}
+	img->tail_off = img->len;
+	img->tail_len = sfr__zip_tail_len(img);
+	img->len += img->tail_len;
+	return 0;
+fail:
+	sfr__image_fini(img);
+	return rc;
+}
+
+void sfr__image_fini(struct sfr__image *img)
+{
+	sfr_sys.free(img->entries);
+	sfr_sys.free(img->runs);
+	*img = (struct sfr__image){ 0 };
+}
+
+const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)
+{
+	for (uint32_t r = 0; r < img->nr_runs; r++)
+		if (img->runs[r].lane == lane && img->runs[r].device == device)
+			return &img->runs[r];
+	return NULL;
+}
+
+/* ---- blocks and segments ------------------------------------------------- */
+
+uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
+			      uint32_t blk)
+{
+	return run->off + blk * img->block_bytes;
+}
+
+size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk)
+{
+	uint64_t left = run->len - blk * img->block_bytes;
+
+	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
+}
+
+/* The run's last entry that begins at or before `off`. Entries follow one another without a gap,
+ * so `off` stands in it, or in the zeros at the run's end. */
+static uint32_t entry_at(const struct sfr__image *img, const struct sfr__run *run, uint64_t off)
+{
+	uint32_t low = run->first_entry, high = run->first_entry + run->nr_entries;
+
+	while (high - low > 1) {
+		uint32_t mid = low + (high - low) / 2;
+
+		if (img->entries[mid].hdr_off <= off)
+			low = mid;
+		else
+			high = mid;
+	}
+	return low;
+}
+
+void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
+			const struct sfr__run *run, uint32_t blk)
+{
+	it->img = img;
+	it->run = run;
+	it->off = sfr__image_block_off(img, run, blk);
+	it->end = it->off + sfr__image_block_len(img, run, blk);
+	it->entry = entry_at(img, run, it->off);
+}
+
+bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg)
+{
+	const struct sfr__run *run = it->run;
+	uint64_t begin, end;
+
+	if (it->off >= it->end)
+		return false;
+	for (;; it->entry++) {
+		const struct sfr__entry *e;
+
+		if (it->entry == run->first_entry + run->nr_entries) {
+			seg->kind = SFR__SEG_PAD;
+			begin = it->off;
+			end = run->off + run->len;
+			break;
+		}
+		e = &it->img->entries[it->entry];
+		seg->kind = SFR__SEG_HEADER;
+		begin = e->hdr_off;
+		end = e->data_off;
+		if (it->off < end)
+			break;
+		seg->kind = SFR__SEG_DATA;
+		begin = end;
+		end += e->nbytes;
+		if (it->off < end)
+			break;
+		seg->kind = SFR__SEG_DESC;
+		begin = end;
+		end += e->desc_len;
+		if (it->off < end)
+			break;
+	}
+	if (end > it->end)
+		end = it->end;
+	seg->entry = it->entry;
+	seg->off = it->off - begin;
+	seg->pos = (size_t)((it->off - run->off) % it->img->block_bytes);
+	seg->len = (size_t)(end - it->off);
+	it->off = end;
+	return true;
+}

@@ -1,0 +1,308 @@
+/* Reading the bytes of a zip file that are not data: end records, directory, headers, descriptors.
+ *
+ * Each function looks at bytes somebody else has read and says what is wrong with them, or fills
+ * a struct of plain numbers. Nothing here reads, waits or allocates, and no number is believed:
+ * a sum is made only of terms that were compared with something smaller before. The bytes may
+ * be anyone's.
+ *
+ * A zip file says most things twice: a record's name, sizes and CRC stand in the directory, in
+ * the local header in front of its data, and in the descriptor behind them. Damage shows as
+ * disagreement, so everything said twice is compared, time stamps included. What writers do:
+ *
+ *   torch     flag bit 3 (sizes and CRC are zero in the local header, true in the descriptor),
+ *             but no descriptor and no bit 3 for an empty record. Zip64 end records always; their
+ *             numbers are repeated in the old end record where they fit. Past 4 GiB the local
+ *             header has a zip64 field with {size, 0}, {offset} alone, or all three, and the
+ *             descriptor is the long one. Code of TorchScript is deflated, all else is stored.
+ *   stillframe  the same with {size, size} in the zip64 field, descriptors behind empty records
+ *             too, and gaps between records.
+ *   others    (zip -0, Python's zipfile) no bit 3, true numbers in the local header, a zip64
+ *             field with {size, size} where it is 0xffffffff, no zip64 end records.
+ *
+ * All of these are accepted. What has no second copy and steers no reader is not looked at:
+ * versions needed and made by, attributes but for the directory bit, contents of extra fields other than zip64's, comments
+ * of records, bytes in the gaps.
+ */
+#include <stdbool.h>
+#include <string.h>
+
+#include "archive/read.h"
+
+#define MAX16 0xffffu
+#define MAX32 UINT32_C(0xffffffff)
+
+#define SIG_LOCAL UINT32_C(0x04034b50)
+#define SIG_CENTRAL UINT32_C(0x02014b50)
+#define SIG_DESC UINT32_C(0x08074b50)
+#define SIG_END UINT32_C(0x06054b50)
+#define SIG_END64 UINT32_C(0x06064b50)
+#define SIG_LOCATOR UINT32_C(0x07064b50)
+
+#define END_LEN 22u
+#define LOCATOR_LEN 20u
+#define END64_LEN 56u
+
+#define TAG_ZIP64 1u
+/* Of the attributes the one that a reader obeys: torch's leaves the memory of a tensor as it was
+ * when the record it should come from is marked so. */
+#define DOS_DIRECTORY 0x10u
+/* Descriptor, UTF-8 names, and the two bits that tell how hard a deflater tried. */
+#define FLAGS_KNOWN 0x080eu
+
+static uint16_t le16(const unsigned char *p)
+{
+	return (uint16_t)(p[0] | p[1] << 8);
+}
+
+static uint32_t le32(const unsigned char *p)
+{
+	return le16(p) | (uint32_t)le16(p + 2) << 16;
+}
+
+static uint64_t le64(const unsigned char *p)
+{
+	return le32(p) | (uint64_t)le32(p + 4) << 32;
+}
+
+/* ---- end of the file ------------------------------------------------------- */
+
+/* Whether a short field says what the long one does, or leaves it to that one. */
+static bool says16(uint16_t shorter, uint64_t value)
+{
+	return shorter == value || shorter == MAX16;
+}
+
+static bool says32(uint32_t shorter, uint64_t value)
+{
+	return shorter == value || shorter == MAX32;
+}
+
+static const char *read_end64(const unsigned char *end64, uint64_t file_len,
+			      struct sfr__unzip_end *end)
+{
+	static const char damaged[] = "its zip64 end record is damaged";
+	const unsigned char *locator = end64 + END64_LEN;
+
+	if (le32(locator + 4) != 0 || le32(locator + 16) != 1)
+		return damaged;
+	if (le64(locator + 8) != file_len - SFR__UNZIP_TAIL || le32(end64) != SIG_END64 ||
+	    le64(end64 + 4) != END64_LEN - 12)
+		return damaged;
+	if (le32(end64 + 16) != 0 || le32(end64 + 20) != 0 || le64(end64 + 24) != le64(end64 + 32))
+		return damaged;
+	end->nr_records = le64(end64 + 24);
+	end->dir_len = le64(end64 + 40);
+	end->dir_off = le64(end64 + 48);
+	return NULL;
+}
+
+const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
+			   struct sfr__unzip_end *end)
+{
+	static const char damaged[] = "its end record is damaged";
+	const unsigned char *last;
+	uint64_t dir_end;
+
+	if (len < END_LEN || le32(tail + len - END_LEN) != SIG_END)
+		return "it is truncated: it does not end in a zip end record";
+	last = tail + len - END_LEN;
+	/* A comment would make the record longer than what is left of the file. */
+	if (le16(last + 20) != 0 || le16(last + 4) != 0 || le16(last + 6) != 0)
+		return damaged;
+	if (le16(last + 8) != le16(last + 10))
+		return damaged;
+
+	if (len >= SFR__UNZIP_TAIL && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
+		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL, file_len, end);
+
+		if (wrong != NULL)
+			return wrong;
+		if (!says16(le16(last + 10), end->nr_records) ||
+		    !says32(le32(last + 12), end->dir_len) ||
+		    !says32(le32(last + 16), end->dir_off))
+			return "its two end records disagree";
+		dir_end = file_len - SFR__UNZIP_TAIL;
+	} else {
+		end->nr_records = le16(last + 10);
+		end->dir_len = le32(last + 12);
+		end->dir_off = le32(last + 16);
+		if (end->nr_records == MAX16 || end->dir_len == MAX32 || end->dir_off == MAX32)
+			return "its zip64 end record is missing";
+		dir_end = file_len - END_LEN;
+	}
+	if (end->dir_off > dir_end || end->dir_len != dir_end - end->dir_off)
+		return "its directory is not where its end record says";
+	if (end->nr_records > end->dir_len / SFR__UNZIP_CENTRAL)
+		return "its directory is too short for its number of records";
+	return NULL;
+}
+
+/* ---- directory --------------------------------------------------------------- */
+
+const char *sfr__unzip_central(const unsigned char *fixed, struct sfr__unzip_record *rec)
+{
+	if (le32(fixed) != SIG_CENTRAL)
+		return "a record of its directory is damaged";
+	rec->flags = le16(fixed + 8);
+	rec->method = le16(fixed + 10);
+	rec->stamp = le32(fixed + 12);
+	rec->crc = le32(fixed + 16);
+	rec->clen = le32(fixed + 20);
+	rec->ulen = le32(fixed + 24);
+	rec->name_len = le16(fixed + 28);
+	rec->extra_len = le16(fixed + 30);
+	rec->comment_len = le16(fixed + 32);
+	rec->hdr_off = le32(fixed + 42);
+	rec->is_dir = (le32(fixed + 38) & DOS_DIRECTORY) != 0;
+	if (le16(fixed + 34) != 0)
+		return "a record of its directory claims to be in another file";
+	if (rec->name_len == 0 || rec->name_len > SFR__UNZIP_NAME_MAX)
+		return "a record of its directory has a name of impossible length";
+	return NULL;
+}
+
+/* Finds a zip64 field: *field and *field_len, or NULL. False: the fields do not fill `len`. */
+static bool find_zip64(const unsigned char *extra, size_t len, const unsigned char **field,
+		       size_t *field_len)
+{
+	*field = NULL;
+	*field_len = 0;
+	while (len != 0) {
+		size_t body;
+
+		if (len < 4 || (body = le16(extra + 2)) > len - 4)
+			return false;
+		if (le16(extra) == TAG_ZIP64) {
+			if (*field != NULL)
+				return false;
+			*field = extra + 4;
+			*field_len = body;
+		}
+		extra += 4 + body;
+		len -= 4 + body;
+	}
+	return true;
+}
+
+/* The next 64-bit number of a zip64 field, if `value` was too large for its own field. */
+static bool widen(uint64_t *value, const unsigned char **field, size_t *left)
+{
+	if (*value != MAX32)
+		return true;
+	if (*left < 8)
+		return false;
+	*value = le64(*field);
+	*field += 8;
+	*left -= 8;
+	return true;
+}
+
+const char *sfr__unzip_central_extra(const unsigned char *extra, struct sfr__unzip_record *rec,
+				     const struct sfr__unzip_end *end)
+{
+	const unsigned char *field;
+	size_t left;
+
+	if (!find_zip64(extra, rec->extra_len, &field, &left))
+		return "its extra fields in the directory are damaged";
+	if (!widen(&rec->ulen, &field, &left) || !widen(&rec->clen, &field, &left) ||
+	    !widen(&rec->hdr_off, &field, &left) || left != 0)
+		return "its zip64 sizes in the directory are damaged";
+	if ((rec->flags & ~FLAGS_KNOWN) != 0 ||
+	    (rec->method != SFR__UNZIP_STORED && rec->method != SFR__UNZIP_DEFLATED))
+		return "it is packed in a way that no checkpoint is";
+	if (rec->method == SFR__UNZIP_STORED && rec->clen != rec->ulen)
+		return "its two sizes in the directory disagree";
+	if (rec->hdr_off > end->dir_off || end->dir_off - rec->hdr_off < SFR__UNZIP_LOCAL ||
+	    rec->clen > end->dir_off - rec->hdr_off - SFR__UNZIP_LOCAL)
+		return "it reaches beyond the data of the file";
+	return NULL;
+}
+
+const char *sfr__unzip_name(const unsigned char *name, const struct sfr__unzip_record *rec)
+{
+	if (memchr(name, 0, rec->name_len) != NULL)
+		return "its name holds a zero byte";
+	/* zip -r writes directories as records of their own: harmless, but never with data. */
+	if (name[rec->name_len - 1] == '/' && rec->ulen != 0)
+		return "it is a directory and yet has data";
+	if (name[rec->name_len - 1] != '/' && rec->is_dir)
+		return "it is marked as a directory";
+	return NULL;
+}
+
+/* ---- local header and descriptor --------------------------------------------- */
+
+/* What a local header may say of a number that the directory knows: with a descriptor to follow,
+ * nothing (0); and 0xffffffff where its zip64 field tells. */
+static bool tells(uint32_t said, uint64_t value, const struct sfr__unzip_record *rec)
+{
+	return said == value || said == MAX32 ||
+	       (said == 0 && (rec->flags & SFR__UNZIP_DESCRIBED) != 0);
+}
+
+const char *sfr__unzip_local(const unsigned char *fixed, const struct sfr__unzip_record *rec,
+			     size_t *extra_len)
+{
+	uint32_t crc = le32(fixed + 14);
+
+	*extra_len = le16(fixed + 28);
+	if (le32(fixed) != SIG_LOCAL)
+		return "its local header is missing";
+	if (le16(fixed + 6) != rec->flags || le16(fixed + 8) != rec->method ||
+	    le32(fixed + 10) != rec->stamp || le16(fixed + 26) != rec->name_len)
+		return "its local header and the directory disagree";
+	if (crc != rec->crc && (crc != 0 || (rec->flags & SFR__UNZIP_DESCRIBED) == 0))
+		return "its CRC in the local header is not the directory's";
+	if (!tells(le32(fixed + 18), rec->clen, rec) || !tells(le32(fixed + 22), rec->ulen, rec))
+		return "its sizes in the local header are not the directory's";
+	return NULL;
+}
+
+const char *sfr__unzip_local_extra(const unsigned char *fixed, const unsigned char *extra,
+				   size_t extra_len, const struct sfr__unzip_record *rec)
+{
+	static const char wrong[] = "its zip64 sizes in the local header are not the directory's";
+	const bool described = (rec->flags & SFR__UNZIP_DESCRIBED) != 0;
+	const uint64_t all[3] = { rec->ulen, rec->clen, rec->hdr_off };
+	/* torch leaves sizes out that need no zip64: then the offset is the only number. */
+	const uint64_t *want = all;
+	const unsigned char *field;
+	size_t len;
+
+	if (!find_zip64(extra, extra_len, &field, &len))
+		return "its extra fields in the local header are damaged";
+	if (len < 16 && ((le32(fixed + 18) == MAX32 && rec->clen != MAX32) ||
+			 (le32(fixed + 22) == MAX32 && rec->ulen != MAX32)))
+		return wrong;
+	if (field == NULL)
+		return NULL;
+	if (len == 8)
+		want = &all[2];
+	else if (len != 16 && len != 24)
+		return wrong;
+	for (; len != 0; field += 8, len -= 8, want++)
+		if (le64(field) != *want && (le64(field) != 0 || !described))
+			return wrong;
+	return NULL;
+}
+
+const char *sfr__unzip_desc(const unsigned char *bytes, size_t len,
+			    const struct sfr__unzip_record *rec, size_t *desc_len)
+{
+	*desc_len = 0;
+	if ((rec->flags & SFR__UNZIP_DESCRIBED) == 0)
+		return NULL;
+	if (len < 16 || le32(bytes) != SIG_DESC)
+		return "the descriptor behind its data is missing";
+	if (le32(bytes + 4) != rec->crc)
+		return "its CRC in the descriptor is not the directory's";
+	/* Nothing says which of the two lengths it has but that its sizes are right. */
+	if (le32(bytes + 8) == rec->clen && le32(bytes + 12) == rec->ulen)
+		*desc_len = 16;
+	else if (len >= 24 && le64(bytes + 8) == rec->clen && le64(bytes + 16) == rec->ulen)
+		*desc_len = 24;
+	else
+		return "its sizes in the descriptor are not the directory's";
+	return NULL;
+}

@@ -1,0 +1,320 @@
+/* The bytes of a zip file that are not data: headers, descriptors, the tail.
+ *
+ * image.c decides where an entry stands; this file knows how torch's dialect of zip says so.
+ * It has the length of each record (needed before a byte moves) and its bytes (needed when the
+ * CRCs are known) side by side, because the two must agree. How entries are written, and why:
+ *
+ *   - CRC and sizes in the local header are zero and flag bit 3 says that a descriptor follows
+ *     the data (torch does the same). A CRC in the header would keep an entry's first block
+ *     from the disk until its last byte is copied, and a small pool would hang.
+ *   - Sizes and offsets of 0xffffffff and more go to a zip64 extra field. Torch's rule for a
+ *     long descriptor holds here too: 24 bytes where size or header offset needs zip64. The
+ *     local extra field always has both sizes then, as the zip format wants it.
+ *   - An extra field "FB", filled with 'Z', aligns the data (torch's own trick).
+ *   - The zip64 end records are always there, as in torch's files; the old end record saturates
+ *     where they are needed.
+ *   - .data/serialization_id is made from all names and CRCs, so it is the last entry and a part
+ *     of the tail, which is written when everything else is known:
+ *
+ *         zeros | .data/serialization_id | central directory | end records
+ *
+ *     The zeros, which make the file's length a multiple of 4096, stand in front, because what
+ *     follows the directory has to end the file.
+ *
+ * A header or descriptor may straddle two blocks: both are made whole on the stack and the part
+ * asked for is copied out. No function here waits, allocates or changes the image.
+ */
+#include <string.h>
+
+#include "archive/write.h"
+
+#define LOCAL_LEN 30u  /* fixed part of a local header */
+#define ZIP64_LEN 20u  /* local zip64 extra field: tag, length, two sizes */
+#define PAD_TAG_LEN 4u /* tag and length of the "FB" field */
+#define DESC_LEN 16u
+#define DESC64_LEN 24u
+#define CENTRAL_LEN 46u
+#define END_LEN (56u + 20u + 22u) /* zip64 end record, its locator, end record */
+#define HEADER_MAX                                                                                 \
+	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
+
+#define MAX32 UINT32_C(0xffffffff)
+#define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
+
+#define ID_NAME "archive/.data/serialization_id"
+#define ID_NAME_LEN 30u
+#define ID_LEN 40u /* decimal digits */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are stored as they are");
+
+/* ---- sizes --------------------------------------------------------------- */
+
+static bool is_zip64(const struct sfr__entry *e)
+{
+	return e->nbytes >= MAX32 || e->hdr_off >= MAX32;
+}
+
+uint64_t sfr__zip_header_len(const struct sfr__entry *e)
+{
+	return LOCAL_LEN + strlen(e->name) + (is_zip64(e) ? ZIP64_LEN : 0) + PAD_TAG_LEN;
+}
+
+uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
+{
+	return is_zip64(e) ? DESC64_LEN : DESC_LEN;
+}
+
+/* An entry's record in the central directory. */
+static uint64_t central_len(const struct sfr__entry *e)
+{
+	uint64_t extra = (e->nbytes >= MAX32 ? 16u : 0) + (e->hdr_off >= MAX32 ? 8u : 0);
+
+	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
+}
+
+/* Whether the tail's own entry gets the long form. Decided by where the last page that its header
+ * can begin in ends, so that the lengths do not depend on the exact place: the long form is
+ * right for a smaller offset too. */
+static bool tail_is_zip64(const struct sfr__image *img)
+{
+	return img->tail_off + SFR_PAGE > MAX32;
+}
+
+/* Bytes of the tail from its entry's header to the end of the file, and of its directory. */
+static uint64_t tail_used(const struct sfr__image *img, uint64_t *central)
+{
+	bool zip64 = tail_is_zip64(img);
+
+	*central = CENTRAL_LEN + ID_NAME_LEN + (zip64 ? 4 + 8 : 0);
+	for (uint32_t i = 0; i < img->nr_entries; i++)
+		*central += central_len(&img->entries[i]);
+	return LOCAL_LEN + ID_NAME_LEN + (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN + ID_LEN +
+	       (zip64 ? DESC64_LEN : DESC_LEN) + *central + END_LEN;
+}
+
+uint64_t sfr__zip_tail_len(const struct sfr__image *img)
+{
+	uint64_t central;
+
+	return sfr__round_up(tail_used(img, &central), SFR_PAGE);
+}
+
+/* ---- records ------------------------------------------------------------- */
+
+/* Little-endian stores at a moving place. */
+struct out {
+	unsigned char *at;
+};
+
+static void put(struct out *out, const void *src, size_t len)
+{
+	memcpy(out->at, src, len);
+	out->at += len;
+}
+
+static void put16(struct out *out, uint64_t value)
+{
+	uint16_t v = (uint16_t)value;
+
+	put(out, &v, sizeof(v));
+}
+
+static void put32(struct out *out, uint64_t value)
+{
+	uint32_t v = (uint32_t)value;
+
+	put(out, &v, sizeof(v));
+}
+
+static void put64(struct out *out, uint64_t value)
+{
+	put(out, &value, sizeof(value));
+}
+
+/* 32 bits of a value that zip64 repeats in full. */
+static void put32_max(struct out *out, uint64_t value)
+{
+	put32(out, value < MAX32 ? value : MAX32);
+}
+
+/* `pad` = bytes of the "FB" field behind its tag. */
+static void put_local(struct out *out, const char *name, uint64_t nbytes, bool zip64, size_t pad)
+{
+	size_t name_len = strlen(name);
+
+	put32(out, 0x04034b50);
+	put16(out, 0); /* version needed: torch writes 0 */
+	put16(out, FLAGS);
+	put16(out, 0); /* stored */
+	put32(out, 0); /* time and date */
+	put32(out, 0); /* CRC and sizes: in the descriptor */
+	put32(out, 0);
+	put32(out, 0);
+	put16(out, name_len);
+	put16(out, (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN + pad);
+	put(out, name, name_len);
+	if (zip64) {
+		put16(out, 0x0001);
+		put16(out, ZIP64_LEN - 4);
+		put64(out, nbytes);
+		put64(out, nbytes);
+	}
+	put(out, "FB", 2);
+	put16(out, pad);
+	memset(out->at, 'Z', pad);
+	out->at += pad;
+}
+
+static void put_descriptor(struct out *out, uint32_t crc, uint64_t nbytes, bool zip64)
+{
+	put32(out, 0x08074b50);
+	put32(out, crc);
+	if (zip64) {
+		put64(out, nbytes);
+		put64(out, nbytes);
+	} else {
+		put32(out, nbytes);
+		put32(out, nbytes);
+	}
+}
+
+/* `long_off`: the offset goes to the zip64 field, whatever its value. */
+static void put_central(struct out *out, const char *name, uint32_t crc, uint64_t nbytes,
+			uint64_t hdr_off, bool long_off)
+{
+	bool long_size = nbytes >= MAX32;
+	size_t name_len = strlen(name), extra = (long_size ? 16u : 0) + (long_off ? 8u : 0);
+
+	put32(out, 0x02014b50);
+	put16(out, 0); /* version made by, version needed: torch writes 0 */
+	put16(out, 0);
+	put16(out, FLAGS);
+	put16(out, 0); /* stored */
+	put32(out, 0); /* time and date */
+	put32(out, crc);
+	put32_max(out, nbytes);
+	put32_max(out, nbytes);
+	put16(out, name_len);
+	put16(out, extra != 0 ? 4 + extra : 0);
+	put16(out, 0); /* comment */
+	put16(out, 0); /* disk */
+	put16(out, 0); /* attributes */
+	put32(out, 0);
+	put32(out, long_off ? MAX32 : hdr_off);
+	put(out, name, name_len);
+	if (extra != 0) {
+		put16(out, 0x0001);
+		put16(out, extra);
+	}
+	if (long_size) {
+		put64(out, nbytes);
+		put64(out, nbytes);
+	}
+	if (long_off)
+		put64(out, hdr_off);
+}
+
+/* The three records that end the file. */
+static void put_end(struct out *out, uint64_t nr, uint64_t central_off, uint64_t size)
+{
+	uint64_t end_off = central_off + size;
+
+	put32(out, 0x06064b50);
+	put64(out, 56 - 12); /* length of the rest of this record */
+	put16(out, 0x031e);  /* as torch writes it */
+	put16(out, 45);
+	put32(out, 0); /* disks */
+	put32(out, 0);
+	put64(out, nr);
+	put64(out, nr);
+	put64(out, size);
+	put64(out, central_off);
+
+	put32(out, 0x07064b50);
+	put32(out, 0);
+	put64(out, end_off);
+	put32(out, 1);
+
+	put32(out, 0x06054b50);
+	put16(out, 0);
+	put16(out, 0);
+	put16(out, nr < 0xffff ? nr : 0xffff);
+	put16(out, nr < 0xffff ? nr : 0xffff);
+	put32_max(out, size);
+	put32_max(out, central_off);
+	put16(out, 0);
+}
+
+void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
+			   void *dst)
+{
+	const struct sfr__entry *e = &img->entries[entry];
+	size_t pad = (size_t)(e->data_off - e->hdr_off - sfr__zip_header_len(e));
+	unsigned char header[HEADER_MAX];
+	struct out out = { header };
+
+	put_local(&out, e->name, e->nbytes, is_zip64(e), pad);
+	memcpy(dst, header + off, len);
+}
+
+void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
+			 void *dst)
+{
+	const struct sfr__entry *e = &img->entries[entry];
+	unsigned char desc[DESC64_LEN];
+	struct out out = { desc };
+
+	put_descriptor(&out, e->crc, e->nbytes, is_zip64(e));
+	memcpy(dst, desc + off, len);
+}
+
+/* ---- tail ---------------------------------------------------------------- */
+
+static uint64_t fnv1a(uint64_t hash, const void *src, size_t len)
+{
+	const unsigned char *byte = src;
+
+	for (size_t i = 0; i < len; i++)
+		hash = (hash ^ byte[i]) * UINT64_C(0x100000001b3);
+	return hash;
+}
+
+/* Forty digits, twenty from the names and twenty from sizes and CRCs: the same content has the
+ * same id, and a changed bit another one. It names a file in logs and secures nothing. */
+static void make_id(const struct sfr__image *img, char id[ID_LEN])
+{
+	uint64_t half[2] = { UINT64_C(0xcbf29ce484222325), UINT64_C(0xcbf29ce484222325) };
+
+	for (uint32_t i = 0; i < img->nr_entries; i++) {
+		const struct sfr__entry *e = &img->entries[i];
+
+		half[0] = fnv1a(half[0], e->name, strlen(e->name) + 1);
+		half[1] = fnv1a(half[1], &e->nbytes, sizeof(e->nbytes));
+		half[1] = fnv1a(half[1], &e->crc, sizeof(e->crc));
+	}
+	for (size_t i = ID_LEN; i-- > 0; half[i / 20] /= 10)
+		id[i] = (char)('0' + half[i / 20] % 10);
+}
+
+void sfr__image_put_tail(const struct sfr__image *img, void *dst)
+{
+	uint64_t central, used = tail_used(img, &central), pad = img->tail_len - used;
+	bool zip64 = tail_is_zip64(img);
+	struct out out = { (unsigned char *)dst + pad };
+	char id[ID_LEN];
+	uint32_t crc;
+
+	memset(dst, 0, (size_t)pad);
+	make_id(img, id);
+	crc = sfr_crc32(0, id, ID_LEN);
+	put_local(&out, ID_NAME, ID_LEN, zip64, 0);
+	put(&out, id, ID_LEN);
+	put_descriptor(&out, crc, ID_LEN, zip64);
+	for (uint32_t i = 0; i < img->nr_entries; i++) {
+		const struct sfr__entry *e = &img->entries[i];
+
+		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, e->hdr_off >= MAX32);
+	}
+	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
+	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - central, central);
+}

@@ -1,0 +1,16 @@
+/* Lengths of zip records, which image.c lays files out with. See zip.c; the functions that make
+ * the records' bytes are sfr__image_put_* in sfr_internal.h. */
+#ifndef SFR_ZIP_H
+#define SFR_ZIP_H
+
+#include "base/sfr_internal.h"
+
+/* An entry's local header, from its hdr_off to where its data may begin; the padding that
+ * aligns the data comes on top. name, nbytes and hdr_off must be set, as for the next one. */
+uint64_t sfr__zip_header_len(const struct sfr__entry *e);
+/* The descriptor behind its data. */
+uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
+/* The tail of an image whose entries are placed and whose tail_off is set: a multiple of 4096. */
+uint64_t sfr__zip_tail_len(const struct sfr__image *img);
+
+#endif

@@ -1,0 +1,76 @@
+/* Copies of captured bytes: stores that pass by the caches.
+ *
+ * An ordinary copy reads every line of its destination before it overwrites it, and leaves in the
+ * caches what the next reader, the disk, does not look for there, instead of what the training has
+ * there. glibc stores this way only for copies about as large as the last-level cache, which
+ * tensors rarely are. Measured on an AMD EPYC, pieces of 1 MB: memcpy 10.5 GB/s, this 19.
+ */
+#include <string.h>
+
+#include "base/sfr_internal.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+enum {
+	STREAM_FROM = 512, /* bytes; below, most of it is ends */
+	LINE = 64,
+};
+
+#define AVX2 __attribute__((target("avx2")))
+
+/* Whole lines only; `to` is aligned to a line. */
+AVX2 static void stream_lines(char *to, const char *from, size_t nr_lines)
+{
+	for (; nr_lines != 0; nr_lines--, to += LINE, from += LINE) {
+		__m256i low = _mm256_loadu_si256((const __m256i *)(const void *)from);
+		__m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(from + 32));
+
+		_mm256_stream_si256((__m256i *)(void *)to, low);
+		_mm256_stream_si256((__m256i *)(void *)(to + 32), high);
+	}
+}
+
+static bool have_avx2;
+
+/* Runs when the library is loaded, before any thread could copy. */
+__attribute__((constructor)) static void copy_init(void)
+{
+	__builtin_cpu_init();
+	have_avx2 = __builtin_cpu_supports("avx2") != 0;
+}
+
+void sfr__copy(void *dst, const void *src, size_t len)
+{
+	char *to = dst;
+	const char *from = src;
+
+	if (have_avx2 && len >= STREAM_FROM) {
+		size_t head = (LINE - (uintptr_t)to % LINE) % LINE;
+		size_t lines = (len - head) / LINE;
+
+		memcpy(to, from, head);
+		stream_lines(to + head, from + head, lines);
+		head += lines * LINE;
+		to += head;
+		from += head;
+		len -= head;
+	}
+	memcpy(to, from, len);
+}
+
+void sfr__copy_fence(void)
+{
+	_mm_sfence();
+}
+
+#else
+
+void sfr__copy(void *dst, const void *src, size_t len)
+{
+	memcpy(dst, src, len);
+}
+
+void sfr__copy_fence(void) {}
+
+#endif

@@ -1,0 +1,98 @@
+/* Error codes, phases and states as words.
+ *
+ * Each list stands once, as an X-macro in sfr.h; the enum there and the tables here are made
+ * from it, so that a name, its number and its sentence cannot drift apart. What the operating
+ * system said (-errno) is named and worded by the C library.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/sfr_internal.h"
+
+/* glibc before 2.32 cannot name an errno, and its only table of messages is behind strerror. */
+#if __GLIBC__ * 100 + __GLIBC_MINOR__ < 232
+#define strerrorname_np(err) ((err) == 0 ? "0" : NULL)
+#define strerrordesc_np(err) strerror(err)
+#endif
+
+struct code_text {
+	int code;
+	const char *name, *message;
+};
+
+static const struct code_text codes[] = {
+#define X(name, value, text) { name, #name, text },
+	SFR_ERROR_LIST(X)
+#undef X
+};
+
+static const char *const phases[] = {
+#define X(name, text) [name] = text,
+	SFR_PHASE_LIST(X)
+#undef X
+};
+
+static const char *const states[] = {
+#define X(name, text) [name] = text,
+	SFR_STATE_LIST(X)
+#undef X
+};
+
+static const struct code_text *find(int code)
+{
+	for (size_t i = 0; i < sizeof(codes) / sizeof(codes[0]); i++)
+		if (codes[i].code == code)
+			return &codes[i];
+	return NULL;
+}
+
+/* "SFR_ETORN", "EIO"; "0" for no error. Never NULL, static storage, any thread. */
+const char *sfr_code_name(int code)
+{
+	const struct code_text *own = find(code);
+	const char *name;
+
+	if (own != NULL)
+		return own->name;
+	/* The C library takes 0 and everything out of range for no errno at all. */
+	name = code <= 0 && code > -4096 ? strerrorname_np(-code) : NULL;
+	return name != NULL ? name : "unknown";
+}
+
+/* One sentence. Never NULL, static storage, any thread: strerrordesc_np, unlike strerror, is
+ * neither translated nor written into a buffer. */
+const char *sfr_code_message(int code)
+{
+	const struct code_text *own = find(code);
+	const char *text;
+
+	if (own != NULL)
+		return own->message;
+	text = code <= 0 && code > -4096 ? strerrordesc_np(-code) : NULL;
+	return text != NULL ? text : "unknown error";
+}
+
+/* "" for SFR_PHASE_NONE and for what is no phase. */
+const char *sfr_phase_name(enum sfr_phase phase)
+{
+	return (unsigned)phase < SFR_NR_PHASES ? phases[phase] : "";
+}
+
+/* What SaveHandle.state says; "" for what is no state. */
+const char *sfr_state_name(enum sfr_state state)
+{
+	return (unsigned)state < SFR_NR_STATES ? states[state] : "";
+}
+
+/* Sets *err unless it holds an error already: what went wrong first is what the caller has to
+ * hear of, and the failures that follow from it are not. `code` is not 0; `note` may be NULL and
+ * is cut to fit. The caller guards *err. */
+void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
+{
+	if (err->code != 0)
+		return;
+	err->code = code;
+	err->phase = phase;
+	err->index = -1;
+	(void)snprintf(err->note, sizeof(err->note), "%s", note != NULL ? note : "");
+}

@@ -1,0 +1,171 @@
+/* fork: what a child inherits, and what it must not keep.
+ *
+ * A child has the parent's memory and descriptors, but only the thread that
+ * forked. Everything the core had at work belongs to threads which do not
+ * exist there, and its locks may have been held by them. So the child starts
+ * anew: a generation counter moves on, every object made before is told apart
+ * by it (SFR_EFORK), and the parts with state for the whole process are told to
+ * forget it.
+ *
+ * Descriptors are the one thing that cannot just be forgotten. A temporary is
+ * locked by flock, and that lock lives as long as any descriptor of the same
+ * open file: a child that kept one would make the temporary of a dead parent
+ * look alive for as long as the child runs. So each such descriptor stands in a
+ * table, and the child closes them. It never unlocks, for that would unlock the
+ * parent's file too.
+ *
+ *   parent                                    child
+ *   before: takes fork_mu                     (has fork_mu: it is the same thread)
+ *   after:  gives it back                     closes what is in the table
+ *                                             generation + 1, others forget
+ *                                             gives fork_mu back
+ *
+ * An open and the entry of its descriptor are one thing under fork_mu, so no child
+ * has a descriptor that is not in its table. A close is not under it: close(2) may
+ * flush or upload for seconds. Its place in the table has a state instead:
+ *
+ *     FREE ──open──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ FREE
+ *
+ * The number of a CLOSING descriptor may mean somebody else's file by now. So the
+ * open file is marked before it is closed (F_SETSIG, which stands for nothing as
+ * long as nobody asks for signals, and goes with the open file and not with the
+ * number), and the child closes only what bears the mark. Where the mark cannot
+ * be set the child leaves such a descriptor: the file's writing is over.
+ *
+ * An open may hang as well, on a file system that does not answer. A fork waits for
+ * it a second and no longer: the program's every fork would hang with it. The child
+ * may then have one descriptor that is in no table, which ends with exec.
+ *
+ * The child handler calls nothing that allocates or takes a lock another thread
+ * may have held. A child made by a bare clone(2) runs no handlers: it keeps the
+ * descriptors until it calls exec or ends.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "cuda/driver.h"
+#include "trace/trace.h"
+
+#define NR_FDS 4096
+#define OPEN_WAIT_S 1       /* of a fork for an open */
+#define CLOSING_MARK SIGURG /* any signal: nobody asks for one, and it is never sent */
+
+static pthread_mutex_t fork_mu = PTHREAD_MUTEX_INITIALIZER;
+static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
+/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING, 0 = FREE; leaves FREE under fork_mu only */
+static atomic_int fds[NR_FDS];
+static _Atomic uint64_t generation;
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int once_rc; /* 0 or -errno of the installation */
+
+static void before(void)
+{
+	struct timespec until = { 0, 0 };
+
+	(void)clock_gettime(CLOCK_REALTIME, &until); /* the clock of this call; it exists */
+	until.tv_sec += OPEN_WAIT_S;
+	has_fork_mu = pthread_mutex_timedlock(&fork_mu, &until) == 0;
+}
+
+static void after_in_parent(void)
+{
+	if (has_fork_mu)
+		(void)pthread_mutex_unlock(&fork_mu);
+}
+
+static void after_in_child(void)
+{
+	for (int i = 0; i < NR_FDS; i++) {
+		int entry = atomic_load(&fds[i]);
+
+		/* Not through the table: a test's wrapper may wait, and nothing here may.
+		 * What close returns does not matter, the parent writes these files. */
+		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
+			(void)close(abs(entry) - 1);
+		atomic_store(&fds[i], 0);
+	}
+	atomic_fetch_add(&generation, 1);
+	sfr__tmp_forked();
+	sfr__log_forked();
+	sfr__notice_forked();
+	sfr__trace_forked();
+	sfr__cuda_forked();
+	(void)pthread_mutex_init(&fork_mu, NULL); /* whoever had it; cannot fail */
+}
+
+static void install(void)
+{
+	once_rc = -pthread_atfork(before, after_in_parent, after_in_child);
+}
+
+/* Any thread, any number of times. -ENOMEM, then and from then on: without the handlers a child
+ * could do damage, so nothing may start. */
+int sfr_fork_init(void)
+{
+	int rc = pthread_once(&once, install);
+
+	return rc ? -rc : once_rc;
+}
+
+uint64_t sfr_fork_generation(void)
+{
+	return atomic_load(&generation);
+}
+
+/* The slot that holds `value`, or -1. */
+static int find_slot(int value)
+{
+	for (int i = 0; i < NR_FDS; i++)
+		if (atomic_load(&fds[i]) == value)
+			return i;
+	return -1;
+}
+
+/* An interrupted open is tried again. -EMFILE also when the table is full: then nothing has been
+ * opened. Blocks as long as open(2) does. */
+int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
+{
+	int slot, fd = -1, rc;
+
+	(void)pthread_mutex_lock(&fork_mu);
+	slot = find_slot(0);
+	rc = -EMFILE;
+	if (slot < 0)
+		goto out;
+	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
+		fd = sfr_sys.open(dir, path, flags | O_CLOEXEC, mode);
+		rc = fd < 0 ? -errno : fd;
+		if (rc != -EINTR)
+			break;
+	}
+	if (fd >= 0)
+		atomic_store(&fds[slot], fd + 1);
+out:
+	(void)pthread_mutex_unlock(&fork_mu);
+	return rc;
+}
+
+int sfr__fd_open(const char *path, int flags, mode_t mode)
+{
+	return sfr__fd_openat(AT_FDCWD, path, flags, mode);
+}
+
+/* The descriptor is gone whatever is returned (Linux), so nobody closes it twice. No lock is held:
+ * forks go on, see the top. */
+int sfr__fd_close(int fd)
+{
+	int slot = find_slot(fd + 1), rc;
+
+	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* see the top for where it cannot be set */
+	if (slot >= 0)
+		atomic_store(&fds[slot], -(fd + 1));
+	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
+	if (slot >= 0)
+		atomic_store(&fds[slot], 0);
+	return rc;
+}

@@ -1,0 +1,383 @@
+/* Fault injection: wrappers around the system-call table, for tests.
+ *
+ * Installing replaces every entry of sfr_sys by a wrapper that counts the call,
+ * asks the list of faults what is to happen to it (meet), and then fails, falls
+ * short, waits, or passes it on to what stood in the table before. Nothing in
+ * the product installs it.
+ *
+ * A fault fails a call the way the kernel does, so that the code under test
+ * meets states which exist:
+ *   - a failed close has closed the descriptor; every other failed call has
+ *     done nothing;
+ *   - a short pwrite has written what it says and no more, whole blocks of it
+ *     where O_DIRECT takes nothing smaller;
+ *   - what cannot fail (free, closedir, joining a thread of one's own, reading
+ *     the clock) is counted and can be slow, but is never failed.
+ *
+ * There is no lock: wrappers run in any thread and in forked children, where a
+ * lock might have been left taken. Slots are claimed by compare-and-swap and
+ * published by their `call` field; a wrapper that looks at a slot while a test
+ * changes it may miss or take one fault too many, which tests avoid.
+ */
+#include <errno.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base/sfr_internal.h"
+
+#define NR_SLOTS 16
+#define DIRECT_BLOCK 4096u
+
+/* A formatter cannot tell the lists' entries from expressions. */
+/* clang-format off */
+
+/* Entries whose wrapper is nothing but "fail or pass on": what they return, their name, what
+ * a failure returns, parameters, arguments. */
+#define FAILING_LIST(X)                                                                            \
+	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
+	  (dir, name, flags, mode))                                                                \
+	X(int, fdatasync, -1, (int fd), (fd))                                                      \
+	X(int, fsync, -1, (int fd), (fd))                                                          \
+	X(int, fallocate, -1, (int fd, int mode, off_t off, off_t len), (fd, mode, off, len))      \
+	X(int, flock, -1, (int fd, int op), (fd, op))                                              \
+	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
+	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
+	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
+	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
+	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
+	X(int, rmdir, -1, (const char *path), (path))                                              \
+	X(DIR *, opendir, NULL, (const char *path), (path))                                        \
+	X(void *, mmap, MAP_FAILED,                                                                \
+	  (void *addr, size_t len, int prot, int flags, int fd, off_t off),                        \
+	  (addr, len, prot, flags, fd, off))                                                       \
+	X(int, munmap, -1, (void *addr, size_t len), (addr, len))                                  \
+	X(int, mprotect, -1, (void *addr, size_t len, int prot), (addr, len, prot))                \
+	X(int, madvise, -1, (void *addr, size_t len, int advice), (addr, len, advice))             \
+	X(void *, malloc, NULL, (size_t len), (len))                                               \
+	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \
+	X(void *, realloc, NULL, (void *old, size_t len), (old, len))                              \
+	X(int, set_nice, -1, (int value), (value))                                                 \
+	X(int, get_affinity, -1, (cpu_set_t * cpus), (cpus))                                       \
+	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
+
+/* Entries that can only be slow and return something. */
+#define SAFE_LIST(X)                                                                               \
+	X(struct dirent *, readdir, (DIR *dir), (dir))                                             \
+	X(int, closedir, (DIR *dir), (dir))                                                        \
+	X(int, thread_join, (pthread_t thread, void **value), (thread, value))                     \
+	X(int, clock_gettime, (clockid_t clock, struct timespec *ts), (clock, ts))
+
+/* Entries with a wrapper of their own, and whether they can fail. */
+#define SPECIAL_LIST(X)                                                                            \
+	X(close, true)                                                                             \
+	X(pread, true)                                                                             \
+	X(pwrite, true)                                                                            \
+	X(thread_create, true)                                                                     \
+	X(free, false)                                                                             \
+	X(capture_copy, false)                                                                     \
+	X(lane_copy, false)
+
+enum call {
+	CALL_NONE, /* a free slot */
+	CALL_BUSY, /* a slot being filled in */
+	CALL_ANY,  /* "*" */
+#define X(type, name, ...) CALL_##name,
+	FAILING_LIST(X) SAFE_LIST(X)
+#undef X
+#define X(name, can_fail) CALL_##name,
+	SPECIAL_LIST(X)
+#undef X
+	NR_CALLS
+};
+
+static const struct {
+	const char *name;
+	bool can_fail;
+} calls[NR_CALLS] = {
+	[CALL_ANY] = { "*", true },
+#define X(type, name, ...) [CALL_##name] = { #name, true },
+	FAILING_LIST(X)
+#undef X
+#define X(type, name, ...) [CALL_##name] = { #name, false },
+	SAFE_LIST(X)
+#undef X
+#define X(name, fails) [CALL_##name] = { #name, fails },
+	SPECIAL_LIST(X)
+#undef X
+};
+
+/* clang-format on */
+
+/* One fault. All atomic, since wrappers read while a test writes. */
+struct slot {
+	atomic_uint call; /* enum call */
+	_Atomic uint64_t nth, seen, delay_ns;
+	_Atomic int64_t limit;
+	atomic_int sticky, err;
+};
+
+static struct slot slots[NR_SLOTS];
+static _Atomic uint64_t counts[NR_CALLS], hits;
+static struct sfr_sys real; /* what stood in the table; valid while installed */
+static bool installed;
+
+/* What is to happen to one call. */
+struct fate {
+	int err;       /* 0: it goes through */
+	int64_t limit; /* -1: all of it */
+};
+
+static void nap(uint64_t delay_ns)
+{
+	struct timespec left = { (time_t)(delay_ns / 1000000000u), (long)(delay_ns % 1000000000u) };
+
+	while (delay_ns && nanosleep(&left, &left) < 0 && errno == EINTR)
+		;
+}
+
+/* Counts a call and says what is to happen to it; sleeps as long as a fault says. Every slot
+ * counts every call it is for, due or not, so that two faults do not shift one another. */
+static struct fate meet(enum call call)
+{
+	struct fate fate = { 0, -1 };
+	uint64_t delay_ns = 0;
+	bool acted = false;
+
+	atomic_fetch_add(&counts[call], 1);
+	if (calls[call].can_fail)
+		atomic_fetch_add(&counts[CALL_ANY], 1);
+	for (int i = 0; i < NR_SLOTS; i++) {
+		struct slot *s = &slots[i];
+		unsigned which = atomic_load(&s->call);
+		uint64_t seen, nth;
+
+		if (which != (unsigned)call && !(which == CALL_ANY && calls[call].can_fail))
+			continue;
+		seen = atomic_fetch_add(&s->seen, 1) + 1;
+		nth = atomic_load(&s->nth);
+		if (acted || (seen != nth && !(seen > nth && atomic_load(&s->sticky))))
+			continue;
+		acted = true;
+		fate.err = atomic_load(&s->err);
+		fate.limit = atomic_load(&s->limit);
+		delay_ns = atomic_load(&s->delay_ns);
+	}
+	if (acted) {
+		atomic_fetch_add(&hits, 1);
+		nap(delay_ns);
+	}
+	return fate;
+}
+
+/* ---- the wrappers ---- */
+
+/* clang-format off */
+
+#define X(type, name, failed, params, args)                                                    \
+	static type inject_##name params                                                       \
+	{                                                                                      \
+		struct fate fate = meet(CALL_##name);                                          \
+                                                                                               \
+		if (fate.err) {                                                                \
+			errno = fate.err;                                                      \
+			return failed;                                                         \
+		}                                                                              \
+		return real.name args;                                                         \
+	}
+FAILING_LIST(X)
+#undef X
+
+#define X(type, name, params, args)                                                            \
+	static type inject_##name params                                                       \
+	{                                                                                      \
+		(void)meet(CALL_##name); /* can only be slow */                                \
+		return real.name args;                                                         \
+	}
+SAFE_LIST(X)
+#undef X
+
+/* clang-format on */
+
+/* Linux frees the descriptor whatever close returns. */
+static int inject_close(int fd)
+{
+	struct fate fate = meet(CALL_close);
+	int rc = real.close(fd);
+
+	if (!fate.err)
+		return rc;
+	errno = fate.err;
+	return -1;
+}
+
+static size_t shorten(size_t len, int64_t limit)
+{
+	if (limit == -1)
+		return len;
+	if (limit == -2)
+		return len / 2;
+	if (limit == -3)
+		return len ? len - 1 : 0;
+	return (uint64_t)limit < len ? (size_t)limit : len;
+}
+
+static ssize_t inject_pread(int fd, void *buf, size_t len, off_t off)
+{
+	struct fate fate = meet(CALL_pread);
+
+	if (fate.err) {
+		errno = fate.err;
+		return -1;
+	}
+	return real.pread(fd, buf, shorten(len, fate.limit), off);
+}
+
+static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
+{
+	struct fate fate = meet(CALL_pwrite);
+	size_t take = shorten(len, fate.limit), whole = take / DIRECT_BLOCK * DIRECT_BLOCK;
+	ssize_t put;
+
+	if (fate.err) {
+		errno = fate.err;
+		return -1;
+	}
+	if (take == 0 && len)
+		return 0;
+	put = real.pwrite(fd, buf, take, off);
+	/* An O_DIRECT descriptor refuses odd lengths: then only whole blocks reach the file,
+	 * as with a device that gave up in the middle of one. */
+	if (put < 0 && errno == EINVAL && take < len) {
+		put = whole ? real.pwrite(fd, buf, whole, off) : 0;
+		if (put == (ssize_t)whole)
+			put = (ssize_t)take;
+	}
+	return put;
+}
+
+static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
+				void *(*start)(void *), void *arg)
+{
+	struct fate fate = meet(CALL_thread_create);
+
+	return fate.err ? fate.err : real.thread_create(thread, attr, start, arg);
+}
+
+static void inject_free(void *mem)
+{
+	(void)meet(CALL_free); /* can only be slow, as are the copies */
+	real.free(mem);
+}
+
+static void inject_capture_copy(void *dst, const void *src, size_t len)
+{
+	(void)meet(CALL_capture_copy);
+	real.capture_copy(dst, src, len);
+}
+
+static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	(void)meet(CALL_lane_copy);
+	return real.lane_copy(crc, dst, src, len);
+}
+
+/* ---- control ---- */
+
+static enum call find(const char *name)
+{
+	for (int i = CALL_ANY; i < NR_CALLS; i++)
+		if (strcmp(calls[i].name, name) == 0)
+			return (enum call)i;
+	return CALL_NONE;
+}
+
+int sfr_inject_install(void)
+{
+	if (installed)
+		return 0;
+	installed = true;
+	sfr_inject_clear();
+	real = sfr_sys;
+	/* clang-format off */
+#define X(type, name, ...) sfr_sys.name = inject_##name;
+	FAILING_LIST(X)
+	SAFE_LIST(X)
+#undef X
+#define X(name, can_fail) sfr_sys.name = inject_##name;
+	SPECIAL_LIST(X)
+#undef X
+	/* clang-format on */
+	return 0;
+}
+
+void sfr_inject_remove(void)
+{
+	if (installed)
+		sfr_sys = real;
+	installed = false;
+	sfr_inject_clear();
+}
+
+int sfr_inject_set(const struct sfr_fault *fault)
+{
+	enum call call = find(fault->call);
+
+	if (call == CALL_NONE || fault->nth == 0 || fault->limit < -3 ||
+	    (fault->err && !calls[call].can_fail))
+		return -EINVAL;
+	for (int i = 0; i < NR_SLOTS; i++) {
+		struct slot *s = &slots[i];
+		unsigned expected = CALL_NONE;
+
+		if (!atomic_compare_exchange_strong(&s->call, &expected, CALL_BUSY))
+			continue;
+		atomic_store(&s->nth, fault->nth);
+		atomic_store(&s->seen, 0);
+		atomic_store(&s->sticky, fault->sticky != 0);
+		atomic_store(&s->err, fault->err);
+		atomic_store(&s->limit, fault->limit);
+		atomic_store(&s->delay_ns, fault->delay_ns);
+		atomic_store(&s->call, call);
+		return 0;
+	}
+	return -ENOSPC;
+}
+
+int sfr_inject_drop(const struct sfr_fault *fault)
+{
+	unsigned call = find(fault->call);
+
+	for (int i = 0; i < NR_SLOTS && call != CALL_NONE; i++) {
+		struct slot *s = &slots[i];
+		unsigned expected = call;
+
+		if (atomic_load(&s->nth) == fault->nth &&
+		    atomic_load(&s->sticky) == (fault->sticky != 0) &&
+		    atomic_load(&s->err) == fault->err && atomic_load(&s->limit) == fault->limit &&
+		    atomic_load(&s->delay_ns) == fault->delay_ns &&
+		    atomic_compare_exchange_strong(&s->call, &expected, CALL_NONE))
+			return 0;
+	}
+	return -ENOENT;
+}
+
+void sfr_inject_clear(void)
+{
+	for (int i = 0; i < NR_SLOTS; i++)
+		atomic_store(&slots[i].call, CALL_NONE);
+	for (int i = 0; i < NR_CALLS; i++)
+		atomic_store(&counts[i], 0);
+	atomic_store(&hits, 0);
+}
+
+/* 0 for an unknown name. */
+uint64_t sfr_inject_calls(const char *name)
+{
+	return atomic_load(&counts[find(name)]);
+}
+
+uint64_t sfr_inject_hits(void)
+{
+	return atomic_load(&hits);
+}

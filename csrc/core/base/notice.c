@@ -1,0 +1,129 @@
+/* Notices: what the core has to tell the one who uses it.
+ *
+ * Lane, writer and log threads never run the caller's code. They post notices to this queue;
+ * one thread of the caller takes them (sfr_notice_wait) and does what has to be done there:
+ * gives its verdict on version counters, lets sources go, settles futures, runs callbacks.
+ * A ticket's two notices are part of the ticket, so posting them needs no memory and cannot
+ * fail; a sentence (TEXT) is worth a log line only and is dropped when memory is short.
+ */
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/sfr_internal.h"
+
+static struct {
+	pthread_mutex_t mu; /* guards all of this; a leaf: nothing is taken under it */
+	pthread_cond_t cv;
+	bool cv_ready;
+	struct sfr__notice *head, *tail;
+	unsigned stops;
+} notices = { .mu = PTHREAD_MUTEX_INITIALIZER };
+
+/* The condition wants CLOCK_MONOTONIC, which no static initializer gives. */
+static void init_cv_locked(void)
+{
+	if (!notices.cv_ready)
+		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
+}
+
+/* Of the notice that was taken last, until it is asked for. */
+static _Thread_local struct sfr_snapshot *taken_snapshot;
+
+void sfr__notice_post(struct sfr__notice *notice)
+{
+	pthread_mutex_lock(&notices.mu);
+	init_cv_locked();
+	notice->next = NULL;
+	if (notices.tail)
+		notices.tail->next = notice;
+	else
+		notices.head = notice;
+	notices.tail = notice;
+	pthread_cond_signal(&notices.cv);
+	pthread_mutex_unlock(&notices.mu);
+}
+
+void sfr__notice_text(const char *format, ...)
+{
+	enum { TEXT_LEN = 1024 };
+	struct sfr__notice *notice = sfr_sys.malloc(sizeof(*notice));
+	char *text = sfr_sys.malloc(TEXT_LEN);
+	va_list args;
+
+	if (!notice || !text) {
+		sfr_sys.free(notice);
+		sfr_sys.free(text);
+		return;
+	}
+	va_start(args, format);
+	(void)vsnprintf(text, TEXT_LEN, format, args); /* cut off when too long */
+	va_end(args);
+	*notice = (struct sfr__notice){ .what = SFR_NOTICE_TEXT, .text = text };
+	sfr__notice_post(notice);
+}
+
+int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size_t text_len,
+		    uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	struct sfr__notice *notice;
+	int rc = 0;
+
+	*ticket = NULL;
+	*what = 0;
+	pthread_mutex_lock(&notices.mu);
+	init_cv_locked();
+	while (!notices.head && !notices.stops && rc == 0)
+		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
+	notice = notices.head;
+	if (notice) {
+		notices.head = notice->next;
+		if (!notices.head)
+			notices.tail = NULL;
+		rc = 0;
+	} else if (notices.stops) {
+		notices.stops--;
+		*what = SFR_NOTICE_STOP;
+		rc = 0;
+	}
+	pthread_mutex_unlock(&notices.mu);
+	if (!notice)
+		return rc;
+	*what = notice->what;
+	*ticket = notice->ticket; /* the notice's reference goes over to the caller */
+	if (notice->what == SFR_NOTICE_SNAPSHOT)
+		taken_snapshot = notice->snapshot; /* this one's too */
+	if (notice->what == SFR_NOTICE_TEXT) {
+		if (text_len)
+			(void)snprintf(text, text_len, "%s", notice->text);
+		sfr_sys.free(notice->text);
+		sfr_sys.free(notice);
+	}
+	return 0;
+}
+
+struct sfr_snapshot *sfr_notice_snapshot(void)
+{
+	struct sfr_snapshot *snapshot = taken_snapshot;
+
+	taken_snapshot = NULL;
+	return snapshot;
+}
+
+void sfr_notice_stop(void)
+{
+	pthread_mutex_lock(&notices.mu);
+	init_cv_locked();
+	notices.stops++;
+	pthread_cond_signal(&notices.cv);
+	pthread_mutex_unlock(&notices.mu);
+}
+
+void sfr__notice_forked(void)
+{
+	/* The parent's waiter and the holder of the lock, if any, do not exist here: the memory
+	 * is made new without looking at it. What was queued belongs to the parent. */
+	memset(&notices, 0, sizeof(notices));
+	(void)pthread_mutex_init(&notices.mu, NULL); /* cannot fail for a default mutex */
+}

@@ -1,0 +1,219 @@
+/* The plain system-call table, and the small helpers that stand directly on it.
+ *
+ * Most entries are the C library's functions themselves. A wrapper stands only
+ * where the library's function is variadic (open, fcntl), where the bare call
+ * would do something else than the entry's name says (setpriority names a
+ * process; on Linux a thread id makes it act on one thread), or where a copy
+ * needs the table's signature.
+ *
+ * The table is a plain variable, not atomic: it is written before threads
+ * exist, or by a test while nobody is inside the core (see sys.h).
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h> /* rename */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "base/sfr_internal.h"
+
+#define NS_PER_S 1000000000u
+#define WORKER_NICE 10 /* below the training thread, above idle work */
+
+static int plain_open(int dir, const char *name, int flags, mode_t mode)
+{
+	return openat(dir, name, flags, mode);
+}
+
+static int plain_lstat(int dir, const char *name, struct stat *st)
+{
+	return fstatat(dir, name, st, AT_SYMLINK_NOFOLLOW);
+}
+
+static int plain_rename(int dir, const char *from, const char *to)
+{
+	return renameat(dir, from, dir, to);
+}
+
+static int plain_unlink(int dir, const char *name)
+{
+	return unlinkat(dir, name, 0);
+}
+
+static int plain_set_flags(int fd, int flags)
+{
+	return fcntl(fd, F_SETFL, flags);
+}
+
+static int plain_set_nice(int nice_value)
+{
+	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
+}
+
+static int plain_get_affinity(cpu_set_t *cpus)
+{
+	return sched_getaffinity(0, sizeof(*cpus), cpus);
+}
+
+static int plain_set_affinity(const cpu_set_t *cpus)
+{
+	return sched_setaffinity(0, sizeof(*cpus), cpus);
+}
+
+struct sfr_sys sfr_sys = {
+	.open = plain_open,
+	.close = close,
+	.pread = pread,
+	.pwrite = pwrite,
+	.fdatasync = fdatasync,
+	.fsync = fsync,
+	.fallocate = fallocate,
+	.flock = flock,
+	.set_flags = plain_set_flags,
+	.fstat = fstat,
+	.lstat = plain_lstat,
+	.rename = plain_rename,
+	.unlink = plain_unlink,
+	.rmdir = rmdir,
+	.opendir = opendir,
+	.readdir = readdir,
+	.closedir = closedir,
+	.mmap = mmap,
+	.munmap = munmap,
+	.mprotect = mprotect,
+	.madvise = madvise,
+	.malloc = malloc,
+	.calloc = calloc,
+	.realloc = realloc,
+	.free = free,
+	.thread_create = pthread_create,
+	.thread_join = pthread_join,
+	.set_nice = plain_set_nice,
+	.get_affinity = plain_get_affinity,
+	.set_affinity = plain_set_affinity,
+	.clock_gettime = clock_gettime,
+	.capture_copy = sfr__copy,
+	.lane_copy = sfr_crc32_copy,
+};
+
+/* Nanoseconds of CLOCK_MONOTONIC. Cannot fail on Linux: the clock always exists. */
+uint64_t sfr__now_ns(void)
+{
+	struct timespec ts = { 0, 0 };
+
+	(void)sfr_sys.clock_gettime(CLOCK_MONOTONIC, &ts); /* see above */
+	return (uint64_t)ts.tv_sec * NS_PER_S + (uint64_t)ts.tv_nsec;
+}
+
+uint64_t sfr__deadline(uint64_t slice_ns)
+{
+	uint64_t now;
+
+	if (slice_ns == SFR_FOREVER)
+		return SFR_FOREVER;
+	now = sfr__now_ns();
+	/* A slice so long that the sum would wrap is as good as no bound. */
+	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
+}
+
+int sfr__cond_init(pthread_cond_t *cond)
+{
+	pthread_condattr_t attr;
+	int rc;
+
+	rc = pthread_condattr_init(&attr);
+	if (rc != 0)
+		return -rc;
+	rc = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+	if (rc == 0)
+		rc = pthread_cond_init(cond, &attr);
+	(void)pthread_condattr_destroy(&attr); /* the object is valid: it cannot fail */
+	return -rc;
+}
+
+/* May return 0 without a wake-up; every caller looks at its condition again. */
+int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns)
+{
+	struct timespec ts;
+	int rc;
+
+	if (deadline_ns == SFR_FOREVER) {
+		(void)pthread_cond_wait(cond, mu); /* fails only on a mutex not held */
+		return 0;
+	}
+	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
+	if (deadline_ns <= sfr__now_ns())
+		return SFR_EAGAIN;
+	ts.tv_sec = (time_t)(deadline_ns / NS_PER_S);
+	ts.tv_nsec = (long)(deadline_ns % NS_PER_S);
+	rc = pthread_cond_timedwait(cond, mu, &ts);
+	return rc == ETIMEDOUT ? SFR_EAGAIN : 0;
+}
+
+/* What a new thread needs before it becomes its main function; freed by the thread. */
+struct start {
+	void *(*main)(void *);
+	void *arg;
+	char name[16]; /* the kernel's limit, with the final zero */
+	bool yields;
+};
+
+/* Name and priority are set by the thread itself, so that they hold before its first line of
+ * work and need no handle that the maker might not have yet. */
+static void *thread_main(void *arg)
+{
+	struct start start = *(struct start *)arg;
+
+	sfr_sys.free(arg);
+	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
+	/* A sandbox may forbid the call. Then the thread competes with the training thread at
+	 * the same priority: slower, and nothing worse. */
+	if (start.yields)
+		(void)sfr_sys.set_nice(WORKER_NICE);
+	return start.main(start.arg);
+}
+
+/* Signals are blocked around the creation, so that the thread inherits a full mask and no
+ * handler of the program (Python's, SLURM's) ever runs on it. */
+static int start_thread(pthread_t *thread, const char *name, void *(*main)(void *), void *arg,
+			bool yields)
+{
+	struct start *start;
+	sigset_t all, old;
+	int rc;
+
+	start = sfr_sys.malloc(sizeof(*start));
+	if (!start)
+		return -ENOMEM;
+	start->main = main;
+	start->arg = arg;
+	start->yields = yields;
+	memset(start->name, 0, sizeof(start->name));
+	strncpy(start->name, name, sizeof(start->name) - 1);
+
+	(void)sigfillset(&all);
+	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
+	if (rc == 0) {
+		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);
+		(void)pthread_sigmask(SIG_SETMASK, &old, NULL); /* it was valid a moment ago */
+	}
+	if (rc != 0)
+		sfr_sys.free(start);
+	return -rc;
+}
+
+int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+{
+	return start_thread(thread, name, main, arg, true);
+}
+
+int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+{
+	return start_thread(thread, name, main, arg, false);
+}

@@ -1,0 +1,254 @@
+/* Reading a file front to back on threads of its own, ahead of who looks at the bytes.
+ *
+ * One thread that reads a piece and then compares its CRC leaves the disk idle meanwhile, and where
+ * the kernel reads ahead too little, it waits for the disk as well. Two threads read pieces in
+ * turn, into a ring of slots, and the caller only ever looks at bytes that are there:
+ *
+ *     file     | piece 0 | piece 1 | piece 2 | piece 3 | piece 4 | ...
+ *     slots      [view]    filled    reading   reading              piece i is in slot i % NR_SLOTS
+ *
+ *     FREE --next piece--> READING --read--> FILLED --take--> VIEW --take of the next--> FREE
+ *
+ * A header may lie across two pieces. So each slot has room in front of it, and when the view moves
+ * on, the bytes of the old piece that are still asked for are copied there: what is asked for is in
+ * one place, and nothing else is ever copied.
+ *
+ * Past the page cache. A check of a whole file would push out of it what a training on the machine
+ * reads again and again, and would believe bytes that the disk does not have. With `direct` the
+ * file is opened once more, with O_DIRECT. Whatever refuses that, or a part of it, reads through
+ * the page cache as before: it costs time and nothing else.
+ *
+ * A fork leaves the child without the threads: there the window reads by itself (window.c).
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h> /* snprintf */
+#include <string.h>
+
+#include "check/ahead.h"
+#include "base/sfr_internal.h"
+
+#define NR_THREADS 2u
+#define NR_SLOTS 5u /* the view, one in each thread's hands, and as many filled */
+#define STRIDE ((size_t)SFR__AHEAD_MOST + SFR__AHEAD_PIECE)
+_Static_assert(SFR__AHEAD_MOST % SFR_PAGE == 0, "pieces begin on pages, for O_DIRECT");
+
+struct slot {
+	bool filled; /* guarded by mu */
+	int code;    /* 0, or why the piece could not be read; constant once filled */
+	size_t len;
+};
+
+struct sfr__ahead {
+	int fd, direct_fd; /* constant; direct_fd -1: there is none */
+	uint64_t end, nr_pieces, fork_generation;
+	unsigned char *mem, *slots_at;
+	pthread_mutex_t mu; /* a leaf: nothing is called under it */
+	pthread_cond_t filled, freed;
+	struct slot slots[NR_SLOTS];
+	uint64_t next;     /* piece that nobody reads yet; guarded by mu */
+	uint64_t freed_to; /* pieces before it are no longer looked at; guarded by mu */
+	bool stop;         /* guarded by mu */
+	pthread_t threads[NR_THREADS];
+	unsigned nr_threads;
+	/* the caller's alone */
+	uint64_t taken; /* pieces taken so far */
+	const unsigned char *view;
+	uint64_t view_off;
+	size_t view_len;
+};
+
+static unsigned char *piece_at(const struct sfr__ahead *a, uint64_t piece)
+{
+	return a->slots_at + (size_t)(piece % NR_SLOTS) * STRIDE + SFR__AHEAD_MOST;
+}
+
+/* All `len` bytes at `off`, a multiple of a page. -errno; SFR_ECORRUPT: the file ends before. */
+static int read_piece(const struct sfr__ahead *a, unsigned char *buf, size_t len, uint64_t off)
+{
+	bool direct = a->direct_fd >= 0;
+	size_t done = 0;
+
+	while (done < len) {
+		size_t want = len - done;
+		ssize_t n;
+
+		direct = direct && done % SFR_PAGE == 0; /* a short read ends anywhere */
+		if (direct) /* whole pages; the file's last one gives what it has */
+			want = (size_t)sfr__round_up(want, SFR_PAGE);
+		n = sfr_sys.pread(direct ? a->direct_fd : a->fd, buf + done, want,
+				  (off_t)(off + done));
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n < 0 && direct && (errno == EINVAL || errno == EOPNOTSUPP)) {
+			direct = false;
+			continue;
+		}
+		if (n < 0)
+			return -errno;
+		if (n == 0)
+			return SFR_ECORRUPT;
+		done += (size_t)n;
+	}
+	return 0;
+}
+
+static void *reader_main(void *arg)
+{
+	struct sfr__ahead *a = arg;
+
+	(void)pthread_mutex_lock(&a->mu);
+	for (;;) {
+		uint64_t piece, off;
+		struct slot *slot;
+
+		while (!a->stop && a->next < a->nr_pieces && a->next >= a->freed_to + NR_SLOTS)
+			(void)sfr__cond_wait(&a->freed, &a->mu, SFR_FOREVER); /* 0, always */
+		if (a->stop || a->next >= a->nr_pieces)
+			break;
+		piece = a->next++;
+		(void)pthread_mutex_unlock(&a->mu);
+
+		off = piece * SFR__AHEAD_PIECE;
+		slot = &a->slots[piece % NR_SLOTS];
+		slot->len =
+			a->end - off < SFR__AHEAD_PIECE ? (size_t)(a->end - off) : SFR__AHEAD_PIECE;
+		slot->code = read_piece(a, piece_at(a, piece), slot->len, off);
+
+		(void)pthread_mutex_lock(&a->mu);
+		slot->filled = true;
+		(void)pthread_cond_signal(&a->filled); /* only one ever waits */
+	}
+	(void)pthread_mutex_unlock(&a->mu);
+	return NULL;
+}
+
+static void open_direct(struct sfr__ahead *a)
+{
+	char path[32];
+	int fd;
+
+	(void)snprintf(path, sizeof(path), "/proc/self/fd/%d", a->fd);
+	fd = sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
+	if (fd >= 0)
+		a->direct_fd = fd;
+}
+
+static void end_threads(struct sfr__ahead *a)
+{
+	(void)pthread_mutex_lock(&a->mu);
+	a->stop = true;
+	(void)pthread_cond_broadcast(&a->freed);
+	(void)pthread_mutex_unlock(&a->mu);
+	for (unsigned i = 0; i < a->nr_threads; i++)
+		(void)sfr_sys.thread_join(a->threads[i], NULL); /* a thread of ours, once */
+	if (a->direct_fd >= 0)
+		(void)sfr__fd_close(a->direct_fd); /* nothing was written to it */
+	(void)pthread_cond_destroy(&a->freed);
+	(void)pthread_cond_destroy(&a->filled);
+	(void)pthread_mutex_destroy(&a->mu);
+}
+
+int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
+{
+	struct sfr__ahead *a;
+	int rc = sfr_fork_init();
+
+	*out = NULL;
+	if (rc < 0)
+		return rc;
+	a = sfr_sys.calloc(1, sizeof(*a));
+	if (a == NULL)
+		return -ENOMEM;
+	a->mem = sfr_sys.malloc(NR_SLOTS * STRIDE + SFR_PAGE);
+	if (a->mem == NULL) {
+		sfr_sys.free(a);
+		return -ENOMEM;
+	}
+	a->slots_at = a->mem + (SFR_PAGE - (uintptr_t)a->mem % SFR_PAGE) % SFR_PAGE;
+	a->fd = fd;
+	a->direct_fd = -1;
+	a->end = end;
+	a->nr_pieces = (end + SFR__AHEAD_PIECE - 1) / SFR__AHEAD_PIECE;
+	a->fork_generation = sfr_fork_generation();
+	(void)pthread_mutex_init(&a->mu, NULL); /* neither of them fails with glibc */
+	(void)sfr__cond_init(&a->filled);
+	(void)sfr__cond_init(&a->freed);
+	if (direct)
+		open_direct(a);
+	for (; a->nr_threads < NR_THREADS; a->nr_threads++) {
+		rc = sfr__thread_start_awaited(&a->threads[a->nr_threads], "sfr-reader",
+					       reader_main, a);
+		if (rc < 0)
+			break;
+	}
+	if (a->nr_threads == 0) {
+		sfr__ahead_stop(a);
+		return rc;
+	}
+	*out = a;
+	return 0;
+}
+
+bool sfr__ahead_can(const struct sfr__ahead *a, uint64_t off, uint64_t limit)
+{
+	return off >= a->view_off && limit == a->end && a->fork_generation == sfr_fork_generation();
+}
+
+/* The next piece becomes the view, with what is left of the old one from `off` on before it. */
+static int take(struct sfr__ahead *a, uint64_t off)
+{
+	const uint64_t view_end = a->view_off + a->view_len;
+	const size_t left = off < view_end ? (size_t)(view_end - off) : 0;
+	struct slot *slot = &a->slots[a->taken % NR_SLOTS];
+	unsigned char *data = piece_at(a, a->taken);
+
+	if (a->taken == a->nr_pieces || left > SFR__AHEAD_MOST)
+		return SFR_ECORRUPT; /* cannot be: better a wrong verdict than a wild write */
+	(void)pthread_mutex_lock(&a->mu);
+	while (!slot->filled)
+		(void)sfr__cond_wait(&a->filled, &a->mu, SFR_FOREVER); /* 0, always */
+	(void)pthread_mutex_unlock(&a->mu);
+	if (slot->code != 0)
+		return slot->code; /* and again, whenever it is asked for */
+	if (left != 0)
+		memcpy(data - left, a->view + (off - a->view_off), left);
+	a->view = data - left;
+	a->view_off = a->taken * SFR__AHEAD_PIECE - left;
+	a->view_len = left + slot->len;
+
+	(void)pthread_mutex_lock(&a->mu);
+	slot->filled = false;     /* for the piece that has this slot next */
+	a->freed_to = a->taken++; /* all before the one in view */
+	(void)pthread_cond_broadcast(&a->freed);
+	(void)pthread_mutex_unlock(&a->mu);
+	return 0;
+}
+
+int sfr__ahead_get(struct sfr__ahead *a, uint64_t off, size_t len, const unsigned char **out,
+		   size_t *got)
+{
+	if (off > a->end || len > a->end - off || len > SFR__AHEAD_MOST)
+		return SFR_ECORRUPT; /* cannot be: the callers compared it */
+	while (off + len > a->view_off + a->view_len) {
+		int rc = take(a, off);
+
+		if (rc != 0)
+			return rc;
+	}
+	*out = a->view + (off - a->view_off);
+	if (got != NULL)
+		*got = a->view_len - (size_t)(off - a->view_off);
+	return 0;
+}
+
+void sfr__ahead_stop(struct sfr__ahead *a)
+{
+	if (a == NULL)
+		return;
+	/* In a child there are no threads, and the handler has closed the descriptor. */
+	if (a->fork_generation == sfr_fork_generation())
+		end_threads(a);
+	sfr_sys.free(a->mem);
+	sfr_sys.free(a);
+}

@@ -1,0 +1,342 @@
+/* Whether a file is a whole checkpoint: the structure of the archive and, if asked for, the CRC
+ * of every record.
+ *
+ * The walk. Records of a checkpoint stand in the file in the order in which the directory names
+ * them, without overlap, and the check insists on that: so the directory and the data are each
+ * read once, front to back, and the memory needed is two windows and 16 bytes a record (for
+ * names that occur twice), whatever the numbers in the file claim. The data of a long file is read
+ * ahead, by threads (ahead.c: 12 MiB more).
+ *
+ *     the file    | header data desc | header data desc | gap | ... | directory | end records |
+ *                           ^ body window                             ^ directory window
+ *
+ *     START --> RECORD --> BYTES --> RECORD ... --> NAMES --> DONE
+ *       |         |          (only with SFR_CHECK_BYTES)        ^
+ *       +---------+--- foreign, truncated, no directory --------+
+ *
+ *     START   start_check    what the file is; its end records
+ *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
+ *     BYTES   record_bytes   one piece of the record's data (records.c)
+ *     NAMES   check_names    no name twice, data.pkl and version are there
+ *     DONE                   the result is final
+ *
+ * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. A look at the header of each
+ * record leaves a cold file in the page cache by scattered pages, and whoever reads it front to back
+ * afterwards gets no readahead across them: a load that began with it took half as long again. With
+ * SFR_CHECK_LATER that is left for later where it matters; many short records are read in one go.
+ *
+ * Two kinds of damage. What makes the rest unreadable (end records, the directory's own frame)
+ * ends the check with a sentence. What concerns one record puts it on the list of bad ones and
+ * the walk goes on, so that the user learns which tensors are lost. unzip.c has the rules.
+ *
+ * Errors of reading are no verdict: they come back from sfr_check_run as -errno, and for good.
+ */
+#include <errno.h>
+#include <stdio.h> /* snprintf */
+#include <string.h>
+
+#include "check/ahead.h"
+#include "check/records.h"
+#include "base/sfr_internal.h"
+
+#define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
+#define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */
+#define DIR_PIECE (1u << 16)
+#define SPARSE                                                                                     \
+	(1u                                                                                        \
+	 << 16) /* bytes a record, from which on their headers lie apart: twice readahead's start */
+#define WORTH_THREADS (8u << 20) /* of data, for SFR_CHECK_BYTES; below, threads cost more */
+/* A local header whole, or a directory record whole, at any offset in a page. */
+#define WINDOW (3u << 16)
+_Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
+	       "a directory record fits the window");
+
+/* ---- verdicts ---------------------------------------------------------------- */
+
+int sfr__check_fatal(struct sfr_check *c, const char *wrong)
+{
+	if (c->result.error[0] == '\0')
+		(void)snprintf(c->result.error, sizeof(c->result.error), "%s", wrong);
+	c->state = SFR__CHECK_DONE;
+	return 0;
+}
+
+int sfr__check_unreadable(struct sfr_check *c, int rc)
+{
+	return rc == SFR_ECORRUPT ? sfr__check_fatal(c, "it was changed while it was read") : rc;
+}
+
+/* A copy of the name in hand, fit to be shown: no control characters, zero bytes among them. */
+static char *show_name(const struct sfr_check *c)
+{
+	size_t len = c->rec.name_len;
+	char *shown = sfr_sys.malloc(len + 1);
+
+	if (shown == NULL)
+		return NULL;
+	for (size_t i = 0; i < len; i++) {
+		unsigned char byte = (unsigned char)c->name[i];
+
+		shown[i] = byte < 0x20 || byte == 0x7f ? '?' : (char)byte;
+	}
+	shown[len] = '\0';
+	return shown;
+}
+
+int sfr__check_bad_record(struct sfr_check *c, const char *reason)
+{
+	struct sfr_check_result *r = &c->result;
+	char *name;
+
+	if (r->nr_listed == SFR_CHECK_MAX_LISTED) {
+		r->nr_bad++;
+		return 0;
+	}
+	if (c->bad == NULL) {
+		c->bad = sfr_sys.calloc(SFR_CHECK_MAX_LISTED, sizeof(*c->bad));
+		if (c->bad == NULL)
+			return -ENOMEM;
+		r->bad = c->bad;
+	}
+	name = show_name(c);
+	if (name == NULL)
+		return -ENOMEM;
+	if (r->nr_bad++ == 0)
+		(void)snprintf(r->error, sizeof(r->error), "record %.300s: %s", name, reason);
+	c->bad[r->nr_listed].name = name;
+	c->bad[r->nr_listed++].reason = reason;
+	return 0;
+}
+
+/* ---- START ------------------------------------------------------------------- */
+
+/* torch's legacy format begins with a pickled number, in whatever protocol the user chose. */
+static bool is_legacy(const unsigned char *head, size_t len)
+{
+	static const char text[] = "L119547037146038801333356L\n.";
+	static const unsigned char binary[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9,
+						0x20, 0x6a, 0xa8, 0x50, 0x19, 0x2e };
+	size_t at = 2;
+
+	if (len >= sizeof(text) - 1 && memcmp(head, text, sizeof(text) - 1) == 0)
+		return true;
+	if (len < 2 || head[0] != 0x80)
+		return false;
+	if (len > 2 && head[2] == 0x95) /* a frame's opcode and length, from protocol 4 on */
+		at += 9;
+	return len >= at + sizeof(binary) && memcmp(head + at, binary, sizeof(binary)) == 0;
+}
+
+static const char *foreign(const unsigned char *head, size_t len)
+{
+	for (size_t i = 0; i < len; i++)
+		if (head[i] != 0)
+			return "it is not a torch.save file";
+	return "it begins with zeros, like a file whose bytes never reached the disk";
+}
+
+/* No longer than the file, for the many that are short. */
+static int make_windows(struct sfr_check *c)
+{
+	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
+	const uint64_t len = c->result.nbytes;
+	int rc;
+
+	rc = sfr__window_init(&c->dir, c->fd, len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
+	if (rc != 0)
+		return rc;
+	if (bytes)
+		return sfr__window_init(&c->body, c->fd, len < PIECE ? (size_t)len : PIECE, PIECE);
+	return sfr__window_init(&c->body, c->fd, len < WINDOW ? (size_t)len : WINDOW, HEADER_PIECE);
+}
+
+/* Without it the window reads by itself, and all that is lost is time. */
+static void read_ahead(struct sfr_check *c)
+{
+	if ((c->flags & SFR_CHECK_BYTES) != 0 && c->end.dir_off >= WORTH_THREADS)
+		(void)sfr__ahead_start(c->fd, c->end.dir_off, (c->flags & SFR_CHECK_DIRECT) != 0,
+				       &c->body.ahead);
+}
+
+static int start_check(struct sfr_check *c)
+{
+	struct sfr_check_result *r = &c->result;
+	const unsigned char *bytes;
+	const char *wrong;
+	struct stat st;
+	size_t len;
+	int rc;
+
+	if (sfr_sys.fstat(c->fd, &st) != 0)
+		return -errno;
+	if (S_ISDIR(st.st_mode))
+		return -EISDIR;
+	if (!S_ISREG(st.st_mode))
+		return sfr__check_fatal(c, "it is not a regular file");
+	r->nbytes = (uint64_t)st.st_size;
+	if (r->nbytes == 0)
+		return sfr__check_fatal(c, "it is empty");
+	rc = make_windows(c);
+	if (rc != 0)
+		return rc;
+
+	len = r->nbytes < 64 ? (size_t)r->nbytes : 64;
+	rc = sfr__window_get(&c->body, 0, len, r->nbytes, &bytes, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	if (is_legacy(bytes, len)) {
+		r->format = SFR_FORMAT_LEGACY;
+		r->ok = true;
+		c->body_pos = r->nbytes;
+		c->state = SFR__CHECK_DONE;
+		return 0;
+	}
+	/* torch.load, too, takes a file for an archive by these four bytes. */
+	if (memcmp(bytes, "PK\3\4", len < 4 ? len : 4) != 0)
+		return sfr__check_fatal(c, foreign(bytes, len));
+	r->format = SFR_FORMAT_ARCHIVE;
+
+	len = r->nbytes < SFR__UNZIP_TAIL ? (size_t)r->nbytes : SFR__UNZIP_TAIL;
+	rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	wrong = sfr__unzip_end(bytes, len, r->nbytes, &c->end);
+	if (wrong != NULL)
+		return sfr__check_fatal(c, wrong);
+	r->nr_records = c->end.nr_records;
+	if ((c->flags & SFR_CHECK_LATER) != 0 && c->end.dir_off / SPARSE >= c->end.nr_records)
+		c->flags |= SFR_CHECK_DIRECTORY;
+	r->headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
+	c->dir_pos = c->end.dir_off;
+	read_ahead(c);
+	c->state = SFR__CHECK_RECORD;
+	return 0;
+}
+
+/* ---- NAMES ------------------------------------------------------------------- */
+
+/* Reads a directory record's name again: c->name and c->rec.name_len are its. */
+static int reread_name(struct sfr_check *c, uint64_t off)
+{
+	size_t len = SFR__UNZIP_CENTRAL;
+	const unsigned char *fixed;
+	int rc = sfr__window_get(&c->dir, off, len, sfr__check_dir_end(c), &fixed, NULL);
+
+	if (rc != 0)
+		return rc;
+	/* It was all right before, but somebody may have changed the file since. */
+	if (sfr__unzip_central(fixed, &c->rec) != NULL ||
+	    c->rec.name_len > sfr__check_dir_end(c) - off - len)
+		return SFR_ECORRUPT;
+	len += c->rec.name_len;
+	rc = sfr__window_get(&c->dir, off, len, sfr__check_dir_end(c), &fixed, NULL);
+	if (rc != 0)
+		return rc;
+	memcpy(c->name, fixed + SFR__UNZIP_CENTRAL, c->rec.name_len);
+	c->name[c->rec.name_len] = '\0';
+	return 0;
+}
+
+/* One pair of equal hashes: a bad record if the names are equal too. */
+static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
+{
+	char name[sizeof(c->name)];
+	size_t len;
+	int rc = reread_name(c, first);
+
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	len = c->rec.name_len;
+	memcpy(name, c->name, len);
+	rc = reread_name(c, second);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	if (len != c->rec.name_len || memcmp(name, c->name, len) != 0)
+		return 0;
+	return sfr__check_bad_record(c, "its name occurs twice");
+}
+
+static int check_names(struct sfr_check *c)
+{
+	uint64_t it = 0, first, second;
+
+	sfr__names_sort(&c->names);
+	while (sfr__names_suspect(&c->names, &it, &first, &second)) {
+		int rc = compare_names(c, first, second);
+
+		if (rc != 0 || c->state == SFR__CHECK_DONE)
+			return rc;
+	}
+	/* A record that is damaged and therefore not recognised is the better explanation. */
+	if (c->result.nr_bad == 0 && !c->has_pickle)
+		return sfr__check_fatal(
+			c, "it is not a torch.save file: the archive has no record data.pkl");
+	if (c->result.nr_bad == 0 && !c->has_version)
+		return sfr__check_fatal(
+			c, "it is not a torch.save file: the archive has no record version");
+	c->result.ok = c->result.nr_bad == 0;
+	c->body_pos = c->result.nbytes;
+	c->state = SFR__CHECK_DONE;
+	return 0;
+}
+
+/* ---- public ------------------------------------------------------------------ */
+
+int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
+{
+	struct sfr_check *c;
+
+	*out = NULL;
+	if ((flags & SFR_CHECK_BYTES) != 0 &&
+	    (flags & (SFR_CHECK_DIRECTORY | SFR_CHECK_LATER)) != 0)
+		return -EINVAL;
+	c = sfr_sys.calloc(1, sizeof(*c));
+	*out = c;
+	if (c == NULL)
+		return -ENOMEM;
+	c->fd = fd;
+	c->flags = flags;
+	return 0;
+}
+
+int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
+{
+	static int (*const steps[])(struct sfr_check *) = {
+		[SFR__CHECK_START] = start_check,
+		[SFR__CHECK_RECORD] = sfr__check_next_record,
+		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
+		[SFR__CHECK_NAMES] = check_names,
+	};
+	const uint64_t deadline = sfr__deadline(slice_ns);
+
+	while (check->code == 0 && check->state != SFR__CHECK_DONE) {
+		check->code = steps[check->state](check);
+		if (check->code == 0 && check->state != SFR__CHECK_DONE &&
+		    deadline != SFR_FOREVER && sfr__now_ns() >= deadline)
+			return SFR_EAGAIN;
+	}
+	return check->code;
+}
+
+uint64_t sfr_check_done(const struct sfr_check *check)
+{
+	return check->body_pos;
+}
+
+const struct sfr_check_result *sfr_check_result(const struct sfr_check *check)
+{
+	return &check->result;
+}
+
+void sfr_check_free(struct sfr_check *check)
+{
+	if (check == NULL)
+		return;
+	for (uint32_t i = 0; i < check->result.nr_listed; i++)
+		sfr_sys.free(check->bad[i].name);
+	sfr_sys.free(check->bad);
+	sfr__names_fini(&check->names);
+	sfr__window_fini(&check->dir);
+	sfr__window_fini(&check->body);
+	sfr_sys.free(check);
+}

@@ -1,0 +1,250 @@
+/* One record of a checkpoint's archive: two of the steps of a check (load.c has the picture).
+ *
+ *     directory record --> local header --> [data, piece by piece] --> descriptor --> next
+ *       read_central        read_local         record_bytes            read_desc
+ *                      or  place_by_directory, and nothing else, with SFR_CHECK_DIRECTORY
+ *
+ * The directory is read through one window, the data part of the file through another. `wrong`
+ * collects what is the matter with this record; the first finding ends it, and the record goes on
+ * the list of bad ones. c->body_pos never goes back: a record that begins below it overlaps.
+ *
+ * sfr__check_record_bytes is the only place that costs time. A core's CRC is several times as fast
+ * as a disk, so one thread makes it and others read (ahead.c).
+ */
+#include <string.h>
+
+#include "check/records.h"
+#include "base/sfr_internal.h"
+
+/* Keeps the name for messages, and looks at what it says. NULL or what is wrong with it. */
+static const char *take_name(struct sfr_check *c, const unsigned char *name)
+{
+	size_t len = c->rec.name_len;
+	const char *wrong = sfr__unzip_name(name, &c->rec);
+	const char *bare;
+
+	memcpy(c->name, name, len);
+	c->name[len] = '\0';
+	if (wrong != NULL)
+		return wrong;
+
+	if (c->prefix_len == 0) {
+		const unsigned char *slash = memchr(name, '/', len);
+
+		if (slash == NULL || slash == name)
+			return "it is not inside a directory of the archive, as torch has them";
+		c->prefix_len = (size_t)(slash - name) + 1;
+		memcpy(c->prefix, name, c->prefix_len);
+	}
+	if (len < c->prefix_len || memcmp(name, c->prefix, c->prefix_len) != 0)
+		return "it is not in the same directory of the archive as the first record";
+
+	/* No zero byte is inside the name, so it is a string from here on. */
+	bare = c->name + c->prefix_len;
+	if (c->rec.method != SFR__UNZIP_STORED &&
+	    (strcmp(bare, "data.pkl") == 0 || strcmp(bare, "version") == 0 ||
+	     strcmp(bare, "byteorder") == 0 || strncmp(bare, "data/", 5) == 0 ||
+	     strncmp(bare, ".data/", 6) == 0))
+		return "it is compressed, which torch never does to it";
+	if (strcmp(bare, "data.pkl") == 0)
+		c->has_pickle = true;
+	if (strcmp(bare, "version") == 0 || strcmp(bare, ".data/version") == 0)
+		c->has_version = true;
+	return NULL;
+}
+
+/* Reads the next directory record into c->rec and c->name. *wrong: damage of this record alone.
+ * A fatal verdict leaves c->state at DONE. */
+static int read_central(struct sfr_check *c, const char **wrong)
+{
+	static const char short_dir[] = "its directory ends in the middle of a record";
+	const unsigned char *fixed, *name;
+	uint64_t left = sfr__check_dir_end(c) - c->dir_pos;
+	const char *broken;
+	size_t len;
+	int rc;
+
+	if (left < SFR__UNZIP_CENTRAL)
+		return sfr__check_fatal(c, short_dir);
+	rc = sfr__window_get(&c->dir, c->dir_pos, SFR__UNZIP_CENTRAL, sfr__check_dir_end(c), &fixed,
+			     NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	broken = sfr__unzip_central(fixed, &c->rec);
+	if (broken != NULL)
+		return sfr__check_fatal(c, broken);
+	len = (size_t)SFR__UNZIP_CENTRAL + c->rec.name_len + c->rec.extra_len + c->rec.comment_len;
+	if (len > left)
+		return sfr__check_fatal(c, short_dir);
+	rc = sfr__window_get(&c->dir, c->dir_pos, len, sfr__check_dir_end(c), &fixed, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	name = fixed + SFR__UNZIP_CENTRAL;
+	rc = sfr__names_add(&c->names, name, c->rec.name_len, c->dir_pos);
+	if (rc != 0)
+		return rc;
+	c->dir_pos += len;
+	broken = sfr__unzip_central_extra(name + c->rec.name_len, &c->rec, &c->end);
+	*wrong = take_name(c, name);
+	if (*wrong == NULL)
+		*wrong = broken;
+	return 0;
+}
+
+static const char overlaps[] = "it overlaps another record or is out of order";
+static const char reaches_beyond[] = "it reaches beyond the data of the file";
+
+static bool is_out_of_order(const struct sfr_check *c)
+{
+	return c->rec.hdr_off < c->body_pos || (c->names.nr == 1 && c->rec.hdr_off != 0);
+}
+
+/* Whether there is room for the record where the directory says it is; its own header may be longer
+ * than what is known of it here. */
+static void place_by_directory(struct sfr_check *c, const char **wrong)
+{
+	const uint64_t limit = c->end.dir_off, least = SFR__UNZIP_LOCAL + c->rec.name_len;
+
+	if (is_out_of_order(c)) {
+		*wrong = overlaps;
+		return;
+	}
+	if (c->rec.hdr_off > limit || least > limit - c->rec.hdr_off ||
+	    c->rec.clen > limit - c->rec.hdr_off - least) {
+		*wrong = reaches_beyond;
+		return;
+	}
+	c->rec_end = c->rec.hdr_off + least + c->rec.clen;
+}
+
+/* Compares the local header with the directory and finds the data. */
+static int read_local(struct sfr_check *c, const char **wrong)
+{
+	const uint64_t limit = c->end.dir_off; /* data ends where the directory begins */
+	const struct sfr__unzip_record *rec = &c->rec;
+	const unsigned char *fixed, *name;
+	size_t extra_len, len;
+	int rc;
+
+	if (is_out_of_order(c)) {
+		*wrong = overlaps;
+		return 0;
+	}
+	rc = sfr__window_get(&c->body, rec->hdr_off, SFR__UNZIP_LOCAL, limit, &fixed, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	/* Even if the rest is wrong: the next record begins behind this one. */
+	c->body_pos = rec->hdr_off + SFR__UNZIP_LOCAL;
+	*wrong = sfr__unzip_local(fixed, rec, &extra_len);
+	if (*wrong != NULL)
+		return 0;
+	len = SFR__UNZIP_LOCAL + rec->name_len + extra_len;
+	if (len > limit - rec->hdr_off || rec->clen > limit - rec->hdr_off - len) {
+		*wrong = reaches_beyond;
+		return 0;
+	}
+	rc = sfr__window_get(&c->body, rec->hdr_off, len, limit, &fixed, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	name = fixed + SFR__UNZIP_LOCAL;
+	if (memcmp(name, c->name, rec->name_len) != 0) {
+		*wrong = "its name in the local header is another one";
+		return 0;
+	}
+	*wrong = sfr__unzip_local_extra(fixed, name + rec->name_len, extra_len, rec);
+	c->data_off = rec->hdr_off + len;
+	return 0;
+}
+
+static int read_desc(struct sfr_check *c, const char **wrong)
+{
+	uint64_t off = c->data_off + c->rec.clen, left = c->end.dir_off - off;
+	size_t len = left < SFR__UNZIP_DESC ? (size_t)left : SFR__UNZIP_DESC;
+	const unsigned char *bytes;
+	int rc;
+
+	if ((c->rec.flags & SFR__UNZIP_DESCRIBED) == 0) {
+		c->rec_end = off;
+		return 0;
+	}
+	rc = sfr__window_get(&c->body, off, len, c->end.dir_off, &bytes, NULL);
+	if (rc != 0)
+		return sfr__check_unreadable(c, rc);
+	*wrong = sfr__unzip_desc(bytes, len, &c->rec, &len);
+	c->rec_end = off + len;
+	return 0;
+}
+
+int sfr__check_next_record(struct sfr_check *c)
+{
+	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
+	const char *wrong = NULL;
+	int rc;
+
+	if (c->names.nr == c->end.nr_records) {
+		if (c->dir_pos != sfr__check_dir_end(c))
+			return sfr__check_fatal(c, "its directory is longer than its records");
+		c->state = SFR__CHECK_NAMES;
+		return 0;
+	}
+	rc = read_central(c, &wrong);
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && !headers)
+		place_by_directory(c, &wrong);
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
+		rc = read_local(c, &wrong);
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL &&
+	    (c->flags & SFR_CHECK_BYTES) != 0 && c->rec.method == SFR__UNZIP_STORED) {
+		/* The descriptor waits until the body window gets there. */
+		c->data_done = 0;
+		c->crc = 0;
+		c->state = SFR__CHECK_BYTES;
+		return 0;
+	}
+	if (rc == 0 && c->state == SFR__CHECK_RECORD && wrong == NULL && headers)
+		rc = read_desc(c, &wrong);
+	if (rc != 0 || c->state != SFR__CHECK_RECORD)
+		return rc;
+	if (wrong != NULL)
+		return sfr__check_bad_record(c, wrong);
+	c->body_pos = c->rec_end;
+	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
+		c->result.nr_unchecked++;
+	return 0;
+}
+
+/* ---- BYTES ------------------------------------------------------------------- */
+
+int sfr__check_record_bytes(struct sfr_check *c)
+{
+	uint64_t left = c->rec.clen - c->data_done;
+	const unsigned char *bytes;
+	const char *wrong = NULL;
+	size_t got;
+	int rc;
+
+	if (left != 0) {
+		rc = sfr__window_get(&c->body, c->data_off + c->data_done, 1, c->end.dir_off,
+				     &bytes, &got);
+		if (rc != 0)
+			return sfr__check_unreadable(c, rc);
+		if (got > left)
+			got = (size_t)left;
+		c->crc = sfr_crc32(c->crc, bytes, got);
+		c->data_done += got;
+		c->body_pos = c->data_off + c->data_done;
+		return 0;
+	}
+	rc = read_desc(c, &wrong);
+	if (rc != 0 || c->state != SFR__CHECK_BYTES)
+		return rc;
+	c->state = SFR__CHECK_RECORD;
+	/* With torch's compute_crc32=False all CRCs are zero: nothing is known of such bytes. */
+	if (c->crc != c->rec.crc && c->rec.crc == 0 && wrong == NULL)
+		c->result.nr_unchecked++;
+	else if (c->crc != c->rec.crc && wrong == NULL)
+		wrong = "its bytes do not match their CRC";
+	if (wrong != NULL)
+		return sfr__check_bad_record(c, wrong);
+	c->body_pos = c->rec_end;
+	return 0;
+}

@@ -1,0 +1,332 @@
+/* The CUDA driver, as a table of functions loaded at run time.
+ *
+ * One build serves machines with and without a GPU: nothing links to CUDA. The library is
+ * libcuda.so.1, or what STILLFRAME_LIBCUDA names (the tests' driver is such a one). It is loaded
+ * in two steps, because the second has a price:
+ *
+ *     absent ──load──▶ loaded ──init──▶ ready        any step may end in: refused, with a sentence
+ *
+ * Loading is harmless. cuInit is not: children forked after it can never use CUDA. So it is only
+ * called when somebody hands over memory of a device, and then torch has called it before.
+ *
+ * The table is written once, under `mu`, and read-only from then on; it lives as long as the
+ * process, as drivers do not survive being unloaded. What could not be loaded is tried again only
+ * when the variable names something else. Whoever wants a device and finds no driver is told in
+ * the log, once: a machine without one is none of its business before that.
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/driver.h"
+
+#define DEFAULT_LIBRARY "libcuda.so.1"
+#define VARIABLE "STILLFRAME_LIBCUDA"
+#define OLDEST_VERSION 11000 /* what torch 2.10 itself asks for is newer */
+#define BATCH_VERSION 12080
+#define BATCH_V2_VERSION 13000
+
+#ifdef SFR_HAVE_CUDA_H
+/* What we declare is what the header says. */
+#define X(name, value) _Static_assert((int)(name) == (value), #name);
+SFR__CUDA_VALUES(X)
+#undef X
+#define X(member, name, symbol, params)                                                            \
+	_Static_assert(__builtin_types_compatible_p(__typeof__(((struct sfr__cuda *)NULL)          \
+								       ->member),                  \
+						    __typeof__(&name)),                            \
+		       symbol);
+SFR__CUDA_CALLS(X)
+#undef X
+#if CUDA_VERSION >= 12080
+_Static_assert(sizeof(CUmemcpyAttributes) == sizeof(struct sfr__cu_copy_attributes) &&
+		       offsetof(CUmemcpyAttributes, flags) ==
+			       offsetof(struct sfr__cu_copy_attributes, flags) &&
+		       (int)CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == SFR__CU_ORDER_STREAM,
+	       "CUmemcpyAttributes");
+_Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER_OVERLAP, "flags");
+#endif
+#if CUDA_VERSION >= 13000 && __has_include(<cudaTypedefs.h>)
+/* The two batched calls, but for the attributes, which are declared here in any case. */
+#include <cudaTypedefs.h>
+#define SAME(member, type, ...)                                                                    \
+	_Static_assert(__builtin_types_compatible_p(type,                                          \
+						    CUresult (*)(CUdeviceptr *, CUdeviceptr *,     \
+								 size_t *, size_t,                 \
+								 CUmemcpyAttributes *, size_t *,   \
+								 __VA_ARGS__)) &&                  \
+			       __builtin_types_compatible_p(                                       \
+				       __typeof__(((struct sfr__cuda *)NULL)->member),             \
+				       CUresult (*)(CUdeviceptr *, CUdeviceptr *, size_t *,        \
+						    size_t, struct sfr__cu_copy_attributes *,      \
+						    size_t *, __VA_ARGS__)),                       \
+		       #member)
+SAME(batch_v2, PFN_cuMemcpyBatchAsync_v13000, size_t, CUstream);
+SAME(batch_v1, PFN_cuMemcpyBatchAsync_v12080, size_t, size_t *, CUstream);
+#undef SAME
+#endif
+#endif
+
+static struct {
+	pthread_mutex_t mu;
+	bool tried, loaded, ready, told;
+	CUresult init_rc;
+	char library[192];
+	char why[512]; /* why it cannot be used, "" while it can */
+	struct sfr__cuda table;
+} driver = { .mu = PTHREAD_MUTEX_INITIALIZER };
+
+/* dlsym's answer as a function, without the cast that ISO C does not know. */
+#define TAKE(slot, handle, symbol)                                                                 \
+	do {                                                                                       \
+		void *found = dlsym(handle, symbol);                                               \
+		memcpy(&(slot), &found, sizeof(found));                                            \
+	} while (0)
+
+static void load_locked(void)
+{
+	const char *name = getenv(VARIABLE);
+	struct sfr__cuda *table = &driver.table;
+	const char *missing = NULL;
+	void *handle;
+
+	if (!name || !*name)
+		name = DEFAULT_LIBRARY;
+	if (driver.loaded || (driver.tried && strcmp(name, driver.library) == 0))
+		return;
+	driver.tried = true;
+	driver.why[0] = '\0';
+	memset(table, 0, sizeof(*table));
+	(void)snprintf(driver.library, sizeof(driver.library), "%s", name);
+	handle = dlopen(driver.library, RTLD_NOW | RTLD_LOCAL);
+	if (!handle) {
+		const char *text = dlerror();
+
+		(void)snprintf(driver.why, sizeof(driver.why), "no CUDA driver: %s",
+			       text ? text : driver.library);
+		return;
+	}
+#define X(member, name, symbol, params)                                                            \
+	TAKE(table->member, handle, symbol);                                                       \
+	if (!table->member && !missing)                                                            \
+		missing = symbol;
+	SFR__CUDA_CALLS(X)
+#undef X
+	if (missing) {
+		(void)snprintf(driver.why, sizeof(driver.why),
+			       "the CUDA driver %s is too old or none: it lacks %s", driver.library,
+			       missing);
+		return;
+	}
+	if (table->driver_version(&table->version) != CUDA_SUCCESS ||
+	    table->version < OLDEST_VERSION) {
+		(void)snprintf(driver.why, sizeof(driver.why),
+			       "the CUDA driver %s is too old: it serves CUDA %d.%d",
+			       driver.library, table->version / 1000, table->version % 1000 / 10);
+		return;
+	}
+	/* A symbol may be there long before the driver means it. */
+	if (table->version >= BATCH_V2_VERSION)
+		TAKE(table->batch_v2, handle, "cuMemcpyBatchAsync_v2");
+	if (table->version >= BATCH_VERSION && !table->batch_v2)
+		TAKE(table->batch_v1, handle, "cuMemcpyBatchAsync");
+	driver.loaded = true;
+}
+
+static void init_locked(void)
+{
+	driver.init_rc = driver.table.init(0);
+	if (driver.init_rc != CUDA_SUCCESS) {
+		const char *name = NULL;
+
+		(void)driver.table.error_name(driver.init_rc, &name); /* NULL if it fails */
+		(void)snprintf(driver.why, sizeof(driver.why),
+			       "the CUDA driver %s cannot be initialised: %s (%d)", driver.library,
+			       name ? name : "error", (int)driver.init_rc);
+		return; /* asked again next time: torch may be luckier in between */
+	}
+	driver.why[0] = '\0';
+	driver.ready = true;
+}
+
+/* In a child of fork, which has one thread: another one of the parent's may have had the lock. */
+void sfr__cuda_forked(void)
+{
+	(void)pthread_mutex_init(&driver.mu, NULL); /* cannot fail for a default mutex */
+	if (!driver.ready)
+		return;
+	/* What an initialised driver does in a child is not defined. */
+	driver.ready = driver.loaded = false;
+	(void)snprintf(driver.why, sizeof(driver.why),
+		       "CUDA was initialised before this process was forked; the start method "
+		       "\"spawn\" makes processes that can use it");
+}
+
+const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
+{
+	const struct sfr__cuda *cu;
+
+	char text[sizeof(driver.why)] = "";
+
+	pthread_mutex_lock(&driver.mu);
+	load_locked();
+	if (driver.loaded && !driver.ready)
+		init_locked();
+	cu = driver.ready ? &driver.table : NULL;
+	if (!cu && why)
+		(void)snprintf(why, why_len, "%s", driver.why);
+	if (!cu && !driver.told)
+		(void)snprintf(text, sizeof(text), "%s", driver.why);
+	driver.told = driver.told || !cu;
+	pthread_mutex_unlock(&driver.mu);
+	if (text[0])
+		sfr__notice_text("CUDA tensors cannot be saved: %s", text);
+	return cu;
+}
+
+void sfr__cuda_sentence(char *text, size_t len)
+{
+	pthread_mutex_lock(&driver.mu);
+	load_locked();
+	if (driver.why[0])
+		(void)snprintf(text, len, "CUDA tensors cannot be saved: %s.", driver.why);
+	else
+		(void)snprintf(text, len, "CUDA driver %s, CUDA %d.%d, %s copies of small tensors.",
+			       driver.library, driver.table.version / 1000,
+			       driver.table.version % 1000 / 10,
+			       driver.table.batch_v2 || driver.table.batch_v1 ? "batched" :
+										"single");
+	pthread_mutex_unlock(&driver.mu);
+}
+
+/* ---- contexts ------------------------------------------------------------- */
+
+int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
+		     size_t why_len)
+{
+	unsigned int flags = 0;
+	int active = 0;
+	CUdevice dev = 0;
+	CUresult rc = cu->device_get(&dev, (int)device);
+
+	*context = NULL;
+	if (rc != CUDA_SUCCESS) {
+		sfr__cuda_explain(cu, device, "cuDeviceGet", rc, why, why_len);
+		return -ENODEV;
+	}
+	rc = cu->primary_state(dev, &flags, &active);
+	if (rc == CUDA_SUCCESS && !active) {
+		(void)snprintf(why, why_len, "device %u has no active context", device);
+		return -ENODEV;
+	}
+	if (rc == CUDA_SUCCESS)
+		rc = cu->primary_retain(context, dev);
+	if (rc != CUDA_SUCCESS) {
+		sfr__cuda_explain(cu, device, "cuDevicePrimaryCtxRetain", rc, why, why_len);
+		*context = NULL;
+		return -EIO;
+	}
+	return 0;
+}
+
+void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
+{
+	CUdevice dev = 0;
+
+	if (cu->device_get(&dev, (int)device) == CUDA_SUCCESS)
+		(void)cu->primary_release(dev); /* nothing can be done about a failure */
+}
+
+CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
+			 CUcontext context)
+{
+	CUresult rc;
+
+	*scope = (struct sfr__cuda_scope){ .cu = cu };
+	rc = cu->push(context);
+	if (rc != CUDA_SUCCESS)
+		return rc;
+	scope->pushed = true;
+	scope->mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
+	rc = cu->exchange_mode(&scope->mode);
+	if (rc != CUDA_SUCCESS) {
+		CUcontext popped;
+
+		(void)cu->pop(&popped); /* what was pushed a moment ago */
+		scope->pushed = false;
+	}
+	return rc;
+}
+
+void sfr__cuda_leave(struct sfr__cuda_scope *scope)
+{
+	CUcontext popped;
+
+	if (!scope->pushed)
+		return;
+	/* Both undo what worked before; a driver that fails them has ended. */
+	(void)scope->cu->exchange_mode(&scope->mode);
+	(void)scope->cu->pop(&popped);
+	scope->pushed = false;
+}
+
+/* ---- errors --------------------------------------------------------------- */
+
+void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
+		       char *text, size_t len)
+{
+	const char *name = NULL;
+
+	(void)cu->error_name(rc, &name); /* NULL for a number it does not know */
+	(void)snprintf(text, len, "device %u: %s: %s (%d)", device, call,
+		       name ? name : "unknown error", (int)rc);
+}
+
+bool sfr__cuda_is_sticky(CUresult rc)
+{
+	switch ((int)rc) {
+	case CUDA_ERROR_DEINITIALIZED:
+	case CUDA_ERROR_ECC_UNCORRECTABLE:
+	case CUDA_ERROR_ILLEGAL_ADDRESS:
+	case CUDA_ERROR_CONTEXT_IS_DESTROYED:
+	case CUDA_ERROR_ASSERT:
+	case CUDA_ERROR_HARDWARE_STACK_ERROR:
+	case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+	case CUDA_ERROR_MISALIGNED_ADDRESS:
+	case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+	case CUDA_ERROR_INVALID_PC:
+	case CUDA_ERROR_LAUNCH_FAILED:
+		return true;
+	default:
+		return false;
+	}
+}
+
+/* ---- where a device is ------------------------------------------------------ */
+
+int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device)
+{
+	char bus[32] = "", path[96], text[16] = "";
+	CUdevice dev = 0;
+	ssize_t len;
+	int fd, node;
+
+	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS ||
+	    cu->device_bus(bus, (int)sizeof(bus), dev) != CUDA_SUCCESS)
+		return -1;
+	for (char *at = bus; *at; at++) /* the kernel's names are in lower case */
+		if (*at >= 'A' && *at <= 'F')
+			*at = (char)(*at - 'A' + 'a');
+	(void)snprintf(path, sizeof(path), "/sys/bus/pci/devices/%s/numa_node", bus);
+	fd = sfr__fd_open(path, O_RDONLY, 0);
+	if (fd < 0)
+		return -1;
+	len = sfr_sys.pread(fd, text, sizeof(text) - 1, 0);
+	(void)sfr__fd_close(fd); /* only read from */
+	if (len <= 0 || sscanf(text, "%d", &node) != 1)
+		return -1;
+	return node;
+}

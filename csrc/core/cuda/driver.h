@@ -1,0 +1,98 @@
+/* The CUDA driver as a table of functions, loaded at run time. See cuda.c. */
+#ifndef SFR_CUDA_DRIVER_H
+#define SFR_CUDA_DRIVER_H
+
+#include "cuda/types.h"
+#include "base/sfr_internal.h"
+
+/* X(member, header's name, symbol, parameters): symbols are the exact, versioned ones, whatever
+ * the header at hand maps the plain name to. Never those for per-thread default streams. */
+/* clang-format off */
+#define SFR__CUDA_CALLS(X)                                                                         \
+	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
+	X(driver_version, cuDriverGetVersion, "cuDriverGetVersion", (int *version))                \
+	X(error_name, cuGetErrorName, "cuGetErrorName", (CUresult error, const char **text))       \
+	X(device_count, cuDeviceGetCount, "cuDeviceGetCount", (int *count))                        \
+	X(device_get, cuDeviceGet, "cuDeviceGet", (CUdevice *device, int ordinal))                 \
+	X(device_bus, cuDeviceGetPCIBusId, "cuDeviceGetPCIBusId",                                  \
+	  (char *id, int len, CUdevice device))                                                    \
+	X(primary_state, cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState",                 \
+	  (CUdevice device, unsigned int *flags, int *active))                                     \
+	X(primary_retain, cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain",                    \
+	  (CUcontext *context, CUdevice device))                                                   \
+	X(primary_release, cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2",              \
+	  (CUdevice device))                                                                       \
+	X(push, cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                      \
+	X(pop, cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext *context))                        \
+	X(exchange_mode, cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",   \
+	  (CUstreamCaptureMode *mode))                                                             \
+	X(stream_new, cuStreamCreate, "cuStreamCreate", (CUstream *stream, unsigned int flags))    \
+	X(stream_free, cuStreamDestroy, "cuStreamDestroy_v2", (CUstream stream))                   \
+	X(stream_wait, cuStreamWaitEvent, "cuStreamWaitEvent",                                     \
+	  (CUstream stream, CUevent event, unsigned int flags))                                    \
+	X(stream_query, cuStreamQuery, "cuStreamQuery", (CUstream stream))                         \
+	X(stream_capturing, cuStreamIsCapturing, "cuStreamIsCapturing",                            \
+	  (CUstream stream, CUstreamCaptureStatus *status))                                        \
+	X(event_new, cuEventCreate, "cuEventCreate", (CUevent *event, unsigned int flags))         \
+	X(event_free, cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                        \
+	X(event_record, cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))          \
+	X(event_query, cuEventQuery, "cuEventQuery", (CUevent event))                              \
+	X(host_register, cuMemHostRegister, "cuMemHostRegister_v2",                                \
+	  (void *mem, size_t len, unsigned int flags))                                             \
+	X(host_unregister, cuMemHostUnregister, "cuMemHostUnregister", (void *mem))                \
+	X(host_alloc, cuMemHostAlloc, "cuMemHostAlloc",                                            \
+	  (void **mem, size_t len, unsigned int flags))                                            \
+	X(host_free, cuMemFreeHost, "cuMemFreeHost", (void *mem))                                  \
+	X(copy, cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                         \
+	  (void *dst, CUdeviceptr src, size_t len, CUstream stream))
+/* clang-format on */
+
+struct sfr__cuda {
+#define X(member, name, symbol, params) CUresult(*member) params;
+	SFR__CUDA_CALLS(X)
+#undef X
+	/* Copies in one batch; NULL where the driver has none. The two differ by `failed`. */
+	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
+			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
+			     size_t nr_attrs, CUstream stream);
+	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
+			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
+			     size_t nr_attrs, size_t *failed, CUstream stream);
+	int version;
+};
+
+/* The driver, loaded and initialised at the first call that asks for it; NULL when there is none
+ * that can be used, and then `why` (if not NULL) says so in a sentence. Any thread. A process that
+ * has not used CUDA should not ask: cuInit would spoil its forked children. */
+const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
+/* In a child of fork: what was initialised in the parent is of no use. */
+void sfr__cuda_forked(void);
+/* A sentence on the driver, for stats: which it is, or what is missing. Loads, never initialises. */
+void sfr__cuda_sentence(char *text, size_t len);
+
+/* The primary context of a device, retained; refused unless somebody (torch) has made it active.
+ * 0, or -ENODEV / -EIO with `why`. */
+int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
+		     size_t why_len);
+void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
+
+/* Makes a context the calling thread's, in a capture mode in which nothing that follows can break
+ * a graph capture of another thread or this one. Undone by leave. */
+struct sfr__cuda_scope {
+	const struct sfr__cuda *cu;
+	CUstreamCaptureMode mode;
+	bool pushed;
+};
+CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
+			 CUcontext context);
+void sfr__cuda_leave(struct sfr__cuda_scope *scope);
+
+/* "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)" */
+void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
+		       char *text, size_t len);
+/* Whether after this error nothing of the context works any more, for good. */
+bool sfr__cuda_is_sticky(CUresult rc);
+/* The NUMA node a device hangs on, -1 if that cannot be told. */
+int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device);
+
+#endif

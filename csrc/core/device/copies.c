@@ -1,0 +1,456 @@
+/* Copies from a device into memory of the host: blocks, samples, checksums.
+ *
+ * A block's headers and padding are written at once, its tensor bytes by copies that are queued:
+ * small ones in batches, since one call costs 2.3 us and a batch not much more. Every so many
+ * bytes a piece flies: an event is recorded behind what was queued, for the lane to watch. The
+ * block's last piece has the block, and is made before anything is queued, so that nothing can
+ * ever be in flight with nobody to hear of its end.
+ *
+ * Samples are the same copies, of single cache lines, right into the array that the staged bytes
+ * are later compared with. That array is pinned and kept from save to save.
+ *
+ * A device that fails a call fails the save; what it had been given before is still watched.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "device/lane.h"
+
+/* ---- queueing one block ----------------------------------------------------------- */
+
+/* A block on its way: what stands in the batch, and the piece that will watch it. */
+struct staging {
+	struct sfr__cuda_part *part;
+	const struct sfr__run *run;
+	struct sfr__block *block;
+	uint32_t blk;
+	bool pinned;
+	bool queued;                  /* the device was given a copy */
+	struct sfr__cuda_piece *last; /* made beforehand */
+	uint64_t bytes;               /* of the piece so far */
+	size_t nr;                    /* in the batch */
+	CUdeviceptr dst[SFR__CUDA_BATCH], src[SFR__CUDA_BATCH];
+	size_t len[SFR__CUDA_BATCH];
+	struct sfr_err err;
+};
+
+void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
+			     size_t *len, size_t nr, bool pinned, struct sfr_err *err)
+{
+	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
+						 .flags = SFR__CU_PREFER_OVERLAP };
+	const struct sfr__cuda *cu = lane->cu;
+	CUresult rc = CUDA_SUCCESS;
+	size_t at = 0, failed = 0;
+
+	if (nr > 1 && pinned && !lane->single_copies && (cu->batch_v2 || cu->batch_v1)) {
+		rc = cu->batch_v2 ?
+			     cu->batch_v2(dst, src, len, nr, &attrs, &at, 1, lane->stream) :
+			     cu->batch_v1(dst, src, len, nr, &attrs, &at, 1, &failed, lane->stream);
+		if (rc == CUDA_SUCCESS)
+			return;
+		if (rc != CUDA_ERROR_NOT_SUPPORTED && rc != CUDA_ERROR_INVALID_VALUE) {
+			(void)sfr__cuda_failed_locked(lane, "cuMemcpyBatchAsync", rc, err);
+			return;
+		}
+		/* Whatever of it was queued is copied a second time, from and to the same place. */
+		lane->single_copies = true;
+		sfr__notice_text("Device %u refuses batched copies: small tensors are copied one "
+				 "by one.",
+				 lane->device);
+	}
+	for (size_t i = 0; i < nr; i++) {
+		rc = cu->copy((void *)(uintptr_t)dst[i], src[i], len[i], lane->stream);
+		if (rc != CUDA_SUCCESS) {
+			(void)sfr__cuda_failed_locked(lane, "cuMemcpyDtoHAsync", rc, err);
+			return;
+		}
+	}
+}
+
+/* Copies what stands in the batch. */
+static void copy_batch_locked(struct staging *s)
+{
+	struct sfr__cuda_lane *lane = s->part->lane;
+
+	if (s->nr == 0 || lane->dead || s->err.code)
+		return;
+	s->queued = true; /* what a call that fails has done is not known */
+	sfr__cuda_copies_locked(lane, s->dst, s->src, s->len, s->nr, s->pinned, &s->err);
+}
+
+/* Records the event of what was queued and lets the piece fly. It always does: where no event can
+ * be had or recorded, the stream as a whole is asked. */
+static void fly_locked(struct staging *s, struct sfr__cuda_piece *piece, bool last)
+{
+	struct sfr__cuda_lane *lane = s->part->lane;
+	CUresult rc;
+
+	*piece = (struct sfr__cuda_piece){
+		.part = s->part,
+		.run = s->run,
+		.blk = s->blk,
+		.block = last ? s->block : NULL,
+		.landed = lane->dead ? NULL : sfr__cuda_event_get_locked(lane),
+	};
+	if (piece->landed) {
+		rc = lane->cu->event_record(piece->landed, lane->stream);
+		if (rc != CUDA_SUCCESS) {
+			(void)sfr__cuda_failed_locked(lane, "cuEventRecord", rc, &s->err);
+			if (!lane->dead)
+				sfr__cuda_event_put_locked(lane, piece->landed);
+			piece->landed = NULL;
+		}
+	}
+	sfr__cuda_fly_locked(lane, piece);
+}
+
+/* Queues what stands in the batch, and has a piece fly behind it. */
+static void flush(struct staging *s)
+{
+	struct sfr__cuda_lane *lane = s->part->lane;
+	/* Without memory for one the copies have no event of their own: the last piece's, which is
+	 * behind them and was made before anything was queued, will do. */
+	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(lane);
+
+	pthread_mutex_lock(&lane->mu);
+	copy_batch_locked(s);
+	if (piece)
+		fly_locked(s, piece, false);
+	pthread_mutex_unlock(&lane->mu);
+	s->nr = 0;
+	s->bytes = 0;
+}
+
+/* The same with the last piece. On a dead device to which nothing was given of this block, no
+ * copy can be running: the block goes back. */
+static void flush_last(struct staging *s)
+{
+	struct sfr__cuda_lane *lane = s->part->lane;
+	struct sfr_ticket *t = s->part->ticket;
+	bool unused;
+
+	pthread_mutex_lock(&lane->mu);
+	copy_batch_locked(s);
+	unused = lane->dead && !s->queued;
+	if (unused) {
+		sfr__err_set(&s->err, -EIO, SFR_PHASE_STAGE, lane->why);
+		s->last->next = lane->free_pieces;
+		lane->free_pieces = s->last;
+	} else {
+		fly_locked(s, s->last, true);
+	}
+	pthread_mutex_unlock(&lane->mu);
+	if (unused && s->block) {
+		pthread_mutex_lock(&t->engine->mu);
+		t->blocks_held--;
+		pthread_mutex_unlock(&t->engine->mu);
+		sfr__pool_put(t->engine->pool, s->block);
+	}
+}
+
+/* Starts a block, or samples (no block). False without memory: then nothing is queued. */
+static bool staging_init(struct staging *s, struct sfr__cuda_part *part, const struct sfr__run *run)
+{
+	s->part = part;
+	s->run = run;
+	s->block = NULL;
+	s->blk = 0;
+	s->bytes = 0;
+	s->nr = 0;
+	s->queued = false;
+	s->err = (struct sfr_err){ .index = -1 };
+	s->last = sfr__cuda_piece_get(part->lane);
+	if (!s->last)
+		sfr__err_set(&s->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+	return s->last != NULL;
+}
+
+/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
+void sfr__cuda_throttle(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+
+	sfr__cuda_poll(lane);
+	pthread_mutex_lock(&lane->mu);
+	while (lane->nr_in_flight >= sfr__cuda_nr_in_flight && part->ticket->seq > lane->rush_seq &&
+	       !lane->dead) {
+		(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(50 * 1000));
+		pthread_mutex_unlock(&lane->mu);
+		sfr__cuda_poll(lane);
+		pthread_mutex_lock(&lane->mu);
+	}
+	pthread_mutex_unlock(&lane->mu);
+}
+
+static void add_copy(struct staging *s, char *dst, const char *src, size_t len, bool slowly)
+{
+	/* Large copies gain nothing from a batch, and some drivers stage what is in one. */
+	if (s->nr == SFR__CUDA_BATCH || (s->nr > 0 && len >= SFR__CUDA_SMALL)) {
+		struct sfr__cuda_lane *lane = s->part->lane;
+
+		pthread_mutex_lock(&lane->mu);
+		copy_batch_locked(s);
+		pthread_mutex_unlock(&lane->mu);
+		s->nr = 0;
+	}
+	s->dst[s->nr] = (CUdeviceptr)(uintptr_t)dst;
+	s->src[s->nr] = (CUdeviceptr)(uintptr_t)src;
+	s->len[s->nr++] = len;
+	s->bytes += len;
+	if (s->bytes >= sfr__cuda_piece_bytes) {
+		flush(s);
+		if (slowly)
+			sfr__cuda_throttle(s->part);
+	}
+}
+
+/* Fills one block: headers and padding at once, tensor bytes by copies that are queued. The block
+ * is the lane's from here on. `slowly`: on the lane's thread, with few pieces in flight. */
+void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+			   struct sfr__block *block, bool slowly)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct staging s;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	if (!staging_init(&s, part, run)) {
+		pthread_mutex_lock(&t->engine->mu);
+		t->blocks_held--;
+		sfr__ticket_fail_locked(t, &s.err);
+		pthread_mutex_unlock(&t->engine->mu);
+		sfr__pool_put(t->engine->pool, block);
+		return;
+	}
+	s.block = block;
+	s.blk = blk;
+	s.pinned = sfr__pin_is_pinned(block);
+	sfr__seg_iter_init(&it, &t->img, run, blk);
+	while (sfr__seg_next(&it, &seg)) {
+		const char *src;
+
+		switch (seg.kind) {
+		case SFR__SEG_HEADER:
+			sfr__image_put_header(&t->img, seg.entry, seg.off, seg.len,
+					      block->mem + seg.pos);
+			break;
+		case SFR__SEG_DATA:
+			src = t->img.entries[seg.entry].src + seg.off;
+			for (size_t done = 0, len; done < seg.len && !s.err.code; done += len) {
+				uint64_t room = sfr__cuda_piece_bytes - s.bytes;
+
+				len = seg.len - done < room ? seg.len - done : (size_t)room;
+				add_copy(&s, block->mem + seg.pos + done, src + done, len, slowly);
+			}
+			break;
+		case SFR__SEG_DESC:
+		case SFR__SEG_PAD:
+			memset(block->mem + seg.pos, 0, seg.len); /* as lane.c does */
+			break;
+		}
+	}
+	flush_last(&s);
+	if (s.err.code)
+		sfr__ticket_fail(t, &s.err);
+}
+
+/* ---- samples ---------------------------------------------------------------------- */
+
+void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store)
+{
+	/* What the driver does not let go of stays mapped, as in pin.c: the address would be given
+	 * to somebody else while the driver still takes it for this. */
+	if (!store->pinned || lane->cu->host_unregister(store->range.base) == CUDA_SUCCESS)
+		sfr__memory_release(&store->range);
+	*store = (struct sfr__cuda_store){ 0 };
+}
+
+void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store)
+{
+	struct sfr__cuda_scope scope;
+	bool dead;
+
+	if (!store->range.map)
+		return;
+	pthread_mutex_lock(&lane->mu);
+	dead = lane->dead;
+	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && store->range.map && !dead; i++) {
+		if (lane->stores[i].range.map)
+			continue;
+		lane->stores[i] = *store;
+		*store = (struct sfr__cuda_store){ 0 };
+	}
+	pthread_mutex_unlock(&lane->mu);
+	/* On a dead device a copy may still be running: the memory stays for as long as the
+	 * process. */
+	if (!store->range.map || dead)
+		return;
+	(void)sfr__cuda_enter(&scope, lane->cu, lane->context); /* shows in the next call */
+	sfr__cuda_store_free(lane, store);
+	sfr__cuda_leave(&scope);
+}
+
+int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store)
+{
+	int rc;
+
+	len = (size_t)sfr__round_up(len, SFR_PAGE);
+	pthread_mutex_lock(&lane->mu);
+	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !store->range.map; i++) {
+		if (lane->stores[i].len < len)
+			continue;
+		*store = lane->stores[i];
+		lane->stores[i] = (struct sfr__cuda_store){ 0 };
+	}
+	pthread_mutex_unlock(&lane->mu);
+	if (store->range.map)
+		return 0;
+	rc = sfr__memory_reserve(&store->range, len);
+	if (rc == 0)
+		rc = sfr__memory_commit(store->range.base, len);
+	if (rc < 0) {
+		sfr__memory_release(&store->range);
+		return rc;
+	}
+	store->len = len;
+	/* Where it cannot be, the driver copies through memory of its own. */
+	store->pinned = lane->cu->host_register(store->range.base, len,
+						CU_MEMHOSTREGISTER_PORTABLE) == CUDA_SUCCESS;
+	return 0;
+}
+
+/* Memory for samples of the part's deferred sources, as many as there can be. */
+static int store_get(struct sfr__cuda_part *part)
+{
+	if (part->store.range.map)
+		return 0;
+	return sfr__cuda_store_get(part->lane,
+				   part->deferred->nr_entries *
+					   sfr__samples_per_entry(part->ticket) *
+					   sizeof(*part->samples.items),
+				   &part->store);
+}
+
+/* Queues copies of the sampled lines, right into the samples. */
+void sfr__cuda_take_samples(struct sfr__cuda_part *part)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct staging s;
+	int rc = store_get(part);
+
+	if (rc < 0) {
+		s.err = (struct sfr_err){ .index = -1 };
+		sfr__err_set(&s.err, rc, SFR_PHASE_STAGE, NULL);
+	} else if (staging_init(&s, part, part->deferred)) {
+		part->samples.items = (struct sfr__sample *)(void *)part->store.range.base;
+		s.pinned = part->store.pinned;
+		sfr__place_samples(t, part->deferred, &part->samples);
+		for (uint32_t k = 0; k < part->samples.nr && !s.err.code; k++) {
+			struct sfr__sample *sample = &part->samples.items[k];
+
+			add_copy(&s, (char *)sample->bytes,
+				 t->img.entries[sample->entry].src + sample->off, sample->len,
+				 false);
+		}
+		flush_last(&s);
+	}
+	if (s.err.code)
+		sfr__ticket_fail(t, &s.err);
+}
+
+int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece)
+{
+	struct sfr_ticket *t = piece->part->ticket;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+	int64_t torn = -1;
+
+	sfr__seg_iter_init(&it, &t->img, piece->run, piece->blk);
+	while (torn < 0 && sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
+			torn = sfr__check_piece(t, &piece->part->samples, seg.entry, seg.off,
+						piece->block->mem + seg.pos, seg.len);
+	return torn;
+}
+
+/* ---- checksums ------------------------------------------------------------------ */
+
+/* Waits until nothing of the stream runs any more, or the device is given up: whoever gives memory
+ * back has to know. */
+static void drain_locked(struct sfr__cuda_lane *lane, pthread_cond_t *never)
+{
+	struct sfr_err err = { .index = -1 };
+	uint32_t failed = 0;
+	CUresult rc;
+
+	while (!lane->dead && (rc = lane->cu->stream_query(lane->stream)) != CUDA_SUCCESS) {
+		failed = rc == CUDA_ERROR_NOT_READY ? 0 : failed + 1;
+		if (failed == SFR__CUDA_QUERIES)
+			sfr__cuda_die_locked(lane, "cuStreamQuery", rc);
+		else if (failed)
+			(void)sfr__cuda_failed_locked(lane, "cuStreamQuery", rc, &err);
+		if (!lane->dead)
+			(void)sfr__cond_wait(never, &lane->mu, sfr__deadline(50 * 1000));
+	}
+}
+
+/* Copies one chunk and waits for it, asking like the lane does. */
+static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthread_cond_t *never,
+		 struct sfr_err *err)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+	CUevent event;
+	CUresult rc;
+
+	pthread_mutex_lock(&lane->mu);
+	event = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
+	rc = event ? lane->cu->copy(part->store.range.base, (CUdeviceptr)(uintptr_t)src, len,
+				    lane->stream) :
+		     CUDA_ERROR_OUT_OF_MEMORY;
+	if (rc == CUDA_SUCCESS)
+		rc = lane->cu->event_record(event, lane->stream);
+	while (rc == CUDA_SUCCESS && (rc = lane->cu->event_query(event)) == CUDA_ERROR_NOT_READY) {
+		(void)sfr__cond_wait(never, &lane->mu, sfr__deadline(50 * 1000));
+		rc = lane->dead ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+	}
+	if (rc != CUDA_SUCCESS) {
+		(void)sfr__cuda_failed_locked(lane, "cuMemcpyDtoHAsync", rc, err);
+		drain_locked(lane, never);
+	}
+	if (!lane->dead)
+		sfr__cuda_event_put_locked(lane, event);
+	pthread_mutex_unlock(&lane->mu);
+	return err->code;
+}
+
+void sfr__cuda_sum(struct sfr__cuda_part *part)
+{
+	struct sfr_ticket *t = part->ticket;
+	const struct sfr__run *run = part->deferred;
+	struct sfr_err err = { .index = -1 };
+	pthread_cond_t never;
+	int rc = store_get(part);
+
+	if (rc == 0)
+		rc = sfr__cond_init(&never);
+	if (rc < 0) {
+		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+		sfr__ticket_fail(t, &err);
+		return;
+	}
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->img.entries[i];
+
+		for (uint64_t off = 0, len; off < entry->nbytes && !err.code; off += len) {
+			len = entry->nbytes - off < part->store.len ? entry->nbytes - off :
+								      part->store.len;
+			if (fetch(part, entry->src + off, (size_t)len, &never, &err) == 0)
+				t->sums[i] =
+					sfr_crc32(t->sums[i], part->store.range.base, (size_t)len);
+		}
+	}
+	(void)pthread_cond_destroy(&never); /* nobody waits */
+	if (err.code)
+		sfr__ticket_fail(t, &err);
+}

@@ -1,0 +1,448 @@
+/* A device's lane: a stream of its own, what is in flight on it, and a thread that watches.
+ *
+ *   capture (the caller's thread) ──┐  pieces            landed         block full
+ *                                   ├─────────▶ in flight ───▶ the thread ───▶ writers
+ *   staging (the lane's thread) ────┘           (a list)
+ *
+ * The thread never waits for the device in the driver: it asks the oldest piece's event every
+ * POLL_NS and sleeps in between, since the driver's own waits spin or hold locks that training
+ * needs, and host functions on the stream can serialise other streams. It queues deferred bytes
+ * only while few pieces are in flight: the copy engine serves all streams in one line, and who
+ * asks for a loss on another stream stands behind what is queued here. When a gate has come, all
+ * that is left is queued at once.
+ *
+ *     alive ──an error after which nothing of the context works──▶ dead
+ *
+ * On a dead device nobody can know whether a copy still runs. The blocks in flight are retired,
+ * saves that have a part in the device fail, later ones are refused with the reason, and the
+ * engine goes on serving the host and other devices.
+ *
+ * Whoever queues a piece does it under lane->mu, with its event, and so the list has the stream's
+ * order and every copy is followed by an event that somebody watches.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "device/lane.h"
+
+#define POLL_NS UINT64_C(50000)
+
+uint64_t sfr__cuda_piece_bytes = 4 << 20, sfr__cuda_nr_in_flight = 4;
+
+void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
+{
+	if (piece_bytes)
+		sfr__cuda_piece_bytes = piece_bytes;
+	if (nr_in_flight)
+		sfr__cuda_nr_in_flight = nr_in_flight;
+}
+
+/* ---- events and errors ------------------------------------------------------ */
+
+void sfr__cuda_die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+{
+	if (lane->dead)
+		return;
+	lane->dead = true;
+	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
+	pthread_cond_signal(&lane->cv);
+	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
+}
+
+CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane)
+{
+	CUevent event = NULL;
+	CUresult rc;
+
+	if (lane->nr_events > 0)
+		return lane->events[--lane->nr_events];
+	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
+	if (sfr__cuda_is_sticky(rc))
+		sfr__cuda_die_locked(lane, "cuEventCreate", rc);
+	return rc == CUDA_SUCCESS ? event : NULL;
+}
+
+void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
+{
+	if (!event)
+		return;
+	if (lane->nr_events < SFR__CUDA_EVENTS_KEPT)
+		lane->events[lane->nr_events++] = event;
+	else
+		(void)lane->cu->event_free(event); /* a dead context has freed it */
+}
+
+bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			     struct sfr_err *err)
+{
+	char text[160];
+
+	if (sfr__cuda_is_sticky(rc))
+		sfr__cuda_die_locked(lane, call, rc);
+	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
+	/* What it died of says more than what can no longer be done. */
+	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, lane->dead ? lane->why : text);
+	return lane->dead;
+}
+
+/* ---- pieces ------------------------------------------------------------------ */
+
+struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	pthread_mutex_lock(&lane->mu);
+	piece = lane->free_pieces;
+	if (piece)
+		lane->free_pieces = piece->next;
+	pthread_mutex_unlock(&lane->mu);
+	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
+}
+
+void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+{
+	pthread_mutex_lock(&lane->mu);
+	piece->next = lane->free_pieces;
+	lane->free_pieces = piece;
+	pthread_mutex_unlock(&lane->mu);
+}
+
+void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+{
+	piece->next = NULL;
+	if (lane->tail)
+		lane->tail->next = piece;
+	else
+		lane->head = piece;
+	lane->tail = piece;
+	lane->nr_in_flight++;
+	if (!piece->landing)
+		piece->part->nr_out++;
+	pthread_cond_signal(&lane->cv);
+}
+
+/* A save's piece: its block goes on to the writers, or is lost. */
+static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+{
+	struct sfr__cuda_part *part = piece->part;
+	struct sfr_ticket *t = part->ticket;
+	struct sfr_err err = { .index = -1 };
+	int64_t torn = -1;
+
+	if (!landed)
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
+	else if (piece->block && piece->run == part->deferred)
+		torn = sfr__cuda_check(piece);
+	if (torn >= 0) {
+		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
+		err.index = torn;
+	}
+	if (piece->block || err.code) {
+		pthread_mutex_lock(&lane->engine->mu);
+		if (err.code)
+			sfr__ticket_fail_locked(t, &err);
+		if (piece->block && landed)
+			sfr__push_block_locked(t, piece->run, piece->blk, piece->block, false);
+		else if (piece->block)
+			t->blocks_held--;
+		pthread_mutex_unlock(&lane->engine->mu);
+	}
+	/* Only now: who waits for a block and hears that there is none looks for the reason. */
+	if (piece->block && !landed)
+		sfr__pool_retire(lane->engine->pool, piece->block);
+}
+
+/* Settles the piece that was taken off the list. */
+static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
+{
+	struct sfr__cuda_landing *landing = piece->landing;
+	struct sfr__cuda_part *part = piece->part;
+	bool over = false;
+
+	if (!landing)
+		end_block(lane, piece, landed);
+	pthread_mutex_lock(&lane->mu);
+	if (!lane->dead)
+		sfr__cuda_event_put_locked(lane, piece->landed);
+	piece->next = lane->free_pieces;
+	lane->free_pieces = piece;
+	if (!landing) {
+		part->nr_out--;
+		over = sfr__cuda_part_over_locked(part);
+	}
+	pthread_mutex_unlock(&lane->mu);
+	if (landing)
+		landing->fn(landing, landed);
+	else if (over)
+		sfr__cuda_part_settle(part);
+}
+
+/* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). */
+static bool is_due_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
+{
+	CUresult rc;
+
+	if (lane->dead)
+		return true;
+	rc = piece->landed ? lane->cu->event_query(piece->landed) :
+			     lane->cu->stream_query(lane->stream);
+	if (rc == CUDA_SUCCESS)
+		return true;
+	if (rc == CUDA_ERROR_NOT_READY) {
+		piece->failed = 0;
+		return false;
+	}
+	if (sfr__cuda_is_sticky(rc) || ++piece->failed == SFR__CUDA_QUERIES) {
+		sfr__cuda_die_locked(lane, "cuEventQuery", rc);
+		return true;
+	}
+	return false;
+}
+
+void sfr__cuda_poll(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	pthread_mutex_lock(&lane->mu);
+	while ((piece = lane->head) && is_due_locked(lane, piece)) {
+		bool landed = !lane->dead;
+
+		lane->head = piece->next;
+		if (!lane->head)
+			lane->tail = NULL;
+		lane->nr_in_flight--;
+		pthread_mutex_unlock(&lane->mu);
+		end_piece(lane, piece, landed);
+		pthread_mutex_lock(&lane->mu);
+	}
+	pthread_mutex_unlock(&lane->mu);
+}
+
+bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+
+	if (!part->called || !part->submitted || part->nr_out != 0 || part->over)
+		return false;
+	part->over = true;
+	if (!lane->dead)
+		sfr__cuda_event_put_locked(lane, part->staged);
+	part->staged = NULL;
+	return true;
+}
+
+void sfr__cuda_part_settle(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+	struct sfr_ticket *t = part->ticket;
+	bool single;
+
+	pthread_mutex_lock(&lane->mu);
+	single = lane->single_copies;
+	pthread_mutex_unlock(&lane->mu);
+	sfr__cuda_store_put(lane, &part->store);
+	pthread_mutex_lock(&lane->engine->mu);
+	t->cuda_out--;
+	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
+	if (single)
+		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]),
+			       "Device %u refuses batched copies: small tensors are copied one "
+			       "by one.",
+			       lane->device);
+	sfr__ticket_released_locked(t);
+	sfr__ticket_step_locked(t);
+	pthread_mutex_unlock(&lane->engine->mu);
+}
+
+/* ---- the thread -------------------------------------------------------------- */
+
+static void *lane_main(void *arg)
+{
+	struct sfr__cuda_lane *lane = arg;
+	struct sfr__cuda_scope scope;
+
+	/* A failure shows at the first call that needs the context. */
+	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
+	pthread_mutex_lock(&lane->mu);
+	for (;;) {
+		struct sfr__cuda_part *part = lane->queue_head;
+
+		if (part) {
+			lane->queue_head = part->next;
+			if (!lane->queue_head)
+				lane->queue_tail = NULL;
+			pthread_mutex_unlock(&lane->mu);
+			sfr__cuda_stage(part);
+			pthread_mutex_lock(&lane->mu);
+		} else if (lane->head) {
+			pthread_mutex_unlock(&lane->mu);
+			sfr__cuda_poll(lane);
+			pthread_mutex_lock(&lane->mu);
+			if (lane->head && !lane->queue_head)
+				(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
+		} else if (lane->stopping) {
+			break;
+		} else {
+			(void)sfr__cond_wait(&lane->cv, &lane->mu, SFR_FOREVER);
+		}
+	}
+	pthread_mutex_unlock(&lane->mu);
+	sfr__cuda_leave(&scope);
+	return NULL;
+}
+
+/* ---- life --------------------------------------------------------------------- */
+
+static struct sfr__cuda_lane *find_locked(struct sfr_engine *engine, uint32_t device)
+{
+	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next)
+		if (lane->device == device)
+			return lane;
+	return NULL;
+}
+
+/* Frees what the lane has on its device. */
+static void fini_device(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_scope scope;
+
+	if (!lane->context)
+		return;
+	if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
+		/* Each may fail on a dead device, which has nothing left to be freed. */
+		while (lane->nr_events > 0)
+			(void)lane->cu->event_free(lane->events[--lane->nr_events]);
+		if (lane->stream)
+			(void)lane->cu->stream_free(lane->stream);
+		for (size_t i = 0; i < SFR__CUDA_STORES_KEPT; i++)
+			sfr__cuda_store_free(lane, &lane->stores[i]);
+		sfr__cuda_leave(&scope);
+	}
+	lane->stream = NULL;
+	sfr__cuda_release(lane->cu, lane->device);
+	lane->context = NULL;
+}
+
+static void free_lane(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	while ((piece = lane->free_pieces)) {
+		lane->free_pieces = piece->next;
+		sfr_sys.free(piece);
+	}
+	(void)pthread_cond_destroy(&lane->cv); /* nobody waits any more */
+	(void)pthread_mutex_destroy(&lane->mu);
+	sfr_sys.free(lane);
+}
+
+/* Makes the stream and starts the thread. 0 or -errno with `why`. */
+static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
+{
+	struct sfr__cuda_scope scope;
+	char name[16];
+	CUresult rc;
+	int ret;
+
+	ret = sfr__cuda_retain(lane->cu, lane->device, &lane->context, why, why_len);
+	if (ret < 0)
+		return ret;
+	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
+	if (rc == CUDA_SUCCESS)
+		rc = lane->cu->stream_new(&lane->stream, CU_STREAM_NON_BLOCKING);
+	sfr__cuda_leave(&scope);
+	if (rc != CUDA_SUCCESS) {
+		lane->stream = NULL;
+		sfr__cuda_explain(lane->cu, lane->device, "cuStreamCreate", rc, why, why_len);
+		return -EIO;
+	}
+	(void)snprintf(name, sizeof(name), "sfr-cuda%u", lane->device);
+	ret = sfr__thread_start(&lane->thread, name, lane_main, lane);
+	if (ret < 0)
+		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
+	return ret;
+}
+
+static void stop_lane(struct sfr__cuda_lane *lane)
+{
+	pthread_mutex_lock(&lane->mu);
+	lane->stopping = true;
+	pthread_cond_signal(&lane->cv);
+	pthread_mutex_unlock(&lane->mu);
+	(void)sfr_sys.thread_join(lane->thread, NULL); /* ours and joinable */
+	fini_device(lane);
+}
+
+int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__cuda_lane **out,
+		       char *why, size_t why_len)
+{
+	struct sfr__cuda_lane *lane, *other;
+	bool closing;
+	int rc;
+
+	pthread_mutex_lock(&engine->mu);
+	*out = find_locked(engine, device);
+	closing = engine->closing;
+	pthread_mutex_unlock(&engine->mu);
+	if (closing)
+		return SFR_ECLOSED;
+	if (*out)
+		return 0;
+	lane = sfr_sys.calloc(1, sizeof(*lane));
+	if (!lane)
+		return -ENOMEM;
+	(void)pthread_mutex_init(&lane->mu, NULL); /* cannot fail for a default mutex */
+	lane->engine = engine;
+	lane->device = device;
+	rc = sfr__cond_init(&lane->cv);
+	if (rc < 0) {
+		(void)pthread_mutex_destroy(&lane->mu);
+		sfr_sys.free(lane);
+		return rc;
+	}
+	lane->cu = sfr__cuda_get(why, why_len);
+	rc = lane->cu ? init_device(lane, why, why_len) : -ENODEV;
+	if (rc < 0) {
+		fini_device(lane);
+		free_lane(lane);
+		return rc;
+	}
+	pthread_mutex_lock(&engine->mu);
+	other = find_locked(engine, device);
+	closing = engine->closing;
+	if (!other && !closing) {
+		lane->next = engine->cuda_lanes;
+		engine->cuda_lanes = lane;
+	}
+	pthread_mutex_unlock(&engine->mu);
+	*out = other ? other : lane;
+	if (other || closing) {
+		stop_lane(lane);
+		free_lane(lane);
+	}
+	return closing ? SFR_ECLOSED : 0;
+}
+
+void sfr__cuda_lanes_stop(struct sfr_engine *engine)
+{
+	struct sfr__cuda_lane *first;
+
+	/* The list only grows, at its head, and no more once the engine is closing. */
+	pthread_mutex_lock(&engine->mu);
+	first = engine->cuda_lanes;
+	pthread_mutex_unlock(&engine->mu);
+	for (struct sfr__cuda_lane *lane = first; lane; lane = lane->next)
+		if (!lane->stopping)
+			stop_lane(lane);
+}
+
+void sfr__cuda_lanes_free(struct sfr_engine *engine)
+{
+	struct sfr__cuda_lane *lane;
+
+	while ((lane = engine->cuda_lanes)) {
+		engine->cuda_lanes = lane->next;
+		free_lane(lane);
+	}
+}

@@ -1,0 +1,322 @@
+/* The engine: a pool, a lane, writers, and the slots that bound the saves in flight.
+ *
+ *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
+ *
+ * Threads start with the first save, so an engine that is only made costs address space and
+ * nothing else. Tickets hold a reference: memory of the engine goes when the maker and every
+ * ticket and snapshot have let go. The last one to do so is never a thread of the engine itself (a ticket's
+ * own reference goes over to the notice of its end), so threads can be joined there.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "device/lane.h"
+
+/* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
+ * it, and once only. */
+static void free_pool(struct sfr_engine *engine)
+{
+	struct sfr__pool *pool = NULL;
+
+	pthread_mutex_lock(&engine->mu);
+	if (engine->nr_snapshots == 0) {
+		pool = engine->pool;
+		engine->pool = NULL;
+	}
+	pthread_mutex_unlock(&engine->mu);
+	if (pool && engine->default_cap)
+		sfr__budget_give(engine->pool_bytes);
+	sfr__pool_free(pool);
+}
+
+void sfr__engine_snapshot_gone(struct sfr_engine *engine)
+{
+	bool last;
+
+	pthread_mutex_lock(&engine->mu);
+	last = --engine->nr_snapshots == 0 && engine->closed;
+	pthread_mutex_unlock(&engine->mu);
+	if (last)
+		free_pool(engine);
+}
+
+static bool foreign(const struct sfr_engine *engine)
+{
+	return engine->fork_generation != sfr_fork_generation();
+}
+
+int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
+{
+	struct sfr_engine *engine;
+	int rc;
+
+	*out = NULL;
+	if (opts->block_bytes == 0 || opts->block_bytes % SFR_PAGE || opts->nr_writers == 0 ||
+	    opts->max_in_flight == 0 || (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
+		return -EINVAL;
+	rc = sfr_fork_init();
+	if (rc < 0)
+		return rc;
+	engine = sfr_sys.calloc(1, sizeof(*engine));
+	if (!engine)
+		return -ENOMEM;
+	atomic_init(&engine->refs, 1);
+	engine->fork_generation = sfr_fork_generation();
+	engine->opts = *opts;
+	(void)pthread_mutex_init(&engine->mu, NULL); /* cannot fail for a default mutex */
+	rc = sfr__cond_init(&engine->cv_lane);
+	if (rc == 0)
+		rc = sfr__cond_init(&engine->cv_writer);
+	if (rc == 0)
+		rc = sfr__cond_init(&engine->cv_state);
+	if (rc < 0)
+		goto fail;
+	engine->default_cap = opts->pool_bytes == 0;
+	engine->pool_bytes =
+		engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
+	rc = sfr__pool_new(engine->pool_bytes, engine->opts.block_bytes, &engine->pool);
+	if (rc < 0)
+		goto fail;
+	*out = engine;
+	return 0;
+fail:
+	if (engine->default_cap)
+		sfr__budget_give(engine->pool_bytes);
+	sfr_sys.free(engine);
+	return rc;
+}
+
+int sfr__engine_start_locked(struct sfr_engine *engine)
+{
+	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2",
+					     "sfr-writer3", "sfr-writer4", "sfr-writer5",
+					     "sfr-writer6", "sfr-writer7" };
+	const uint32_t nr_names = sizeof(names) / sizeof(names[0]);
+	int rc;
+
+	if (engine->started)
+		return 0;
+	if (!engine->writers) {
+		engine->writers = sfr_sys.calloc(engine->opts.nr_writers, sizeof(*engine->writers));
+		if (!engine->writers)
+			return -ENOMEM;
+	}
+	/* A start that fails half-way keeps what runs; the next save goes on from there. */
+	while (engine->nr_writers < engine->opts.nr_writers) {
+		uint32_t i = engine->nr_writers;
+
+		rc = sfr__thread_start(&engine->writers[i], names[i < nr_names ? i : nr_names - 1],
+				       sfr__writer_main, engine);
+		if (rc < 0)
+			return rc;
+		engine->nr_writers++;
+	}
+	rc = sfr__thread_start(&engine->lane, "sfr-lane0", sfr__lane_main, engine);
+	if (rc < 0)
+		return rc;
+	engine->started = true;
+	return 0;
+}
+
+/* Joins the threads; nothing is queued any more. */
+static void stop_threads(struct sfr_engine *engine)
+{
+	bool lane;
+
+	pthread_mutex_lock(&engine->mu);
+	engine->stopping = true;
+	lane = engine->started;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+	pthread_mutex_unlock(&engine->mu);
+	/* Joining cannot fail: the threads are ours and joinable. */
+	if (lane)
+		(void)sfr_sys.thread_join(engine->lane, NULL);
+	for (uint32_t i = 0; i < engine->nr_writers; i++)
+		(void)sfr_sys.thread_join(engine->writers[i], NULL);
+	engine->nr_writers = 0;
+	engine->started = false;
+	sfr__cuda_lanes_stop(engine);
+}
+
+void sfr__engine_get(struct sfr_engine *engine)
+{
+	atomic_fetch_add_explicit(&engine->refs, 1, memory_order_relaxed);
+}
+
+void sfr_engine_put(struct sfr_engine *engine)
+{
+	if (!engine || foreign(engine))
+		return;
+	if (atomic_fetch_sub_explicit(&engine->refs, 1, memory_order_acq_rel) != 1)
+		return;
+	stop_threads(engine);
+	free_pool(engine);
+	sfr__cuda_lanes_free(engine);
+	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
+	(void)pthread_cond_destroy(&engine->cv_writer);
+	(void)pthread_cond_destroy(&engine->cv_state);
+	(void)pthread_mutex_destroy(&engine->mu);
+	sfr_sys.free(engine->writers);
+	sfr_sys.free(engine);
+}
+
+uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine)
+{
+	uint32_t nr = engine->nr_in_flight;
+
+	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
+		if (!t->launched && !t->abandoned && pthread_equal(t->caller, pthread_self()))
+			nr--;
+	return nr;
+}
+
+/* Is somebody in the pool whom close has to wait for? Saves, the lane's copies for snapshots, and
+ * those who warm it up or trim it. */
+static bool is_used_locked(const struct sfr_engine *engine)
+{
+	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
+	       sfr__engine_nr_waitable_locked(engine) > 0;
+}
+
+int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns), now;
+	bool stop;
+	int rc = 0;
+
+	if (foreign(engine))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	engine->closing = true;
+	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
+	while (is_used_locked(engine) && rc == 0)
+		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
+	if (!is_used_locked(engine))
+		rc = 0;
+	if (rc == 0 && engine->close_seq == 0)
+		engine->close_seq = sfr__log_last_remove();
+	pthread_mutex_unlock(&engine->mu);
+	if (rc < 0)
+		return rc;
+	now = sfr__now_ns();
+	if (engine->close_seq) {
+		rc = sfr_log_drain(&engine->close_seq, deadline == SFR_FOREVER ? SFR_FOREVER :
+						       deadline > now          ? deadline - now :
+										 0);
+		if (rc < 0)
+			return rc;
+	}
+	pthread_mutex_lock(&engine->mu);
+	stop = engine->nr_in_flight == 0 && !engine->closed;
+	if (stop)
+		engine->closed = true;
+	pthread_mutex_unlock(&engine->mu);
+	if (stop) {
+		stop_threads(engine);
+		free_pool(engine);
+	}
+	return 0;
+}
+
+int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
+{
+	struct sfr__pool_stats pool = { 0 };
+
+	memset(out, 0, sizeof(*out));
+	if (foreign(engine))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	if (engine->pool)
+		sfr__pool_stats(engine->pool, &pool);
+	out->saves_in_flight = engine->nr_in_flight;
+	out->saves_total = engine->nr_saves;
+	pthread_mutex_unlock(&engine->mu);
+	out->pool_bytes = engine->pool_bytes;
+	out->block_bytes = engine->opts.block_bytes;
+	out->committed_bytes = pool.committed_bytes;
+	out->leased_bytes = pool.leased_bytes;
+	out->retired_bytes = pool.retired_bytes;
+	return 0;
+}
+
+/* The pool stays until end_use. SFR_EFORK, SFR_ECLOSED. */
+static int begin_use(struct sfr_engine *engine)
+{
+	int rc;
+
+	if (foreign(engine))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	rc = engine->closing ? SFR_ECLOSED : 0;
+	if (rc == 0)
+		engine->nr_pool_users++;
+	pthread_mutex_unlock(&engine->mu);
+	return rc;
+}
+
+static void end_use(struct sfr_engine *engine)
+{
+	pthread_mutex_lock(&engine->mu);
+	engine->nr_pool_users--;
+	pthread_cond_broadcast(&engine->cv_state); /* close may wait for this */
+	pthread_mutex_unlock(&engine->mu);
+}
+
+int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes)
+{
+	int rc = begin_use(engine);
+
+	if (rc < 0)
+		return rc;
+	rc = sfr__pool_warm_up(engine->pool, nbytes);
+	end_use(engine);
+	return rc;
+}
+
+int sfr_engine_trim(struct sfr_engine *engine)
+{
+	int rc = begin_use(engine);
+
+	if (rc < 0)
+		return rc;
+	rc = sfr__pool_trim(engine->pool);
+	end_use(engine);
+	return rc;
+}
+
+int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len)
+{
+	struct sfr__cuda_lane *lane;
+	int rc = begin_use(engine);
+
+	why[0] = '\0';
+	if (rc < 0)
+		return rc;
+	rc = sfr__cuda_lane_get(engine, device, &lane, why, why_len);
+	if (rc == 0)
+		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
+	end_use(engine);
+	return rc;
+}
+
+int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
+{
+	size_t used;
+
+	if (foreign(engine))
+		return SFR_EFORK;
+	sfr__cuda_sentence(text, len);
+	pthread_mutex_lock(&engine->mu);
+	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next) {
+		pthread_mutex_lock(&lane->mu);
+		used = strlen(text);
+		if (lane->dead)
+			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
+				       lane->device, lane->why);
+		pthread_mutex_unlock(&lane->mu);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	return 0;
+}

@@ -1,0 +1,345 @@
+/* One file's life: from a temporary to a durable name.
+ *
+ *   1  open      the directory, once and for all that follows
+ *                temporary in it, locked                            (tmp.c)
+ *                one page written to see whether O_DIRECT works; room reserved
+ *   2  write     blocks at their offsets, several threads at a time
+ *   3  sync      fdatasync: the bytes are on the disk
+ *   4  rename    over the destination: readers see old or new, nothing between
+ *   5  sync      fsync of the directory: the new name is on the disk
+ *   6  close     the lock goes last
+ *
+ * What each order prevents, when the machine dies at any moment:
+ *   directory first  after gigabytes were written and renamed there would be no
+ *                    descriptor left to sync it by, or no permission to read it
+ *   same directory   a rename across file systems would be a copy
+ *   2 before 3       fdatasync promises only what was written before it
+ *   3 before 4       a rename may reach the disk before the data it names: the
+ *                    path would lead to a file of zeros, the old one gone
+ *   4 before 5       until the directory is synced the old file may come back.
+ *                    It is complete, but the caller was told of the new one; and
+ *                    what is removed after this save relies on the new name
+ *   4 before 6       an unlocked temporary is a dead one, to be cleared away
+ * Before step 4 the destination has not been touched, so whatever fails up to
+ * there leaves the old file; from there on it is the new one, complete.
+ *
+ * A failed sync is final. The kernel reports a write error once and then counts
+ * the pages as clean, so a second fdatasync of that descriptor would report
+ * success for bytes that are lost. EINTR is no exception: nothing says how far it
+ * got.
+ *
+ *                open          sync           commit
+ *      NAMED ───────▶ OPEN ───────▶ SYNCED ─────────▶ DONE
+ *        │           write ↺           │  │
+ *        │             │               │  └─────────▶ RENAMED   (directory not synced)
+ *        └─────────────┴───────────────┴────────────▶ BROKEN    (old file untouched)
+ *                       any state ──fini──▶ NONE
+ *
+ *      NONE    -> NAMED     sfr__file_init
+ *      NAMED   -> OPEN      sfr__file_open
+ *      OPEN    -> OPEN      sfr__file_write; a failed write changes nothing here,
+ *                           the ticket keeps its error and goes to fini
+ *      OPEN    -> SYNCED    sfr__file_sync (without `durable` a formality)
+ *      SYNCED  -> DONE      sfr__file_commit
+ *      SYNCED  -> RENAMED   sfr__file_commit, the last step failing
+ *      NAMED, OPEN, SYNCED -> BROKEN   open, sync, commit, failing
+ *      any     -> NONE      sfr__file_fini
+ *
+ * Calls of one file are made one after another, but for writes; who calls them
+ * carries the happens-before from one to the next (the ticket's mutex).
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/sfr_internal.h"
+#include "trace/trace.h"
+
+#define SLICE (4u << 20) /* of one write: larger ones gain nothing, smaller ones cost */
+
+static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
+
+static int fail(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
+{
+	sfr__err_set(err, code, phase, note);
+	return code;
+}
+
+static char *copy_text(const char *text)
+{
+	size_t len = strlen(text) + 1;
+	char *copy = sfr_sys.malloc(len);
+
+	if (copy)
+		memcpy(copy, text, len);
+	return copy;
+}
+
+int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
+		   bool durable)
+{
+	memset(f, 0, sizeof(*f));
+	f->fd = f->dir_fd = -1;
+	f->len = len;
+	f->durable = durable;
+	f->fork_generation = sfr_fork_generation();
+	f->dir = copy_text(dir);
+	f->name = copy_text(name);
+	f->state = SFR__FILE_NAMED;
+	if (!f->dir || !f->name) {
+		sfr__file_fini(f);
+		return -ENOMEM;
+	}
+	return 0;
+}
+
+/* ---- open ---- */
+
+static void go_buffered(struct sfr__file *f, const char *why)
+{
+	f->io_mode = SFR_IO_BUFFERED;
+	(void)snprintf(f->fallback[0], sizeof(f->fallback[0]), "written through the page cache: %s",
+		       why);
+}
+
+/* Can this write error mean that O_DIRECT does not work here, and nothing worse? */
+static bool means_no_direct(int code)
+{
+	return code == -EINVAL || code == -ENOTSUP || code == -ENOSYS || code == -EPERM;
+}
+
+/* One page at offset 0, which the file's first block writes over. 0 or -errno. */
+static int write_page(int fd)
+{
+	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
+		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
+
+		if (put > 0)
+			return 0;
+		if (put == 0)
+			return -EIO;
+		if (errno != EINTR)
+			return -errno;
+	}
+	return -EINTR;
+}
+
+/* Decides io_mode. Only a real write tells: file systems accept the flag and refuse the write,
+ * or take it and every alignment, as tmpfs does. 0 or -errno. */
+static int probe_direct(struct sfr__file *f)
+{
+	char why[96];
+	int rc;
+
+	if (f->len == 0 || f->len % SFR_PAGE != 0) {
+		go_buffered(f, "its length is no multiple of a page");
+		return 0;
+	}
+	if (sfr_sys.set_flags(f->fd, O_DIRECT) < 0) {
+		(void)snprintf(why, sizeof(why), "the file system refuses O_DIRECT (%s)",
+			       sfr_code_name(-errno));
+		go_buffered(f, why);
+		return 0;
+	}
+	rc = write_page(f->fd);
+	if (rc == 0) {
+		f->io_mode = SFR_IO_DIRECT;
+		return 0;
+	}
+	if (!means_no_direct(rc))
+		return rc;
+	if (sfr_sys.set_flags(f->fd, 0) < 0)
+		return -errno; /* the flag cannot be taken back: no write would work */
+	(void)snprintf(why, sizeof(why), "the file system refuses a write with O_DIRECT (%s)",
+		       sfr_code_name(rc));
+	go_buffered(f, why);
+	return 0;
+}
+
+/* Reserves the room, so that a full disk is known before gigabytes are written, and so that the
+ * blocks lie together. A file system that cannot is none the worse: 0. Not posix_fallocate, which
+ * would write. */
+static int reserve(struct sfr__file *f)
+{
+	int rc = -EINTR;
+
+	if (f->len == 0)
+		return 0;
+	for (int tries = 0; tries < SFR__EINTR_TRIES && rc == -EINTR; tries++)
+		rc = sfr_sys.fallocate(f->fd, 0, 0, (off_t)f->len) < 0 ? -errno : 0;
+	if (rc == -ENOSPC || rc == -EDQUOT || rc == -EFBIG || rc == -EIO)
+		return rc;
+	return 0;
+}
+
+/* What need not be synced need not be readable. 0 or -errno. */
+static int open_directory(struct sfr__file *f)
+{
+	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
+
+	f->dir_fd = fd < 0 ? -1 : fd;
+	return fd < 0 ? fd : 0;
+}
+
+int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
+{
+	int rc;
+
+	if (f->state != SFR__FILE_NAMED)
+		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
+	f->state = SFR__FILE_BROKEN; /* until every step has been made */
+	rc = open_directory(f);
+	if (rc < 0)
+		return fail(err, rc, SFR_PHASE_OPEN,
+			    f->durable ? "the directory, which a durable save reads and syncs" :
+					 "the directory");
+	sfr__tmp_clean(f->dir_fd, f->dir);
+	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->fd, err);
+	if (rc < 0)
+		return rc;
+	rc = probe_direct(f);
+	if (rc < 0)
+		return fail(err, rc, SFR_PHASE_WRITE, "the first page");
+	rc = reserve(f);
+	if (rc < 0)
+		return fail(err, rc, SFR_PHASE_ALLOCATE, NULL);
+	f->state = SFR__FILE_OPEN;
+	return 0;
+}
+
+/* ---- write ---- */
+
+/* How many of `put` bytes count as written: with O_DIRECT the next write has to start on a page
+ * again, so a page that was written in part is written again. */
+static size_t count_written(const struct sfr__file *f, size_t put)
+{
+	return f->io_mode == SFR_IO_DIRECT ? put / SFR_PAGE * SFR_PAGE : put;
+}
+
+int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t off,
+		    struct sfr_err *err)
+{
+	const char *bytes = buf;
+	int stalled = 0; /* calls in a row without progress */
+
+	if (f->state != SFR__FILE_OPEN)
+		return fail(err, SFR_ESTATE, SFR_PHASE_WRITE, NULL);
+	while (len) {
+		size_t want = len < SLICE ? len : SLICE, done;
+		SFR__TRACE(SFR_TRACE_WRITE, 0, want);
+		ssize_t put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
+		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+
+		if (put == 0 || (put < 0 && code != -EINTR))
+			return fail(err, code, SFR_PHASE_WRITE, NULL);
+		done = put < 0 ? 0 : (size_t)put == want ? want : count_written(f, (size_t)put);
+		stalled = done ? 0 : stalled + 1;
+		if (stalled == SFR__EINTR_TRIES)
+			return fail(err, code, SFR_PHASE_WRITE, "no progress");
+		bytes += done;
+		off += done;
+		len -= done;
+	}
+	return 0;
+}
+
+/* ---- sync and commit ---- */
+
+int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
+{
+	int rc;
+
+	if (f->state != SFR__FILE_OPEN)
+		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
+	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
+	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
+	if (rc < 0) {
+		f->state = SFR__FILE_BROKEN; /* for good: see the top */
+		return fail(err, rc, SFR_PHASE_SYNC, NULL);
+	}
+	f->state = SFR__FILE_SYNCED;
+	return 0;
+}
+
+/* What rename would replace without a word, and nobody meant: a pipe, a device, a socket. A
+ * directory rename refuses itself. Asked now and not at open, since an earlier remove of the
+ * name may have stood in the log. 0 or -errno. */
+static int check_destination(const struct sfr__file *f)
+{
+	struct stat st;
+
+	if (sfr_sys.lstat(f->dir_fd, f->name, &st) < 0)
+		return errno == ENOENT ? 0 : -errno;
+	if (S_ISREG(st.st_mode) || S_ISLNK(st.st_mode))
+		return 0;
+	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
+}
+
+/* 0 or -errno. */
+static int sync_directory(struct sfr__file *f)
+{
+	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);
+	int rc = sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
+
+	if (rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS) {
+		(void)snprintf(f->fallback[1], sizeof(f->fallback[1]),
+			       "the file system cannot sync a directory (%s): when the new name "
+			       "reaches the disk is its own affair",
+			       sfr_code_name(rc));
+		return 0;
+	}
+	return rc;
+}
+
+int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
+{
+	int rc;
+
+	if (f->state != SFR__FILE_SYNCED)
+		return fail(err, SFR_ESTATE, SFR_PHASE_RENAME, NULL);
+	f->state = SFR__FILE_BROKEN;
+	rc = check_destination(f);
+	if (rc == 0)
+		rc = sfr_sys.rename(f->dir_fd, f->tmp.name, f->name) < 0 ? -errno : 0;
+	if (rc < 0)
+		return fail(err, rc, SFR_PHASE_RENAME,
+			    rc == -EINVAL ? "the path is not a regular file" : NULL);
+
+	f->renamed = true;
+	f->state = SFR__FILE_RENAMED;
+	if (f->durable) {
+		rc = sync_directory(f);
+		if (rc < 0)
+			return fail(err, rc, SFR_PHASE_SYNC_DIR, NULL);
+	} else {
+		/* Without a sync, a network file system may tell of a full disk no earlier. */
+		rc = sfr__fd_close(f->fd);
+		f->fd = -1;
+		if (rc < 0)
+			return fail(err, rc, SFR_PHASE_WRITE, "on closing the new file");
+	}
+	f->state = SFR__FILE_DONE;
+	return 0;
+}
+
+void sfr__file_fini(struct sfr__file *f)
+{
+	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
+	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
+
+	if (ours && f->tmp.serial && !f->renamed)
+		(void)sfr_sys.unlink(f->dir_fd,
+				     f->tmp.name); /* else the next save clears it away */
+	if (ours && f->tmp.serial)
+		sfr__tmp_forget(&f->tmp);
+	if (ours && f->fd >= 0)
+		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */
+	if (ours && f->dir_fd >= 0)
+		(void)sfr__fd_close(f->dir_fd); /* fsync has said what there is to say */
+	sfr_sys.free(f->name);
+	sfr_sys.free(f->dir);
+	f->name = f->dir = NULL;
+	f->fd = f->dir_fd = -1;
+	f->state = SFR__FILE_NONE;
+}

@@ -1,0 +1,164 @@
+/* Removing what a name leads to: a file, a link, or a directory with what is in it.
+ *
+ * The walk keeps a list of directories instead of calling itself, so that no
+ * tree is too deep for the stack, and holds one directory open at a time. A
+ * directory is taken from the list twice: the first time its files go and its
+ * subdirectories come before it on the list, the second time it is empty and
+ * goes itself. Links are removed, never followed. Paths are full paths: what
+ * lies deeper than PATH_MAX fails with ENAMETOOLONG and stays. A tree in which
+ * others swap directories for links meanwhile is not defended against; the
+ * directories of checkpoints belong to the one who trains.
+ *
+ * One thing in a tree is left: a temporary whose writer is, or may be, alive. Removes run in
+ * the order of submission, so that save was submitted after the remove, and its
+ * file must survive it. The directories above it stay with it, silently.
+ *
+ * A remove is not synced. It runs when the save that replaces what it removes is
+ * durable, so if the machine dies and the removed name comes back, there is one
+ * checkpoint too many, never one too few; and a later save into the directory
+ * syncs the directory, this remove included. Removes of several directories
+ * may come back independently of each other, which is harmless for the same
+ * reason. Nobody waits for a remove to be durable, since it reports to nobody.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+
+#include "base/sfr_internal.h"
+
+#define NR_SCANS 8 /* of one directory; some file systems skip entries while others go */
+
+/* A directory still to be removed. */
+struct node {
+	struct node *next;
+	unsigned nr_scans;
+	char path[];
+};
+
+struct walk {
+	struct node *todo; /* the deepest first */
+	bool kept;         /* a live temporary was left somewhere */
+	struct sfr_err *err;
+};
+
+static void failed(struct walk *w, int code)
+{
+	sfr__err_set(w->err, code, SFR_PHASE_REMOVE, NULL);
+}
+
+static void push(struct walk *w, const char *path)
+{
+	size_t len = strlen(path) + 1;
+	struct node *node = sfr_sys.malloc(sizeof(*node) + len);
+
+	if (!node) {
+		failed(w, -ENOMEM);
+		return;
+	}
+	memcpy(node->path, path, len);
+	node->nr_scans = 0;
+	node->next = w->todo;
+	w->todo = node;
+}
+
+/* Removes one name, or puts it on the list. True if the name is gone. */
+static bool remove_one(struct walk *w, const char *path, const char *name)
+{
+	struct stat st;
+
+	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
+		if (errno != ENOENT && errno != ENOTDIR)
+			failed(w, -errno);
+		return false; /* it was not there: nothing has changed */
+	}
+	if (S_ISDIR(st.st_mode)) {
+		push(w, path);
+		return false;
+	}
+	if (name && S_ISREG(st.st_mode) && sfr__tmp_may_be_live(path, name)) {
+		w->kept = true;
+		return false;
+	}
+	if (sfr_sys.unlink(AT_FDCWD, path) == 0)
+		return true;
+	if (errno != ENOENT)
+		failed(w, -errno);
+	return false;
+}
+
+/* Removes what is in a directory; subdirectories go on the list. Returns how many names went. */
+static unsigned scan(struct walk *w, const char *dir)
+{
+	DIR *stream = sfr_sys.opendir(dir);
+	struct dirent *entry;
+	unsigned nr_gone = 0;
+
+	if (!stream) {
+		if (errno != ENOENT)
+			failed(w, -errno);
+		return 0;
+	}
+	while ((entry = sfr_sys.readdir(stream))) {
+		const char *name = entry->d_name;
+		char *path;
+
+		if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
+			continue;
+		path = sfr__path_join(dir, name);
+		if (!path) {
+			failed(w, -ENOMEM);
+			break;
+		}
+		nr_gone += remove_one(w, path, name);
+		sfr_sys.free(path);
+	}
+	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+	return nr_gone;
+}
+
+/* One visit of the directory at the head of the list. */
+static void step(struct walk *w)
+{
+	struct node *node = w->todo;
+	unsigned nr_gone = 0;
+	int code;
+
+	if (node->nr_scans++ == 0) {
+		(void)scan(w, node->path);
+		return; /* what it has put on the list comes first */
+	}
+	while (sfr_sys.rmdir(node->path) < 0) {
+		code = -errno;
+		if (code == -ENOENT)
+			break;
+		if (code == -ENOTEMPTY || code == -EEXIST) {
+			/* What was kept or could not be removed is a reason, and known. */
+			if (w->kept || w->err->code)
+				break;
+			if (node->nr_scans++ < NR_SCANS) {
+				nr_gone = scan(w, node->path);
+				if (w->todo != node)
+					return; /* it has found a subdirectory */
+				if (nr_gone || w->kept)
+					continue;
+			}
+		}
+		failed(w, code);
+		break;
+	}
+	w->todo = node->next; /* holds: scan has put nothing before it, or has returned */
+	sfr_sys.free(node);
+}
+
+int sfr__file_remove(const char *path, struct sfr_err *err)
+{
+	struct sfr_err own = { .index = -1 };
+	struct walk walk = { .err = &own };
+
+	(void)remove_one(&walk, path, NULL); /* `own` holds what it has to say */
+	while (walk.todo)
+		step(&walk);
+	if (own.code)
+		sfr__err_set(err, own.code, own.phase, own.note);
+	return own.code;
+}

@@ -1,0 +1,407 @@
+/* Temporaries: how they are named, locked, told dead from alive, and cleared away.
+ *
+ * A save writes into a temporary beside its destination. When its process dies,
+ * the temporary stays, as large as a checkpoint, so the next save into the
+ * directory removes it. It must never remove one whose writer is alive. Three
+ * things together tell:
+ *
+ *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
+ *              Hidden, and ends in nothing a glob for checkpoints would find. The
+ *              boot id says on which machine, and since which start of it, the
+ *              writer ran; locks and pids mean something only there. A
+ *              temporary of another boot is never touched, only named in a
+ *              notice: its writer may live on another machine that shares the
+ *              directory.
+ *   the lock   flock, held by the writer from the start until after the rename.
+ *              The kernel drops it with the process, however that ends. Two
+ *              opens conflict within one process, too.
+ *   the list   of this process's own temporaries, entered before the file exists.
+ *              It covers the moment between open and flock, and file systems
+ *              that have no flock. The pid alone would not do: two containers
+ *              on one machine may both be pid 1.
+ *
+ * Between a writer's open and its flock, a cleaner of another process may take
+ * the lock and unlink the file. So each side looks again once it has the lock:
+ *
+ *   writer    open(O_EXCL)  flock  links > 0 and path is this inode?  no: another name
+ *   cleaner   open          flock  links > 0 and path is this inode?  no: leave it
+ *                                                                     yes: unlink
+ *
+ * Only one of them can have the lock, and a name is never used twice by a
+ * process, so what the cleaner unlinks is what it has locked.
+ *
+ * Dead is only whose lock was got, or whose name is gone. Where nothing can be known
+ * the temporary stays, and a notice names it once a process: the file system has no
+ * flock (ENOLCK, ENOSYS), no descriptor is left (EMFILE), nobody may open it (EACCES).
+ * The lock is asked for on a descriptor that may write where that can be had: NFS
+ * makes a lock of fcntl's out of it, and answers EBADF to one that may only read.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "base/sfr_internal.h"
+
+#define PREFIX ".stillframe-"
+#define SUFFIX ".tmp"
+#define NO_BOOT "noboot"
+#define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
+#define BOOT_LEN 32  /* hexadecimal digits of a boot id without its dashes */
+#define NR_TRIES 64  /* names tried before a directory is given up */
+#define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
+
+static struct {
+	pthread_mutex_t mu; /* guards everything here; a leaf, no system call under it */
+	struct sfr__tmp *live;
+	uint64_t last_serial;
+	char boot[BOOT_LEN + 1];
+	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
+	uint64_t named[NR_NAMED]; /* hashes of the paths */
+	unsigned nr_named;
+} temps = { .mu = PTHREAD_MUTEX_INITIALIZER };
+
+void sfr__tmp_forked(void)
+{
+	temps.live = NULL;                         /* the parent's; here nobody writes them */
+	(void)pthread_mutex_init(&temps.mu, NULL); /* cannot fail for a default mutex */
+}
+
+char *sfr__path_join(const char *dir, const char *name)
+{
+	size_t dir_len = strlen(dir), name_len = strlen(name);
+	char *path = sfr_sys.malloc(dir_len + 1 + name_len + 1);
+
+	if (!path)
+		return NULL;
+	memcpy(path, dir, dir_len);
+	path[dir_len] = '/';
+	memcpy(path + dir_len + 1, name, name_len + 1);
+	return path;
+}
+
+/* ---- names ---- */
+
+/* Reads the boot id into `boot`, without dashes. False where there is none. */
+static bool read_boot_id(char boot[BOOT_LEN + 1])
+{
+	char text[64];
+	ssize_t got;
+	size_t nr = 0;
+	int fd = sfr__fd_open(BOOT_ID_PATH, O_RDONLY, 0);
+
+	if (fd < 0)
+		return false;
+	got = sfr_sys.pread(fd, text, sizeof(text), 0);
+	(void)sfr__fd_close(fd); /* only read from: nothing can be lost */
+	for (ssize_t i = 0; i < got && nr < BOOT_LEN; i++) {
+		if (strchr("0123456789abcdef", text[i]) && text[i])
+			boot[nr++] = text[i];
+		else if (text[i] != '-')
+			break;
+	}
+	boot[nr] = 0;
+	return nr == BOOT_LEN;
+}
+
+/* This boot's id, or "noboot". A failure is not remembered: it costs one save its clean-up. */
+static bool get_boot(char boot[BOOT_LEN + 1])
+{
+	if (!atomic_load(&temps.boot_known)) {
+		if (!read_boot_id(boot)) {
+			memcpy(boot, NO_BOOT, sizeof(NO_BOOT));
+			return false;
+		}
+		pthread_mutex_lock(&temps.mu);
+		memcpy(temps.boot, boot, BOOT_LEN + 1);
+		atomic_store(&temps.boot_known, true);
+		pthread_mutex_unlock(&temps.mu);
+	}
+	pthread_mutex_lock(&temps.mu);
+	memcpy(boot, temps.boot, BOOT_LEN + 1);
+	pthread_mutex_unlock(&temps.mu);
+	return true;
+}
+
+struct parsed {
+	char boot[BOOT_LEN + 1];
+	intmax_t pid;
+	uint64_t serial;
+};
+
+/* Is it a name that we could have given? Exactly: it is made again from its parts. */
+static bool parse(const char *name, struct parsed *out)
+{
+	char again[SFR__TMP_NAME_LEN];
+
+	if (strncmp(name, PREFIX, sizeof(PREFIX) - 1) != 0)
+		return false;
+	if (sscanf(name + sizeof(PREFIX) - 1, "%32[0-9a-z]-%" SCNdMAX "-%" SCNu64, out->boot,
+		   &out->pid, &out->serial) != 3)
+		return false;
+	(void)snprintf(again, sizeof(again), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, out->boot,
+		       out->pid, out->serial);
+	return strcmp(name, again) == 0;
+}
+
+/* ---- the list of live ones ---- */
+
+static void remember(struct sfr__tmp *tmp)
+{
+	pthread_mutex_lock(&temps.mu);
+	tmp->serial = ++temps.last_serial;
+	tmp->next = temps.live;
+	temps.live = tmp;
+	pthread_mutex_unlock(&temps.mu);
+}
+
+void sfr__tmp_forget(struct sfr__tmp *tmp)
+{
+	pthread_mutex_lock(&temps.mu);
+	for (struct sfr__tmp **p = &temps.live; *p; p = &(*p)->next) {
+		if (*p == tmp) {
+			*p = tmp->next;
+			break;
+		}
+	}
+	tmp->serial = 0;
+	pthread_mutex_unlock(&temps.mu);
+}
+
+static bool is_ours(const struct parsed *parsed)
+{
+	bool found = false;
+
+	if (parsed->pid != (intmax_t)getpid())
+		return false;
+	pthread_mutex_lock(&temps.mu);
+	for (const struct sfr__tmp *tmp = temps.live; tmp && !found; tmp = tmp->next)
+		found = tmp->serial == parsed->serial;
+	pthread_mutex_unlock(&temps.mu);
+	return found;
+}
+
+/* ---- locks ---- */
+
+/* Takes the lock: 0, SFR_EAGAIN when somebody else has it, or -errno. */
+static int lock(int fd)
+{
+	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
+		if (sfr_sys.flock(fd, LOCK_EX | LOCK_NB) == 0)
+			return 0;
+		if (errno == EWOULDBLOCK)
+			return SFR_EAGAIN;
+		if (errno != EINTR)
+			return -errno;
+	}
+	return -EINTR;
+}
+
+static bool has_no_locks(int code)
+{
+	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
+}
+
+/* After the lock: does the name still lead to this very file? 0, -ENOENT if not, -errno. */
+static int check_name(int fd, int dir, const char *name)
+{
+	struct stat held, there;
+
+	if (sfr_sys.fstat(fd, &held) < 0)
+		return -errno;
+	if (held.st_nlink == 0)
+		return -ENOENT;
+	if (sfr_sys.lstat(dir, name, &there) < 0)
+		return -errno;
+	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : -ENOENT;
+}
+
+static int open_other(int dir, const char *name)
+{
+	/* The name could be anything by now: follow no link, wait for no pipe's other end. */
+	const int flags = O_NOFOLLOW | O_NONBLOCK;
+	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
+
+	if (fd == -EACCES || fd == -EPERM || fd == -EROFS)
+		fd = sfr__fd_openat(dir, name, O_RDONLY | flags, 0);
+	return fd;
+}
+
+/* Is the writer of a temporary that another process made still at it? */
+enum life {
+	DEAD,    /* the caller has its lock */
+	GONE,    /* there is no such temporary (any more) */
+	ALIVE,   /* somebody else has its lock */
+	UNKNOWN, /* *code says why */
+};
+
+/* *fd_out is the locked descriptor of a dead one's, else -1. */
+static enum life look(int dir, const char *name, int *fd_out, int *code)
+{
+	struct stat st;
+	int fd = open_other(dir, name), rc;
+
+	*fd_out = -1;
+	rc = fd < 0 ? fd : sfr_sys.fstat(fd, &st) < 0 ? -errno : S_ISREG(st.st_mode) ? 0 : -ENOENT;
+	if (rc == 0)
+		rc = lock(fd);
+	if (rc == 0)
+		rc = check_name(fd, dir, name);
+	*code = rc;
+	if (rc == 0) {
+		*fd_out = fd;
+		return DEAD;
+	}
+	if (fd >= 0)
+		(void)sfr__fd_close(fd); /* nothing was written to it */
+	if (rc == SFR_EAGAIN)
+		return ALIVE;
+	/* A link, a directory or a device of that name is no temporary. */
+	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? GONE : UNKNOWN;
+}
+
+/* True the first time it is asked about a path, as long as there is room to remember. */
+static bool first_time(const char *path)
+{
+	uint64_t hash = 14695981039346656037u; /* FNV-1a */
+	bool is_new = true;
+
+	for (const char *p = path; *p; p++)
+		hash = (hash ^ (unsigned char)*p) * 1099511628211u;
+	pthread_mutex_lock(&temps.mu);
+	for (unsigned i = 0; i < temps.nr_named && is_new; i++)
+		is_new = temps.named[i] != hash;
+	is_new = is_new && temps.nr_named < NR_NAMED;
+	if (is_new)
+		temps.named[temps.nr_named++] = hash;
+	pthread_mutex_unlock(&temps.mu);
+	return is_new;
+}
+
+static void name_unknown(const char *path, int code)
+{
+	if (first_time(path))
+		sfr__notice_text("%s is a temporary, and whether its writer is at work cannot be "
+				 "told (%s): it was left",
+				 path, sfr_code_name(code));
+}
+
+bool sfr__tmp_may_be_live(const char *path, const char *name)
+{
+	struct parsed parsed;
+	enum life life;
+	int fd, code;
+
+	if (!parse(name, &parsed))
+		return false;
+	if (is_ours(&parsed))
+		return true;
+	life = look(AT_FDCWD, path, &fd, &code);
+	if (fd >= 0)
+		(void)sfr__fd_close(fd); /* nothing was written to it */
+	if (life == UNKNOWN)
+		name_unknown(path, code);
+	return life == ALIVE || life == UNKNOWN;
+}
+
+/* ---- clearing away ---- */
+
+static void clean_one(int dir, const char *name, const char *path, const struct parsed *parsed,
+		      const char *boot)
+{
+	int fd, code;
+
+	if (strcmp(parsed->boot, boot) != 0) {
+		if (first_time(path))
+			sfr__notice_text("%s is a temporary of another machine or of an earlier "
+					 "start of this one: remove it if no save there writes it",
+					 path);
+		return;
+	}
+	if (is_ours(parsed))
+		return;
+	if (look(dir, name, &fd, &code) == UNKNOWN)
+		name_unknown(path, code);
+	if (fd < 0)
+		return;
+	(void)sfr_sys.unlink(dir, name); /* if it fails, the next save tries again */
+	(void)sfr__fd_close(fd);         /* nothing was written to it */
+}
+
+void sfr__tmp_clean(int dir, const char *dir_path)
+{
+	char boot[BOOT_LEN + 1];
+	struct dirent *entry;
+	struct parsed parsed;
+	DIR *stream;
+
+	if (!get_boot(boot))
+		return;
+	stream = sfr_sys.opendir(dir_path);
+	if (!stream)
+		return; /* it may be writable and not readable */
+	while ((entry = sfr_sys.readdir(stream))) {
+		char *path;
+
+		if (!parse(entry->d_name, &parsed))
+			continue;
+		path = sfr__path_join(dir_path, entry->d_name);
+		if (!path)
+			break;
+		clean_one(dir, entry->d_name, path, &parsed, boot);
+		sfr_sys.free(path);
+	}
+	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+}
+
+/* ---- making one ---- */
+
+/* One name: 0, SFR_EAGAIN to try another, or -errno with the phase in *phase. */
+static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
+		    enum sfr_phase *phase)
+{
+	int fd, rc;
+
+	*phase = SFR_PHASE_OPEN;
+	remember(tmp);
+	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
+		       (intmax_t)getpid(), tmp->serial); /* always fits: see its length */
+	/* The mode and the umask are those of any file that open() makes. */
+	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
+	if (fd < 0) {
+		sfr__tmp_forget(tmp);
+		return fd == -EEXIST ? SFR_EAGAIN : fd;
+	}
+	*phase = SFR_PHASE_LOCK;
+	rc = lock(fd);
+	if (rc == 0 || has_no_locks(rc))
+		rc = check_name(fd, dir, tmp->name);
+	if (rc == 0) {
+		*fd_out = fd;
+		return 0;
+	}
+	(void)sfr_sys.unlink(dir, tmp->name); /* a cleaner may have been faster; it is ours alone */
+	sfr__tmp_forget(tmp);
+	(void)sfr__fd_close(fd);                /* nothing was written */
+	return rc == -ENOENT ? SFR_EAGAIN : rc; /* a cleaner was faster */
+}
+
+int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)
+{
+	enum sfr_phase phase = SFR_PHASE_OPEN;
+	char boot[BOOT_LEN + 1];
+	int rc = SFR_EAGAIN;
+
+	(void)get_boot(boot); /* "noboot" does for a name */
+	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
+		rc = try_name(dir, boot, tmp, fd_out, &phase);
+	if (rc == SFR_EAGAIN)
+		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
+	if (rc < 0)
+		sfr__err_set(err, rc, phase, "the temporary file beside the destination");
+	return rc;
+}

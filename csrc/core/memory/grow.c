@@ -1,0 +1,206 @@
+/* Memory for many blocks at once: made before anybody needs it (warm_up) or for a run (runs.c), and
+ * given back to the system (trim).
+ *
+ * Pages are made several times as fast by several threads, and pinned faster with their neighbours.
+ * A block is in the hand of one thread meanwhile; pool.c has the diagram.
+ */
+#include <stdlib.h>
+
+#include "memory/range.h"
+#include "memory/pin.h"
+#include "memory/pool_int.h"
+
+#define MAX_GROWERS 4 /* threads, the caller among them */
+
+/* ---- on several threads ---- */
+
+struct growth {
+	struct sfr__pool *pool;
+	struct sfr__list work; /* blocks in hand; guarded by pool->mu, as the next */
+	int rc;                /* the first failure */
+	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
+};
+
+/* One thread's share: blocks from the list until it is empty. After a failure the rest stay as
+ * they are. */
+static void *grow_main(void *arg)
+{
+	struct growth *job = arg;
+	struct sfr__pool *pool = job->pool;
+	struct sfr__block *block;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = sfr__pool_pop(&job->work)) != NULL) {
+		size_t had = block->committed;
+		int rc = job->rc;
+
+		if (rc == 0) {
+			(void)pthread_mutex_unlock(&pool->mu);
+			rc = sfr__pool_grow(pool, block, block->want);
+			(void)pthread_mutex_lock(&pool->mu);
+			sfr__pool_recount_locked(pool, block, had);
+			if (job->rc == 0)
+				job->rc = rc;
+		}
+		job->grown_locked(pool, block, rc);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	return NULL;
+}
+
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
+					    int rc))
+{
+	struct growth job = { .pool = pool, .work = work, .grown_locked = grown_locked };
+	pthread_t threads[MAX_GROWERS - 1];
+	uint32_t nr_threads = 0, nr = 0;
+
+	for (const struct sfr__block *block = work.head; block != NULL; block = block->next)
+		nr++;
+	/* Fewer threads, or none, only take longer. The caller waits for them. */
+	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
+	       sfr__thread_start_awaited(&threads[nr_threads], "sfr-warm", grow_main, &job) == 0)
+		nr_threads++;
+	(void)grow_main(&job);
+	while (nr_threads > 0)
+		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+	return job.rc;
+}
+
+/* ---- warm up ---- */
+
+/* Takes the blocks out of a list that are to have more memory than they have. */
+static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
+			   struct sfr__list *work)
+{
+	struct sfr__block **at = &list->head, *block;
+
+	while ((block = *at) != NULL) {
+		uint64_t begin = block->index * pool->block_bytes;
+
+		block->want = nbytes > begin ? sfr__pool_memory_for(pool, nbytes - begin) : 0;
+		if (block->committed >= block->want) {
+			at = &block->next;
+			continue;
+		}
+		*at = block->next;
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		sfr__pool_push(work, block);
+	}
+}
+
+static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
+{
+	(void)rc; /* a part of it may be there all the same */
+	pool->nr_returned++;
+	sfr__pool_move_locked(pool, block,
+			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+}
+
+static int by_index(const void *a, const void *b)
+{
+	uint32_t i = (*(struct sfr__block *const *)a)->index;
+	uint32_t j = (*(struct sfr__block *const *)b)->index;
+
+	return i < j ? -1 : i > j;
+}
+
+/* Pins the free blocks that have all their memory: neighbours together. */
+static void pin_whole(struct sfr__pool *pool)
+{
+	struct sfr__block **found = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
+	struct sfr__cuda_scope scope;
+	struct sfr__block **at = &pool->whole.head, *block;
+	uint32_t nr = 0;
+
+	if (found == NULL)
+		return; /* each is pinned when it is first used, then */
+	if (sfr__cuda_enter(&scope, pool->pin.cu, pool->pin.context) != CUDA_SUCCESS) {
+		sfr_sys.free(found);
+		return;
+	}
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = *at) != NULL) {
+		if (block->piece != NULL) {
+			at = &block->next;
+			continue;
+		}
+		*at = block->next;
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		found[nr++] = block;
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	qsort(found, nr, sizeof(*found), by_index);
+	for (uint32_t i = 0, len; i < nr; i += len) {
+		for (len = 1; i + len < nr && found[i + len]->index == found[i]->index + len;)
+			len++;
+		sfr__pin_blocks(&pool->pin, found + i, len, pool->block_bytes);
+	}
+	sfr__cuda_leave(&scope);
+	(void)pthread_mutex_lock(&pool->mu);
+	for (uint32_t i = 0; i < nr; i++)
+		sfr__pool_move_locked(pool, found[i], SFR__BLOCK_FREE);
+	(void)pthread_mutex_unlock(&pool->mu);
+	sfr_sys.free(found);
+}
+
+int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
+{
+	struct sfr__list work = { NULL };
+	int rc;
+
+	if (nbytes > pool->nr_blocks * pool->block_bytes)
+		nbytes = pool->nr_blocks * pool->block_bytes;
+	(void)pthread_mutex_lock(&pool->mu);
+	while (pool->nr_known * pool->block_bytes < nbytes)
+		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
+	collect_locked(pool, &pool->partial, nbytes, &work);
+	collect_locked(pool, &pool->reserved, nbytes, &work);
+	(void)pthread_mutex_unlock(&pool->mu);
+	rc = sfr__pool_grow_all(pool, work, warmed_locked);
+	if (sfr__pin_is_on(&pool->pin))
+		pin_whole(pool);
+	return rc;
+}
+
+/* ---- trim ---- */
+
+int sfr__pool_trim(struct sfr__pool *pool)
+{
+	struct sfr__list work = { NULL };
+	struct sfr__block *block;
+	int rc = 0;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
+	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
+		sfr__pool_push(&work, block);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__pin_drop(&pool->pin, work.head);
+	(void)pthread_mutex_lock(&pool->mu);
+	while ((block = sfr__pool_pop(&work)) != NULL) {
+		size_t had = block->committed;
+		int failed;
+
+		if (block->piece != NULL) { /* the driver knows it together with one in use */
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
+			continue;
+		}
+		(void)pthread_mutex_unlock(&pool->mu);
+		failed = sfr__memory_decommit(block->mem, block->committed);
+		if (failed == 0)
+			block->committed = 0;
+		else if (rc == 0)
+			rc = failed;
+		(void)pthread_mutex_lock(&pool->mu);
+		sfr__pool_recount_locked(pool, block, had);
+		pool->nr_returned++;
+		sfr__pool_move_locked(pool, block,
+				      failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	return rc;
+}

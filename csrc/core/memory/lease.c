@@ -1,0 +1,486 @@
+/* Contiguous memory out of the pool, for snapshots.
+ *
+ * A save needs one block at a time and gives it back soon. A snapshot needs all of its memory at
+ * once, each item of it in one piece that may be longer than a block, and keeps it for as long as
+ * its users like. It gets whole blocks of the same pool: so they count against the same cap, have
+ * their memory (and a driver's registration) already, and are nobody's but its own.
+ *
+ * Where. Between saves every block is free, and the items go one after another into one window of
+ * adjacent blocks: the window that has most memory already, so that none has to be made. When
+ * blocks in use leave no such window, items go into the free runs that are there, first fit.
+ *
+ * Order. Who wants a run waits behind everybody who wants a block. A save's blocks come back by
+ * themselves when they are written, and nothing is held while waiting, so a wait for saves ends.
+ * What a snapshot holds comes back when its users let it go, and the one who would wait for that
+ * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_let_go),
+ * and a wait that held blocks alone would have to end is refused at once: SFR_EEXHAUSTED.
+ *
+ * `spare` keeps the other side safe: as long as a save is in flight, a run leaves one block to it,
+ * which is enough to go on with.
+ *
+ * Devices. A run is contiguous, so its blocks are pinned in their own place or not at all: memory
+ * that a driver gave for one of them is of no use here, and goes back first.
+ */
+#include <errno.h>
+#include <sys/mman.h>
+
+#include "memory/pool_int.h"
+
+/* One free run of blocks while items are placed: [at, end) bytes of the pool's range. */
+struct extent {
+	uint64_t begin, at, end;
+};
+
+struct plan {
+	const uint64_t *lens;
+	uint32_t nr;
+	uint64_t total; /* bytes of all items, each rounded up to SFR_ALIGN */
+	char **addrs;
+	struct extent *extents; /* room for every run there can be */
+	uint32_t nr_extents;
+};
+
+/* ---- where the items go, with the lock ------------------------------------ */
+
+/* `ever`: once all that comes back by itself has come back. */
+static bool usable(const struct sfr__block *block, bool ever)
+{
+	/* Into a retired block a copy may still be running, for ever. */
+	if (block->state == SFR__BLOCK_RETIRED)
+		return false;
+	return ever ? !block->held : !sfr__pool_in_hand(block->state);
+}
+
+static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool ever)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < pool->nr_blocks; i++)
+		nr += usable(&pool->blocks[i], ever);
+	return nr;
+}
+
+/* The window of `nr` usable blocks with most memory; nr_blocks when there is none. */
+static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool ever)
+{
+	uint64_t committed = 0, best_committed = 0;
+	uint32_t best = pool->nr_blocks, run = 0;
+
+	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
+		const struct sfr__block *block = &pool->blocks[i];
+
+		if (!usable(block, ever)) {
+			run = 0;
+			committed = 0;
+			continue;
+		}
+		committed += block->committed;
+		if (++run > nr) {
+			committed -= pool->blocks[i - nr].committed;
+			run--;
+		}
+		if (run == nr && (best == pool->nr_blocks || committed > best_committed)) {
+			best = i + 1 - (uint32_t)nr;
+			best_committed = committed;
+		}
+	}
+	return best;
+}
+
+static void find_extents_locked(const struct sfr__pool *pool, bool ever, struct plan *plan)
+{
+	plan->nr_extents = 0;
+	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
+		uint32_t first = i;
+
+		while (i < pool->nr_blocks && usable(&pool->blocks[i], ever))
+			i++;
+		if (i > first)
+			plan->extents[plan->nr_extents++] =
+				(struct extent){ first * pool->block_bytes,
+						 first * pool->block_bytes, i * pool->block_bytes };
+	}
+}
+
+/* Puts each item into the first extent with room for it. False when one fits into none. */
+static bool fill_extents(const struct sfr__pool *pool, struct plan *plan)
+{
+	for (uint32_t i = 0; i < plan->nr; i++) {
+		uint64_t len = sfr__round_up(plan->lens[i], SFR_ALIGN);
+		uint32_t e = 0;
+
+		plan->addrs[i] = NULL;
+		if (len == 0)
+			continue;
+		while (e < plan->nr_extents && plan->extents[e].end - plan->extents[e].at < len)
+			e++;
+		if (e == plan->nr_extents)
+			return false;
+		plan->addrs[i] = pool->range.base + plan->extents[e].at;
+		plan->extents[e].at += len;
+	}
+	return true;
+}
+
+/* Blocks that the placed items touch. */
+static uint64_t nr_touched(const struct sfr__pool *pool, const struct plan *plan)
+{
+	uint64_t nr = 0;
+
+	for (uint32_t e = 0; e < plan->nr_extents; e++)
+		nr += sfr__round_up(plan->extents[e].at - plan->extents[e].begin,
+				    pool->block_bytes) /
+		      pool->block_bytes;
+	return nr;
+}
+
+/* Places the items. False when they do not fit. */
+static bool place_locked(const struct sfr__pool *pool, struct plan *plan, bool ever, bool spare)
+{
+	uint64_t nr = sfr__round_up(plan->total, pool->block_bytes) / pool->block_bytes;
+	uint64_t left = nr_usable_locked(pool, ever), leave = spare ? 1 : 0;
+	uint32_t first;
+
+	if (nr + leave > left)
+		return false;
+	first = nr == 0 ? 0 : find_window_locked(pool, nr, ever);
+	if (first < pool->nr_blocks) {
+		uint64_t begin = first * pool->block_bytes;
+
+		plan->nr_extents = 1;
+		plan->extents[0] = (struct extent){ begin, begin, begin + nr * pool->block_bytes };
+		return fill_extents(pool, plan);
+	}
+	find_extents_locked(pool, ever, plan);
+	return fill_extents(pool, plan) && nr_touched(pool, plan) + leave <= left;
+}
+
+/* ---- taking and giving back ------------------------------------------------ */
+
+/* Takes out of a list the blocks that are in hand by now. */
+static void filter_locked(struct sfr__list *list)
+{
+	struct sfr__block **at = &list->head;
+
+	while (*at != NULL) {
+		if (sfr__pool_in_hand((*at)->state))
+			*at = (*at)->next;
+		else
+			at = &(*at)->next;
+	}
+}
+
+/* What block `i` of a run is to have. */
+static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
+			const struct sfr__run_of_blocks *run, uint32_t i)
+{
+	uint64_t left = run->len - i * pool->block_bytes;
+
+	return left < pool->block_bytes && !lease->whole ? left : pool->block_bytes;
+}
+
+#define FOR_EACH_BLOCK(pool, lease, run, i)                                                        \
+	for (const struct sfr__run_of_blocks *run = (lease)->runs;                                 \
+	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
+		for (uint32_t i = 0; (uint64_t)i * (pool)->block_bytes < run->len; i++)
+
+/* Takes the blocks under the placed items: LEASED, or GROWING where memory has to be made. */
+static void take_locked(struct sfr__pool *pool, const struct plan *plan, struct sfr__lease *lease)
+{
+	uint32_t last = 0;
+
+	lease->nr_runs = lease->nr_blocks = 0;
+	for (uint32_t e = 0; e < plan->nr_extents; e++) {
+		const struct extent *extent = &plan->extents[e];
+
+		if (extent->at != extent->begin)
+			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
+				(uint32_t)(extent->begin / pool->block_bytes),
+				extent->at - extent->begin
+			};
+	}
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	last = run->first + i + 1 > last ? run->first + i + 1 : last;
+	while (pool->nr_known < last)
+		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		sfr__pool_move_locked(pool, block,
+				      block->committed >= need_of(pool, lease, run, i) &&
+						      !sfr__pin_is_foreign(block) ?
+					      SFR__BLOCK_LEASED :
+					      SFR__BLOCK_GROWING);
+		block->held = true;
+		lease->nr_blocks++;
+	}
+	pool->nr_held += lease->nr_blocks;
+	filter_locked(&pool->reserved);
+	filter_locked(&pool->partial);
+	filter_locked(&pool->whole);
+	/* Others who wait may have nothing left to wait for. */
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+}
+
+static void let_go_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		pool->nr_held -= block->held;
+		block->held = false;
+	}
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+}
+
+static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	let_go_locked(pool, lease);
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		if (lease->retired) {
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
+			continue;
+		}
+		pool->nr_returned++;
+		sfr__pool_move_locked(pool, block,
+				      block->committed != 0 ? SFR__BLOCK_FREE :
+							      SFR__BLOCK_RESERVED);
+	}
+}
+
+/* Exchanges memory of a driver's for the block's own. On failure it has none. -errno. */
+static int come_home(struct sfr__pool *pool, struct sfr__block *block)
+{
+	size_t had = block->committed;
+	int rc;
+
+	block->next = NULL; /* a list of one */
+	sfr__pin_drop(&pool->pin, block);
+	if (sfr__pin_is_foreign(block))
+		return -EIO; /* the driver keeps it: so does the block */
+	block->committed = 0;
+	rc = sfr__memory_commit(block->mem, had);
+	if (rc == 0)
+		block->committed = had;
+	return rc;
+}
+
+static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
+{
+	if (rc == 0)
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
+}
+
+/* Makes the memory that is missing, without the lock while it does. On failure all blocks are
+ * free again, with what they have got. */
+static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	struct sfr__list work = { NULL };
+	int rc = 0;
+
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+		size_t had = block->committed;
+
+		if (block->state != SFR__BLOCK_GROWING || rc != 0)
+			continue;
+		if (sfr__pin_is_foreign(block)) {
+			(void)pthread_mutex_unlock(&pool->mu);
+			rc = come_home(pool, block);
+			(void)pthread_mutex_lock(&pool->mu);
+			sfr__pool_recount_locked(pool, block, had);
+		}
+		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
+		if (block->committed < need_of(pool, lease, run, i))
+			sfr__pool_push(&work, block);
+		else if (rc == 0)
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
+	}
+	if (rc == 0 && work.head != NULL) {
+		(void)pthread_mutex_unlock(&pool->mu);
+		rc = sfr__pool_grow_all(pool, work, grown_locked);
+		(void)pthread_mutex_lock(&pool->mu);
+	}
+	if (rc == 0)
+		return 0;
+	/* A block that nothing has changed about has not come back: nobody gains by looking. */
+	let_go_locked(pool, lease);
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		sfr__pool_move_locked(pool, block,
+				      block->committed != 0 ? SFR__BLOCK_FREE :
+							      SFR__BLOCK_RESERVED);
+	}
+	return rc;
+}
+
+/* Waits for its turn and for room, and takes it. `starved` as in pool.c. */
+static int wait_locked(struct sfr__pool *pool, struct plan *plan, bool spare, uint64_t deadline_ns,
+		       const uint64_t *starved, struct sfr__lease *lease)
+{
+	struct sfr__waiter me = { .seq = UINT64_MAX };
+	bool late = deadline_ns == 0;
+	int rc;
+
+	sfr__pool_enqueue_locked(pool, &me);
+	for (;;) {
+		bool worth = starved == NULL || *starved != pool->nr_returned ||
+			     pool->nr_in_hand == pool->nr_held;
+
+		if (pool->waiters == &me && worth && place_locked(pool, plan, false, spare)) {
+			take_locked(pool, plan, lease);
+			rc = 0;
+			break;
+		}
+		rc = place_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
+		if (rc == SFR_EEXHAUSTED || late)
+			break;
+		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+	}
+	sfr__pool_dequeue_locked(pool, &me);
+	return rc;
+}
+
+static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare, bool whole,
+		 uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+{
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
+	struct plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
+	const uint32_t most = pool->nr_blocks / 2 + 1; /* runs that can lie apart */
+	const uint64_t *starved = NULL;
+	struct sfr__lease lease = { .whole = whole };
+	int rc;
+
+	*out = (struct sfr__lease){ 0 };
+	for (uint32_t i = 0; i < nr; i++) {
+		if (lens[i] > UINT64_MAX / 4 || plan.total > UINT64_MAX / 4)
+			return SFR_EEXHAUSTED;
+		plan.total += sfr__round_up(lens[i], SFR_ALIGN);
+	}
+	plan.extents = sfr_sys.malloc(most * sizeof(*plan.extents));
+	lease.runs = sfr_sys.malloc(most * sizeof(*lease.runs));
+	rc = plan.extents != NULL && lease.runs != NULL ? 0 : -ENOMEM;
+	if (rc != 0)
+		goto fail;
+	(void)pthread_mutex_lock(&pool->mu);
+	for (;;) {
+		rc = wait_locked(pool, &plan, spare, deadline_ns, starved, &lease);
+		if (rc != 0)
+			break;
+		returned = pool->nr_returned;
+		rc = grow_lease(pool, &lease);
+		if (rc == 0)
+			break;
+		/* Somebody's block may come back with memory enough, or has just done so. */
+		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
+			break;
+		starved = &returned;
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	if (rc != 0)
+		goto fail;
+	sfr_sys.free(plan.extents);
+	*out = lease;
+	return 0;
+fail:
+	sfr_sys.free(plan.extents);
+	sfr_sys.free(lease.runs);
+	return rc;
+}
+
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+		    uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+{
+	return place(pool, lens, nr, spare, false, slice_ns, addrs, out);
+}
+
+int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+			  uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+{
+	return place(pool, lens, nr, spare, true, slice_ns, addrs, out);
+}
+
+void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	let_go_locked(pool, lease);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
+{
+	if (lease->runs == NULL)
+		return;
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	if (lease->retired)
+		sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
+	(void)pthread_mutex_lock(&pool->mu);
+	give_back_locked(pool, lease);
+	(void)pthread_mutex_unlock(&pool->mu);
+	sfr_sys.free(lease->runs);
+	*lease = (struct sfr__lease){ 0 };
+}
+
+void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
+{
+	struct sfr__block **blocks = sfr_sys.malloc(lease->nr_blocks * sizeof(struct sfr__block *));
+	uint32_t nr = 0;
+
+	/* The blocks are ours, and so are their pieces: no lock. */
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	{
+		struct sfr__block *block = &pool->blocks[run->first + i];
+
+		if (block->piece != NULL)
+			continue;
+		if (blocks == NULL)
+			sfr__pin_in_place(&pool->pin, &block, 1, pool->block_bytes);
+		else
+			blocks[nr++] = block;
+	}
+	for (uint32_t i = 0, len; i < nr; i += len) {
+		for (len = 1; i + len < nr && blocks[i + len]->index == blocks[i]->index + len;)
+			len++;
+		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
+	}
+	sfr_sys.free(blocks);
+}
+
+size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned)
+{
+	uint64_t off = (uint64_t)(mem - pool->range.base);
+	uint32_t i = (uint32_t)(off / pool->block_bytes);
+	const struct sfr__block *first = &pool->blocks[i];
+	uint64_t end = (i + 1) * pool->block_bytes;
+
+	*pinned = sfr__pin_is_pinned(first);
+	/* What no driver knows is one span, whoever's blocks it lies in. */
+	while (end < off + len &&
+	       (*pinned ? pool->blocks[end / pool->block_bytes].piece == first->piece :
+			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))
+		end += pool->block_bytes;
+	return end - off < len ? (size_t)(end - off) : len;
+}
+
+int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool shared)
+{
+	for (uint32_t r = 0; r < lease->nr_runs; r++) {
+		const struct sfr__run_of_blocks *run = &lease->runs[r];
+
+		if (sfr_sys.madvise(pool->range.base + run->first * pool->block_bytes,
+				    sfr__round_up(run->len, SFR_PAGE),
+				    shared ? MADV_DOFORK : MADV_DONTFORK) != 0)
+			return -errno;
+	}
+	return 0;
+}

@@ -1,0 +1,382 @@
+/* A persistent pool of equal blocks.
+ *
+ * One range of address space is reserved for the whole cap, and the blocks are cut from it, so
+ * that a block's address never changes and a driver can register the range in large pieces. A
+ * block has memory from the first lease on that asks for it and keeps it between saves: the cost
+ * of a first touch is paid once, or by warm_up before training.
+ *
+ *                  take            got it
+ *     RESERVED ------------> GROWING ------> LEASED
+ *        ^ ^                 |  |  ^         |    ^
+ *        | +---- failed -----+  |  |         |    |
+ *        |                      |  | take    |    |
+ *        |      warmed, failed  |  | (more)  |    |
+ *        |                      v  |         |    |
+ *        |                      FREE <- put -+    |
+ *        |                      |  |              |
+ *        | gone                 |  +---- take ----+
+ *        |        trim          |
+ *     SHRINKING <---------------+
+ *               --- refused -->
+ *
+ *     from       to         by
+ *     RESERVED   GROWING    take_locked (get), warm_up
+ *     FREE       GROWING    the same, when the block has less memory than asked for
+ *     FREE       LEASED     take_locked, when it has enough
+ *     GROWING    LEASED     get, the memory is there
+ *     GROWING    FREE       warm_up, the memory is there; either, when there is none for more
+ *     GROWING    RESERVED   either, when the system has none and the block had none
+ *     LEASED     FREE       put
+ *     FREE       SHRINKING  trim
+ *     SHRINKING  RESERVED   trim
+ *     SHRINKING  FREE       trim, when the system refuses, or the driver knows it with others
+ *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
+ *     LEASED     RETIRED    retire: a copy into it may be running for ever
+ *
+ * Leases of contiguous blocks (runs.c) take the same arrows as get and put do; warm_up and trim are
+ * in warm.c.
+ *
+ * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
+ * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
+ * to that thread alone. Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
+ * what a thread may wait for that found the system without memory.
+ *
+ * Order: those who wait stand in a queue by `seq`, and only its head may take a block. So a small
+ * pool serves the oldest save until it has all it needs, instead of sharing itself out until
+ * nobody can go on.
+ *
+ * The table of blocks lies outside the pool's memory, which a forked child does not have.
+ */
+#include <errno.h>
+
+#include "memory/range.h"
+#include "memory/pin.h"
+#include "memory/numa.h"
+#include "memory/pool_int.h"
+
+/* ---- memory, without the lock --------------------------------------------- */
+
+/* Gives a block in hand memory for `want` bytes; on failure it has what it had. -errno. */
+int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want)
+{
+	struct sfr__near near;
+	int rc;
+
+	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
+	rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
+	sfr__near_end(&near);
+	if (rc == 0)
+		block->committed = want;
+	return rc;
+}
+
+/* ---- lists and states, with the lock -------------------------------------- */
+
+void sfr__pool_push(struct sfr__list *list, struct sfr__block *block)
+{
+	block->next = list->head;
+	list->head = block;
+}
+
+struct sfr__block *sfr__pool_pop(struct sfr__list *list)
+{
+	struct sfr__block *block = list->head;
+
+	if (block != NULL)
+		list->head = block->next;
+	return block;
+}
+
+/* Takes out the first block with memory for `need` bytes. */
+static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
+{
+	for (struct sfr__block **at = &list->head; *at != NULL; at = &(*at)->next) {
+		struct sfr__block *block = *at;
+
+		if (block->committed >= need) {
+			*at = block->next;
+			return block;
+		}
+	}
+	return NULL;
+}
+
+bool sfr__pool_in_hand(enum sfr__block_state state)
+{
+	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE &&
+	       state != SFR__BLOCK_RETIRED;
+}
+
+/* Every change of a block's state. A block in hand is in no list, the others are in theirs. */
+void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
+			   enum sfr__block_state to)
+{
+	enum sfr__block_state from = block->state;
+
+	pool->moves[from][to]++;
+	if (from == SFR__BLOCK_LEASED)
+		pool->leased_bytes -= block->committed;
+	if (to == SFR__BLOCK_LEASED)
+		pool->leased_bytes += block->committed;
+	pool->nr_in_hand += sfr__pool_in_hand(to);
+	pool->nr_in_hand -= sfr__pool_in_hand(from);
+	block->state = to;
+	if (sfr__pool_in_hand(to))
+		return;
+	if (to == SFR__BLOCK_RETIRED) {
+		pool->nr_retired++;
+		pool->retired_bytes += block->committed;
+		(void)pthread_cond_broadcast(&pool->cv); /* it may have been the last one */
+		return;
+	}
+	sfr__pool_push(to == SFR__BLOCK_RESERVED             ? &pool->reserved :
+		       block->committed == pool->block_bytes ? &pool->whole :
+							       &pool->partial,
+		       block);
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+}
+
+/* After memory was given or taken: a block in hand has `had` bytes less or more than counted. */
+void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had)
+{
+	pool->committed_bytes += block->committed - had;
+	sfr__budget_hold((int64_t)block->committed - (int64_t)had);
+}
+
+/* The first block that was never used; NULL when each has been. */
+struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
+{
+	struct sfr__block *block;
+
+	if (pool->nr_known == pool->nr_blocks)
+		return NULL;
+	block = &pool->blocks[pool->nr_known];
+	block->index = pool->nr_known++;
+	block->mem = pool->range.base + block->index * pool->block_bytes;
+	return block;
+}
+
+/* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
+size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
+{
+	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);
+
+	return (size_t)(want < pool->block_bytes ? want : pool->block_bytes);
+}
+
+/* Takes a block for `need` bytes: one that has the memory, the smaller first; then one that
+ * has some, so that the pool's memory stays what it was at its fullest; then one that has none.
+ * It is LEASED, or GROWING when it must have more. NULL when none is left. */
+static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
+{
+	struct sfr__block *block = pop_fitting(&pool->partial, need);
+
+	if (block == NULL)
+		block = sfr__pool_pop(&pool->whole);
+	if (block == NULL)
+		block = sfr__pool_pop(&pool->partial);
+	if (block == NULL)
+		block = sfr__pool_pop(&pool->reserved);
+	if (block == NULL)
+		block = sfr__pool_fresh_locked(pool);
+	if (block != NULL)
+		sfr__pool_move_locked(pool, block,
+				      block->committed >= need && block->committed != 0 ?
+					      SFR__BLOCK_LEASED :
+					      SFR__BLOCK_GROWING);
+	return block;
+}
+
+/* ---- the queue ------------------------------------------------------------ */
+
+void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
+{
+	struct sfr__waiter **at = &pool->waiters;
+
+	while (*at != NULL && (*at)->seq <= me->seq)
+		at = &(*at)->next;
+	me->next = *at;
+	*at = me;
+	pool->nr_waiters++;
+}
+
+void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
+{
+	struct sfr__waiter **at = &pool->waiters;
+
+	while (*at != me)
+		at = &(*at)->next;
+	*at = me->next;
+	pool->nr_waiters--;
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* the new head looks round */
+}
+
+/* Waits for its turn and takes a block. With `starved`, the system had no memory when
+ * `nr_returned` was what it is there: then only a block that has come back since, or nothing
+ * left to wait for, is worth another try. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every
+ * block is held by snapshots, which only their users end; -ENOMEM where every block is retired. */
+static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
+		       const uint64_t *starved, struct sfr__block **out)
+{
+	struct sfr__waiter me = { .seq = seq };
+	bool late = deadline_ns == 0, exhausted;
+
+	sfr__pool_enqueue_locked(pool, &me);
+	for (;;) {
+		bool worth = starved == NULL || *starved != pool->nr_returned ||
+			     pool->nr_in_hand == pool->nr_held;
+
+		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
+		exhausted = *out == NULL && pool->nr_held > 0 &&
+			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
+		if (*out != NULL || exhausted || late || pool->nr_retired == pool->nr_blocks)
+			break;
+		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+	}
+	sfr__pool_dequeue_locked(pool, &me);
+	if (pool->nr_retired == pool->nr_blocks)
+		return -ENOMEM;
+	return *out != NULL ? 0 : exhausted ? SFR_EEXHAUSTED : SFR_EAGAIN;
+}
+
+int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t slice_ns,
+		  struct sfr__block **out)
+{
+	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
+	const uint64_t *starved = NULL;
+	struct sfr__block *block;
+	int rc;
+
+	*out = NULL;
+	if (need > pool->block_bytes)
+		return -EINVAL;
+	(void)pthread_mutex_lock(&pool->mu);
+	for (;;) {
+		size_t had;
+
+		rc = wait_locked(pool, seq, need, deadline_ns, starved, &block);
+		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
+			break;
+		returned = pool->nr_returned;
+		had = block->committed;
+		(void)pthread_mutex_unlock(&pool->mu);
+		rc = sfr__pool_grow(pool, block, sfr__pool_memory_for(pool, need));
+		(void)pthread_mutex_lock(&pool->mu);
+		sfr__pool_recount_locked(pool, block, had);
+		if (rc == 0) {
+			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
+			break;
+		}
+		sfr__pool_move_locked(pool, block,
+				      had != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+		/* Somebody's block may come back with memory enough, or has just done so. */
+		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
+			break;
+		starved = &returned;
+	}
+	(void)pthread_mutex_unlock(&pool->mu);
+	if (rc == 0)
+		*out = block;
+	return rc;
+}
+
+void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	pool->nr_returned++;
+	sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
+{
+	sfr__pin_keep(&pool->pin, block);
+	(void)pthread_mutex_lock(&pool->mu);
+	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
+{
+	return &pool->pin;
+}
+
+/* ---- the pool itself -------------------------------------------------------- */
+
+int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **out)
+{
+	struct sfr__pool *pool;
+	uint64_t nr_blocks;
+	int rc;
+
+	*out = NULL;
+	if (block_bytes == 0 || block_bytes % SFR_PAGE != 0 || pool_bytes < block_bytes)
+		return -EINVAL;
+	nr_blocks = pool_bytes / block_bytes;
+	if (nr_blocks > UINT32_MAX || pool_bytes > SIZE_MAX / 2)
+		return -EINVAL;
+	pool = sfr_sys.calloc(1, sizeof(*pool));
+	if (pool == NULL)
+		return -ENOMEM;
+	pool->block_bytes = block_bytes;
+	pool->nr_blocks = (uint32_t)nr_blocks;
+	pool->mu = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	sfr__pin_init(&pool->pin);
+	rc = sfr__cond_init(&pool->cv);
+	if (rc != 0) {
+		sfr_sys.free(pool);
+		return rc;
+	}
+	/* Untouched entries of a large table cost no memory. */
+	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
+	rc = pool->blocks == NULL ? -ENOMEM :
+				    sfr__memory_reserve(&pool->range, nr_blocks * block_bytes);
+	if (rc != 0) {
+		sfr__pool_free(pool);
+		return rc;
+	}
+	*out = pool;
+	return 0;
+}
+
+void sfr__pool_free(struct sfr__pool *pool)
+{
+	if (pool == NULL)
+		return;
+	/* A copy that may still be running must not find somebody else's memory: a range with a
+	 * retired block stays for as long as the process, and so does one that a driver knows. */
+	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
+		sfr__memory_release(&pool->range);
+	sfr__budget_hold(-(int64_t)pool->committed_bytes);
+	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
+	(void)pthread_mutex_destroy(&pool->mu);
+	sfr_sys.free(pool->blocks);
+	sfr_sys.free(pool);
+}
+
+void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	*out = (struct sfr__pool_stats){
+		.pool_bytes = pool->nr_blocks * pool->block_bytes,
+		.block_bytes = pool->block_bytes,
+		.committed_bytes = pool->committed_bytes,
+		.leased_bytes = pool->leased_bytes,
+		.retired_bytes = pool->retired_bytes,
+		.nr_waiters = pool->nr_waiters,
+	};
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
+			 enum sfr__block_state to)
+{
+	uint64_t nr;
+
+	(void)pthread_mutex_lock(&pool->mu);
+	nr = pool->moves[from][to];
+	(void)pthread_mutex_unlock(&pool->mu);
+	return nr;
+}

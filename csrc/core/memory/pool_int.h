@@ -1,0 +1,72 @@
+/* The pool's inside, as pool.c (single blocks), runs.c (contiguous ones) and warm.c (many) share it.
+ *
+ * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
+ * the diagram of a block's states.
+ */
+#ifndef SFR_POOL_H
+#define SFR_POOL_H
+
+#include "memory/range.h"
+#include "memory/pin.h"
+
+/* Singly linked by block->next, last in, first out: the block whose lines are warm. */
+struct sfr__list {
+	struct sfr__block *head;
+};
+
+struct sfr__waiter {
+	struct sfr__waiter *next;
+	uint64_t seq;
+};
+
+struct sfr__pool {
+	struct sfr__range range; /* the blocks' address space */
+	uint64_t block_bytes;
+	uint32_t nr_blocks;
+
+	pthread_mutex_t mu;
+	pthread_cond_t cv; /* a block came back, or the queue has a new head */
+	struct sfr__block *blocks;
+	uint32_t nr_known;           /* blocks above it were never used and are not in a list */
+	struct sfr__list reserved;   /* without memory */
+	struct sfr__list whole;      /* free, memory for the whole block */
+	struct sfr__list partial;    /* free, memory for a part */
+	struct sfr__waiter *waiters; /* lowest seq first */
+	uint32_t nr_waiters;
+	uint32_t nr_in_hand, nr_retired;
+	uint32_t nr_held;     /* of them, blocks that only a caller can give back: see runs.c */
+	uint64_t nr_returned; /* blocks that came back with their memory, ever */
+	uint64_t committed_bytes, leased_bytes, retired_bytes;
+	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
+	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
+};
+
+/* ---- pool.c ---- */
+/* Gives a block in hand memory for `want` bytes, without the lock. -errno, and then it has what it
+ * had. */
+int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want);
+/* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
+size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
+/* Whether a block in that state belongs to a thread or a lease, and so is in no list. */
+bool sfr__pool_in_hand(enum sfr__block_state state);
+/* Every change of a block's state goes through here. */
+void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
+			   enum sfr__block_state to);
+/* After memory was given or taken: the block had `had` bytes. */
+void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had);
+/* The first block that was never used, in no list yet; NULL when each has been. */
+struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
+void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
+struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
+/* ---- warm.c ---- */
+/* Gives blocks in hand the memory that each wants, on several threads, and hands each over as
+ * soon as it has it, or not (then with the first of all failures). Without the lock. */
+int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
+		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
+					    int rc));
+
+/* ---- the queue, in pool.c ---- */
+void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
+void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me);
+
+#endif

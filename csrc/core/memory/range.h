@@ -1,0 +1,25 @@
+/* Address space and the memory behind it, for the pool. See memory.c. */
+#ifndef SFR_MEMORY_H
+#define SFR_MEMORY_H
+
+#include "base/sfr_internal.h"
+
+#define SFR__HUGE_BYTES ((uint64_t)2 << 20)
+
+struct sfr__range {
+	char *base; /* a multiple of 2 MiB; NULL = none */
+	char *map;  /* what mmap gave, which base lies in */
+	size_t map_len;
+};
+
+/* Reserves address space for `len` bytes, without memory. On failure the range is empty. */
+int sfr__memory_reserve(struct sfr__range *range, uint64_t len);
+/* Gives it back, with all memory in it. An empty range is fine. */
+void sfr__memory_release(struct sfr__range *range);
+/* Gives whole pages of a range memory: they are present on return. -errno, and then they have
+ * none. */
+int sfr__memory_commit(char *mem, size_t len);
+/* Takes the memory of whole pages. -errno, and then they still have it. */
+int sfr__memory_decommit(char *mem, size_t len);
+
+#endif

@@ -1,0 +1,299 @@
+/* A save's first half, on the caller's thread: lay out, take a slot, capture, launch.
+ *
+ *   sfr_save_new      the image is laid out; nothing is held yet
+ *   sfr_save_begin    where sources live on a device: their state is marked on its stream
+ *   sfr_save_admit    a slot is taken, a writer begins to open the file
+ *   sfr_save_capture  captured sources are copied, deferred ones sampled
+ *   sfr_save_launch   the log has it, the lane has it, the call may return
+ *
+ * Each is called again after SFR_EAGAIN and goes on where it stopped; between two calls it holds
+ * no block and no lock, so a signal handler of the caller may make a whole other save there.
+ * What goes wrong after admit is the ticket's own error: the caller goes on to launch, and the
+ * save ends as any failed save does.
+ */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "save/ticket.h"
+#include "trace/trace.h"
+
+int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		 struct sfr_ticket **out)
+{
+	static _Atomic uint64_t nr_saves;
+	struct sfr_ticket *t;
+	size_t dir_len = strlen(desc->dir), key_len;
+	int rc;
+
+	*out = NULL;
+	if (engine->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	t = sfr_sys.calloc(1, sizeof(*t));
+	if (!t)
+		return -ENOMEM;
+	atomic_init(&t->refs, 1);
+	t->fork_generation = engine->fork_generation;
+	t->engine = engine;
+	sfr__engine_get(engine);
+	t->flags = desc->flags;
+	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
+	t->err.index = -1;
+	t->created_ns = sfr__now_ns();
+	t->file.fd = -1;
+	t->notice_copied = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_COPIED };
+	t->notice_ended = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_ENDED };
+	t->log.kind = SFR__LOG_SAVE;
+	t->log.ticket = t;
+
+	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
+	if (rc < 0)
+		goto fail;
+	for (uint32_t i = 0; i < t->img.nr_runs; i++)
+		t->nr_blocks += t->img.runs[i].nr_blocks;
+	rc = sfr__cuda_parts_new(t);
+	if (rc < 0)
+		goto fail;
+	rc = -ENOMEM;
+	if (desc->flags & SFR_SAVE_CHECK_BYTES) {
+		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
+		if (!t->sums)
+			goto fail;
+	}
+	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 3, sizeof(*t->jobs));
+	if (!t->jobs)
+		goto fail;
+	key_len = dir_len + 1 + strlen(desc->name) + 1;
+	t->log.key = sfr_sys.malloc(key_len);
+	if (!t->log.key)
+		goto fail;
+	/* The root directory is "/" already. */
+	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : desc->dir, desc->name);
+	rc = sfr__file_init(&t->file, desc->dir, desc->name, t->img.len,
+			    (desc->flags & SFR_SAVE_DURABLE) != 0);
+	if (rc < 0)
+		goto fail;
+	*out = t;
+	return 0;
+fail:
+	sfr__ticket_free(t);
+	return rc;
+}
+
+int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
+{
+	struct sfr_engine *engine = t->engine;
+	uint64_t start = sfr__now_ns(), deadline = sfr__deadline(slice_ns);
+	int rc;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
+	rc = sfr__log_start();
+	if (rc < 0)
+		return rc;
+	pthread_mutex_lock(&engine->mu);
+	if (t->state != SFR_NEW)
+		rc = SFR_ESTATE;
+	while (rc == 0) {
+		if (engine->closing) {
+			rc = SFR_ECLOSED;
+			break;
+		}
+		if (engine->nr_in_flight < engine->opts.max_in_flight)
+			break;
+		if (t->flags & SFR_SAVE_NESTED) {
+			t->over_slots = true;
+			break;
+		}
+		if (t->flags & SFR_SAVE_NO_WAIT)
+			rc = SFR_EBUSY;
+		else
+			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
+	}
+	if (rc == 0)
+		rc = sfr__engine_start_locked(engine);
+	if (rc == 0) {
+		engine->nr_in_flight++;
+		engine->nr_saves++;
+		t->all_next = engine->tickets;
+		if (t->all_next)
+			t->all_next->all_prev = t;
+		engine->tickets = t;
+		t->seq = ++engine->next_seq;
+		t->caller = pthread_self();
+		sfr_ticket_get(t);
+		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
+		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_OPEN));
+	}
+	t->slot_wait_ns += sfr__now_ns() - start;
+	pthread_mutex_unlock(&engine->mu);
+	return rc;
+}
+
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+			    struct sfr__block *block, bool summed)
+{
+	uint32_t first = 0;
+	struct sfr__job *job;
+
+	for (const struct sfr__run *r = t->img.runs; r != run; r++)
+		first += r->nr_blocks;
+	job = &t->jobs[first + blk];
+	*job = (struct sfr__job){
+		.ticket = t,
+		.kind = SFR__JOB_BLOCK,
+		.block = block,
+		.run = run,
+		.blk = blk,
+		.summed = summed,
+	};
+	sfr__writer_push_locked(t->engine, job);
+}
+
+int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+		    enum sfr__stager by, uint64_t slice_ns)
+{
+	struct sfr_engine *engine = t->engine;
+	struct sfr_err err = { .index = -1 };
+	struct sfr__block *block;
+	int64_t torn = -1;
+	uint64_t waited = 0;
+	size_t need = sfr__image_block_len(&t->img, run, blk);
+	int rc = sfr__pool_get(engine->pool, t->seq, need, 0, &block);
+
+	if (rc == SFR_EAGAIN) {
+		uint64_t start = sfr__now_ns();
+
+		SFR__TRACE(SFR_TRACE_POOL_WAIT, t->number, 0);
+		rc = sfr__pool_get(engine->pool, t->seq, need, slice_ns, &block);
+		waited = sfr__now_ns() - start;
+	}
+	if (rc == 0)
+		sfr__stage_block(t, run, blk, block->mem, by, &torn);
+	if (torn >= 0) {
+		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
+		err.index = torn;
+	} else if (rc == SFR_EEXHAUSTED && by == SFR__BY_CALLER) {
+		; /* the call raises it, and there is no save */
+	} else if (rc < 0 && rc != SFR_EAGAIN) {
+		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+	}
+	pthread_mutex_lock(&engine->mu);
+	if (by == SFR__BY_CALLER) /* who waits in capture; a lane's wait shows at the gate */
+		t->block_wait_ns += waited;
+	if (err.code)
+		sfr__ticket_fail_locked(t, &err);
+	if (rc == 0) {
+		if (++t->blocks_held > t->peak_blocks)
+			t->peak_blocks = t->blocks_held;
+		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	return rc;
+}
+
+int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
+{
+	const struct sfr__run *run = &t->img.runs[0];
+	uint64_t deadline = sfr__deadline(slice_ns);
+	struct sfr_err err = { .index = -1 };
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	pthread_mutex_lock(&t->engine->mu);
+	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->launched || t->abandoned)
+		rc = SFR_ESTATE;
+	pthread_mutex_unlock(&t->engine->mu);
+	if (rc < 0)
+		return rc;
+	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
+	/* Devices first: they copy while the host does. */
+	if (!t->capture_done)
+		rc = sfr__cuda_capture(t, slice_ns);
+	if (rc < 0)
+		return rc; /* as below */
+	while (t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
+		uint64_t now = sfr__now_ns();
+		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
+				 deadline > now          ? deadline - now :
+							   0;
+
+		rc = sfr__stage_next(t, run, t->capture_blk, SFR__BY_CALLER, slice);
+		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
+			return rc;
+		if (rc == 0)
+			t->capture_blk++;
+	}
+	if (!t->capture_done && !sfr__ticket_failing(t)) {
+		rc = sfr__take_samples(t);
+		if (rc < 0) {
+			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+			pthread_mutex_lock(&t->engine->mu);
+			sfr__ticket_fail_locked(t, &err);
+			pthread_mutex_unlock(&t->engine->mu);
+		}
+	}
+	if (!t->capture_done)
+		sfr__cuda_capture_end(t);
+	t->capture_done = true;
+	return 0;
+}
+
+int sfr_save_launch(struct sfr_ticket *t)
+{
+	struct sfr_engine *engine = t->engine;
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->capture_done ||
+	    t->launched || t->abandoned) {
+		rc = SFR_ESTATE;
+	} else {
+		t->launched = true;
+		t->launched_ns = sfr__now_ns();
+		sfr_ticket_get(t); /* the log's */
+		sfr__log_append(&t->log);
+		if (t->state == SFR_CAPTURING)
+			sfr__ticket_set_state_locked(t, SFR_STAGING);
+		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t)) {
+			t->lane_owns = true;
+			sfr__lane_push_locked(engine, t);
+		}
+		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
+			/* Nothing is deferred, so nobody has anything to give a verdict on. */
+			t->confirmed = true;
+			t->copied = t->nr_parts == 0;
+			t->copied_ns = t->copied ? t->launched_ns : 0;
+		}
+		sfr__ticket_step_locked(t);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	if (rc == 0)
+		sfr__cuda_launch(t);
+	return rc;
+}
+
+void sfr_save_abandon(struct sfr_ticket *t)
+{
+	struct sfr_err err = { .index = -1 };
+	bool yes;
+
+	if (sfr__ticket_foreign(t))
+		return;
+	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
+	pthread_mutex_lock(&t->engine->mu);
+	yes = !t->launched && !t->abandoned &&
+	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
+	if (yes) {
+		t->abandoned = true;
+		sfr__ticket_fail_locked(t, &err);
+		sfr__ticket_step_locked(t);
+	}
+	pthread_mutex_unlock(&t->engine->mu);
+	if (yes)
+		sfr__cuda_launch(t);
+}

@@ -1,0 +1,355 @@
+/* The ticket: everything that is known of one save, in one place.
+ *
+ *   NEW ──admit──▶ CAPTURING ──launch──▶ STAGING ──▶ STAGED ──▶ WRITING ──▶ READY ──▶ COMMITTING ──▶ DURABLE
+ *                      │                    │           │          │          │            │
+ *                      │ abandon, error     └───────────┴── error, cancel ────┘            │ error
+ *                      ▼                                ▼                                  ▼
+ *                   ENDING ◀────────────────────────────┘                               FAILED
+ *                      │ nothing of it is queued, copied or written any more
+ *                      ├──▶ FAILED
+ *                      └──▶ CANCELLED
+ *
+ *   arrow                    taken by                      when
+ *   NEW -> CAPTURING         sfr_save_admit                it has a slot
+ *   CAPTURING -> STAGING     sfr_save_launch               captured, in the log
+ *   CAPTURING.. -> ENDING    sfr__ticket_step_locked       there is an error (a cancel is one)
+ *   STAGING -> STAGED        sfr__ticket_step_locked       copied and confirmed
+ *   STAGED -> WRITING        sfr__ticket_step_locked       every block is written
+ *   WRITING -> READY         sfr__ticket_step_locked       tail written, file synced
+ *   READY -> COMMITTING      sfr__ticket_begin_commit      head of the log
+ *   COMMITTING -> DURABLE    sfr__ticket_finish            renamed, directory synced
+ *   COMMITTING -> FAILED     sfr__ticket_finish            one of the two failed
+ *   ENDING -> FAILED         sfr__ticket_finish            by the CLEAN job, any other error
+ *   ENDING -> CANCELLED      sfr__ticket_finish            by the CLEAN job, cancelled or abandoned
+ *
+ * Invariants
+ *   1. The first error is kept; err.code != 0 means that the state goes to ENDING.
+ *   2. A block is put back only by the thread that had it, after its copy and its write: so a
+ *      failed save gives its memory back no earlier than a running copy into it has ended.
+ *   3. Tail and sync do not wait for the detectors; the rename does (READY comes after STAGED).
+ *   4. From CAPTURING to the end the engine counts the ticket and holds a reference, which
+ *      goes over to the notice of its end.
+ *   5. A save ends, either way, when no job of it is queued or running. Jobs hold no reference:
+ *      a writer that has told of its work and not yet come back for its lock is still in the
+ *      ticket.
+ *   6. What only the work needed (image, jobs, samples) goes at the end: a handle that is kept
+ *      for its report costs no more than that.
+ */
+#include <string.h>
+
+#include "save/ticket.h"
+#include "trace/trace.h"
+
+/* How often each arrow was taken, so that a test can ask for all of them. */
+static atomic_uint arrows[SFR_NR_STATES][SFR_NR_STATES];
+
+unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to)
+{
+	return atomic_load_explicit(&arrows[from][to], memory_order_relaxed);
+}
+
+void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state)
+{
+	atomic_fetch_add_explicit(&arrows[t->state][state], 1, memory_order_relaxed);
+	t->state = state;
+	if (state >= SFR_DURABLE)
+		atomic_store_explicit(&t->over, true, memory_order_release);
+	pthread_cond_broadcast(&t->engine->cv_state);
+}
+
+static bool ended(const struct sfr_ticket *t)
+{
+	return t->state >= SFR_DURABLE;
+}
+
+/* ---- life ---- */
+
+struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
+{
+	struct sfr__job *job = &t->jobs[t->nr_blocks + (kind == SFR__JOB_OPEN ? 0 :
+							kind == SFR__JOB_TAIL ? 1 :
+										2)];
+
+	job->ticket = t;
+	job->kind = kind;
+	return job;
+}
+
+/* Frees what only the work needed; the figures of the image stay. Nobody works any more. */
+static void free_tools(struct sfr_ticket *t)
+{
+	sfr_sys.free(t->img.entries);
+	sfr_sys.free(t->img.runs);
+	sfr_sys.free(t->jobs);
+	sfr_sys.free(t->samples.items);
+	sfr_sys.free(t->sums);
+	t->img.entries = NULL;
+	t->img.runs = NULL;
+	t->jobs = NULL;
+	t->samples.items = NULL;
+	t->sums = NULL;
+}
+
+void sfr__ticket_free(struct sfr_ticket *t)
+{
+	struct sfr_engine *engine = t->engine;
+
+	sfr__file_fini(&t->file);
+	sfr__cuda_parts_free(t);
+	free_tools(t);
+	sfr_sys.free(t->log.key);
+	sfr_sys.free(t);
+	sfr_engine_put(engine);
+}
+
+void sfr_ticket_get(struct sfr_ticket *t)
+{
+	atomic_fetch_add_explicit(&t->refs, 1, memory_order_relaxed);
+}
+
+void sfr_ticket_put(struct sfr_ticket *t)
+{
+	if (!t || sfr__ticket_foreign(t))
+		return;
+	if (atomic_fetch_sub_explicit(&t->refs, 1, memory_order_acq_rel) == 1)
+		sfr__ticket_free(t);
+}
+
+uint64_t sfr_ticket_seq(const struct sfr_ticket *t)
+{
+	return t->seq;
+}
+
+uint64_t sfr_ticket_number(const struct sfr_ticket *t)
+{
+	return t->number;
+}
+
+/* ---- the state machine ---- */
+
+void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
+{
+	if (t->err.code == 0)
+		t->err = *err;
+	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
+		sfr__ticket_set_state_locked(t, SFR_ENDING);
+}
+
+void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
+{
+	pthread_mutex_lock(&t->engine->mu);
+	sfr__ticket_fail_locked(t, err);
+	pthread_mutex_unlock(&t->engine->mu);
+}
+
+bool sfr__ticket_failing(struct sfr_ticket *t)
+{
+	bool yes;
+
+	pthread_mutex_lock(&t->engine->mu);
+	yes = sfr__ticket_failing_locked(t);
+	pthread_mutex_unlock(&t->engine->mu);
+	return yes;
+}
+
+void sfr__ticket_step_locked(struct sfr_ticket *t)
+{
+	struct sfr_engine *engine = t->engine;
+
+	if (t->state == SFR_ENDING) {
+		bool called = t->launched || t->abandoned;
+
+		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0 &&
+		    !t->clean_queued) {
+			t->clean_queued = true;
+			sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_CLEAN));
+		}
+		return;
+	}
+	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
+		t->tail_queued = true;
+		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_TAIL));
+	}
+	if (t->state == SFR_STAGING && t->copied && t->confirmed) {
+		t->staged_ns = sfr__now_ns();
+		sfr__ticket_set_state_locked(t, SFR_STAGED);
+	}
+	if (t->state == SFR_STAGED && t->blocks_written == t->nr_blocks)
+		sfr__ticket_set_state_locked(t, SFR_WRITING);
+	if (t->state == SFR_WRITING && t->synced && t->jobs_out == 0) {
+		sfr__ticket_set_state_locked(t, SFR_READY);
+		sfr__log_ready(&t->log);
+	}
+}
+
+void sfr__ticket_released_locked(struct sfr_ticket *t)
+{
+	if (t->lane_owns || t->cuda_out != 0)
+		return;
+	if (!sfr__ticket_failing_locked(t)) {
+		t->copied = true;
+		t->copied_ns = sfr__now_ns();
+	}
+	/* Waiters for "copied" look at a failed save too: its sources are free now. */
+	pthread_cond_broadcast(&t->engine->cv_state);
+	sfr_ticket_get(t);
+	sfr__notice_post(&t->notice_copied);
+}
+
+bool sfr__ticket_begin_commit(struct sfr_ticket *t)
+{
+	bool go;
+
+	pthread_mutex_lock(&t->engine->mu);
+	go = t->state == SFR_READY;
+	if (go)
+		sfr__ticket_set_state_locked(t, SFR_COMMITTING);
+	pthread_mutex_unlock(&t->engine->mu);
+	return go;
+}
+
+void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
+{
+	struct sfr_engine *engine = t->engine;
+	bool ok;
+
+	free_tools(t);
+	pthread_mutex_lock(&engine->mu);
+	if (err && err->code && t->err.code == 0)
+		t->err = *err;
+	ok = t->err.code == 0;
+	if (t->file.fallback[1][0])
+		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
+	t->ended_ns = sfr__now_ns();
+	engine->nr_in_flight--;
+	if (t->all_prev)
+		t->all_prev->all_next = t->all_next;
+	else
+		engine->tickets = t->all_next;
+	if (t->all_next)
+		t->all_next->all_prev = t->all_prev;
+	if (t->launched)
+		sfr__log_ended(&t->log, ok);
+	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
+					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
+									SFR_FAILED);
+	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
+			strrchr(t->log.key, '/') + 1);
+	pthread_mutex_unlock(&engine->mu);
+	sfr__notice_post(&t->notice_ended); /* with the engine's reference */
+}
+
+/* ---- waiting, verdict, cancel, report ---- */
+
+static bool reached(const struct sfr_ticket *t, enum sfr_wait_for what)
+{
+	if (ended(t))
+		return true;
+	switch (what) {
+	case SFR_WAIT_COPIED:
+		/* A failed save's sources are free once the lane has let go of it. */
+		return t->copied ||
+		       (t->state == SFR_ENDING && t->launched && !t->lane_owns && t->cuda_out == 0);
+	case SFR_WAIT_STAGED:
+		return t->state >= SFR_STAGED && t->state != SFR_ENDING;
+	case SFR_WAIT_ENDED:
+		break;
+	}
+	return false;
+}
+
+bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
+{
+	return reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
+	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
+}
+
+int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	/* Python asks this in loops with the interpreter lock held, and whoever has the engine's lock
+	 * may be a niced thread that another process keeps from running. */
+	if (what == SFR_WAIT_ENDED && atomic_load_explicit(&t->over, memory_order_acquire))
+		return 0;
+	if (what == SFR_WAIT_ENDED && slice_ns == 0)
+		return SFR_EAGAIN;
+	pthread_mutex_lock(&t->engine->mu);
+	while (!reached(t, what) && rc == 0)
+		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	if (reached(t, what))
+		rc = 0;
+	pthread_mutex_unlock(&t->engine->mu);
+	return rc;
+}
+
+int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
+{
+	struct sfr_err err = { .index = -1 };
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	pthread_mutex_lock(&t->engine->mu);
+	if (t->confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
+		rc = SFR_ESTATE;
+	} else {
+		t->confirmed = true;
+		if (torn_index >= 0) {
+			sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "version");
+			err.index = torn_index;
+			sfr__ticket_fail_locked(t, &err);
+		}
+		sfr__ticket_step_locked(t);
+	}
+	pthread_mutex_unlock(&t->engine->mu);
+	return rc;
+}
+
+int sfr_save_cancel(struct sfr_ticket *t)
+{
+	struct sfr_err err = { .index = -1 };
+	int done;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
+	pthread_mutex_lock(&t->engine->mu);
+	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING) {
+		sfr__ticket_fail_locked(t, &err);
+		sfr__ticket_step_locked(t);
+	}
+	done = t->err.code == SFR_ECANCELLED;
+	pthread_mutex_unlock(&t->engine->mu);
+	return done;
+}
+
+int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
+{
+	memset(out, 0, sizeof(*out));
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	pthread_mutex_lock(&t->engine->mu);
+	out->state = t->state;
+	out->err = t->err;
+	out->nbytes = t->img.len;
+	out->captured_nbytes = t->img.captured_nbytes;
+	out->deferred_nbytes = t->img.deferred_nbytes;
+	out->written_nbytes = t->written_nbytes;
+	out->peak_pool_bytes = t->peak_blocks * t->engine->opts.block_bytes;
+	out->slot_wait_ns = t->slot_wait_ns;
+	out->block_wait_ns = t->block_wait_ns;
+	out->created_ns = t->created_ns;
+	out->launched_ns = t->launched_ns;
+	out->copied_ns = t->copied_ns;
+	out->staged_ns = t->staged_ns;
+	out->ended_ns = t->ended_ns;
+	out->io_mode = t->io_mode;
+	out->over_slots = t->over_slots;
+	memcpy(out->fallback, t->fallback, sizeof(t->fallback));
+	pthread_mutex_unlock(&t->engine->mu);
+	return 0;
+}

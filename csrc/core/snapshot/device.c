@@ -1,0 +1,354 @@
+/* A snapshot's part in a device: copies right into the leased memory, all queued in the call.
+ *
+ *     caller's stream   ... work  E   |                    waits C |  forward, backward  waits S | step
+ *     lane's stream               waits E | captured, samples, C | deferred, S
+ *
+ * A save's deferred bytes trickle (stage_cuda.c); a snapshot's do not: it has all of its memory
+ * already, whoever takes it mostly waits for it at once, and so each group is one batch, handed
+ * over in one call of the driver. The price is that other streams' copies stand in line behind it.
+ *
+ * One piece flies behind everything, so the lane's thread hears of the end, compares samples, and
+ * the snapshot's memory can go back no earlier. Where nothing was queued, nothing flies.
+ *
+ * A copy goes to one registration: the driver refuses others, so sources are cut where the pieces
+ * of the pool's memory meet. Blocks that could not be pinned get copies of their own.
+ */
+#include <errno.h>
+#include <stddef.h>
+
+#include "device/lane.h"
+#include "snapshot/snapshot.h"
+
+struct sfr__snapshot_part {
+	struct sfr__cuda_landing landing; /* first: the lane knows the part by it */
+	struct sfr_snapshot *snapshot;    /* constant, as the next */
+	uint32_t device;
+	CUstream stream;             /* the caller's current one */
+	struct sfr__cuda_lane *lane; /* NULL until start */
+
+	CUevent captured;             /* C: only the caller's thread touches it */
+	struct sfr__cuda_store store; /* the caller's until the piece flies, then the lane's */
+	struct sfr__sample *samples;  /* in the store */
+	uint32_t nr_samples;
+
+	/* guarded by lane->mu */
+	CUevent staged; /* S */
+	bool over;      /* landed, or nothing was queued */
+};
+
+/* Copies that are made in one call. */
+struct batch {
+	CUdeviceptr *dst, *src;
+	size_t *len, nr, room;
+};
+
+/* ---- which copies ----------------------------------------------------------------- */
+
+static void batch_free(struct batch *batch)
+{
+	sfr_sys.free(batch->dst);
+	sfr_sys.free(batch->src);
+	sfr_sys.free(batch->len);
+}
+
+static int batch_add(struct batch *batch, const void *dst, const char *src, size_t len)
+{
+	if (batch->nr == batch->room) {
+		size_t room = batch->room ? batch->room * 2 : 64;
+		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
+		CUdeviceptr *from;
+		size_t *lens;
+
+		if (!to)
+			return -ENOMEM;
+		batch->dst = to;
+		from = sfr_sys.realloc(batch->src, room * sizeof(*from));
+		if (!from)
+			return -ENOMEM;
+		batch->src = from;
+		lens = sfr_sys.realloc(batch->len, room * sizeof(*lens));
+		if (!lens)
+			return -ENOMEM;
+		batch->len = lens;
+		batch->room = room;
+	}
+	batch->dst[batch->nr] = (CUdeviceptr)(uintptr_t)dst;
+	batch->src[batch->nr] = (CUdeviceptr)(uintptr_t)src;
+	batch->len[batch->nr++] = len;
+	return 0;
+}
+
+/* The copies of one kind of the part's sources: to pinned memory, and to memory that is not. */
+static int collect(const struct sfr__snapshot_part *part, bool captured, struct batch *pinned,
+		   struct batch *pageable)
+{
+	struct sfr_snapshot *s = part->snapshot;
+	int rc = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		const struct sfr_source *source = &s->sources[i];
+		const char *src = (const char *)(uintptr_t)source->addr;
+
+		if (source->device != part->device + 1 ||
+		    (source->lane == SFR_CAPTURED) != captured)
+			continue;
+		for (uint64_t off = 0, len; off < source->nbytes && rc == 0; off += len) {
+			bool good;
+
+			len = sfr__pool_span(s->engine->pool, s->copies[i] + off,
+					     (size_t)(source->nbytes - off), &good);
+			rc = batch_add(good ? pinned : pageable, s->copies[i] + off, src + off,
+				       (size_t)len);
+		}
+	}
+	return rc;
+}
+
+/* Places samples of the deferred sources in memory of the lane's, and adds their copies. */
+static int sample(struct sfr__snapshot_part *part, struct batch *batch)
+{
+	struct sfr_snapshot *s = part->snapshot;
+	size_t most = sfr__snapshot_samples_most(s, part->device + 1);
+	int rc;
+
+	if (most == 0)
+		return 0;
+	rc = sfr__cuda_store_get(part->lane, most * sizeof(*part->samples), &part->store);
+	if (rc < 0)
+		return rc;
+	part->samples = (struct sfr__sample *)(void *)part->store.range.base;
+	part->nr_samples = sfr__snapshot_place_samples(s, part->device + 1, part->samples);
+	for (uint32_t k = 0; k < part->nr_samples && rc == 0; k++) {
+		struct sfr__sample *each = &part->samples[k];
+		const char *src = (const char *)(uintptr_t)s->sources[each->entry].addr;
+
+		rc = batch_add(batch, each->bytes, src + each->off, each->len);
+	}
+	return rc;
+}
+
+/* ---- start ------------------------------------------------------------------------- */
+
+/* What is queued for one part. */
+struct plan {
+	struct batch captured, captured_pageable, samples, deferred, deferred_pageable;
+	struct sfr__cuda_piece *piece; /* NULL once it flies */
+};
+
+static void plan_free(struct sfr__snapshot_part *part, struct plan *plan)
+{
+	batch_free(&plan->captured);
+	batch_free(&plan->captured_pageable);
+	batch_free(&plan->samples);
+	batch_free(&plan->deferred);
+	batch_free(&plan->deferred_pageable);
+	if (plan->piece)
+		sfr__cuda_piece_put(part->lane, plan->piece);
+}
+
+static int plan_make(struct sfr__snapshot_part *part, struct plan *plan)
+{
+	int rc;
+
+	*plan = (struct plan){ .piece = sfr__cuda_piece_get(part->lane) };
+	rc = plan->piece ? 0 : -ENOMEM;
+	if (rc == 0)
+		rc = collect(part, true, &plan->captured, &plan->captured_pageable);
+	if (rc == 0)
+		rc = collect(part, false, &plan->deferred, &plan->deferred_pageable);
+	if (rc == 0)
+		rc = sample(part, &plan->samples);
+	return rc;
+}
+
+static void copy_locked(struct sfr__snapshot_part *part, struct batch *batch, bool pinned,
+			struct sfr_err *err)
+{
+	if (batch->nr && !err->code)
+		sfr__cuda_copies_locked(part->lane, batch->dst, batch->src, batch->len, batch->nr,
+					pinned, err);
+}
+
+/* Queues the plan, between E and S. What a call that fails has done is not known, so from the
+ * first copy on a piece flies, whatever comes. */
+static void queue_locked(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+
+	if (lane->dead) {
+		sfr__cuda_refuse_locked(lane, err);
+		return;
+	}
+	sfr__cuda_mark_locked(lane, part->stream, err);
+	if (err->code)
+		return;
+	copy_locked(part, &plan->captured, true, err);
+	copy_locked(part, &plan->captured_pageable, false, err);
+	copy_locked(part, &plan->samples, part->store.pinned, err);
+	part->captured = sfr__cuda_record_locked(lane, lane->stream, err);
+	copy_locked(part, &plan->deferred, true, err);
+	copy_locked(part, &plan->deferred_pageable, false, err);
+	part->staged = sfr__cuda_record_locked(lane, lane->stream, err);
+	*plan->piece = (struct sfr__cuda_piece){ .landing = &part->landing };
+	plan->piece->landed = sfr__cuda_record_locked(lane, lane->stream, err);
+	sfr__cuda_fly_locked(lane, plan->piece);
+	plan->piece = NULL;
+	part->over = false;
+}
+
+/* 0; or a code with err->code == 0: nothing is queued and the call is refused. */
+static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
+{
+	struct sfr_snapshot *s = part->snapshot;
+	struct sfr__pin *pin = sfr__pool_pin(s->engine->pool);
+	struct sfr__cuda_scope scope;
+	struct plan plan;
+	char why[160] = "";
+	CUresult rc;
+	int ret = sfr__cuda_lane_get(s->engine, part->device, &part->lane, why, sizeof(why));
+
+	if (ret == SFR_ECLOSED)
+		return ret;
+	if (ret < 0) {
+		part->lane = NULL;
+		sfr__err_set(err, ret, SFR_PHASE_STAGE, why);
+		return 0;
+	}
+	rc = sfr__cuda_enter(&scope, part->lane->cu, part->lane->context);
+	if (rc != CUDA_SUCCESS) {
+		pthread_mutex_lock(&part->lane->mu);
+		(void)sfr__cuda_failed_locked(part->lane, "cuCtxPushCurrent", rc, err);
+		pthread_mutex_unlock(&part->lane->mu);
+		return 0;
+	}
+	if (sfr__cuda_is_capturing(part->lane->cu, part->stream)) {
+		sfr__cuda_leave(&scope);
+		return SFR_ECAPTURING;
+	}
+	if (sfr__pin_on(pin, part->lane->cu, part->device, why, sizeof(why)) == 0)
+		sfr__pool_pin_lease(s->engine->pool, &s->lease);
+	else
+		sfr__pin_failed(pin, why);
+	ret = plan_make(part, &plan);
+	if (ret < 0) {
+		sfr__err_set(err, ret, SFR_PHASE_STAGE, NULL);
+	} else {
+		sfr__snapshot_out(s); /* before it can land */
+		pthread_mutex_lock(&part->lane->mu);
+		queue_locked(part, &plan, err);
+		pthread_mutex_unlock(&part->lane->mu);
+		if (plan.piece)
+			sfr__snapshot_in(s, -1, NULL);
+	}
+	if (plan.piece)
+		sfr__cuda_store_put(part->lane, &part->store);
+	plan_free(part, &plan);
+	sfr__cuda_leave(&scope);
+	return 0;
+}
+
+int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err)
+{
+	for (uint32_t i = 0; i < s->nr_parts && !err->code; i++) {
+		int rc = start_part(&s->parts[i], err);
+
+		if (rc < 0)
+			return rc;
+	}
+	return 0;
+}
+
+void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err)
+{
+	for (uint32_t i = 0; i < s->nr_parts; i++)
+		sfr__cuda_wait_captured(s->parts[i].lane, s->parts[i].stream, &s->parts[i].captured,
+					err);
+}
+
+/* ---- afterwards --------------------------------------------------------------------- */
+
+/* On the lane's thread: the piece behind all copies is off the list. */
+static void landed(struct sfr__cuda_landing *landing, bool ok)
+{
+	struct sfr__snapshot_part *part = (struct sfr__snapshot_part *)landing;
+	struct sfr_snapshot *s = part->snapshot;
+	struct sfr__cuda_lane *lane = part->lane;
+	struct sfr_err err = { .index = -1 };
+	int64_t torn = -1;
+
+	if (ok)
+		torn = sfr__snapshot_compare(s, part->samples, part->nr_samples);
+	else
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
+	pthread_mutex_lock(&lane->mu);
+	part->over = true;
+	if (!lane->dead)
+		sfr__cuda_event_put_locked(lane, part->staged);
+	part->staged = NULL;
+	pthread_mutex_unlock(&lane->mu);
+	sfr__cuda_store_put(lane, &part->store);
+	if (!ok)
+		sfr__snapshot_lost(s);
+	sfr__snapshot_in(s, torn, err.code ? &err : NULL); /* it may be gone from here on */
+}
+
+bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr)
+{
+	bool all = true;
+
+	for (uint32_t i = 0; i < s->nr_parts; i++) {
+		struct sfr__snapshot_part *part = &s->parts[i];
+		const struct sfr_stream *stream = sfr__stream_of(streams, nr, part->device);
+		struct sfr__cuda_lane *lane = part->lane;
+		bool done;
+
+		if (!lane)
+			continue;
+		pthread_mutex_lock(&lane->mu);
+		done = part->over || lane->dead ||
+		       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
+		pthread_mutex_unlock(&lane->mu);
+		all = all && done;
+	}
+	return all;
+}
+
+int sfr__snapshot_parts_new(struct sfr_snapshot *s)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		uint32_t device = s->sources[i].device, k = 0;
+
+		if (device == 0 || s->sources[i].nbytes == 0)
+			continue;
+		while (k < nr && s->parts[k].device != device - 1)
+			k++;
+		if (k < nr)
+			continue;
+		/* Devices are few, and mostly one. */
+		struct sfr__snapshot_part *more =
+			sfr_sys.realloc(s->parts, (nr + 1) * sizeof(*more));
+		if (!more)
+			return -ENOMEM;
+		s->parts = more;
+		s->parts[nr++] = (struct sfr__snapshot_part){
+			.landing.fn = landed, .snapshot = s, .device = device - 1, .over = true
+		};
+	}
+	s->nr_parts = nr;
+	return 0;
+}
+
+int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				uint32_t nr)
+{
+	for (uint32_t i = 0; i < s->nr_parts; i++) {
+		const struct sfr_stream *stream = sfr__stream_of(streams, nr, s->parts[i].device);
+
+		if (!stream)
+			return SFR_ESTATE;
+		s->parts[i].stream = (CUstream)(uintptr_t)stream->handle;
+	}
+	return 0;
+}

@@ -1,0 +1,76 @@
+/* Samples of a snapshot: lines of each deferred source, kept in the call and compared with the copy.
+ *
+ * The copy stands in one piece, so the comparison is one pass at its end, over each kind of memory
+ * by whoever copied from it.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "snapshot/snapshot.h"
+
+uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		nr += sfr__is_deferred(&s->sources[i]) && s->sources[i].device == device;
+	return nr;
+}
+
+/* Lines of each deferred source, at most. */
+static uint64_t samples_per_source(const struct sfr_snapshot *s)
+{
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		nr += sfr__is_deferred(&s->sources[i]);
+	return sfr__samples_each(nr);
+}
+
+size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device)
+{
+	return (size_t)(sfr__snapshot_nr_deferred(s, device) * samples_per_source(s));
+}
+
+uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
+				     struct sfr__sample *samples)
+{
+	uint64_t per_source = samples_per_source(s), random = sfr__now_ns();
+	uint32_t nr = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		const struct sfr_source *source = &s->sources[i];
+
+		if (sfr__is_deferred(source) && source->device == device)
+			nr += sfr__samples_place(samples + nr, i, source->nbytes, per_source,
+						 &random);
+	}
+	return nr;
+}
+
+int sfr__snapshot_take_samples(struct sfr_snapshot *s)
+{
+	s->samples = sfr_sys.malloc(sfr__snapshot_samples_most(s, 0) * sizeof(*s->samples));
+	if (!s->samples)
+		return -ENOMEM;
+	s->nr_samples = sfr__snapshot_place_samples(s, 0, s->samples);
+	for (uint32_t k = 0; k < s->nr_samples; k++) {
+		struct sfr__sample *sample = &s->samples[k];
+
+		memcpy(sample->bytes, sfr__bytes_of(&s->sources[sample->entry]) + sample->off,
+		       sample->len);
+	}
+	return 0;
+}
+
+int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
+			      uint32_t nr)
+{
+	for (uint32_t k = 0; k < nr; k++) {
+		const struct sfr__sample *sample = &samples[k];
+
+		if (memcmp(s->copies[sample->entry] + sample->off, sample->bytes, sample->len))
+			return sample->entry;
+	}
+	return -1;
+}

@@ -1,0 +1,510 @@
+/* Snapshots: copies that live in the pool until nobody uses them any more.
+ *
+ *     NEW --lease--> LEASED --start--> COPYING --lane--> COPIED
+ *                      |                                   ^
+ *                      +-- start, host only, all captured -+
+ *
+ *     from     to       by
+ *     NEW      LEASED   sfr_snapshot_lease
+ *     LEASED   COPIED   sfr_snapshot_start, when all was captured from the host, or it has failed
+ *     LEASED   COPYING  sfr_snapshot_start
+ *     COPYING  COPIED   sfr__snapshot_in, by the last of those who copy
+ *
+ * When the memory goes back is a question of its own, asked after each of these events: the copy
+ * has ended, a view is closed, a hold has ended, the last reference is dropped. It goes when none
+ * of the first three is left, or with the last reference.
+ *
+ *   view   someone can read the memory (an object that tensors refer to): while there is one, a
+ *          wait for this memory is one that only the caller could end
+ *   hold   a process or a future that reads it, and will end by itself
+ *
+ * Deferred sources are watched as those of a save are: lines of each are kept in the call and
+ * compared with the copy. The copy stands in one piece, so that is one pass at the end.
+ *
+ * Several may copy at a time: the call itself, the host's lane, each device (snapshot_cuda.c). They
+ * are counted (`nr_out`), and the last one to end is who settles the snapshot.
+ *
+ * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
+ * last one.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "snapshot/snapshot.h"
+
+enum { COPY_PIECE = 4 << 20 /* between looks at whether anybody still wants the copy */ };
+
+static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
+
+unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
+{
+	return atomic_load_explicit(&arrows[from][to], memory_order_relaxed);
+}
+
+static void set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state)
+{
+	atomic_fetch_add_explicit(&arrows[s->state][state], 1, memory_order_relaxed);
+	s->state = state;
+	pthread_cond_broadcast(&s->engine->cv_state);
+}
+
+/* Made before a fork that this process came out of: nothing of it may be touched. */
+static bool foreign(const struct sfr_snapshot *s)
+{
+	return s->fork_generation != sfr_fork_generation();
+}
+
+/* ---- memory ---- */
+
+/* Gives back what was taken out of the snapshot under the lock. */
+static void give_back(struct sfr_snapshot *s, struct sfr__lease *lease)
+{
+	/* Where the system refuses (a process has a limited number of mappings), later children
+	 * have these pages too: that costs them memory, and harms nobody. */
+	if (s->shared)
+		(void)sfr__pool_share(s->engine->pool, lease, false);
+	sfr__pool_unplace(s->engine->pool, lease);
+	sfr__engine_snapshot_gone(s->engine);
+}
+
+/* Asks whether the memory goes back, and lets go of the lock. */
+static void settle_and_unlock(struct sfr_snapshot *s)
+{
+	struct sfr__lease lease = { 0 };
+
+	/* Before it is known that nobody has it any more: who waits for memory has to see that this
+	 * comes back. The pool's lock stands in the order after the engine's. */
+	if (s->nr_views == 0 && s->lease.runs)
+		sfr__pool_let_go(s->engine->pool, &s->lease);
+	if (s->nr_views == 0 && s->nr_holds == 0) {
+		s->abandoned = true;
+		if (s->state != SFR__SNAPSHOT_COPYING) {
+			lease = s->lease;
+			s->lease = (struct sfr__lease){ 0 };
+		}
+	}
+	pthread_mutex_unlock(&s->engine->mu);
+	if (lease.runs)
+		give_back(s, &lease);
+}
+
+int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
+		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out)
+{
+	struct sfr_snapshot *s;
+	int rc = -ENOMEM;
+
+	*out = NULL;
+	if (engine->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	s = sfr_sys.calloc(1, sizeof(*s));
+	if (!s)
+		return -ENOMEM;
+	atomic_init(&s->refs, 1);
+	s->fork_generation = engine->fork_generation;
+	s->engine = engine;
+	sfr__engine_get(engine);
+	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
+	s->nr_sources = nr_sources;
+	s->torn = -1;
+	s->notice = (struct sfr__notice){ .snapshot = s, .what = SFR_NOTICE_SNAPSHOT };
+	/* One more than needed: no bytes at all may be NULL. */
+	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
+	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
+	if (!s->sources || !s->copies)
+		goto fail;
+	if (nr_sources)
+		memcpy(s->sources, sources, nr_sources * sizeof(*sources));
+	rc = -EINVAL;
+	for (uint32_t i = 0; i < nr_sources; i++)
+		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
+		    (sources[i].lane != SFR_CAPTURED || sources[i].device != 0))
+			goto fail;
+	rc = sfr__snapshot_parts_new(s);
+	if (rc < 0)
+		goto fail;
+	*out = s;
+	return 0;
+fail:
+	sfr_snapshot_put(s);
+	return rc;
+}
+
+/* The one range that all copies lie in. */
+static void set_range(struct sfr_snapshot *s)
+{
+	char *end = NULL;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		char *copy = s->copies[i];
+
+		if (!copy)
+			continue;
+		if (!s->base || copy < s->base)
+			s->base = copy;
+		if (!end || copy + s->sources[i].nbytes > end)
+			end = copy + s->sources[i].nbytes;
+	}
+	s->len = s->base ? (uint64_t)(end - s->base) : 0;
+}
+
+int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
+{
+	struct sfr_engine *engine = s->engine;
+	struct sfr__lease lease;
+	uint64_t *lens;
+	bool spare;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	lens = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*lens));
+	if (!lens)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		lens[i] = s->sources[i].nbytes;
+	pthread_mutex_lock(&engine->mu);
+	if (s->state != SFR__SNAPSHOT_NEW)
+		rc = SFR_ESTATE;
+	else if (engine->closing)
+		rc = SFR_ECLOSED;
+	else
+		engine->nr_snapshots++; /* the pool stays */
+	spare = sfr__engine_nr_waitable_locked(engine) > 0;
+	pthread_mutex_unlock(&engine->mu);
+	if (rc < 0)
+		goto out;
+	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, spare, slice_ns,
+						s->copies, &lease) :
+				sfr__pool_place_whole(engine->pool, lens, s->nr_sources, spare,
+						      slice_ns, s->copies, &lease);
+	if (rc == 0 && s->shared) {
+		rc = sfr__pool_share(engine->pool, &lease, true);
+		if (rc < 0) {
+			(void)sfr__pool_share(engine->pool, &lease, false); /* what it can */
+			sfr__pool_unplace(engine->pool, &lease);
+		}
+	}
+	if (rc < 0) {
+		sfr__engine_snapshot_gone(engine);
+		goto out;
+	}
+	set_range(s);
+	pthread_mutex_lock(&engine->mu);
+	s->lease = lease;
+	s->nr_views = 1;
+	set_state_locked(s, SFR__SNAPSHOT_LEASED);
+	pthread_mutex_unlock(&engine->mu);
+out:
+	sfr_sys.free(lens);
+	return rc;
+}
+
+void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len)
+{
+	*base = s->base;
+	*len = s->len;
+}
+
+uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
+{
+	return s->copies[source] ? (uint64_t)(s->copies[source] - s->base) : 0;
+}
+
+/* ---- copying ---- */
+
+static bool is_abandoned(struct sfr_snapshot *s)
+{
+	bool abandoned;
+
+	pthread_mutex_lock(&s->engine->mu);
+	abandoned = s->abandoned;
+	pthread_mutex_unlock(&s->engine->mu);
+	return abandoned;
+}
+
+/* The lane's copies make a CRC on their way, which nobody wants here and which costs nothing: they
+ * wait for memory. False when it was given up on the way, which only a lane does. */
+static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
+{
+	const struct sfr_source *source = &s->sources[i];
+
+	for (uint64_t off = 0; off < source->nbytes; off += COPY_PIECE) {
+		uint64_t left = source->nbytes - off;
+
+		size_t len = (size_t)(left < COPY_PIECE ? left : COPY_PIECE);
+		char *dst = s->copies[i] + off;
+
+		if (!lane) {
+			sfr_sys.capture_copy(dst, sfr__bytes_of(source) + off, len);
+			continue;
+		}
+		if (is_abandoned(s))
+			return false;
+		(void)sfr_sys.lane_copy(0, dst, sfr__bytes_of(source) + off, len);
+	}
+	return true;
+}
+
+static void push_locked(struct sfr_engine *engine, struct sfr_snapshot *s)
+{
+	s->next = NULL;
+	if (engine->snapshot_tail)
+		engine->snapshot_tail->next = s;
+	else
+		engine->snapshot_head = s;
+	engine->snapshot_tail = s;
+	pthread_cond_signal(&engine->cv_lane);
+}
+
+void sfr__snapshot_out(struct sfr_snapshot *s)
+{
+	pthread_mutex_lock(&s->engine->mu);
+	s->nr_out++;
+	pthread_mutex_unlock(&s->engine->mu);
+}
+
+void sfr__snapshot_lost(struct sfr_snapshot *s)
+{
+	pthread_mutex_lock(&s->engine->mu);
+	s->lease.retired = true;
+	pthread_mutex_unlock(&s->engine->mu);
+}
+
+void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
+{
+	struct sfr_engine *engine = s->engine;
+
+	pthread_mutex_lock(&engine->mu);
+	if (torn >= 0 && s->torn < 0)
+		s->torn = torn;
+	if (err && err->code && !s->err.code)
+		s->err = *err;
+	if (--s->nr_out > 0) {
+		pthread_mutex_unlock(&engine->mu);
+		return;
+	}
+	engine->nr_copying--;
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	settle_and_unlock(s);
+	sfr__notice_post(&s->notice); /* with the reference of those who copy */
+}
+
+/* Nobody but the caller copies: the snapshot was started too late, or has nothing to defer. */
+static int copy_here(struct sfr_snapshot *s, int rc)
+{
+	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
+		if (s->sources[i].device == 0 && s->sources[i].addr)
+			(void)copy_source(s, i, false); /* always all */
+	pthread_mutex_lock(&s->engine->mu);
+	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+			 uint32_t nr_streams)
+{
+	return foreign(s) ? SFR_EFORK : sfr__snapshot_parts_streams(s, streams, nr_streams);
+}
+
+int sfr_snapshot_start(struct sfr_snapshot *s)
+{
+	struct sfr_engine *engine = s->engine;
+	uint32_t nr = sfr__snapshot_nr_deferred(s, 0);
+	struct sfr_err err = { .index = -1 };
+	bool queued = false;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&engine->mu);
+	if (s->state != SFR__SNAPSHOT_LEASED)
+		rc = SFR_ESTATE;
+	else if (s->nr_parts && engine->closing)
+		rc = SFR_ECLOSED;
+	pthread_mutex_unlock(&engine->mu);
+	if (rc == SFR_ESTATE)
+		return rc;
+	if (rc == 0 && nr)
+		rc = sfr__snapshot_take_samples(s);
+	pthread_mutex_lock(&engine->mu);
+	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
+		rc = sfr__engine_start_locked(engine);
+		queued = rc == 0;
+	}
+	if (queued) {
+		sfr_snapshot_get(s); /* of those who copy */
+		s->nr_out = 1;       /* this call */
+		engine->nr_copying++;
+		set_state_locked(s, SFR__SNAPSHOT_COPYING);
+	}
+	pthread_mutex_unlock(&engine->mu);
+	if (!queued) /* the engine may have been closed meanwhile: nothing is left to do it later */
+		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
+	/* Devices first: they copy while the host does. */
+	rc = sfr__snapshot_parts_start(s, &err);
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		if (s->sources[i].lane == SFR_CAPTURED && s->sources[i].device == 0 &&
+		    s->sources[i].addr)
+			(void)copy_source(s, i, false); /* always all */
+	sfr__snapshot_parts_captured(s, &err);
+	if (nr) {
+		pthread_mutex_lock(&engine->mu);
+		s->nr_out++;
+		push_locked(engine, s);
+		pthread_mutex_unlock(&engine->mu);
+	}
+	sfr__snapshot_in(s, -1, &err);
+	return rc < 0 ? rc : err.code;
+}
+
+void sfr__snapshot_copy_locked(struct sfr_engine *engine)
+{
+	struct sfr_snapshot *s = engine->snapshot_head;
+	int64_t torn = -1;
+	bool all = true;
+
+	engine->snapshot_head = s->next;
+	if (!engine->snapshot_head)
+		engine->snapshot_tail = NULL;
+	pthread_mutex_unlock(&engine->mu);
+	for (uint32_t i = 0; all && i < s->nr_sources; i++)
+		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
+			all = copy_source(s, i, true);
+	if (all)
+		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
+	sfr__snapshot_in(s, torn, NULL);
+	pthread_mutex_lock(&engine->mu);
+}
+
+int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
+		      uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	bool on_host;
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
+		  sfr__snapshot_nr_deferred(s, 0) > 0;
+	pthread_mutex_lock(&s->engine->mu);
+	while (on_host && s->state == SFR__SNAPSHOT_COPYING && rc == 0)
+		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
+	if (s->state != SFR__SNAPSHOT_COPYING)
+		rc = 0;
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
+{
+	*out = (struct sfr_err){ .index = -1 };
+	if (foreign(s))
+		return;
+	pthread_mutex_lock(&s->engine->mu);
+	*out = s->err;
+	pthread_mutex_unlock(&s->engine->mu);
+}
+
+int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	*torn = -1;
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
+		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
+	if (s->state != SFR__SNAPSHOT_COPYING) {
+		*torn = s->torn;
+		rc = 0;
+	}
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+/* ---- who uses the memory ---- */
+
+static int use(struct sfr_snapshot *s, uint32_t *count)
+{
+	int rc = 0;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	if (s->lease.runs)
+		++*count;
+	else
+		rc = SFR_ESTATE;
+	pthread_mutex_unlock(&s->engine->mu);
+	return rc;
+}
+
+static void unuse(struct sfr_snapshot *s, uint32_t *count)
+{
+	if (foreign(s))
+		return;
+	pthread_mutex_lock(&s->engine->mu);
+	--*count;
+	settle_and_unlock(s);
+}
+
+int sfr_snapshot_view(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_views);
+}
+
+void sfr_snapshot_unview(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_views);
+}
+
+int sfr_snapshot_hold(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_holds);
+}
+
+void sfr_snapshot_unhold(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_holds);
+}
+
+int sfr_snapshot_leased(struct sfr_snapshot *s)
+{
+	int leased;
+
+	if (foreign(s))
+		return SFR_EFORK;
+	pthread_mutex_lock(&s->engine->mu);
+	leased = s->lease.runs != NULL;
+	pthread_mutex_unlock(&s->engine->mu);
+	return leased;
+}
+
+void sfr_snapshot_get(struct sfr_snapshot *s)
+{
+	atomic_fetch_add_explicit(&s->refs, 1, memory_order_relaxed);
+}
+
+void sfr_snapshot_put(struct sfr_snapshot *s)
+{
+	struct sfr_engine *engine;
+
+	if (!s || foreign(s))
+		return;
+	if (atomic_fetch_sub_explicit(&s->refs, 1, memory_order_acq_rel) != 1)
+		return;
+	engine = s->engine;
+	if (s->lease.runs)
+		give_back(s, &s->lease);
+	sfr_sys.free(s->parts);
+	sfr_sys.free(s->samples);
+	sfr_sys.free(s->copies);
+	sfr_sys.free(s->sources);
+	sfr_sys.free(s);
+	sfr_engine_put(engine);
+}

@@ -1,0 +1,94 @@
+/* A snapshot, as snapshot.c and the lane know it. */
+#ifndef SFR_SNAPSHOT_H
+#define SFR_SNAPSHOT_H
+
+#include "save/ticket.h"
+
+struct sfr__snapshot_part;
+
+enum sfr__snapshot_state {
+	SFR__SNAPSHOT_NEW,
+	SFR__SNAPSHOT_LEASED,
+	SFR__SNAPSHOT_COPYING, /* queued at, or being copied by, lanes */
+	SFR__SNAPSHOT_COPIED,  /* or failed, or given up: nobody writes into the memory any more */
+	SFR__NR_SNAPSHOT_STATES
+};
+
+struct sfr_snapshot {
+	struct sfr_engine *engine; /* a reference; constant, as the next five */
+	atomic_uint refs;          /* atomic */
+	uint64_t fork_generation;
+	struct sfr_source *sources;
+	uint32_t nr_sources;
+	bool shared;
+	char **copies; /* where each source goes; constant from LEASED on, as the next two */
+	char *base;
+	uint64_t len;
+
+	/* the rest is guarded by engine->mu */
+	enum sfr__snapshot_state state;
+	struct sfr__lease lease; /* empty: not leased, or gone back */
+	bool abandoned;          /* nobody can read the copy any more: the lane stops */
+	uint32_t nr_views, nr_holds;
+	uint32_t nr_out; /* of those who copy: the call, the host's lane, parts in devices */
+	int64_t torn;
+	struct sfr_err err; /* of a device; the first */
+
+	struct sfr__sample *samples; /* entry is a source; taken by start, read by the lane */
+	uint32_t nr_samples;
+	struct sfr__snapshot_part *parts; /* one for each device; the array is constant */
+	uint32_t nr_parts;
+
+	struct sfr__notice notice;
+	struct sfr_snapshot *next; /* at the lane */
+};
+
+static inline const char *sfr__bytes_of(const struct sfr_source *source)
+{
+	return (const char *)(uintptr_t)source->addr;
+}
+
+static inline bool sfr__is_deferred(const struct sfr_source *source)
+{
+	return source->lane != SFR_CAPTURED && source->nbytes != 0;
+}
+
+/* On the lane's thread, with engine->mu, which is given up meanwhile: copies the first snapshot in
+ * the queue. */
+void sfr__snapshot_copy_locked(struct sfr_engine *engine);
+/* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
+void sfr__snapshot_out(struct sfr_snapshot *s);
+void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
+/* A copy into the memory may never end: it is nobody's again. */
+void sfr__snapshot_lost(struct sfr_snapshot *s);
+
+/* ---- snapshot_samples.c ---- */
+/* Deferred sources in one kind of memory (sfr_source.device). */
+uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
+/* Keeps samples of every deferred source in host memory. -ENOMEM. */
+int sfr__snapshot_take_samples(struct sfr_snapshot *s);
+/* Samples of these: how many there can be; which, without the bytes; the first source whose copy
+ * differs from them, or -1. */
+size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device);
+uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
+				     struct sfr__sample *samples);
+int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
+			      uint32_t nr);
+
+/* ---- snapshot_cuda.c ---- */
+/* Makes the parts of the sources that live on devices. -ENOMEM. */
+int sfr__snapshot_parts_new(struct sfr_snapshot *s);
+/* The caller's current streams. SFR_ESTATE when a device has none. */
+int sfr__snapshot_parts_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
+				uint32_t nr);
+/* Queues all copies. SFR_ECAPTURING, SFR_ECLOSED: refused; what else fails is in *err. */
+int sfr__snapshot_parts_start(struct sfr_snapshot *s, struct sfr_err *err);
+/* The caller's streams wait for the captured ones. */
+void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err);
+/* These streams wait for all copies of their devices. False when the host has to. */
+bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *streams,
+			      uint32_t nr);
+/* How often a state followed another, in the whole process; for tests. */
+unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
+
+#endif

@@ -1,0 +1,333 @@
+/* Recording: a ring of events for each thread, written by that thread and read by one other.
+ *
+ *     thread:  events[head % N] = e;  head + 1 (release)      reader:  head (acquire)
+ *              a full ring (head - tail = N) drops e           events[tail % N];  tail + 1 (release)
+ *
+ * A ring is made at a thread's first event and lives until the thread has ended and its events
+ * are read: never while somebody could still write to it, so a thread that is late for the end of
+ * a trace does no harm. Such an event stays in the ring until the next trace begins, and is told
+ * by its start, which lies before that.
+ *
+ * The registry (a list of rings) is guarded by a mutex which threads take once, when their ring is
+ * made and when they end. It may be taken under any other lock of the core; none is taken under it.
+ */
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "trace/trace.h"
+
+#define SMALL_PIECE (64u << 10) /* pieces below it are seen in their block's span only */
+
+_Atomic uint32_t sfr__trace_on;
+
+static struct {
+	pthread_mutex_t mu;
+	struct sfr__ring *rings, *of_parent;
+	bool reading; /* a trace is being written: rings of ended threads are left to its reader */
+} registry = { .mu = PTHREAD_MUTEX_INITIALIZER };
+static _Atomic uint64_t lost;
+
+static _Thread_local struct sfr__ring *mine;
+static pthread_once_t key_once = PTHREAD_ONCE_INIT;
+static pthread_key_t key;
+static bool have_key;
+
+/* ---- a thread's ring ---- */
+
+static void unlink_locked(struct sfr__ring *ring)
+{
+	struct sfr__ring **place = &registry.rings;
+
+	while (*place && *place != ring)
+		place = &(*place)->next;
+	if (*place)
+		*place = ring->next;
+}
+
+/* The thread ends. */
+static void thread_ends(void *arg)
+{
+	struct sfr__ring *ring = arg;
+	bool ours;
+
+	mine = NULL;
+	pthread_mutex_lock(&registry.mu);
+	ours = !registry.reading;
+	if (ours)
+		unlink_locked(ring);
+	else
+		atomic_store_explicit(&ring->dead, true, memory_order_release);
+	pthread_mutex_unlock(&registry.mu);
+	if (ours)
+		sfr_sys.free(ring);
+}
+
+static void make_key(void)
+{
+	have_key = pthread_key_create(&key, thread_ends) == 0;
+}
+
+/* The calling thread's ring, made if need be; NULL without memory, and the event is lost. */
+static struct sfr__ring *get_ring(void)
+{
+	struct sfr__ring *ring = mine;
+
+	if (ring)
+		return ring;
+	(void)pthread_once(&key_once, make_key); /* cannot fail */
+	ring = have_key ? sfr_sys.calloc(1, sizeof(*ring)) : NULL;
+	if (ring && pthread_setspecific(key, ring) != 0) {
+		sfr_sys.free(ring);
+		ring = NULL;
+	}
+	if (!ring)
+		return NULL;
+	ring->tid = (uint64_t)syscall(SYS_gettid);
+	(void)pthread_getname_np(pthread_self(), ring->name, sizeof(ring->name)); /* or "" */
+	pthread_mutex_lock(&registry.mu);
+	ring->next = registry.rings;
+	registry.rings = ring;
+	pthread_mutex_unlock(&registry.mu);
+	mine = ring;
+	return ring;
+}
+
+static void put(struct sfr__ring *ring, const struct sfr__trace_event *event)
+{
+	uint64_t head, tail;
+
+	if (!ring) {
+		atomic_fetch_add_explicit(&lost, 1, memory_order_relaxed);
+		return;
+	}
+	head = atomic_load_explicit(&ring->head, memory_order_relaxed);
+	tail = atomic_load_explicit(&ring->tail, memory_order_acquire);
+	if (head - tail >= SFR__RING_EVENTS) {
+		atomic_fetch_add_explicit(&ring->dropped, 1, memory_order_relaxed);
+		return;
+	}
+	ring->events[head % SFR__RING_EVENTS] = *event;
+	atomic_store_explicit(&ring->head, head + 1, memory_order_release);
+}
+
+static bool on(void)
+{
+	return atomic_load_explicit(&sfr__trace_on, memory_order_relaxed) != 0;
+}
+
+/* ---- spans ---- */
+
+struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64_t number)
+{
+	struct sfr__span span = { .save = save, .number = number, .kind = kind };
+	struct sfr__ring *ring;
+
+	if (kind == SFR_TRACE_PIECE && number < SMALL_PIECE)
+		return span;
+	ring = get_ring();
+	if (ring) {
+		span.outer_save = ring->save;
+		if (save)
+			ring->save = save;
+		else
+			span.save = ring->save;
+	}
+	span.start_ns = sfr__now_ns(); /* last: the ring's making is not in it */
+	return span;
+}
+
+void sfr__span_record(struct sfr__span *span)
+{
+	const struct sfr__trace_event event = { .start_ns = span->start_ns,
+						.end_ns = sfr__now_ns(),
+						.save = span->save,
+						.number = span->number,
+						.kind = (uint16_t)span->kind };
+	struct sfr__ring *ring = get_ring();
+
+	if (ring)
+		ring->save = span->outer_save;
+	put(ring, &event);
+}
+
+uint64_t sfr_trace_begin(void)
+{
+	return on() ? sfr__now_ns() : 0;
+}
+
+void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number)
+{
+	const struct sfr__trace_event event = { .start_ns = start_ns,
+						.end_ns = start_ns ? sfr__now_ns() : 0,
+						.save = save,
+						.number = number,
+						.kind = (uint16_t)kind };
+
+	if (start_ns && on())
+		put(get_ring(), &event);
+}
+
+void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
+		     enum sfr_state state, const char *name)
+{
+	struct sfr__trace_event event = { .start_ns = start_ns,
+					  .end_ns = end_ns,
+					  .save = save,
+					  .number = nbytes,
+					  .kind = SFR_TRACE_SAVE,
+					  .state = (uint16_t)state };
+
+	if (!on())
+		return;
+	strncpy(event.name, name ? name : "", sizeof(event.name) - 1);
+	put(get_ring(), &event);
+}
+
+/* ---- steps ---- */
+
+/* The place of an optimizer's step on the stack, or -1. */
+static int find_step(const struct sfr__ring *ring, uint64_t optimizer)
+{
+	for (uint32_t i = ring->nr_steps; i > 0; i--)
+		if (ring->steps[i - 1].optimizer == optimizer)
+			return (int)i - 1;
+	return -1;
+}
+
+void sfr_trace_step(uint64_t optimizer, bool ended)
+{
+	uint32_t trace = atomic_load_explicit(&sfr__trace_on, memory_order_relaxed);
+	struct sfr__trace_event event = { .kind = SFR_TRACE_STEP };
+	struct sfr__ring *ring;
+	int at;
+
+	if (!trace)
+		return;
+	ring = get_ring();
+	if (!ring) {
+		put(NULL, &event);
+		return;
+	}
+	if (ring->steps_in != trace) {
+		ring->steps_in = trace;
+		ring->nr_steps = 0;
+		ring->step_number = ring->last_step_ns = 0;
+	}
+	at = find_step(ring, optimizer);
+	event.end_ns = sfr__now_ns();
+	if (!ended) {
+		if (at >= 0)
+			ring->nr_steps = (uint32_t)at; /* that one raised */
+		if (ring->nr_steps == sizeof(ring->steps) / sizeof(ring->steps[0]))
+			return;
+		ring->steps[ring->nr_steps].optimizer = optimizer;
+		ring->steps[ring->nr_steps++].start_ns = event.end_ns;
+		return;
+	}
+	if (at < 0)
+		return; /* it began before the trace did */
+	ring->nr_steps = (uint32_t)at;
+	if (at == 0) {
+		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
+		event.number = ++ring->step_number;
+		put(ring, &event);
+		ring->last_step_ns = event.end_ns;
+	}
+	event.kind = SFR_TRACE_OPTIMIZER;
+	event.start_ns = ring->steps[at].start_ns;
+	put(ring, &event);
+}
+
+/* ---- the reader's side ---- */
+
+void sfr__rings_begin(uint32_t number)
+{
+	pthread_mutex_lock(&registry.mu);
+	registry.reading = true;
+	for (struct sfr__ring *ring = registry.rings; ring; ring = ring->next) {
+		uint64_t head = atomic_load_explicit(&ring->head, memory_order_acquire);
+
+		atomic_store_explicit(&ring->tail, head, memory_order_release);
+		atomic_store_explicit(&ring->dropped, 0, memory_order_relaxed);
+		ring->dropped_seen = 0;
+	}
+	atomic_store_explicit(&lost, 0, memory_order_relaxed);
+	pthread_mutex_unlock(&registry.mu);
+	atomic_store_explicit(&sfr__trace_on, number, memory_order_release);
+}
+
+void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
+{
+	struct sfr__ring *ring;
+
+	pthread_mutex_lock(&registry.mu);
+	ring = registry.rings;
+	pthread_mutex_unlock(&registry.mu);
+	/* New rings come in front, and only the reader takes rings out: `next` stays as it is. */
+	for (; ring; ring = ring->next)
+		read(ring, arg);
+}
+
+void sfr__rings_sweep(bool last)
+{
+	struct sfr__ring *gone = NULL;
+
+	pthread_mutex_lock(&registry.mu);
+	registry.reading = !last;
+	for (struct sfr__ring **place = &registry.rings; *place;) {
+		struct sfr__ring *ring = *place;
+
+		if (!atomic_load_explicit(&ring->dead, memory_order_acquire) ||
+		    (!last &&
+		     (sfr__ring_peek(ring) || ring->dropped_seen != atomic_load(&ring->dropped)))) {
+			place = &ring->next;
+			continue;
+		}
+		*place = ring->next;
+		ring->next = gone;
+		gone = ring;
+	}
+	pthread_mutex_unlock(&registry.mu);
+	while (gone) {
+		struct sfr__ring *next = gone->next;
+
+		sfr_sys.free(gone);
+		gone = next;
+	}
+}
+
+uint64_t sfr__rings_lost(void)
+{
+	return atomic_load_explicit(&lost, memory_order_relaxed);
+}
+
+const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring)
+{
+	uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+
+	if (tail == atomic_load_explicit(&ring->head, memory_order_acquire))
+		return NULL;
+	return &ring->events[tail % SFR__RING_EVENTS];
+}
+
+void sfr__ring_pop(struct sfr__ring *ring)
+{
+	uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+
+	atomic_store_explicit(&ring->tail, tail + 1, memory_order_release);
+}
+
+void sfr__rings_forked(void)
+{
+	/* The rings are not freed: the allocator's locks may be those of threads that are gone.
+	 * They are kept in sight of leak checkers. */
+	registry.of_parent = registry.rings;
+	atomic_store(&sfr__trace_on, 0);
+	mine = NULL;
+	if (have_key)
+		(void)pthread_setspecific(key, NULL); /* cannot fail for a key that has a value */
+	registry.rings = NULL;
+	registry.reading = false;
+	(void)pthread_mutex_init(&registry.mu, NULL); /* cannot fail for a default mutex */
+}

@@ -1,0 +1,227 @@
+/* _core.File: an open file as torch.load wants it, with seek, tell, read and readinto.
+ *
+ * torch reads a record in two or three small pieces and one of its own length, and moves with
+ * seek before each. Python's buffered file turns each move into a system call and forgets what it
+ * has; this one only notes the place, answers small reads from a window that it keeps, and reads
+ * large ones where they belong. The descriptor stays its owner's. */
+#include <errno.h>
+#include <string.h>
+
+#include "check/check.h"
+#include "module.h"
+
+#define WINDOW (128u << 10)
+#define SLICE (64u << 20) /* between two looks for signals */
+
+struct sfr_py_file {
+	PyObject_HEAD
+	int fd;
+	uint64_t len, at;
+	uint64_t win_off; /* what the window holds: [win_off, win_off + win_len) of the file */
+	size_t win_len;
+	char *win;
+};
+
+static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "fd", "nbytes", NULL };
+	struct sfr_py_file *self;
+	unsigned long long len;
+	allocfunc alloc;
+	int fd;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iK:File", names, &fd, &len))
+		return NULL;
+	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	self = (struct sfr_py_file *)alloc(type, 0);
+	if (!self)
+		return NULL;
+	self->fd = fd;
+	self->len = len;
+	self->win = PyMem_Malloc(WINDOW);
+	if (!self->win) {
+		Py_DECREF(self);
+		return PyErr_NoMemory();
+	}
+	return (PyObject *)self;
+}
+
+static void file_dealloc(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	PyMem_Free(((struct sfr_py_file *)object)->win);
+	release(object);
+	Py_DECREF(type);
+}
+
+static int raise_io(int64_t code)
+{
+	errno = (int)-code;
+	(void)PyErr_SetFromErrno(PyExc_OSError); /* returns NULL, always */
+	return -1;
+}
+
+/* Bytes of [at, at + len) that the file has. */
+static size_t clip(const struct sfr_py_file *self, size_t len)
+{
+	uint64_t left = self->at < self->len ? self->len - self->at : 0;
+
+	return len < left ? len : (size_t)left;
+}
+
+/* Reads `len` bytes at the place into `to`, all of them; the place moves on. -1: an exception. */
+static int take(struct sfr_py_file *self, PyTypeObject *cls, char *to, size_t len)
+{
+	int64_t got;
+
+	if (len <= WINDOW / 4) {
+		if (self->at < self->win_off || self->at + len > self->win_off + self->win_len) {
+			size_t want = clip(self, WINDOW);
+
+			got = sfr_fill(self->fd, self->win, want, self->at);
+			if (got < 0)
+				return raise_io(got);
+			self->win_off = self->at;
+			self->win_len = (size_t)got;
+		}
+		if (self->at + len > self->win_off + self->win_len)
+			goto shorter;
+		memcpy(to, self->win + (self->at - self->win_off), len);
+		self->at += len;
+		return 0;
+	}
+	while (len) {
+		size_t some = len < SLICE ? len : SLICE;
+
+		Py_BEGIN_ALLOW_THREADS got = sfr_fill(self->fd, to, some, self->at);
+		Py_END_ALLOW_THREADS if (got < 0) return raise_io(got);
+		if ((size_t)got < some)
+			goto shorter;
+		self->at += some;
+		to += some;
+		len -= some;
+		if (len && PyErr_CheckSignals() < 0)
+			return -1;
+	}
+	return 0;
+shorter:
+	PyErr_SetString(((struct sfr_py_state *)PyType_GetModuleState(cls))->corrupt_error,
+			"the file became shorter while it was read");
+	return -1;
+}
+
+#define ARGS                                                                                       \
+	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
+		PyObject *kwnames
+#define UNUSED_ARGS (void)cls, (void)args, (void)nargs, (void)kwnames
+
+static PyObject *file_seek(ARGS)
+{
+	struct sfr_py_file *self = (struct sfr_py_file *)object;
+	long long off, from;
+	long whence = 0;
+
+	(void)cls, (void)kwnames;
+	if (nargs < 1 || nargs > 2) {
+		PyErr_SetString(PyExc_TypeError, "seek takes an offset and from where");
+		return NULL;
+	}
+	off = PyLong_AsLongLong(args[0]);
+	if (nargs > 1)
+		whence = PyLong_AsLong(args[1]);
+	if (PyErr_Occurred())
+		return NULL;
+	from = whence == 0 ? 0 : whence == 1 ? (long long)self->at : (long long)self->len;
+	if (whence < 0 || whence > 2 || off < -from || off > INT64_MAX - from) {
+		PyErr_SetString(PyExc_ValueError, "there is no such place in a file");
+		return NULL;
+	}
+	self->at = (uint64_t)(from + off);
+	return PyLong_FromUnsignedLongLong(self->at);
+}
+
+static PyObject *file_tell(ARGS)
+{
+	UNUSED_ARGS;
+	return PyLong_FromUnsignedLongLong(((struct sfr_py_file *)object)->at);
+}
+
+static PyObject *file_readinto(ARGS)
+{
+	struct sfr_py_file *self = (struct sfr_py_file *)object;
+	Py_buffer to;
+	size_t len;
+	int rc;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "readinto takes a buffer");
+		return NULL;
+	}
+	if (PyObject_GetBuffer(args[0], &to, PyBUF_WRITABLE) < 0)
+		return NULL;
+	len = clip(self, (size_t)to.len);
+	rc = take(self, cls, to.buf, len);
+	PyBuffer_Release(&to);
+	return rc < 0 ? NULL : PyLong_FromSize_t(len);
+}
+
+static PyObject *file_read(ARGS)
+{
+	struct sfr_py_file *self = (struct sfr_py_file *)object;
+	long long want = -1;
+	PyObject *bytes;
+	size_t len;
+
+	(void)kwnames;
+	if (nargs > 0 && args[0] != Py_None) {
+		want = PyLong_AsLongLong(args[0]);
+		if (want == -1 && PyErr_Occurred())
+			return NULL;
+	}
+	len = clip(self, want < 0 ? SIZE_MAX : (size_t)want);
+	bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)len);
+	if (bytes && take(self, cls, PyBytes_AsString(bytes), len) < 0)
+		Py_CLEAR(bytes);
+	return bytes;
+}
+
+#define METHOD(name, function, doc)                                                                \
+	{ name, (PyCFunction)(void (*)(void))function,                                             \
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
+static PyMethodDef methods[] = {
+	METHOD("seek", file_seek, "seek(offset, whence=0) -> int."),
+	METHOD("tell", file_tell, "tell() -> int."),
+	METHOD("read", file_read, "read(nbytes=-1) -> bytes: fewer only at the end."),
+	METHOD("readinto", file_readinto, "readinto(buffer) -> int: fewer only at the end."),
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, file_new },
+	{ Py_tp_dealloc, file_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_doc, "File(fd, nbytes): a file to read, as torch.load wants it" },
+	{ 0, NULL },
+};
+
+static PyType_Spec spec = {
+	.name = "stillframe._core.File",
+	.basicsize = sizeof(struct sfr_py_file),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = slots,
+};
+
+int sfr_py_add_file(PyObject *module)
+{
+	PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
+	int rc;
+
+	if (!type)
+		return -1;
+	rc = PyModule_AddType(module, (PyTypeObject *)type);
+	Py_DECREF(type);
+	return rc;
+}

@@ -1,0 +1,147 @@
+/* The core's call table, for tests: stillframe.testing stands on these functions.
+ *
+ * They only set numbers that the core's wrappers read; none waits, so none gives the interpreter
+ * lock up.
+ */
+#include "module.h"
+
+#include <errno.h>
+
+#include "base/sys.h"
+
+PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
+			  "Puts counting wrappers into the core's call table. Not while the core "
+			  "is at work in other threads.");
+
+static PyObject *install(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	(void)sfr_inject_install(); /* has no way to fail */
+	Py_RETURN_NONE;
+}
+
+/* The six fields of a fault, as inject_set and inject_drop take them. 0, or -1 with an exception;
+ * the name belongs to the arguments. */
+static int get_fault(PyObject *args, struct sfr_fault *fault)
+{
+	unsigned long long nth, delay_ns;
+	long long limit;
+
+	if (!PyArg_ParseTuple(args, "sKpiLK", &fault->call, &nth, &fault->sticky, &fault->err,
+			      &limit, &delay_ns))
+		return -1;
+	fault->nth = nth;
+	fault->limit = limit;
+	fault->delay_ns = delay_ns;
+	return 0;
+}
+
+PyDoc_STRVAR(set_doc, "inject_set(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
+		      "Adds a fault (struct sfr_fault). ValueError: an unknown call, an error for "
+		      "one that cannot fail, nth 0. RuntimeError: too many.");
+
+static PyObject *set(PyObject *self, PyObject *args)
+{
+	struct sfr_fault fault;
+	int rc;
+
+	(void)self;
+	if (get_fault(args, &fault) < 0)
+		return NULL;
+	rc = sfr_inject_set(&fault);
+	if (rc == -EINVAL)
+		return PyErr_Format(PyExc_ValueError, "no such fault can be put on call '%s'",
+				    fault.call);
+	if (rc < 0)
+		return PyErr_Format(PyExc_RuntimeError, "too many faults at a time");
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(drop_doc, "inject_drop(call, nth, sticky, err, limit, delay_ns, /)\n--\n\n"
+		       "Takes one fault away that is equal to this one, if there is one. Counters "
+		       "stay. Returns whether there was one.");
+
+static PyObject *drop(PyObject *self, PyObject *args)
+{
+	struct sfr_fault fault;
+
+	(void)self;
+	if (get_fault(args, &fault) < 0)
+		return NULL;
+	return PyBool_FromLong(sfr_inject_drop(&fault) == 0);
+}
+
+PyDoc_STRVAR(clear_doc, "inject_clear()\n--\n\nNo faults; counters to zero.");
+
+static PyObject *clear(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	sfr_inject_clear();
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(calls_doc, "inject_calls(call, /)\n--\n\n"
+			"Calls made since the last clear; '*' counts all that can fail.");
+
+static PyObject *calls(PyObject *self, PyObject *args)
+{
+	const char *call;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "s", &call))
+		return NULL;
+	return PyLong_FromUnsignedLongLong(sfr_inject_calls(call));
+}
+
+PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\nFaults that acted since the last clear.");
+
+static PyObject *hits(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(sfr_inject_hits());
+}
+
+PyDoc_STRVAR(remove_doc, "inject_remove()\n--\n\n"
+			 "The plain table again. Not while the core is at work in other threads.");
+
+static PyObject *remove_wrappers(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	sfr_inject_remove();
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(tune_doc, "cuda_tune(piece_bytes, nr_in_flight)\n--\n\nBounds of what a lane queues on a "
+		       "device, 0 = as they are; while no save is in flight.");
+
+static PyObject *tune(PyObject *module, PyObject *args)
+{
+	unsigned long long piece_bytes, nr_in_flight;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &piece_bytes, &nr_in_flight))
+		return NULL;
+	sfr_cuda_tune(piece_bytes, nr_in_flight);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+	{ "cuda_tune", tune, METH_VARARGS, tune_doc },
+	{ "inject_install", install, METH_NOARGS, install_doc },
+	{ "inject_set", set, METH_VARARGS, set_doc },
+	{ "inject_drop", drop, METH_VARARGS, drop_doc },
+	{ "inject_clear", clear, METH_NOARGS, clear_doc },
+	{ "inject_calls", calls, METH_VARARGS, calls_doc },
+	{ "inject_hits", hits, METH_NOARGS, hits_doc },
+	{ "inject_remove", remove_wrappers, METH_NOARGS, remove_doc },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_inject(PyObject *module)
+{
+	return PyModule_AddFunctions(module, methods);
+}

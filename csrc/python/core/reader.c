@@ -1,0 +1,180 @@
+/* Reading back, for Python: a check of an open file, and CRC-32.
+ *
+ * A check runs in slices without the interpreter lock. In between signals are answered and, if the
+ * caller wants to show progress, a callable is told how far it is; whatever either raises ends the
+ * check. */
+#include <string.h>
+
+#include "check/check.h"
+#include "module.h"
+
+#define SLICE_NS 100000000u
+#define CRC_ALONE 65536 /* bytes: less is done before others have noticed that the lock was free */
+
+static PyObject *records_as_list(const struct sfr_check_result *result)
+{
+	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
+
+	if (list == NULL)
+		return NULL;
+	for (uint32_t i = 0; i < result->nr_listed; i++) {
+		const char *name = result->bad[i].name;
+		PyObject *shown, *pair;
+
+		/* A damaged name may be any bytes. */
+		shown = PyUnicode_DecodeUTF8(name, (Py_ssize_t)strlen(name), "replace");
+		if (shown == NULL)
+			goto fail;
+		pair = Py_BuildValue("(Ns)", shown, result->bad[i].reason);
+		if (pair == NULL)
+			goto fail;
+		if (PyList_SetItem(list, (Py_ssize_t)i, pair) != 0)
+			goto fail;
+	}
+	return list;
+fail:
+	Py_DECREF(list);
+	return NULL;
+}
+
+static PyObject *error_as_text(const struct sfr_check_result *result)
+{
+	if (result->error[0] == '\0')
+		return Py_NewRef(Py_None);
+	return PyUnicode_DecodeUTF8(result->error, (Py_ssize_t)strlen(result->error), "replace");
+}
+
+static PyObject *result_as_dict(const struct sfr_check_result *result)
+{
+	static const char *const formats[] = {
+		[SFR_FORMAT_FOREIGN] = "foreign",
+		[SFR_FORMAT_ARCHIVE] = "archive",
+		[SFR_FORMAT_LEGACY] = "legacy",
+	};
+	PyObject *error = error_as_text(result), *records = NULL, *dict = NULL;
+
+	if (error == NULL)
+		goto fail;
+	records = records_as_list(result);
+	if (records == NULL)
+		goto fail;
+	dict = Py_BuildValue("{s:O,s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok",
+			     result->ok ? Py_True : Py_False, "headers",
+			     result->headers ? Py_True : Py_False, "error", error, "format",
+			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
+			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
+			     (unsigned long long)result->nr_unchecked, "num_bad",
+			     (unsigned long long)result->nr_bad, "bad_records", records);
+fail:
+	Py_XDECREF(error);
+	Py_XDECREF(records);
+	return dict;
+}
+
+/* Between two slices: 0, or -1 with an exception set. */
+static int pause_check(const struct sfr_check *check, PyObject *progress)
+{
+	PyObject *answer;
+
+	if (PyErr_CheckSignals() != 0)
+		return -1;
+	if (progress == Py_None)
+		return 0;
+	answer = PyObject_CallFunction(progress, "KK", (unsigned long long)sfr_check_done(check),
+				       (unsigned long long)sfr_check_result(check)->nbytes);
+	if (answer == NULL)
+		return -1;
+	Py_DECREF(answer);
+	return 0;
+}
+
+PyDoc_STRVAR(check_doc,
+"check(fd, verify, progress=None, direct=False, directory=False,\n"
+"      later=False)\n--\n\n"
+"Look whether an open file is a whole checkpoint; with `verify`, compare every record's CRC.\n"
+"With `direct` too, the bytes are read past the page cache where the file system can. With\n"
+"`directory`, which `verify` excludes, nothing but the file's directory is looked at; with `later`\n"
+"so where records are long, and `headers` in the result says whether their headers were, too.\n\n"
+"The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
+"then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
+"\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
+"`num_records`; `num_unchecked`, records without a CRC; `num_bad`; `bad_records`, pairs of name and\n"
+"reason, at most 1000. Raises OSError where the file cannot be read.");
+
+static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "fd", "verify", "progress", "direct", "directory", "later", NULL };
+	PyObject *progress = Py_None, *dict = NULL;
+	struct sfr_check *run;
+	int fd, verify, direct = 0, directory = 0, later = 0, rc;
+	unsigned flags;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ip|Oppp:check", names, &fd, &verify,
+					 &progress, &direct, &directory, &later))
+		return NULL;
+	flags = (direct ? SFR_CHECK_DIRECT : 0) | (directory ? SFR_CHECK_DIRECTORY : 0) |
+		(later ? SFR_CHECK_LATER : 0);
+	rc = sfr_check_new(fd, verify ? flags | SFR_CHECK_BYTES : flags, &run);
+	if (rc != 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	for (;;) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_check_run(run, SLICE_NS);
+		Py_END_ALLOW_THREADS if (rc != SFR_EAGAIN) break;
+		if (pause_check(run, progress) != 0)
+			goto fail;
+	}
+	if (rc != 0)
+		(void)sfr_py_raise(sfr_py_state(module), rc); /* returns NULL, always */
+	else
+		dict = result_as_dict(sfr_check_result(run));
+fail:
+	sfr_check_free(run);
+	return dict;
+}
+
+PyDoc_STRVAR(crc32_doc,
+"crc32(data, value=0, /)\n--\n\n"
+"zlib's CRC-32 of a bytes-like object, as an int; `value` is that of what stands before it.");
+
+static PyObject *crc32(PyObject *module, PyObject *args)
+{
+	Py_buffer data;
+	unsigned int value = 0;
+	uint32_t crc;
+
+	(void)module; /* the function needs no state */
+	if (!PyArg_ParseTuple(args, "y*|I:crc32", &data, &value))
+		return NULL;
+	if (data.len < CRC_ALONE) {
+		crc = sfr_crc32(value, data.buf, (size_t)data.len);
+	} else {
+		Py_BEGIN_ALLOW_THREADS crc = sfr_crc32(value, data.buf, (size_t)data.len);
+		Py_END_ALLOW_THREADS
+	}
+	PyBuffer_Release(&data);
+	return PyLong_FromUnsignedLong(crc);
+}
+
+PyDoc_STRVAR(crc32_name_doc,
+"crc32_name()\n--\n\n"
+"Which implementation this machine's processor gets: \"vpclmulqdq\", \"pclmulqdq\" or\n"
+"\"slicing-by-8\".");
+
+static PyObject *crc32_name(PyObject *module, PyObject *unused)
+{
+	(void)module; /* the function needs no state */
+	(void)unused; /* no arguments */
+	return PyUnicode_FromString(sfr_crc32_name());
+}
+
+static PyMethodDef functions[] = {
+	{ "check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc },
+	{ "crc32", crc32, METH_VARARGS, crc32_doc },
+	{ "crc32_name", crc32_name, METH_NOARGS, crc32_name_doc },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_reader(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions) < 0 ? -1 : sfr_py_add_file(module);
+}

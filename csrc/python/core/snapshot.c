@@ -1,0 +1,361 @@
+/* _core.Snapshot: a handle on struct sfr_snapshot; _core.SnapshotMemory: its bytes.
+ *
+ * The second exports the memory as a buffer. torch.frombuffer gives the buffer back at once and
+ * keeps the object, so the memory's view ends with the object and not with the buffer: tensors,
+ * and whatever else refers to the object, keep the memory from going back to the pool.
+ */
+#include "module.h"
+#include "core/objects.h"
+
+#include <string.h>
+
+struct sfr_py_snapshot {
+	PyObject_HEAD
+	struct sfr_snapshot *snapshot;
+	uint32_t nr_sources;
+};
+
+struct sfr_py_memory {
+	PyObject_HEAD
+	struct sfr_snapshot *snapshot; /* a reference and a view */
+	char *base;
+	Py_ssize_t len;
+};
+
+#define ARGS                                                                                       \
+	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
+		PyObject *kwnames
+#define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
+
+/* ---- the memory ---- */
+
+static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+	struct sfr_py_memory *self = (struct sfr_py_memory *)object;
+
+	return PyBuffer_FillInfo(view, object, self->base, self->len, 0, flags);
+}
+
+static void memory_dealloc(PyObject *object)
+{
+	struct sfr_snapshot *snapshot = ((struct sfr_py_memory *)object)->snapshot;
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	if (snapshot) {
+		Py_BEGIN_ALLOW_THREADS sfr_snapshot_unview(snapshot);
+		sfr_snapshot_put(snapshot);
+		Py_END_ALLOW_THREADS
+	}
+	release(object);
+	Py_DECREF(type);
+}
+
+static Py_ssize_t memory_length(PyObject *object)
+{
+	return ((struct sfr_py_memory *)object)->len;
+}
+
+static PyType_Slot memory_slots[] = {
+	{ Py_tp_dealloc, memory_dealloc },
+	{ Py_bf_getbuffer, memory_getbuffer },
+	{ Py_sq_length, memory_length },
+	{ Py_tp_doc,
+	  "The bytes of a snapshot: they stay where they are as long as this object lives" },
+	{ 0, NULL },
+};
+
+static PyType_Spec memory_spec = {
+	.name = "stillframe._core.SnapshotMemory",
+	.basicsize = sizeof(struct sfr_py_memory),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+	.slots = memory_slots,
+};
+
+/* Takes over the caller's view. */
+static PyObject *make_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
+{
+	allocfunc alloc = (allocfunc)PyType_GetSlot(state->memory_type, Py_tp_alloc);
+	struct sfr_py_memory *self = (struct sfr_py_memory *)alloc(state->memory_type, 0);
+	uint64_t len;
+
+	if (!self) {
+		sfr_snapshot_unview(snapshot);
+		return NULL;
+	}
+	sfr_snapshot_memory(snapshot, &self->base, &len);
+	self->len = (Py_ssize_t)len;
+	sfr_snapshot_get(snapshot);
+	self->snapshot = snapshot;
+	return (PyObject *)self;
+}
+
+/* ---- the snapshot ---- */
+
+static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "engine", "rows", "flags", NULL };
+	struct sfr_py_state *state = PyType_GetModuleState(type);
+	struct sfr_snapshot *snapshot = NULL;
+	struct sfr_py_snapshot *self;
+	PyObject *engine;
+	Py_buffer rows;
+	unsigned int flags;
+	allocfunc alloc;
+	size_t nr;
+	int rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!y*I:Snapshot", names, state->engine_type,
+					 &engine, &rows, &flags))
+		return NULL;
+	nr = (size_t)rows.len / sizeof(struct sfr_source);
+	if ((size_t)rows.len % sizeof(struct sfr_source) || nr >= UINT32_MAX) {
+		PyErr_SetString(PyExc_ValueError, "rows is no array of struct sfr_source");
+		PyBuffer_Release(&rows);
+		return NULL;
+	}
+	rc = sfr_snapshot_new(((struct sfr_py_engine *)engine)->engine, rows.buf, (uint32_t)nr,
+			      flags, &snapshot);
+	PyBuffer_Release(&rows);
+	if (rc < 0)
+		return sfr_py_raise(state, rc);
+	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	self = (struct sfr_py_snapshot *)alloc(type, 0);
+	if (!self) {
+		sfr_snapshot_put(snapshot);
+		return NULL;
+	}
+	self->snapshot = snapshot;
+	self->nr_sources = (uint32_t)nr;
+	return (PyObject *)self;
+}
+
+static void snapshot_dealloc(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	Py_BEGIN_ALLOW_THREADS sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot);
+	Py_END_ALLOW_THREADS release(object);
+	Py_DECREF(type);
+}
+
+/* lease(wait=True). Answers signals while it waits: nothing is held then. To one that does not
+ * wait, a pool that is busy is a pool that is exhausted. */
+static PyObject *snapshot_lease(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_py_state *state = PyType_GetModuleState(cls);
+	uint64_t left = SFR_FOREVER, slice = 0;
+	int wait = nargs > 0 ? PyObject_IsTrue(args[0]) : 1;
+	int rc;
+
+	(void)kwnames;
+	if (wait < 0)
+		return NULL;
+	do {
+		if (wait && sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_lease(s, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN && wait);
+	if (rc == SFR_EAGAIN)
+		rc = SFR_EEXHAUSTED;
+	return rc < 0 ? sfr_py_raise(state, rc) : make_memory(state, s);
+}
+
+/* start(streams=()): what a device failed with is error()'s to say, and only the end of the copy
+ * makes it final; so it is not raised here. */
+static PyObject *snapshot_start(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	struct sfr_err err;
+	int rc = 0, nr = 0;
+
+	(void)kwnames;
+	if (nargs > 0)
+		nr = sfr_py_streams(args[0], streams);
+	if (nr < 0)
+		return NULL;
+	if (nr > 0)
+		rc = sfr_snapshot_streams(s, streams, (uint32_t)nr);
+	if (rc == 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_start(s);
+		Py_END_ALLOW_THREADS
+	}
+	sfr_snapshot_error(s, &err);
+	if (rc < 0 && err.code == 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_RETURN_NONE;
+}
+
+/* gate(streams) -> whether every byte is copied */
+static PyObject *snapshot_gate(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	uint64_t left = SFR_FOREVER, slice;
+	int64_t torn;
+	int rc, nr;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
+		return NULL;
+	}
+	nr = sfr_py_streams(args[0], streams);
+	if (nr < 0)
+		return NULL;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(sfr_snapshot_wait(s, 0, &torn) == 0);
+}
+
+/* error() -> a sentence on what a device failed with, or "" */
+static PyObject *snapshot_error(ARGS)
+{
+	struct sfr_err err;
+
+	(void)cls;
+	UNUSED_ARGS;
+	sfr_snapshot_error(((struct sfr_py_snapshot *)object)->snapshot, &err);
+	if (err.code == 0)
+		return PyUnicode_FromString("");
+	if (err.note[0])
+		return PyUnicode_DecodeUTF8(err.note, (Py_ssize_t)strlen(err.note), "replace");
+	return PyUnicode_FromString(err.code > -1000 ? strerror(-err.code) :
+						       sfr_code_message(err.code));
+}
+
+static PyObject *snapshot_offsets(ARGS)
+{
+	struct sfr_py_snapshot *self = (struct sfr_py_snapshot *)object;
+	PyObject *list = PyList_New((Py_ssize_t)self->nr_sources);
+
+	(void)cls;
+	UNUSED_ARGS;
+	for (uint32_t i = 0; list && i < self->nr_sources; i++) {
+		PyObject *off = PyLong_FromUnsignedLongLong(sfr_snapshot_offset(self->snapshot, i));
+
+		if (!off || PyList_SetItem(list, (Py_ssize_t)i, off) < 0) /* takes it over */
+			Py_CLEAR(list);
+	}
+	return list;
+}
+
+/* wait(timeout=None) -> (copied, torn) */
+static PyObject *snapshot_wait(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	uint64_t left, slice;
+	int64_t torn;
+	int rc;
+
+	(void)kwnames;
+	if (sfr_py_timeout(nargs > 0 ? args[0] : NULL, &left) < 0)
+		return NULL;
+	rc = sfr_snapshot_wait(s, 0, &torn);
+	while (rc == SFR_EAGAIN && left > 0) {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_wait(s, slice, &torn);
+		Py_END_ALLOW_THREADS
+	}
+	if (rc < 0 && rc != SFR_EAGAIN)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return Py_BuildValue("NL", PyBool_FromLong(rc == 0), (long long)torn);
+}
+
+static PyObject *snapshot_hold(ARGS)
+{
+	int rc = sfr_snapshot_hold(((struct sfr_py_snapshot *)object)->snapshot);
+
+	UNUSED_ARGS;
+	if (rc < 0 && rc != SFR_ESTATE)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *snapshot_unhold(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+
+	(void)cls;
+	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS sfr_snapshot_unhold(s);
+	Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *snapshot_leased(ARGS)
+{
+	int rc = sfr_snapshot_leased(((struct sfr_py_snapshot *)object)->snapshot);
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(rc);
+}
+
+static PyObject *snapshot_id(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyLong_FromVoidPtr(((struct sfr_py_snapshot *)object)->snapshot);
+}
+
+#define METHOD(name, function, doc)                                                                \
+	{ name, (PyCFunction)(void (*)(void))function,                                             \
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
+static PyMethodDef methods[] = {
+	METHOD("lease", snapshot_lease, "lease() -> SnapshotMemory: waits for saves if need be."),
+	METHOD("start", snapshot_start,
+	       "start(streams=()): copies what is captured, queues the rest."),
+	METHOD("gate", snapshot_gate,
+	       "gate(streams) -> bool: the next step may begin; True when all is copied."),
+	METHOD("error", snapshot_error, "error() -> str: what a device failed with, or ''."),
+	METHOD("offsets", snapshot_offsets, "offsets() -> where each copy is in the memory."),
+	METHOD("wait", snapshot_wait,
+	       "wait(timeout=None) -> (False when the timeout passed, torn source or -1)."),
+	METHOD("hold", snapshot_hold, "hold() -> bool: False when the memory has gone back."),
+	METHOD("unhold", snapshot_unhold, "unhold(): ends one hold."),
+	METHOD("leased", snapshot_leased, "leased() -> bool."),
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyGetSetDef getset[] = {
+	{ "id", snapshot_id, NULL, "what notice_wait() names the snapshot by", NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, snapshot_new },
+	{ Py_tp_dealloc, snapshot_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_getset, getset },
+	{ Py_tp_doc, "Snapshot(engine, rows, flags): one snapshot" },
+	{ 0, NULL },
+};
+
+static PyType_Spec spec = {
+	.name = "stillframe._core.Snapshot",
+	.basicsize = sizeof(struct sfr_py_snapshot),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = slots,
+};
+
+int sfr_py_add_snapshot(PyObject *module)
+{
+	struct sfr_py_state *state = sfr_py_state(module);
+
+	if (PyModule_AddIntConstant(module, "SNAPSHOT_SHARED", SFR_SNAPSHOT_SHARED) < 0 ||
+	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0 ||
+	    sfr_py_add_type(module, &memory_spec, &state->memory_type) < 0)
+		return -1;
+	return sfr_py_add_type(module, &spec, &state->snapshot_type);
+}

@@ -1,0 +1,402 @@
+/* _core.Ticket: a handle on struct sfr_ticket. */
+#include "module.h"
+#include "core/objects.h"
+
+#include <string.h>
+
+struct sfr_py_ticket {
+	PyObject_HEAD
+	struct sfr_ticket *ticket;
+	PyObject *skeleton; /* the core reads its bytes until the save is staged or has ended */
+};
+
+static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", NULL };
+	struct sfr_py_state *state = PyType_GetModuleState(type);
+	struct sfr_py_ticket *self;
+	struct sfr_ticket *ticket = NULL;
+	PyObject *engine, *skeleton;
+	const char *dir, *name;
+	Py_buffer rows;
+	unsigned int flags;
+	allocfunc alloc;
+	int rc;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I:Ticket", names,
+					 state->engine_type, &engine, &dir, &name, &PyBytes_Type,
+					 &skeleton, &rows, &flags))
+		return NULL;
+	const struct sfr_save_desc desc = {
+		.dir = dir,
+		.name = name,
+		.skeleton = PyBytes_AsString(skeleton),
+		.skeleton_len = (uint64_t)PyBytes_Size(skeleton),
+		.sources = rows.buf,
+		.nr_sources = (uint32_t)((size_t)rows.len / sizeof(struct sfr_source)),
+		.flags = flags,
+	};
+	if ((size_t)rows.len % sizeof(struct sfr_source) ||
+	    (size_t)rows.len / sizeof(struct sfr_source) >= UINT32_MAX) {
+		PyErr_SetString(PyExc_ValueError, "rows is no array of struct sfr_source");
+		PyBuffer_Release(&rows);
+		return NULL;
+	}
+	rc = sfr_save_new(((struct sfr_py_engine *)engine)->engine, &desc, &ticket);
+	PyBuffer_Release(&rows);
+	if (rc < 0)
+		return sfr_py_raise(state, rc);
+	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	self = (struct sfr_py_ticket *)alloc(type, 0);
+	if (!self) {
+		sfr_ticket_put(ticket);
+		return NULL;
+	}
+	self->ticket = ticket;
+	self->skeleton = Py_NewRef(skeleton);
+	return (PyObject *)self;
+}
+
+static void ticket_dealloc(PyObject *object)
+{
+	struct sfr_py_ticket *self = (struct sfr_py_ticket *)object;
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	Py_BEGIN_ALLOW_THREADS sfr_ticket_put(self->ticket);
+	Py_END_ALLOW_THREADS Py_XDECREF(self->skeleton);
+	release(object);
+	Py_DECREF(type);
+}
+
+#define ARGS                                                                                       \
+	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
+		PyObject *kwnames
+#define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
+
+int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
+{
+	Py_ssize_t nr = PyTuple_Size(tuple);
+
+	if (nr < 0)
+		return -1;
+	if (nr > SFR_PY_MAX_STREAMS) {
+		PyErr_SetString(PyExc_ValueError, "too many devices");
+		return -1;
+	}
+	for (Py_ssize_t i = 0; i < nr; i++) {
+		PyObject *pair = PyTuple_GetItem(tuple, i);
+		unsigned int device;
+		unsigned long long handle;
+
+		if (!pair || !PyArg_ParseTuple(pair, "IK", &device, &handle))
+			return -1;
+		streams[i] = (struct sfr_stream){ .handle = handle, .device = device };
+	}
+	return (int)nr;
+}
+
+/* Begin, admit, capture, launch: from a laid out save to one in flight. */
+static PyObject *ticket_submit(ARGS)
+{
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	uint64_t left = SFR_FOREVER, slice;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	int rc, nr_streams = 0;
+
+	(void)kwnames;
+	if (nargs > 0)
+		nr_streams = sfr_py_streams(args[0], streams);
+	if (nr_streams < 0)
+		return NULL;
+	if (nr_streams > 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_begin(t, streams, (uint32_t)nr_streams);
+		Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls),
+								     rc);
+	}
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_admit(t, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	for (;;) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
+		Py_END_ALLOW_THREADS if (rc == SFR_EEXHAUSTED) sfr_save_abandon(t);
+		if (rc != SFR_EAGAIN)
+			break;
+		if (PyErr_CheckSignals() < 0) {
+			sfr_save_abandon(t);
+			return NULL;
+		}
+	}
+	if (rc == 0) {
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_launch(t);
+		Py_END_ALLOW_THREADS
+	}
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *ticket_wait(ARGS)
+{
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	uint64_t left, slice;
+	long what;
+	int rc;
+
+	(void)kwnames;
+	if (nargs < 1 || nargs > 2) {
+		PyErr_SetString(PyExc_TypeError, "wait takes what to wait for, and a timeout");
+		return NULL;
+	}
+	what = PyLong_AsLong(args[0]);
+	if (what == -1 && PyErr_Occurred())
+		return NULL;
+	if (what < SFR_WAIT_COPIED || what > SFR_WAIT_ENDED) {
+		PyErr_SetString(PyExc_ValueError, "no such state to wait for");
+		return NULL;
+	}
+	if (sfr_py_timeout(nargs > 1 ? args[1] : NULL, &left) < 0)
+		return NULL;
+	/* Mostly it is reached already, and the lock need not be let go of to see that. */
+	rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
+	while (rc == SFR_EAGAIN && left > 0) {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
+		Py_END_ALLOW_THREADS
+	}
+	if (rc < 0 && rc != SFR_EAGAIN)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	if (rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
+		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
+	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *ticket_gate(ARGS)
+{
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	uint64_t left = SFR_FOREVER, slice;
+	int rc, nr_streams;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
+		return NULL;
+	}
+	nr_streams = sfr_py_streams(args[0], streams);
+	if (nr_streams < 0)
+		return NULL;
+	do {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
+		Py_END_ALLOW_THREADS
+	} while (rc == SFR_EAGAIN);
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0);
+}
+
+static PyObject *ticket_confirm(ARGS)
+{
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	long long torn;
+	int rc;
+
+	(void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "confirm takes the index of a torn source, or -1");
+		return NULL;
+	}
+	torn = PyLong_AsLongLong(args[0]);
+	if (torn == -1 && PyErr_Occurred())
+		return NULL;
+	rc = sfr_save_confirm(t, torn);
+	if (rc < 0 && rc != SFR_ESTATE)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *ticket_cancel(ARGS)
+{
+	int rc = sfr_save_cancel(((struct sfr_py_ticket *)object)->ticket);
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(rc);
+}
+
+static PyObject *ticket_state(ARGS)
+{
+	struct sfr_report report;
+	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &report);
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyUnicode_FromString(sfr_state_name(report.state));
+}
+
+static PyObject *ticket_progress(ARGS)
+{
+	struct sfr_report report;
+	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &report);
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return Py_BuildValue("KK", (unsigned long long)report.written_nbytes,
+			     (unsigned long long)report.nbytes);
+}
+
+/* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
+static long long since(const struct sfr_report *report, uint64_t then_ns)
+{
+	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
+}
+
+static PyObject *fallbacks(const struct sfr_report *report)
+{
+	PyObject *list = PyList_New(0);
+
+	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]);
+	     i++) {
+		PyObject *text;
+
+		if (!report->fallback[i][0])
+			continue;
+		text = PyUnicode_DecodeUTF8(report->fallback[i],
+					    (Py_ssize_t)strlen(report->fallback[i]), "replace");
+		if (!text || PyList_Append(list, text) < 0)
+			Py_CLEAR(list);
+		Py_XDECREF(text);
+	}
+	return list;
+}
+
+static PyObject *ticket_report(ARGS)
+{
+	static const char *const io_modes[] = { "", "direct", "buffered" };
+	struct sfr_report r;
+	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &r);
+	PyObject *sentences;
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	sentences = fallbacks(&r);
+	if (!sentences)
+		return NULL;
+	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
+			     sfr_state_name(r.state), "code", r.err.code, "phase",
+			     sfr_phase_name(r.err.phase), "index", (long long)r.err.index, "note",
+			     r.err.note, "nbytes", (unsigned long long)r.nbytes, "captured_nbytes",
+			     (unsigned long long)r.captured_nbytes, "deferred_nbytes",
+			     (unsigned long long)r.deferred_nbytes, "peak_pool_bytes",
+			     (unsigned long long)r.peak_pool_bytes, "slot_wait_ns",
+			     (unsigned long long)r.slot_wait_ns, "block_wait_ns",
+			     (unsigned long long)r.block_wait_ns, "launched_after_ns",
+			     since(&r, r.launched_ns), "copied_after_ns", since(&r, r.copied_ns),
+			     "staged_after_ns", since(&r, r.staged_ns), "ended_after_ns",
+			     since(&r, r.ended_ns), "io_mode",
+			     io_modes[r.io_mode <= SFR_IO_BUFFERED ? r.io_mode : 0], "over_slots",
+			     PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
+}
+
+static PyObject *ticket_id(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyLong_FromVoidPtr(((struct sfr_py_ticket *)object)->ticket);
+}
+
+static PyObject *ticket_number(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyLong_FromUnsignedLongLong(sfr_ticket_number(((struct sfr_py_ticket *)object)
+								     ->ticket));
+}
+
+#define METHOD(name, function, doc)                                                                \
+	{ name, (PyCFunction)(void (*)(void))function,                                             \
+	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
+static PyMethodDef methods[] = {
+	METHOD("submit", ticket_submit,
+	       "submit(streams=()): marks the state on the current stream of each device, takes a"
+	       " slot, captures, launches."),
+	METHOD("gate", ticket_gate,
+	       "gate(streams) -> bool: the step on these streams comes after every copy; True when"
+	       " all have ended."),
+	METHOD("wait", ticket_wait,
+	       "wait(what, timeout=None) -> bool: False when the timeout passed."),
+	METHOD("confirm", ticket_confirm,
+	       "confirm(torn) -> bool: the verdict on versions, given once."),
+	METHOD("cancel", ticket_cancel, "cancel() -> bool: the save ends as cancelled."),
+	METHOD("state", ticket_state, "state() -> str."),
+	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
+	METHOD("report", ticket_report, "report() -> dict."),
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyGetSetDef getset[] = {
+	{ "id", ticket_id, NULL, "what notice_wait() names the ticket by", NULL },
+	{ "number", ticket_number, NULL, "what a timeline names the save by", NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, ticket_new },
+	{ Py_tp_dealloc, ticket_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_getset, getset },
+	{ Py_tp_doc, "Ticket(engine, dir, name, skeleton, rows, flags): one save" },
+	{ 0, NULL },
+};
+
+static PyType_Spec spec = {
+	.name = "stillframe._core.Ticket",
+	.basicsize = sizeof(struct sfr_py_ticket),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = slots,
+};
+
+static int add_constants(PyObject *module)
+{
+	static const struct {
+		const char *name;
+		long value;
+	} constants[] = {
+		{ "SAVE_DURABLE", SFR_SAVE_DURABLE },
+		{ "SAVE_NESTED", SFR_SAVE_NESTED },
+		{ "SAVE_CHECK_BYTES", SFR_SAVE_CHECK_BYTES },
+		{ "SAVE_NO_WAIT", SFR_SAVE_NO_WAIT },
+		{ "WAIT_COPIED", SFR_WAIT_COPIED },
+		{ "WAIT_STAGED", SFR_WAIT_STAGED },
+		{ "WAIT_ENDED", SFR_WAIT_ENDED },
+		{ "NOTICE_COPIED", SFR_NOTICE_COPIED },
+		{ "NOTICE_ENDED", SFR_NOTICE_ENDED },
+		{ "NOTICE_TEXT", SFR_NOTICE_TEXT },
+		{ "NOTICE_STOP", SFR_NOTICE_STOP },
+		{ "ETORN", SFR_ETORN },
+		{ "EEXHAUSTED", SFR_EEXHAUSTED },
+		{ "ECANCELLED", SFR_ECANCELLED },
+	};
+
+	for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
+		if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
+			return -1;
+	return 0;
+}
+
+int sfr_py_add_ticket(PyObject *module)
+{
+	if (add_constants(module) < 0)
+		return -1;
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->ticket_type);
+}

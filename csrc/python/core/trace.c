@@ -1,0 +1,103 @@
+/* _core's side of the timeline: a trace begins and ends, and spans that only Python sees. */
+#include "module.h"
+
+#include "trace/trace.h"
+
+static PyObject *trace_start(PyObject *module, PyObject *path)
+{
+	const char *bytes = PyBytes_AsString(path);
+	int rc;
+
+	if (!bytes)
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS rc = sfr_trace_start(bytes);
+	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *trace_stop(PyObject *module, PyObject *unused)
+{
+	struct sfr_trace_result result;
+	int rc;
+
+	(void)module, (void)unused;
+	Py_BEGIN_ALLOW_THREADS rc = sfr_trace_stop(&result);
+	Py_END_ALLOW_THREADS if (rc < 0) Py_RETURN_NONE;
+	return Py_BuildValue("(KKi)", (unsigned long long)result.nr_events,
+			     (unsigned long long)result.nr_dropped, -result.error);
+}
+
+static PyObject *trace_name_thread(PyObject *module, PyObject *args)
+{
+	unsigned long long tid;
+	const char *name;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "Ky:trace_name_thread", &tid, &name))
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS sfr_trace_name_thread(tid, name);
+	Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *trace_begin(PyObject *module, PyObject *unused)
+{
+	uint64_t now = sfr_trace_begin();
+
+	(void)module, (void)unused;
+	return PyLong_FromUnsignedLongLong(now);
+}
+
+static PyObject *trace_end(PyObject *module, PyObject *args)
+{
+	unsigned long long start, save, number;
+	int kind;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
+		return NULL;
+	if (kind <= SFR_TRACE_SAVE || kind >= SFR_NR_TRACE_KINDS) {
+		PyErr_SetString(PyExc_ValueError, "no such kind of span");
+		return NULL;
+	}
+	sfr_trace_end((enum sfr_trace_kind)kind, start, save, number);
+	Py_RETURN_NONE;
+}
+
+/* Called twice a step: an object's address is its number, and nothing is parsed. */
+static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
+{
+	(void)module;
+	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);
+	Py_RETURN_NONE;
+}
+
+static PyObject *trace_step_ends(PyObject *module, PyObject *optimizer)
+{
+	(void)module;
+	sfr_trace_step((uint64_t)(uintptr_t)optimizer, true);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "trace_start", trace_start, METH_O, "trace_start(path): makes the file and records." },
+	{ "trace_stop", trace_stop, METH_NOARGS,
+	  "trace_stop() -> (events, dropped, errno), or None when this process writes none." },
+	{ "trace_name_thread", trace_name_thread, METH_VARARGS,
+	  "trace_name_thread(tid, name): names the row of a thread." },
+	{ "trace_begin", trace_begin, METH_NOARGS,
+	  "trace_begin() -> int: a span's start; 0 when no trace is being written." },
+	{ "trace_end", trace_end, METH_VARARGS,
+	  "trace_end(kind, start, save, number): the span ends now; nothing when start is 0." },
+	{ "trace_step_begins", trace_step_begins, METH_O, "trace_step_begins(optimizer)." },
+	{ "trace_step_ends", trace_step_ends, METH_O, "trace_step_ends(optimizer)." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_trace(PyObject *module)
+{
+	if (PyModule_AddIntConstant(module, "TRACE_CALL", SFR_TRACE_CALL) < 0 ||
+	    PyModule_AddIntConstant(module, "TRACE_PLAN", SFR_TRACE_PLAN) < 0 ||
+	    PyModule_AddIntConstant(module, "TRACE_GATE", SFR_TRACE_GATE) < 0)
+		return -1;
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,267 @@
+/* Looking at storages: what they are at the end of a step, and whether the next gate finds them so.
+ *
+ * A look reads the `_version` of each tensor over the storage and three cache lines of its bytes.
+ * Before a byte is read, the storage is asked where its memory is, since it may have been resized
+ * or freed meanwhile. All of that is cheap only when it is in the caches, which a step has just
+ * streamed the whole state through; so a look starts with prefetching what a later one will
+ * touch, and a step has a budget.
+ */
+#include "observer/observer.h"
+
+#include <string.h>
+
+#define NR_CYCLES 2     /* cycles without a change until a storage may be deferred */
+#define NR_IMPL_LINES 3 /* of a TensorImpl: storage, sizes, version counter */
+#define AHEAD 8         /* storages whose memory is prefetched before it is looked at */
+#define BUDGET_EACH 16  /* storages between two looks at the clock */
+/* CPU time that a step may spend on looking, on average: 0.2 ms, or 1 % of the time since the step
+ * before where that is more. After a step a look is 0.6 to 1 us of cache and page-table misses
+ * (measured; 0.2 us with everything warm), and a storage takes four. So an enrolment brings an
+ * allowance of its own, once, for the looks that follow it: 1,200 storages are decided by the
+ * second gate after it, and the first save that defers them gains more than all the looks cost.
+ */
+#define STEP_MIN_NS 200000u
+#define STEP_MAX_NS 2000000u
+#define STEP_SHARE 100
+#define ENROLLED_NS 3000u /* for each undecided storage */
+#define ENROLLED_MAX_NS 4000000u
+
+uint64_t sfr_py_clock_ns(clockid_t id)
+{
+	struct timespec ts = { 0 };
+
+	(void)clock_gettime(id, &ts); /* cannot fail for these two clocks */
+	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* A step has ended: what looking may cost until the next one ends. What is not needed is there for
+ * the next two; an enrolment's allowance lasts. */
+static void grant(struct sfr_py_observer *self)
+{
+	uint64_t now = sfr_py_clock_ns(CLOCK_MONOTONIC);
+	uint64_t share = (now - self->stepped_ns) / STEP_SHARE, most;
+
+	if (share < STEP_MIN_NS)
+		share = STEP_MIN_NS;
+	if (share > STEP_MAX_NS)
+		share = STEP_MAX_NS;
+	self->stepped_ns = now;
+	most = self->credit_ns > 3 * share ? self->credit_ns : 3 * share;
+	self->credit_ns = self->credit_ns + share < most ? self->credit_ns + share : most;
+}
+
+/* A stretch of looking, and what it may cost. The budget is CPU time: a thread that was off the
+ * CPU has not spent the training's time. That clock is a system call of 0.5 us, so it is asked
+ * only once the cheap one says that the time is over. */
+struct stretch {
+	uint64_t wall, cpu, budget;
+};
+
+static struct stretch stretch_start(uint64_t budget_ns)
+{
+	return (struct stretch){ sfr_py_clock_ns(CLOCK_MONOTONIC),
+				 sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID), budget_ns };
+}
+
+static int stretch_is_over(const struct stretch *s)
+{
+	return sfr_py_clock_ns(CLOCK_MONOTONIC) - s->wall >= s->budget &&
+	       sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu >= s->budget;
+}
+
+/* Takes what was spent from the credit. */
+static void stretch_end(const struct stretch *s, uint64_t *credit_ns)
+{
+	uint64_t spent = sfr_py_clock_ns(CLOCK_THREAD_CPUTIME_ID) - s->cpu;
+
+	*credit_ns -= spent < *credit_ns ? spent : *credit_ns;
+}
+
+/* The three places that are looked at; a storage here is larger than 4 KiB. */
+static const unsigned char *line_of(const struct sfr_py_watch *watch, int i)
+{
+	uint64_t at = watch->addr;
+
+	if (i == 1)
+		at += (watch->nbytes / 2) & ~(uint64_t)(SFR_PY_LINE - 1);
+	else if (i == 2)
+		at += watch->nbytes - SFR_PY_LINE;
+	return (const unsigned char *)(uintptr_t)at; /* NOLINT: an address that torch gave */
+}
+
+/* Starts loading what a look at this storage will touch: a step has streamed the whole state
+ * through the caches, and a look is a dozen misses long otherwise. Prefetching cannot fault, so
+ * the addresses may be stale. */
+static void prefetch(const struct sfr_py_observer *self, uint32_t number)
+{
+	const struct sfr_py_watch *watch = &self->table.watches[number];
+	const struct sfr_py_claim *claim = &self->table.claims[watch->first_claim];
+	int i;
+
+	sfr_py_prefetch((uintptr_t)claim->ref);
+	sfr_py_prefetch(claim->tensor);
+	for (i = 0; i < NR_IMPL_LINES; i++)
+		sfr_py_prefetch(claim->impl + (uint64_t)i * SFR_PY_LINE);
+	sfr_py_prefetch(watch->wrapper);
+	sfr_py_prefetch(watch->cdata);
+	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
+	for (i = 0; i < SFR_PY_NR_LINES; i++) {
+		sfr_py_prefetch((uintptr_t)line_of(watch, i));
+		sfr_py_prefetch((uintptr_t)self->lines[number][i]);
+	}
+}
+
+/* 1: every tensor over the storage lives and still has this memory; 0: not so. Only then may the
+ * bytes be read. That it is still the same storage is looked at where it matters, in defer(): what
+ * is learned of a storage that is gone is never used. No exception is left set. */
+static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	uint32_t i;
+
+	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
+		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
+		uint64_t addr = 0, nbytes = 0;
+
+		if (!tensor || tensor == Py_None)
+			return 0;
+		Py_INCREF(tensor);
+		storage = sfr_py_read(&torch->storage, tensor);
+		if (storage) {
+			(void)sfr_py_read_u64(&torch->data_ptr, storage, &addr);
+			(void)sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
+			Py_DECREF(storage);
+		} else {
+			PyErr_Clear();
+		}
+		Py_DECREF(tensor);
+		if (addr != watch->addr || nbytes != watch->nbytes)
+			return 0;
+	}
+	return watch->nr_claims > 0;
+}
+
+/* Reads the version of each tensor over the storage: into the claims, or (`compare`) against
+ * them. Returns 1 when all could be read (and are the same), else 0. */
+static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *watch, int compare)
+{
+	uint32_t i;
+
+	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
+		PyObject *tensor = sfr_py_referent(t->claims[i].ref);
+		uint64_t version = 0;
+		int failed;
+
+		if (!tensor || tensor == Py_None)
+			return 0;
+		Py_INCREF(tensor);
+		failed = sfr_py_read_u64(&sfr_py_torch.version, tensor, &version);
+		Py_DECREF(tensor);
+		if (failed) {
+			PyErr_Clear(); /* an inference tensor counts none */
+			return 0;
+		}
+		if (compare && version != t->claims[i].version)
+			return 0;
+		t->claims[i].version = version;
+	}
+	return 1;
+}
+
+/* Remembers what one storage looks like. `fresh`: it was enrolled a moment ago. */
+static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
+{
+	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch *watch = &t->watches[number];
+	int i;
+
+	if ((!fresh && !watch_is_whole(t, watch)) || !watch_versions(t, watch, 0)) {
+		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+		self->wanted = 1;
+		return;
+	}
+	for (i = 0; i < SFR_PY_NR_LINES; i++)
+		memcpy(self->lines[number][i], line_of(watch, i), SFR_PY_LINE);
+	self->armed[self->nr_armed++] = number;
+}
+
+/* Arms undecided storages from the cursor on, for at most half of the credit: the other half is
+ * what comparing them will take. */
+void sfr_py_observer_record(struct sfr_py_observer *self)
+{
+	struct sfr_py_table *t = &self->table;
+	uint32_t left = t->nr_watches, nr_seen = 0, i = self->cursor;
+	struct stretch stretch;
+
+	grant(self);
+	stretch = stretch_start(self->credit_ns / 2);
+	self->nr_armed = 0;
+	for (; left; left--, i++) {
+		if (i >= t->nr_watches)
+			i = 0;
+		if (t->watches[i].verdict != SFR_PY_UNDECIDED)
+			continue;
+		if (i + AHEAD < t->nr_watches)
+			prefetch(self, i + AHEAD);
+		record_one(self, i, 0);
+		if (++nr_seen % BUDGET_EACH == 0 && stretch_is_over(&stretch))
+			break;
+	}
+	stretch_end(&stretch, &self->credit_ns);
+}
+
+void sfr_py_observer_record_all(struct sfr_py_observer *self)
+{
+	uint32_t i;
+
+	for (i = 0; i < self->table.nr_watches; i++) {
+		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
+			record_one(self, i, 1);
+	}
+	self->credit_ns = (uint64_t)self->nr_undecided * ENROLLED_NS;
+	if (self->credit_ns > ENROLLED_MAX_NS)
+		self->credit_ns = ENROLLED_MAX_NS;
+	grant(self);
+}
+
+/* Compares one storage with what it was. */
+static void compare_one(struct sfr_py_observer *self, uint32_t number)
+{
+	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch *watch = &t->watches[number];
+	int i;
+
+	if (watch->verdict != SFR_PY_UNDECIDED)
+		return;
+	if (!watch_is_whole(t, watch)) {
+		/* The tensor or its storage was replaced; the next enrolment finds the successor. */
+		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+		self->wanted = 1;
+		return;
+	}
+	for (i = 0; i < SFR_PY_NR_LINES; i++) {
+		if (memcmp(self->lines[number][i], line_of(watch, i), SFR_PY_LINE) != 0)
+			break;
+	}
+	if (i < SFR_PY_NR_LINES || !watch_versions(t, watch, 1))
+		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+	else if (++watch->nr_cycles == NR_CYCLES)
+		sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
+}
+
+void sfr_py_observer_compare(struct sfr_py_observer *self)
+{
+	struct stretch stretch = stretch_start(self->credit_ns);
+	uint32_t n = 0;
+
+	while (n < self->nr_armed) {
+		if (n + AHEAD < self->nr_armed)
+			prefetch(self, self->armed[n + AHEAD]);
+		compare_one(self, self->armed[n++]);
+		if (n % BUDGET_EACH == 0 && stretch_is_over(&stretch))
+			break;
+	}
+	stretch_end(&stretch, &self->credit_ns);
+	self->cursor = n < self->nr_armed ? self->armed[n] : self->armed[n - 1] + 1;
+	self->nr_armed = 0;
+}

@@ -1,0 +1,423 @@
+/* Observer: what of an optimizer's memory only its steps change.
+ *
+ * One Observer watches the storages of one optimizer: those of its trained parameters and of the
+ * tensors in their state. A save may copy such a storage late, under the next forward and
+ * backward, if nothing but the next step will write it, and that is found out by looking: what
+ * it was at the end of a step must be found unchanged at the next step's gate.
+ *
+ *        enrol                record          compare: same, twice
+ *   (new) ----> UNDECIDED --> (armed) ------------------------------> DEFERRABLE
+ *                   ^            |  same, once       |  changed, gone, or owned twice
+ *                   +------------+                   +---------------> CAPTURED
+ *
+ * Both ends are final for the storage; only a new storage, or forget() (after load_state_dict),
+ * starts again. What is looked at: the `_version` of each tensor over the storage, and three cache
+ * lines of its bytes, since fused kernels and `.data` do not count versions. The work of a step is
+ * bounded by a budget of CPU time of the calling thread; a cursor goes on where it ran out.
+ *
+ * Nothing here keeps memory alive: tensors are held by weak references, and a storage by torch's
+ * weak reference, which frees the bytes but keeps the StorageImpl's address from being used again.
+ * So equal addresses (`_cdata`) mean the same storage.
+ *
+ * Everything runs under the interpreter lock, and no collection is started meanwhile, so no Python
+ * code runs in between unless an object's end runs some. `busy` turns a second entry into a
+ * harmless refusal then (nothing is deferred, nothing is counted); nothing ever waits.
+ *
+ * observer_walk.c finds what an optimizer owns, observer_table.c holds it, observer_look.c looks
+ * at it; here are the type and the marking of a save's storages.
+ */
+#include "observer/observer.h"
+
+void sfr_py_observer_enter(struct sfr_py_observer *self)
+{
+	self->busy = 1;
+	self->gc_was_on = PyGC_Disable();
+}
+
+void sfr_py_observer_leave(struct sfr_py_observer *self)
+{
+	if (self->gc_was_on)
+		(void)PyGC_Enable();
+	self->busy = 0;
+}
+
+void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
+			    enum sfr_py_verdict verdict)
+{
+	if (watch->verdict == SFR_PY_UNDECIDED && verdict != SFR_PY_UNDECIDED)
+		self->nr_undecided--;
+	watch->verdict = (uint8_t)verdict;
+}
+
+/* ---- between steps ------------------------------------------------------ */
+
+PyDoc_STRVAR(observer_enrol_doc,
+"enrol(param_groups, state, /)\n--\n\n"
+"Finds what the optimizer owns now and records what it looks like; call it after a step. What\n"
+"is known of storages that are still there stays. Returns a list of (serial, storage): storages\n"
+"that another observer watches already, which are captured here and should be there. After an\n"
+"exception nothing is watched.");
+
+static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
+{
+	PyObject *groups, *state, *clashes;
+
+	if (!PyArg_ParseTuple(args, "OO:enrol", &groups, &state))
+		return NULL;
+	clashes = PyList_New(0);
+	if (!clashes || self->busy)
+		return clashes;
+	sfr_py_observer_enter(self);
+	if (sfr_py_observer_enrol(self, groups, state, clashes))
+		Py_CLEAR(clashes);
+	else
+		sfr_py_observer_record_all(self);
+	sfr_py_observer_leave(self);
+	return clashes;
+}
+
+PyDoc_STRVAR(observer_stepped_doc,
+"stepped(param_groups, state, /)\n--\n\n"
+"A step has ended: records what undecided storages look like, within the budget. Returns True\n"
+"instead when enrol() is needed first: never done, groups or state have other sizes, a save met\n"
+"an unknown tensor, a storage went away, or forget() was called.");
+
+static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
+{
+	PyObject *groups, *state;
+
+	if (!PyArg_ParseTuple(args, "OO:stepped", &groups, &state))
+		return NULL;
+	if (self->busy)
+		Py_RETURN_FALSE;
+	self->nr_armed = 0;
+	if (self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state))
+		Py_RETURN_TRUE;
+	if (self->nr_undecided) {
+		sfr_py_observer_enter(self);
+		sfr_py_observer_record(self);
+		sfr_py_observer_leave(self);
+	}
+	Py_RETURN_FALSE;
+}
+
+PyDoc_STRVAR(observer_compare_doc,
+"compare()\n--\n\n"
+"The next step's gate is reached: compares what was recorded, once. A storage beyond the budget\n"
+"gains nothing and is the first to be recorded next time.");
+
+static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
+{
+	(void)none;
+	if (!self->busy && !self->forget && self->nr_armed) {
+		sfr_py_observer_enter(self);
+		sfr_py_observer_compare(self);
+		sfr_py_observer_leave(self);
+	}
+	Py_RETURN_NONE;
+}
+
+/* ---- deferring ---------------------------------------------------------- */
+
+/* Marks the claims that the optimizer still has over the storages it had; notes that an enrolment
+ * is wanted where it has others. */
+static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	struct sfr_py_table *t = &self->table;
+	size_t i, nr_unknown = 0;
+
+	self->epoch++;
+	for (i = 0; i < walk->found.nr; i++) {
+		PyObject *tensor = walk->found.items[i], *storage;
+		struct sfr_py_claim *claim = sfr_py_find_claim(t, tensor);
+		struct sfr_py_watch *watch;
+		uint64_t cdata = 0;
+
+		if (!claim) {
+			nr_unknown++;
+			continue;
+		}
+		if (claim->epoch == self->epoch)
+			continue;
+		claim->epoch = self->epoch;
+		watch = &t->watches[claim->watch];
+		storage = sfr_py_read(&torch->storage, tensor);
+		if (storage)
+			(void)sfr_py_read_u64(&torch->cdata, storage, &cdata);
+		PyErr_Clear();
+		Py_XDECREF(storage);
+		if (cdata != watch->cdata) {
+			self->wanted = 1;
+			continue;
+		}
+		if (watch->epoch != self->epoch) {
+			watch->epoch = self->epoch;
+			watch->nr_marked = 0;
+		}
+		watch->nr_marked++;
+	}
+	if (nr_unknown > self->nr_passed_over)
+		self->wanted = 1;
+}
+
+/* Defers one storage of the save: writes its lane and appends to the four lists. 0 or -1. */
+static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
+		     struct sfr_source *row, PyObject *index, PyObject *const lists[4])
+{
+	PyObject *tensor, *version;
+	Py_ssize_t start = PyList_Size(lists[1]);
+	uint32_t i;
+	int ret = 0;
+
+	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
+		tensor = sfr_py_referent(t->claims[i].ref);
+		if (!tensor)
+			return -1;
+		Py_INCREF(tensor);
+		version = sfr_py_read(&sfr_py_torch.version, tensor);
+		if (!version || PyList_Append(lists[1], index) || PyList_Append(lists[2], tensor) ||
+		    PyList_Append(lists[3], version))
+			ret = -1;
+		Py_XDECREF(version);
+		Py_DECREF(tensor);
+	}
+	if (!ret && !PyList_Append(lists[0], index)) {
+		row->lane = SFR_LANE_HOST;
+		return 0;
+	}
+	/* What stands in the lists without a lane is only looked at in vain. */
+	for (i = 1; i < 4; i++) {
+		PyObject *type, *value, *trace;
+
+		PyErr_Fetch(&type, &value, &trace);
+		(void)PyList_SetSlice(lists[i], start, PyList_Size(lists[i]), NULL);
+		PyErr_Restore(type, value, trace);
+	}
+	return -1;
+}
+
+PyDoc_STRVAR(observer_defer_doc,
+"defer(param_groups, state, numbers, rows, indices, owners, tensors, versions, /)\n--\n\n"
+"Marks the storages of a save that the optimizer still owns and that were found to change in its\n"
+"steps only. `numbers` maps a storage's address to its number in the save, `rows` is the array\n"
+"of struct sfr_source. Appends to `indices` the numbers deferred, and to the other three lists\n"
+"one item for each tensor over them: the number, the tensor, its version.");
+
+static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
+{
+	PyObject *groups, *state, *numbers, *rows, *lists[4], *index;
+	struct sfr_py_table *t = &self->table;
+	struct sfr_py_walk walk = { 0 };
+	struct sfr_source *base;
+	size_t nr_rows, number;
+	uint32_t i;
+	int ret = -1;
+
+	if (!PyArg_ParseTuple(args, "OOOOOOOO:defer", &groups, &state, &numbers, &rows, &lists[0],
+			      &lists[1], &lists[2], &lists[3]))
+		return NULL;
+	if (!PyByteArray_Check(rows) || !PyDict_Check(numbers)) {
+		PyErr_SetString(PyExc_TypeError, "rows is a bytearray, numbers a dict");
+		return NULL;
+	}
+	if (self->busy || self->forget || !t->nr_watches)
+		Py_RETURN_NONE;
+	sfr_py_observer_enter(self);
+	if (sfr_py_walk(groups, state, &walk))
+		goto out;
+	defer_mark(self, &walk);
+	nr_rows = (size_t)PyByteArray_Size(rows) / sizeof(*base);
+	for (i = 0; i < t->nr_watches; i++) {
+		struct sfr_py_watch *watch = &t->watches[i];
+
+		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
+		    watch->nr_marked != watch->nr_claims)
+			continue;
+		index = PyDict_GetItemWithError(numbers, watch->ident);
+		if (!index && PyErr_Occurred())
+			goto out;
+		if (!index)
+			continue;
+		number = PyLong_AsSize_t(index);
+		if (number == (size_t)-1 || number >= nr_rows)
+			goto out;
+		base = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
+		if (base[number].addr != watch->addr || base[number].nbytes != watch->nbytes) {
+			self->wanted = 1; /* resized, or moved to shared memory */
+			continue;
+		}
+		if (base[number].device != 0 && watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES)
+			continue; /* captured whoever owns it, as small ones of the host are */
+		if (defer_one(t, watch, &base[number], index, lists))
+			goto out;
+	}
+	ret = 0;
+out:
+	sfr_py_observer_leave(self);
+	sfr_py_walk_fini(&walk);
+	if (ret && !PyErr_Occurred())
+		PyErr_SetString(PyExc_IndexError, "a storage's number lies beyond the rows");
+	if (ret)
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_changed_doc,
+"changed(tensors, versions, /)\n--\n\n"
+"The first place where a tensor's `_version` differs from the one in the list, or -1. All are\n"
+"read without giving up the interpreter lock.");
+
+static PyObject *observer_changed(PyObject *type, PyObject *args)
+{
+	PyObject *tensors, *versions, *wanted;
+	Py_ssize_t i, nr;
+
+	(void)type;
+	if (!PyArg_ParseTuple(args, "OO:changed", &tensors, &versions) || sfr_py_torch_init())
+		return NULL;
+	nr = PyList_Size(tensors);
+	if (nr < 0 || PyList_Size(versions) != nr) {
+		PyErr_SetString(PyExc_ValueError, "two lists of one length are needed");
+		return NULL;
+	}
+	for (i = 0; i < nr; i++) {
+		uint64_t now = 0, then = 0;
+
+		wanted = PyList_GetItem(versions, i);
+		then = wanted ? PyLong_AsUnsignedLongLong(wanted) : 0;
+		if (sfr_py_read_u64(&sfr_py_torch.version, PyList_GetItem(tensors, i), &now) ||
+		    now != then || PyErr_Occurred()) {
+			PyErr_Clear(); /* a version that cannot be read proves nothing */
+			return PyLong_FromSsize_t(i);
+		}
+	}
+	return PyLong_FromLong(-1);
+}
+
+/* ---- the type ----------------------------------------------------------- */
+
+PyDoc_STRVAR(observer_capture_doc,
+"capture(storage, /)\n--\n\n"
+"Has a storage, given by its address, captured from now on.");
+
+static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
+{
+	uint64_t cdata = PyLong_AsUnsignedLongLong(arg);
+	uint32_t *place;
+
+	if (PyErr_Occurred())
+		return NULL;
+	place = sfr_py_index_find(&self->table.by_storage, (uintptr_t)cdata);
+	if (place)
+		sfr_py_observer_decide(self, &self->table.watches[*place], SFR_PY_CAPTURED);
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_forget_doc,
+"forget()\n--\n\n"
+"Starts afresh: nothing is deferred until the next enrolment and two cycles after it.");
+
+static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
+{
+	(void)none;
+	self->forget = 1;
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_counts_doc,
+"counts()\n--\n\n"
+"(undecided, deferrable, captured): how many storages are in each state.");
+
+static PyObject *observer_counts(struct sfr_py_observer *self, PyObject *none)
+{
+	unsigned counts[3] = { 0, 0, 0 };
+	uint32_t i;
+
+	(void)none;
+	for (i = 0; i < self->table.nr_watches; i++)
+		counts[self->table.watches[i].verdict]++;
+	return Py_BuildValue("III", counts[SFR_PY_UNDECIDED], counts[SFR_PY_DEFERRABLE],
+			     counts[SFR_PY_CAPTURED]);
+}
+
+static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	PyObject *owned, *serial;
+	struct sfr_py_observer *self;
+
+	if (kwargs && PyDict_Size(kwargs) > 0) {
+		PyErr_SetString(PyExc_TypeError, "Observer takes no keywords");
+		return NULL;
+	}
+	if (!PyArg_ParseTuple(args, "O!O:Observer", &PyDict_Type, &owned, &serial) ||
+	    sfr_py_torch_init())
+		return NULL;
+	self = (struct sfr_py_observer *)alloc(type, 0);
+	if (!self)
+		return NULL;
+	self->owned = Py_NewRef(owned);
+	self->serial = Py_NewRef(serial);
+	self->stepped_ns = sfr_py_clock_ns(CLOCK_MONOTONIC);
+	return (PyObject *)self;
+}
+
+static void observer_dealloc(struct sfr_py_observer *self)
+{
+	PyTypeObject *type = Py_TYPE((PyObject *)self);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	sfr_py_observer_drop(self);
+	PyMem_Free(self->lines);
+	PyMem_Free(self->armed);
+	Py_XDECREF(self->owned);
+	Py_XDECREF(self->serial);
+	release(self);
+	Py_DECREF(type);
+}
+
+#define METHOD(name, flags)                                                                        \
+	{ #name, (PyCFunction)(void (*)(void))observer_##name, flags, observer_##name##_doc }
+static PyMethodDef observer_methods[] = {
+	METHOD(enrol, METH_VARARGS),
+	METHOD(stepped, METH_VARARGS),
+	METHOD(compare, METH_NOARGS),
+	METHOD(defer, METH_VARARGS),
+	METHOD(changed, METH_VARARGS | METH_STATIC),
+	METHOD(capture, METH_O),
+	METHOD(forget, METH_NOARGS),
+	METHOD(counts, METH_NOARGS),
+	{ NULL, NULL, 0, NULL },
+};
+
+PyDoc_STRVAR(observer_doc,
+"Observer(owned, serial, /)\n--\n\n"
+"Watches the storages of one optimizer. `owned` is a dict shared by all observers, `serial` a\n"
+"number of this one's own.");
+
+static PyType_Slot observer_slots[] = {
+	{ Py_tp_doc, (void *)observer_doc },
+	{ Py_tp_new, (void *)observer_new },
+	{ Py_tp_dealloc, (void *)observer_dealloc },
+	{ Py_tp_methods, observer_methods },
+	{ 0, NULL },
+};
+
+static PyType_Spec observer_spec = {
+	.name = "stillframe._core.Observer",
+	.basicsize = sizeof(struct sfr_py_observer),
+	.flags = Py_TPFLAGS_DEFAULT,
+	.slots = observer_slots,
+};
+
+int sfr_py_add_observer(PyObject *module)
+{
+	struct sfr_py_state *state = sfr_py_state(module);
+
+	state->observer_type =
+		(PyTypeObject *)PyType_FromModuleAndSpec(module, &observer_spec, NULL);
+	if (!state->observer_type)
+		return -1;
+	return PyModule_AddType(module, state->observer_type);
+}

@@ -1,0 +1,295 @@
+/* What an observer watches, and how that follows what the optimizer owns.
+ *
+ * An enrolment builds a new table from a walk over the optimizer and moves into it what is known
+ * of storages that are still there; what is left in the old table is let go. So storages and
+ * tensors that the optimizer dropped need no book-keeping of their own.
+ */
+#include "observer/observer.h"
+
+#include <string.h>
+
+#define MIN_NBYTES 4096 /* host storages up to this size are captured whoever owns them */
+
+static int table_init(struct sfr_py_table *t, size_t nr)
+{
+	memset(t, 0, sizeof(*t));
+	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
+	t->claims = PyMem_Calloc(nr + 1, sizeof(*t->claims));
+	if (!t->watches || !t->claims || sfr_py_index_init(&t->by_storage, nr) ||
+	    sfr_py_index_init(&t->by_tensor, nr)) {
+		PyErr_NoMemory();
+		return -1;
+	}
+	return 0;
+}
+
+/* Lets a storage go: its name in `owned`, if it is ours and the table in use does not go on with
+ * it, and torch's weak reference. A watch that has moved to another table has no ident. */
+static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
+{
+	PyObject *holder, *answer;
+
+	if (!watch->ident)
+		return;
+	holder = PyDict_GetItemWithError(self->owned, watch->ident);
+	if (holder == self->serial &&
+	    !sfr_py_index_find(&self->table.by_storage, (uintptr_t)watch->cdata))
+		(void)PyDict_DelItem(self->owned, watch->ident); /* can only fail when absent */
+	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->ident, NULL);
+	Py_XDECREF(answer);
+	PyErr_Clear();
+	Py_CLEAR(watch->ident);
+}
+
+/* Gives everything of a table back, which is no longer the one in use. Tolerates one half built. */
+static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
+{
+	uint32_t i;
+
+	for (i = 0; i < t->nr_watches; i++)
+		watch_fini(self, &t->watches[i]);
+	for (i = 0; i < t->nr_claims; i++)
+		Py_XDECREF(t->claims[i].ref);
+	PyMem_Free(t->watches);
+	PyMem_Free(t->claims);
+	sfr_py_index_fini(&t->by_storage);
+	sfr_py_index_fini(&t->by_tensor);
+	memset(t, 0, sizeof(*t));
+}
+
+void sfr_py_observer_drop(struct sfr_py_observer *self)
+{
+	struct sfr_py_table old = self->table;
+	PyObject *type, *value, *trace;
+
+	PyErr_Fetch(&type, &value, &trace);
+	memset(&self->table, 0, sizeof(self->table));
+	self->nr_armed = self->nr_undecided = 0;
+	table_fini(self, &old);
+	PyErr_Restore(type, value, trace);
+}
+
+/* The claim of this very tensor, or NULL: a dead tensor's address may have a new owner. */
+struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *tensor)
+{
+	uint32_t *place = sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor);
+
+	if (!place || sfr_py_referent(t->claims[*place].ref) != tensor)
+		return NULL;
+	return &t->claims[*place];
+}
+
+static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
+{
+	struct sfr_py_claim *claim = &t->claims[t->nr_claims];
+	uint64_t impl = 0;
+
+	claim->ref = PyWeakref_NewRef(tensor, NULL);
+	if (!claim->ref)
+		return -1;
+	claim->tensor = (uintptr_t)tensor;
+	if (sfr_py_read_u64(&sfr_py_torch.impl, tensor, &impl))
+		PyErr_Clear();
+	claim->impl = (uintptr_t)impl;
+	claim->watch = watch;
+	claim->next = t->watches[watch].first_claim;
+	t->watches[watch].first_claim = t->nr_claims;
+	t->watches[watch].nr_claims++;
+	sfr_py_index_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims++);
+	return 0;
+}
+
+/* Starts to watch a storage not yet in the table. Returns 1 when it was added, 0 when it can
+ * never be deferred, -1 with an exception set. Another observer's storage is captured in both:
+ * [the other's serial, storage] goes to `clashes`. */
+static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
+		     PyObject *storage, uint64_t cdata, PyObject *clashes)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
+	PyObject *holder, *pair;
+	int ret;
+
+	memset(watch, 0, sizeof(*watch));
+	if (sfr_py_read_u64(&torch->nbytes, storage, &watch->nbytes) ||
+	    watch->nbytes <= MIN_NBYTES || sfr_py_read_flag(&torch->is_cpu, tensor) != 1 ||
+	    sfr_py_read_flag(&torch->is_shared, storage) != 0 ||
+	    sfr_py_read_u64(&torch->data_ptr, storage, &watch->addr) || !watch->addr) {
+		PyErr_Clear();
+		return 0;
+	}
+	watch->cdata = cdata;
+	watch->wrapper = (uintptr_t)storage;
+	watch->first_claim = SFR_PY_NONE;
+	watch->verdict = SFR_PY_UNDECIDED;
+	watch->ident = sfr_py_read(&torch->weak_ref, storage);
+	if (!watch->ident)
+		return -1;
+	sfr_py_index_add(&t->by_storage, (uintptr_t)cdata, t->nr_watches++);
+	holder = PyDict_GetItemWithError(self->owned, watch->ident);
+	if (!holder)
+		return PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial) ?
+			       -1 :
+			       1;
+	if (holder == self->serial)
+		return 1; /* the table that this one replaces still holds it */
+	watch->verdict = SFR_PY_CAPTURED;
+	pair = PyTuple_Pack(2, holder, watch->ident);
+	ret = pair ? PyList_Append(clashes, pair) : -1;
+	Py_XDECREF(pair);
+	return ret ? -1 : 1;
+}
+
+/* Takes a storage over from the table before, with what is known of it. */
+static uint32_t watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
+{
+	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
+
+	*watch = *old;
+	watch->first_claim = SFR_PY_NONE;
+	watch->nr_claims = 0;
+	watch->epoch = watch->nr_marked = 0;
+	old->ident = NULL;
+	sfr_py_index_add(&t->by_storage, (uintptr_t)watch->cdata, t->nr_watches);
+	return t->nr_watches++;
+}
+
+/* Enrols one tensor. Returns 0, or -1 with an exception set. */
+static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
+		     int stateless, PyObject *clashes)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	struct sfr_py_claim *known = sfr_py_find_claim(&self->table, tensor);
+	uint32_t *place, watch;
+	PyObject *storage, *grad;
+	uint64_t cdata;
+	int ret = 0;
+
+	if (sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor))
+		return 0; /* state of two parameters */
+	if (stateless && !known) {
+		/* Without state, a gradient at a step is what makes a parameter a trained one. */
+		grad = sfr_py_read(&torch->grad, tensor);
+		PyErr_Clear();
+		Py_XDECREF(grad);
+		if (!grad || grad == Py_None)
+			return 0;
+	}
+	storage = sfr_py_read(&torch->storage, tensor);
+	if (!storage || sfr_py_read_u64(&torch->cdata, storage, &cdata)) {
+		PyErr_Clear(); /* sparse and the like have none */
+		self->nr_passed_over++;
+		goto out;
+	}
+	if (known && self->table.watches[known->watch].cdata != cdata)
+		known = NULL; /* it has moved to another storage */
+	place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
+	if (place) {
+		watch = *place;
+		/* A tensor that was not there while the storage was observed. */
+		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
+			t->watches[watch].verdict = SFR_PY_UNDECIDED;
+		if (!known)
+			t->watches[watch].nr_cycles = 0;
+	} else if (known && self->table.watches[known->watch].ident) {
+		struct sfr_py_watch *old = &self->table.watches[known->watch];
+		uint64_t addr, nbytes;
+
+		if (sfr_py_read_u64(&torch->data_ptr, storage, &addr) ||
+		    sfr_py_read_u64(&torch->nbytes, storage, &nbytes) || addr != old->addr ||
+		    nbytes != old->nbytes) {
+			/* resize_ and share_memory_ give a storage other memory. */
+			PyErr_Clear();
+			goto fresh;
+		}
+		watch = watch_move(t, old);
+	} else {
+fresh:
+		ret = watch_add(self, t, tensor, storage, cdata, clashes);
+		if (ret == 0)
+			self->nr_passed_over++;
+		if (ret <= 0)
+			goto out;
+		watch = t->nr_watches - 1;
+	}
+	ret = claim_add(t, tensor, watch);
+out:
+	Py_XDECREF(storage);
+	return ret;
+}
+
+/* A tensor of the groups that is not trained may write to whatever it shares storage with. */
+static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
+{
+	PyObject *storage = NULL;
+	uint64_t cdata;
+	uint32_t *place;
+
+	if (sfr_py_is_plain_tensor(tensor))
+		storage = sfr_py_read(&sfr_py_torch.storage, tensor);
+	if (storage && !sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
+		place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
+		if (place)
+			t->watches[*place].verdict = SFR_PY_CAPTURED;
+	}
+	PyErr_Clear();
+	Py_XDECREF(storage);
+}
+
+/* Makes room for what record() keeps and counts what is undecided. */
+static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
+{
+	uint32_t i;
+
+	PyMem_Free(self->lines);
+	PyMem_Free(self->armed);
+	self->lines = NULL;
+	self->armed = NULL;
+	self->nr_armed = self->cursor = self->nr_undecided = 0;
+	for (i = 0; i < t->nr_watches; i++)
+		self->nr_undecided += t->watches[i].verdict == SFR_PY_UNDECIDED;
+	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));
+	self->armed = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->armed));
+	if (self->lines && self->armed)
+		return 0;
+	PyErr_NoMemory();
+	return -1;
+}
+
+int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+			  PyObject *clashes)
+{
+	struct sfr_py_table fresh = { 0 }, old;
+	struct sfr_py_walk walk = { 0 };
+	size_t i;
+	int ret = -1;
+
+	if (self->forget)
+		sfr_py_observer_drop(self);
+	self->forget = self->wanted = 0;
+	self->nr_passed_over = 0;
+	self->size = sfr_py_walk_size(groups, state);
+	if (sfr_py_walk(groups, state, &walk) || table_init(&fresh, walk.found.nr))
+		goto out;
+	for (i = 0; i < walk.found.nr; i++) {
+		if (enrol_one(self, &fresh, walk.found.items[i], walk.stateless, clashes))
+			goto out;
+	}
+	for (i = 0; i < walk.others.nr; i++)
+		enrol_other(&fresh, walk.others.items[i]);
+	ret = enrol_arm(self, &fresh);
+out:
+	old = self->table;
+	self->table = fresh;
+	{
+		PyObject *type, *value, *trace;
+
+		PyErr_Fetch(&type, &value, &trace);
+		table_fini(self, &old);
+		PyErr_Restore(type, value, trace);
+	}
+	if (ret)
+		sfr_py_observer_drop(self);
+	sfr_py_walk_fini(&walk);
+	return ret;
+}

@@ -1,0 +1,335 @@
+/* Snapshots: plain tensors found without a pickler, and made again over copies of their storages.
+ *
+ * meet() is given what stands in the containers of a tree, in order, and enters the plain tensors
+ * (kinds.c) as the pickler's questions would. When the storages have been copied, copies() has the
+ * bridge make a tensor like each of them: same dtype, sizes, strides and offset, over the copy of
+ * the same storage, with a storage for each storage. Left out, for Python to make, are
+ *
+ *   - all, where the bridge cannot make any,
+ *   - tensors that see a storage as another dtype than the first one over it does,
+ *   - storages whose length is no whole number of its elements, or nothing.
+ *
+ * The new storages hold the object that owns the memory: one reference for all, dropped with the
+ * last of them, on whatever thread that is.
+ */
+#include <string.h>
+
+#include "skeleton/skeleton.h"
+
+/* Keeps a Python object as long as storages are over its memory. */
+struct owner_hold {
+	struct sfr_hold hold;
+	PyObject *owner;
+};
+
+static void drop_owner(struct sfr_hold *hold)
+{
+	struct owner_hold *self = (struct owner_hold *)hold;
+	PyGILState_STATE gil;
+
+	if (!Py_IsInitialized())
+		return; /* the process ends, and everything with it */
+	gil = PyGILState_Ensure();
+	Py_DECREF(self->owner);
+	PyMem_Free(self);
+	PyGILState_Release(gil);
+}
+
+static struct sfr_hold *hold_owner(PyObject *owner)
+{
+	struct owner_hold *self = PyMem_Malloc(sizeof(*self));
+
+	if (self == NULL) {
+		(void)PyErr_NoMemory(); /* always NULL */
+		return NULL;
+	}
+	self->hold.count = 1;
+	self->hold.last = drop_owner;
+	Py_INCREF(owner);
+	self->owner = owner;
+	return &self->hold;
+}
+
+/* ---- meeting ------------------------------------------------------------------ */
+
+/* Whether it leads nowhere: most of what is in a tree beside tensors and containers. */
+static bool is_atom(PyObject *node)
+{
+	PyTypeObject *type = Py_TYPE(node);
+
+	return node == Py_None || type == &PyUnicode_Type || type == &PyLong_Type ||
+	       type == &PyFloat_Type || type == &PyBool_Type || type == &PyBytes_Type;
+}
+
+PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	PyObject *const *part = c->kinds->part;
+	PyObject *others = PyList_New(0), *fast = PySequence_Fast(nodes, "nodes are a sequence");
+	Py_ssize_t i;
+
+	if (others == NULL || fast == NULL)
+		goto fail;
+	/* Asked for anew each time: what is asked of tensors may run Python code. */
+	for (i = 0; i < PySequence_Size(fast); i++) {
+		PyObject *node = PySequence_GetItem(fast, i);
+		uint64_t known = 0;
+		size_t number = 0;
+		bool exact;
+		int rc = 0;
+
+		if (node == NULL)
+			goto fail;
+		exact = (PyObject *)Py_TYPE(node) == part[SFR_PY_TENSOR] ||
+			(PyObject *)Py_TYPE(node) == part[SFR_PY_PARAMETER];
+		if (exact && sfr_py_map_get(&c->found_at, (uint64_t)(uintptr_t)node, &known))
+			number = (size_t)known;
+		else if (exact)
+			rc = sfr_py_enter_tensor(c, node, true, &number);
+		if (rc == 0 && (exact ? !c->found[number].plain : !is_atom(node)))
+			rc = PyList_Append(others, node);
+		Py_DECREF(node); /* whoever has given it to us has it */
+		if (rc != 0)
+			goto fail;
+	}
+	Py_DECREF(fast);
+	return others;
+fail:
+	Py_XDECREF(others);
+	Py_XDECREF(fast);
+	return NULL;
+}
+
+/* ---- making them again -------------------------------------------------------- */
+
+/* One call of copies(). */
+struct job {
+	struct sfr_py_collector *c;
+	char *base; /* the copies' memory */
+	Py_ssize_t len;
+	PyObject *offsets; /* a list, by storage */
+	int64_t *rows, *end;
+	uint32_t *made; /* found tensors that have a row, in order */
+	size_t nr_made;
+	uint32_t *first; /* by storage: 1 + the row that makes it */
+};
+
+static int job_init(struct job *job)
+{
+	const struct sfr_py_collector *c = job->c;
+	size_t words = 0, i;
+
+	for (i = 0; i < c->nr_found; i++)
+		if (c->found[i].row != NULL)
+			words += SFR_NEW_HEADER + 2 * (size_t)c->found[i].row[SFR_ROW_NDIM];
+	job->rows = PyMem_Malloc((words + 1) * sizeof(*job->rows));
+	job->made = PyMem_Malloc((c->nr_found + 1) * sizeof(*job->made));
+	job->first = PyMem_Calloc(c->nr_storages + 1, sizeof(*job->first));
+	if (job->rows == NULL || job->made == NULL || job->first == NULL) {
+		(void)PyErr_NoMemory(); /* always NULL */
+		return -1;
+	}
+	job->end = job->rows;
+	return 0;
+}
+
+static void job_fini(struct job *job)
+{
+	PyMem_Free(job->rows);
+	PyMem_Free(job->made);
+	PyMem_Free(job->first);
+}
+
+/* Whether all that the tensor sees is within the storage: somebody may have shrunk that since the
+ * tensor was made. */
+static bool is_within(const int64_t *row, uint64_t itemsize)
+{
+	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
+	uint64_t reach = (uint64_t)row[SFR_ROW_OFFSET] + 1, product;
+	int64_t i;
+
+	for (i = 0; i < row[SFR_ROW_NDIM]; i++) {
+		if (sizes[i] == 0)
+			return true;
+		if (__builtin_mul_overflow((uint64_t)sizes[i] - 1, (uint64_t)strides[i],
+					   &product) ||
+		    __builtin_add_overflow(reach, product, &reach))
+			return false;
+	}
+	return !__builtin_mul_overflow(reach, itemsize, &reach) &&
+	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
+}
+
+/* Writes a tensor's row. 1, 0 for one that is left out, -1 with an exception set. */
+static int add_row(struct job *job, uint32_t place)
+{
+	const struct sfr_py_found *found = &job->c->found[place];
+	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
+	uint64_t itemsize = job->c->kinds->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
+	uint32_t first = job->first[found->storage];
+	const int64_t *row = found->row;
+	Py_ssize_t offset;
+	int64_t *out = job->end;
+
+	/* As long as the storage is what it was when it was copied. */
+	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
+	    !is_within(row, itemsize) ||
+	    (first != 0 && job->c->found[job->made[first - 1]].dtype != found->dtype))
+		return 0;
+	offset = PyLong_AsSsize_t(PyList_GetItem(job->offsets, (Py_ssize_t)found->storage));
+	if (offset == -1 && PyErr_Occurred())
+		return -1;
+	if (offset < 0 || offset > job->len || nbytes > (uint64_t)(job->len - offset)) {
+		PyErr_SetString(PyExc_ValueError, "a storage's copy is not within the memory");
+		return -1;
+	}
+	out[SFR_NEW_OVER] = (int64_t)first - 1;
+	out[SFR_NEW_BASE] = first != 0 ? 0 : (int64_t)(uintptr_t)(job->base + offset);
+	out[SFR_NEW_NBYTES] = first != 0 ? 0 : (int64_t)nbytes;
+	out[SFR_NEW_OFFSET] = row[SFR_ROW_OFFSET];
+	out[SFR_NEW_DTYPE] = row[SFR_ROW_DTYPE];
+	out[SFR_NEW_NDIM] = row[SFR_ROW_NDIM];
+	memcpy(out + SFR_NEW_HEADER, row + SFR_ROW_HEADER,
+	       2 * (size_t)row[SFR_ROW_NDIM] * sizeof(*row));
+	job->end += SFR_NEW_HEADER + 2 * row[SFR_ROW_NDIM];
+	job->made[job->nr_made++] = place;
+	if (first == 0)
+		job->first[found->storage] = (uint32_t)job->nr_made;
+	return 1;
+}
+
+/* Notes (tensor, number of its storage) as left out. 0 or -1. */
+static int leave_out(PyObject *left, const struct sfr_py_found *found)
+{
+	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
+	int rc = pair == NULL ? -1 : PyList_Append(left, pair);
+
+	Py_XDECREF(pair);
+	return rc;
+}
+
+/* The new tensor as what the found one was. A new reference. */
+static PyObject *dress(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found,
+		       PyObject *tensor)
+{
+	PyObject *grad = found->requires_grad ? Py_True : Py_False;
+
+	if (found->parameter)
+		return PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_PARAMETER], tensor, grad,
+						    NULL);
+	if (found->requires_grad && PyObject_SetAttrString(tensor, "requires_grad", grad) != 0)
+		return NULL;
+	Py_INCREF(tensor);
+	return tensor;
+}
+
+/* Enters the new tensors by the address of the old ones. 0 or -1. */
+static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
+{
+	size_t i;
+
+	for (i = 0; i < job->nr_made; i++) {
+		const struct sfr_py_found *found = &job->c->found[job->made[i]];
+		PyObject *key = PyLong_FromVoidPtr(found->object); /* as id() has it */
+		PyObject *made =
+			dress(job->c->kinds, found, PyList_GetItem(tensors, (Py_ssize_t)i));
+		int rc = key == NULL || made == NULL ? -1 : PyDict_SetItem(news, key, made);
+
+		Py_XDECREF(key);
+		Py_XDECREF(made);
+		if (rc != 0)
+			return -1;
+	}
+	return 0;
+}
+
+/* By storage: the tensor that made it, or None. A new reference. */
+static PyObject *first_tensors(const struct job *job, PyObject *tensors)
+{
+	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
+	size_t i;
+
+	for (i = 0; list != NULL && i < job->c->nr_storages; i++) {
+		PyObject *tensor = Py_None;
+
+		if (job->first[i] != 0)
+			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first[i] - 1);
+		Py_XINCREF(tensor);
+		if (tensor == NULL || PyList_SetItem(list, (Py_ssize_t)i, tensor) != 0)
+			Py_CLEAR(list); /* SetItem has taken the reference over */
+	}
+	return list;
+}
+
+/* Has the bridge make the rows' tensors. A new reference to the list. */
+static PyObject *make(const struct job *job, PyObject *maker, PyObject *owner)
+{
+	struct sfr_hold *hold = hold_owner(owner);
+	PyObject *tensors;
+
+	if (hold == NULL)
+		return NULL;
+	tensors = PyObject_CallFunction(maker, "KnK", (unsigned long long)(uintptr_t)job->rows,
+					(Py_ssize_t)job->nr_made,
+					(unsigned long long)(uintptr_t)hold);
+	sfr_hold_put(hold);
+	if (tensors != NULL &&
+	    (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != job->nr_made)) {
+		PyErr_SetString(PyExc_SystemError, "the bridge made something else");
+		Py_CLEAR(tensors);
+	}
+	return tensors;
+}
+
+/* copies(memory, offsets, make or None) -> (new tensors by id of the old ones, by storage the first
+ * of its tensors or None, [(tensor left out, number of its storage)]). After finish(). */
+PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
+{
+	struct job job = { .c = (struct sfr_py_collector *)self };
+	PyObject *owner, *maker, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
+	PyObject *left = PyList_New(0);
+	Py_buffer view = { 0 };
+	uint32_t i;
+
+	if (left == NULL ||
+	    !PyArg_ParseTuple(args, "OO!O:copies", &owner, &PyList_Type, &job.offsets, &maker))
+		goto end;
+	if (!job.c->finished) {
+		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
+		goto end;
+	}
+	if ((size_t)PyList_Size(job.offsets) != job.c->nr_storages) {
+		PyErr_SetString(PyExc_ValueError, "there is an offset for each storage");
+		goto end;
+	}
+	if (PyObject_GetBuffer(owner, &view, PyBUF_WRITABLE) < 0)
+		goto end;
+	/* The owner's memory stays where it is as long as the owner lives. */
+	job.base = view.buf;
+	job.len = view.len;
+	PyBuffer_Release(&view);
+	if (job_init(&job) != 0)
+		goto end;
+	for (i = 0; i < job.c->nr_found; i++) {
+		int rc = 1;
+
+		if (job.c->found[i].row != NULL)
+			rc = maker == Py_None ? 0 : add_row(&job, i);
+		if (rc < 0 || (rc == 0 && leave_out(left, &job.c->found[i]) != 0))
+			goto end;
+	}
+	tensors = job.nr_made != 0 ? make(&job, maker, owner) : PyList_New(0);
+	news = tensors != NULL ? PyDict_New() : NULL;
+	if (news == NULL || enter_new(&job, tensors, news) != 0)
+		goto end;
+	firsts = first_tensors(&job, tensors);
+	if (firsts != NULL)
+		result = Py_BuildValue("OOO", news, firsts, left);
+end:
+	Py_XDECREF(left);
+	Py_XDECREF(tensors);
+	Py_XDECREF(news);
+	Py_XDECREF(firsts);
+	job_fini(&job);
+	return result;
+}

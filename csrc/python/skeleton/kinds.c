@@ -1,0 +1,355 @@
+/* What torch is made of, and which tensors are plain.
+ *
+ * Kinds holds the objects of torch that the skeleton needs at every save: types, functions,
+ * and the getset descriptors of the attributes that it reads. skeleton.py makes one and
+ * hands the parts over by name, so nothing here imports torch. A descriptor's own get
+ * function is called, and a method's C function where it takes no arguments, which skips the
+ * search through the type and the making of a call for each of them. A tensor is asked nine
+ * questions, so that is a third of the time that the whole skeleton takes.
+ *
+ * A tensor is plain when what torch.save writes of it is known beforehand:
+ *
+ *   _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())
+ *
+ * in a _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That holds for
+ * an exact Tensor or Parameter on the CPU or a CUDA device, strided and not nested, of a dtype
+ * with a legacy storage class, without Python attributes, without hooks that torch warns of,
+ * and without the conj, neg and zero bits and names (on these devices torch has no other metadata).
+ * Everything else, errors included, is left to the tensor's own __reduce_ex__.
+ */
+#include "skeleton/skeleton.h"
+
+static const char *const part_names[] = {
+#define X(name, keyword) keyword,
+	SFR_PY_PART_LIST(X)
+#undef X
+};
+
+PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+{
+	return kinds->get[part](kinds->part[part], object, (PyObject *)Py_TYPE(object));
+}
+
+/* The truth of an attribute: 1, 0, or -1 with an exception set. */
+static int get_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+{
+	PyObject *value = sfr_py_get(kinds, part, object);
+	int truth;
+
+	if (value == NULL)
+		return -1;
+	truth = PyObject_IsTrue(value);
+	Py_DECREF(value);
+	return truth;
+}
+
+/* 1 if the attribute is `expected` itself, 0 if not, -1 with an exception set. */
+static int get_is(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+		  PyObject *expected)
+{
+	PyObject *value = sfr_py_get(kinds, part, object);
+
+	if (value == NULL)
+		return -1;
+	Py_DECREF(value); /* only its address is compared */
+	return value == expected;
+}
+
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor)
+{
+	if (kinds->method[part] != NULL)
+		return kinds->method[part](tensor, NULL);
+	return PyObject_CallFunctionObjArgs(kinds->part[part], tensor, NULL);
+}
+
+/* The truth of what a method answers; None is false. */
+static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor)
+{
+	PyObject *value = sfr_py_ask(kinds, part, tensor);
+	int truth;
+
+	if (value == NULL)
+		return -1;
+	truth = value == Py_None ? 0 : PyObject_IsTrue(value);
+	Py_DECREF(value);
+	return truth;
+}
+
+int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+		   uint64_t *out)
+{
+	PyObject *value;
+
+	if (part >= SFR_PY_FIRST_GETTER)
+		value = sfr_py_get(kinds, part, object);
+	else
+		value = PyObject_CallFunctionObjArgs(kinds->part[part], object, NULL);
+	if (value == NULL)
+		return -1;
+	*out = PyLong_AsUnsignedLongLong(value);
+	Py_DECREF(value);
+	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+/* The dtype's place in the table, nr_dtypes if it has none, -1 with an exception set. */
+static int find_dtype(const struct sfr_py_kinds *kinds, PyObject *tensor)
+{
+	PyObject *dtype = sfr_py_get(kinds, SFR_PY_DTYPE, tensor);
+	uint32_t i;
+
+	if (dtype == NULL)
+		return -1;
+	Py_DECREF(dtype); /* only its address is compared */
+	for (i = 0; i < kinds->nr_dtypes; i++)
+		if (kinds->dtype[i].dtype == dtype)
+			break;
+	return (int)i;
+}
+
+/* 1 if plain, 0 if not, -1 with an exception set. */
+static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
+{
+	PyObject *tensor = found->object;
+	int dtype, yes;
+
+	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
+	yes = ask_bool(kinds, SFR_PY_GETSTATE, tensor);
+	if (yes != 0)
+		return yes < 0 ? -1 : 0;
+	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
+	if (!found->parameter) {
+		yes = get_bool(kinds, SFR_PY_BACKWARD_HOOKS, tensor);
+		if (yes != 0)
+			return yes < 0 ? -1 : 0;
+	}
+	yes = get_is(kinds, SFR_PY_LAYOUT, tensor, kinds->part[SFR_PY_STRIDED]);
+	if (yes <= 0)
+		return yes;
+	yes = get_bool(kinds, SFR_PY_IS_NESTED, tensor);
+	if (yes != 0)
+		return yes < 0 ? -1 : 0;
+	yes = get_bool(kinds, SFR_PY_IS_CPU, tensor);
+	found->on_host = yes > 0;
+	if (yes == 0)
+		yes = get_bool(kinds, SFR_PY_IS_CUDA, tensor);
+	if (yes <= 0)
+		return yes;
+	dtype = find_dtype(kinds, tensor);
+	if (dtype < 0 || (uint32_t)dtype == kinds->nr_dtypes)
+		return dtype < 0 ? -1 : 0;
+	found->dtype = (uint8_t)dtype;
+	yes = ask_bool(kinds, SFR_PY_IS_NEG, tensor);
+	if (yes == 0)
+		yes = ask_bool(kinds, SFR_PY_IS_ZERO, tensor);
+	if (yes == 0 && kinds->dtype[dtype].complex)
+		yes = ask_bool(kinds, SFR_PY_IS_CONJ, tensor);
+	if (yes != 0)
+		return yes < 0 ? -1 : 0;
+	if (kinds->part[SFR_PY_HAS_NAMES] != Py_None) {
+		yes = ask_bool(kinds, SFR_PY_HAS_NAMES, tensor);
+		if (yes != 0)
+			return yes < 0 ? -1 : 0;
+	}
+	yes = get_bool(kinds, SFR_PY_REQUIRES_GRAD, tensor);
+	found->requires_grad = yes > 0;
+	return yes < 0 ? -1 : 1;
+}
+
+int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
+{
+	int plain;
+
+	found->parameter = (PyObject *)Py_TYPE(found->object) == kinds->part[SFR_PY_PARAMETER];
+	plain = is_plain(kinds, found);
+	if (plain < 0) {
+		/* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words. */
+		if (!PyErr_ExceptionMatches(PyExc_Exception) ||
+		    PyErr_ExceptionMatches(PyExc_MemoryError))
+			return -1;
+		PyErr_Clear();
+		plain = 0;
+	}
+	found->plain = plain;
+	return 0;
+}
+
+static int kinds_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	struct sfr_py_kinds *kinds = (struct sfr_py_kinds *)self;
+	uint32_t i;
+
+	Py_VISIT(Py_TYPE(self));
+	for (i = 0; i < SFR_PY_NR_PARTS; i++)
+		Py_VISIT(kinds->part[i]);
+	for (i = 0; i < kinds->nr_dtypes; i++)
+		Py_VISIT(kinds->dtype[i].dtype);
+	return 0;
+}
+
+/* Only for an object that nobody can use any more: the parts are never NULL in a live one,
+ * so a cycle through torch's own types is broken on their side. */
+static void kinds_dealloc(PyObject *self)
+{
+	struct sfr_py_kinds *kinds = (struct sfr_py_kinds *)self;
+	PyTypeObject *type = Py_TYPE(self);
+	freefunc free_self = (freefunc)PyType_GetSlot(type, Py_tp_free);
+	uint32_t i;
+
+	PyObject_GC_UnTrack(self);
+	for (i = 0; i < SFR_PY_NR_PARTS; i++)
+		Py_CLEAR(kinds->part[i]);
+	for (i = 0; i < kinds->nr_dtypes; i++) {
+		Py_CLEAR(kinds->dtype[i].dtype);
+		Py_CLEAR(kinds->dtype[i].storage_class);
+	}
+	Py_CLEAR(kinds->cpu);
+	sfr_py_trail_fini(&kinds->trail);
+	free_self(self);
+	Py_DECREF(type);
+}
+
+/* Takes the part called `name` out of the keyword arguments. 0 or -1. */
+static int take_part(struct sfr_py_kinds *kinds, PyObject *kwargs, enum sfr_py_part part)
+{
+	PyObject *value = PyDict_GetItemString(kwargs, part_names[part]);
+
+	if (value == NULL) {
+		PyErr_Format(PyExc_TypeError, "Kinds() needs the argument '%s'", part_names[part]);
+		return -1;
+	}
+	if (part >= SFR_PY_FIRST_GETTER) {
+		kinds->get[part] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
+		if (kinds->get[part] == NULL) {
+			PyErr_Format(PyExc_TypeError, "'%s' is not a descriptor", part_names[part]);
+			return -1;
+		}
+	}
+	Py_INCREF(value);
+	kinds->part[part] = value;
+	return 0;
+}
+
+/* Finds the C functions behind the methods, by binding them to a tensor. 0 or -1. */
+static int find_methods(struct sfr_py_kinds *kinds, PyObject *tensor)
+{
+	int part;
+
+	for (part = SFR_PY_FIRST_METHOD; part <= SFR_PY_LAST_METHOD; part++) {
+		PyObject *method = kinds->part[part], *bound;
+		descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(method), Py_tp_descr_get);
+
+		if (method == Py_None || get == NULL)
+			continue;
+		bound = get(method, tensor, (PyObject *)Py_TYPE(tensor));
+		if (bound == NULL)
+			return -1;
+		if (Py_TYPE(bound) == &PyCFunction_Type &&
+		    PyCFunction_GetFlags(bound) == METH_NOARGS)
+			kinds->method[part] = PyCFunction_GetFunction(bound);
+		Py_DECREF(bound);
+	}
+	return 0;
+}
+
+/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, complex). */
+static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
+{
+	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
+	Py_ssize_t i, len;
+
+	if (list == NULL || !PyList_Check(list) || PyList_Size(list) > SFR_PY_MAX_DTYPES) {
+		PyErr_Format(PyExc_TypeError, "Kinds() needs a list of at most %d dtypes",
+			     SFR_PY_MAX_DTYPES);
+		return -1;
+	}
+	len = PyList_Size(list);
+	for (i = 0; i < len; i++) {
+		struct sfr_py_dtype *entry = &kinds->dtype[i];
+		PyObject *item = PyList_GetItem(list, i);
+		PyObject *dtype, *storage_class;
+		unsigned int itemsize;
+		int complex;
+
+		if (item == NULL || !PyTuple_Check(item)) {
+			PyErr_SetString(PyExc_TypeError, "a dtype's entry is a tuple");
+			return -1;
+		}
+		if (!PyArg_ParseTuple(item, "OUIp", &dtype, &storage_class, &itemsize, &complex))
+			return -1;
+		if (itemsize == 0) {
+			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
+			return -1;
+		}
+		entry->name = PyUnicode_AsUTF8AndSize(storage_class, NULL);
+		if (entry->name == NULL)
+			return -1;
+		Py_INCREF(dtype);
+		entry->dtype = dtype;
+		Py_INCREF(storage_class);
+		entry->storage_class = storage_class;
+		entry->itemsize = itemsize;
+		entry->complex = complex;
+		kinds->nr_dtypes++;
+	}
+	return 0;
+}
+
+static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	struct sfr_py_kinds *kinds;
+	PyObject *sample;
+	int part;
+
+	if (PyTuple_Size(args) != 0 || kwargs == NULL) {
+		PyErr_SetString(PyExc_TypeError, "Kinds() takes keyword arguments only");
+		return NULL;
+	}
+	kinds = (struct sfr_py_kinds *)alloc(type, 0); /* zeroed */
+	if (kinds == NULL)
+		return NULL;
+	for (part = 0; part < SFR_PY_NR_PARTS; part++)
+		if (take_part(kinds, kwargs, (enum sfr_py_part)part) != 0)
+			goto fail;
+	if (take_dtypes(kinds, kwargs) != 0)
+		goto fail;
+	sample = PyDict_GetItemString(kwargs, "sample");
+	if (sample == NULL) {
+		PyErr_SetString(PyExc_TypeError, "Kinds() needs the argument 'sample'");
+		goto fail;
+	}
+	if (find_methods(kinds, sample) != 0)
+		goto fail;
+	kinds->cpu = PyUnicode_InternFromString("cpu");
+	if (kinds->cpu == NULL)
+		goto fail;
+	return (PyObject *)kinds;
+fail:
+	Py_DECREF(kinds);
+	return NULL;
+}
+
+static PyType_Slot kinds_slots[] = {
+	{ Py_tp_doc, (void *)"The objects of torch that the skeleton is made with." },
+	{ Py_tp_new, (void *)kinds_new },
+	{ Py_tp_dealloc, (void *)kinds_dealloc },
+	{ Py_tp_traverse, (void *)kinds_traverse },
+	{ 0, NULL },
+};
+
+static PyType_Spec kinds_spec = {
+	.name = "stillframe._core.Kinds",
+	.basicsize = sizeof(struct sfr_py_kinds),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = kinds_slots,
+};
+
+int sfr_py_add_kinds(PyObject *module)
+{
+	struct sfr_py_state *state = sfr_py_state(module);
+
+	state->kinds_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kinds_spec, NULL);
+	if (state->kinds_type == NULL)
+		return -1;
+	return PyModule_AddType(module, state->kinds_type);
+}

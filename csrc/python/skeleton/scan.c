@@ -1,0 +1,221 @@
+/* Finds the plain tensors' markers in a finished pickle.
+ *
+ * It walks over the opcodes and notes where the markers stand, how often each tensor occurs,
+ * and the pickler's highest memo slot. Opcodes are parsed, never searched for: the bytes of a
+ * marker may occur inside any string. A number directly before BINPERSID is always a marker,
+ * since the general road's ids are tuples. Every opcode of protocol 2 and below has its
+ * length here; a pickle that runs out of its bounds, names a tensor that is not there or does
+ * not end with STOP is refused.
+ */
+#include <string.h>
+
+#include "skeleton/pickle.h"
+
+/* The length of an opcode's argument, by opcode: a number of bytes, or one of these. */
+enum {
+	ARG_LINE = -1,   /* up to a newline */
+	ARG_2LINES = -2, /* up to the second newline */
+	ARG_LEN1 = -3,   /* a length in 1 byte, then as many bytes */
+	ARG_LEN4 = -4,   /* a length in 4 bytes, then as many bytes */
+	ARG_BAD = -5,    /* no opcode of protocol 2 */
+};
+
+static int arg_of(unsigned char op)
+{
+	switch (op) {
+	case '(':
+	case '.':
+	case '0':
+	case '1':
+	case '2':
+	case 'N':
+	case 'Q':
+	case 'R':
+	case 'a':
+	case 'b':
+	case 'd':
+	case '}':
+	case 'e':
+	case 'l':
+	case ']':
+	case 's':
+	case 't':
+	case ')':
+	case 'u':
+	case 0x81:
+	case 0x85:
+	case 0x86:
+	case 0x87:
+	case 0x88:
+	case 0x89:
+		return 0;
+	case 'K':
+	case 'h':
+	case 'q':
+	case 0x80:
+	case 0x82:
+		return 1;
+	case 'M':
+	case 0x83:
+		return 2;
+	case 'J':
+	case 'j':
+	case 'r':
+	case 0x84:
+		return 4;
+	case 'G':
+		return 8;
+	case 'F':
+	case 'I':
+	case 'L':
+	case 'P':
+	case 'S':
+	case 'V':
+	case 'g':
+	case 'p':
+		return ARG_LINE;
+	case 'c':
+	case 'i':
+		return ARG_2LINES;
+	case 'U':
+	case 0x8a:
+		return ARG_LEN1;
+	case 'X':
+	case 'T':
+	case 0x8b:
+		return ARG_LEN4;
+	default:
+		return ARG_BAD;
+	}
+}
+
+static uint32_t load32(const unsigned char *p)
+{
+	return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+/* Bytes up to and with the next newline, 0 if there is none. */
+static size_t line_len(const unsigned char *p, size_t left)
+{
+	const unsigned char *end = left == 0 ? NULL : memchr(p, '\n', left);
+
+	return end == NULL ? 0 : (size_t)(end - p) + 1;
+}
+
+/* The length of the opcode at `p` with its argument, 0 if it is none or cut short. */
+static size_t op_len(const unsigned char *p, size_t left)
+{
+	int arg = arg_of(p[0]);
+	size_t len, second;
+
+	switch (arg) {
+	case ARG_BAD:
+		return 0;
+	case ARG_LINE:
+		len = line_len(p + 1, left - 1);
+		return len == 0 ? 0 : 1 + len;
+	case ARG_2LINES:
+		len = line_len(p + 1, left - 1);
+		if (len == 0)
+			return 0;
+		second = line_len(p + 1 + len, left - 1 - len);
+		return second == 0 ? 0 : 1 + len + second;
+	case ARG_LEN1:
+		if (left < 2)
+			return 0;
+		len = 2 + (size_t)p[1];
+		break;
+	case ARG_LEN4:
+		if (left < 5)
+			return 0;
+		len = 5 + (size_t)load32(p + 1);
+		break;
+	default:
+		len = 1 + (size_t)arg;
+		break;
+	}
+	return len > left ? 0 : len;
+}
+
+/* The number that a BININT opcode pushes, UINT32_MAX for another opcode. */
+static uint32_t number_of(const unsigned char *p)
+{
+	switch (p[0]) {
+	case OP_BININT1:
+		return p[1];
+	case OP_BININT2:
+		return (uint32_t)p[1] | (uint32_t)p[2] << 8;
+	case OP_BININT:
+		return load32(p + 1);
+	default:
+		return UINT32_MAX;
+	}
+}
+
+static int add_marker(struct sfr_py_scan *scan, struct sfr_py_marker one)
+{
+	if (scan->nr_markers == scan->room) {
+		size_t wanted = scan->room == 0 ? 256 : 2 * scan->room;
+		struct sfr_py_marker *grown = PyMem_Realloc(scan->markers, wanted * sizeof(*grown));
+
+		if (grown == NULL) {
+			(void)PyErr_NoMemory(); /* always NULL */
+			return -1;
+		}
+		scan->markers = grown;
+		scan->room = wanted;
+	}
+	scan->markers[scan->nr_markers++] = one;
+	scan->counts[one.tensor]++;
+	return 0;
+}
+
+int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
+{
+	size_t at = 0, last = 0;
+	uint32_t top = 0;
+
+	scan->counts = PyMem_Calloc(job->nr_found + 1, sizeof(*scan->counts));
+	if (scan->counts == NULL) {
+		(void)PyErr_NoMemory(); /* always NULL */
+		return -1;
+	}
+	while (at < job->len) {
+		const unsigned char *p = job->in + at;
+		size_t len = op_len(p, job->len - at);
+
+		if (len == 0)
+			break;
+		if (p[0] == OP_BINPUT && (uint32_t)p[1] + 1 > top) {
+			top = (uint32_t)p[1] + 1;
+		} else if (p[0] == OP_LONG_BINPUT && load32(p + 1) + 1 > top) {
+			top = load32(p + 1) + 1;
+		} else if (p[0] == OP_BINPERSID) {
+			struct sfr_py_marker one = { last, at + 1 - last,
+						     number_of(job->in + last) };
+
+			if (one.tensor != UINT32_MAX) {
+				if (one.tensor >= job->nr_found ||
+				    job->found[one.tensor].row == NULL)
+					break;
+				if (add_marker(scan, one) != 0)
+					return -1;
+			}
+		} else if (p[0] == OP_STOP) {
+			if (at + 1 != job->len)
+				break;
+			scan->next_slot = top == 0 ? 1 : top; /* 0 stands for "no slot" */
+			return 0;
+		}
+		last = at;
+		at += len;
+	}
+	PyErr_Format(PyExc_SystemError, "the pickle cannot be parsed at byte %zd", (Py_ssize_t)at);
+	return -1;
+}
+
+void sfr_py_scan_fini(struct sfr_py_scan *scan)
+{
+	PyMem_Free(scan->markers);
+	PyMem_Free(scan->counts);
+}

@@ -1,0 +1,385 @@
+/* The skeleton: an object's pickle, and the storages that its tensors live in.
+ *
+ * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object
+ * that the pickler comes to, it answers
+ *
+ *   a number   for a plain tensor (kinds.c): the tensor's place in the list of found ones;
+ *   a tuple    for a storage: torch's own id, made by a Python function (the general road);
+ *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
+ *              itself, and its storages and inner tensors come by here in their turn.
+ *
+ * The bridge describes plain tensors, some hundreds in a call. When the pickler is done, finish()
+ * lays the storages out as rows of struct sfr_source, and splice() writes the tensors into the
+ * pickle (splice.c).
+ *
+ * A storage is known by the address of its StorageImpl, never by that of its bytes. Every
+ * tensor and storage found is held, so that none that a __reduce__ made for the moment dies
+ * before it is described and no address is met twice. The pickler refers to the collector
+ * and the collector not to the pickler: there is no cycle, and both go at once.
+ *
+ * A snapshot has no pickler: its walk gives a collector the tensors (copies.c).
+ *
+ * A collector serves one save and is used by one thread. Python code that runs inside a call
+ * of it (a __getstate__, a finalizer, a signal handler) makes collectors of its own.
+ */
+#include "skeleton/skeleton.h"
+
+enum { PART = 256 }; /* tensors described at a time: about 1 KB each */
+
+/* ---- the pickler's questions ------------------------------------------------ */
+
+int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number)
+{
+	struct sfr_py_found found = { 0 };
+
+	found.object = object;
+	sfr_py_trail_look_ahead(c);
+	if (exact && c->plain_road && sfr_py_examine(c->kinds, &found) != 0)
+		return -1;
+	if (found.plain && sfr_py_find_storage(c, &found) != 0)
+		return -1;
+	if (c->nr_found >= INT32_MAX) {
+		PyErr_SetString(PyExc_OverflowError, "too many tensors");
+		return -1;
+	}
+	if (sfr_py_make_room((void **)&c->found, c->nr_found, &c->found_room, sizeof(found)) != 0 ||
+	    sfr_py_map_add(&c->found_at, (uint64_t)(uintptr_t)object, c->nr_found) != 0)
+		return -1;
+	Py_INCREF(object);
+	*number = c->nr_found;
+	c->found[c->nr_found++] = found;
+	/* In parts, so that the bridge finds the tensors in the processor's cache. */
+	return c->nr_found - c->nr_placed < PART ? 0 : sfr_py_place_tensors(c);
+}
+
+/* 1 for what torch.save takes for a storage, 0 for other objects, -1 with an exception set. */
+static int is_storage(const struct sfr_py_collector *c, PyObject *object)
+{
+	int yes = PyObject_IsInstance(object, c->kinds->part[SFR_PY_TYPED_STORAGE]);
+
+	if (yes != 0)
+		return yes;
+	return PySet_Contains(c->kinds->part[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
+}
+
+static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	PyTypeObject *type = Py_TYPE(object);
+	PyObject *const *part = c->kinds->part;
+	bool exact = (PyObject *)type == part[SFR_PY_TENSOR] ||
+		     (PyObject *)type == part[SFR_PY_PARAMETER];
+	uint64_t known;
+	size_t number;
+	int yes;
+
+	if (!exact) {
+		if (type == &PyDict_Type)
+			c->holder = (uintptr_t)object;
+		if (type == &PyUnicode_Type || type == &PyLong_Type || type == &PyDict_Type ||
+		    type == &PyTuple_Type || type == &PyList_Type || type == &PyFloat_Type ||
+		    type == &PyBool_Type || type == &PyBytes_Type || object == Py_None)
+			Py_RETURN_NONE;
+		if (!PyType_IsSubtype(type, (PyTypeObject *)part[SFR_PY_TENSOR])) {
+			yes = is_storage(c, object);
+			if (yes < 0)
+				return NULL;
+			if (yes == 0)
+				Py_RETURN_NONE;
+			return PyObject_CallFunctionObjArgs(part[SFR_PY_STORAGE_TUPLE], self,
+							    object, NULL);
+		}
+	}
+	/* What was plain at its first occurrence stays so, and what was not too: the pickler's
+	 * memo or the splice's keeps the tensor one. */
+	if (sfr_py_map_get(&c->found_at, (uint64_t)(uintptr_t)object, &known))
+		number = (size_t)known;
+	else if (sfr_py_enter_tensor(c, object, exact, &number) != 0)
+		return NULL;
+	if (!c->found[number].plain)
+		Py_RETURN_NONE;
+	return PyLong_FromSize_t(number);
+}
+
+/* add_storage(storage, identity, device, addr, dtype) -> number: one storage of the general road,
+ * seen as `dtype` (torch never frees one), which lives in host memory (0), on CUDA device n - 1
+ * (n), or elsewhere (-1). An addr of 0 takes no part in the check of types. */
+static PyObject *collector_add_storage(PyObject *self, PyObject *args)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	unsigned long long identity, addr;
+	PyObject *storage, *dtype;
+	size_t number;
+	int device;
+
+	if (!PyArg_ParseTuple(args, "OKiKO:add_storage", &storage, &identity, &device, &addr,
+			      &dtype))
+		return NULL;
+	if (identity == 0) {
+		PyErr_SetString(PyExc_ValueError, "a storage has an address");
+		return NULL;
+	}
+	if (sfr_py_check_dtype(c, addr, dtype) != 0 ||
+	    sfr_py_enter_storage(c, storage, identity, device == 0, &number) != 0)
+		return NULL;
+	if (device > 0)
+		c->storages[number].device = (uint32_t)device;
+	return PyLong_FromSize_t(number);
+}
+
+/* ---- after the pickler -------------------------------------------------------- */
+
+/* Tensors that were found as objects of the tree. Where a tensor has reduced itself, those
+ * that nobody but the collector holds were made for the moment and are not counted. */
+static size_t count_tensors(const struct sfr_py_collector *c)
+{
+	size_t count = 0, i;
+	bool general = false;
+
+	for (i = 0; i < c->nr_found; i++)
+		general = general || !c->found[i].plain;
+	for (i = 0; i < c->nr_found; i++)
+		count += !general || Py_REFCNT(c->found[i].object) > 1;
+	return count;
+}
+
+/* The CUDA devices that storages live on, as a tuple of their numbers. A new reference. */
+static PyObject *devices_of(const struct sfr_py_collector *c)
+{
+	uint64_t seen[16] = { 0 }; /* torch counts devices in a byte */
+	PyObject *list = PyList_New(0), *number, *tuple;
+	size_t i;
+
+	for (i = 0; list != NULL && i < c->nr_storages; i++) {
+		uint32_t device = c->storages[i].device;
+
+		if (device == 0 || device > 1024 ||
+		    (seen[(device - 1) / 64] >> (device - 1) % 64 & 1))
+			continue;
+		seen[(device - 1) / 64] |= (uint64_t)1 << (device - 1) % 64;
+		number = PyLong_FromUnsignedLong(device - 1);
+		if (number == NULL || PyList_Append(list, number) != 0)
+			Py_CLEAR(list);
+		Py_XDECREF(number);
+	}
+	tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+	Py_XDECREF(list);
+	return tuple;
+}
+
+/* finish() -> (storages, identities, rows, elsewhere, number of tensors, devices).
+ * `elsewhere` lists the numbers of the storages that are neither in host memory nor on a CUDA
+ * device; their rows have no address. */
+static PyObject *collector_finish(PyObject *self, PyObject *unused)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	PyObject *identities = NULL, *elsewhere = NULL, *rows = NULL, *result = NULL, *number;
+	struct sfr_source *sources;
+	size_t i;
+	int rc = 0;
+
+	(void)unused;
+	if (c->finished) {
+		PyErr_SetString(PyExc_RuntimeError, "the collector has finished");
+		return NULL;
+	}
+	c->finished = true;
+	sfr_py_trail_leave(c);
+	if (sfr_py_place_tensors(c) != 0)
+		return NULL;
+	for (i = 0; i < c->nr_storages; i++)
+		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
+			return NULL;
+	identities = PyList_New((Py_ssize_t)c->nr_storages);
+	elsewhere = PyList_New(0);
+	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
+	if (identities == NULL || elsewhere == NULL || rows == NULL)
+		goto fail;
+	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
+	for (i = 0; i < c->nr_storages; i++) {
+		const struct sfr_py_storage *entry = &c->storages[i];
+
+		bool ours = entry->on_host || entry->device != 0;
+
+		sources[i] = (struct sfr_source){ ours ? entry->addr : 0, entry->nbytes,
+						  SFR_CAPTURED, entry->device };
+		number = PyLong_FromUnsignedLongLong(entry->identity);
+		if (number == NULL)
+			goto fail;
+		if (PyList_SetItem(identities, (Py_ssize_t)i, number) != 0) /* takes it over */
+			goto fail;
+		if (ours)
+			continue;
+		number = PyLong_FromSize_t(i);
+		if (number == NULL)
+			goto fail;
+		rc = PyList_Append(elsewhere, number);
+		Py_DECREF(number);
+		if (rc != 0)
+			goto fail;
+	}
+	result = Py_BuildValue("OOOOnN", c->storage_list, identities, rows, elsewhere,
+			       (Py_ssize_t)count_tensors(c), devices_of(c));
+fail:
+	Py_XDECREF(identities);
+	Py_XDECREF(elsewhere);
+	Py_XDECREF(rows);
+	return result;
+}
+
+/* splice(pickle) -> data.pkl. After finish(). */
+static PyObject *collector_splice(PyObject *self, PyObject *pickle)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	struct sfr_py_splice job = {
+		.kinds = c->kinds,
+		.found = c->found,
+		.nr_found = c->nr_found,
+		.storages = c->storages,
+	};
+	char *bytes;
+	Py_ssize_t len;
+
+	if (PyBytes_AsStringAndSize(pickle, &bytes, &len) != 0)
+		return NULL;
+	job.in = (const unsigned char *)bytes;
+	job.len = (size_t)len;
+	return sfr_py_splice(&job);
+}
+
+/* ---- types -------------------------------------------------------------------- */
+
+static int collector_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	size_t i;
+
+	Py_VISIT(Py_TYPE(self));
+	Py_VISIT(c->kinds);
+	Py_VISIT(c->describe);
+	Py_VISIT(c->storage_list);
+	for (i = 0; i < c->nr_found; i++)
+		Py_VISIT(c->found[i].object);
+	return 0;
+}
+
+static int collector_clear(PyObject *self)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+
+	while (c->nr_found != 0) /* the array is whole whenever a finalizer runs */
+		Py_DECREF(c->found[--c->nr_found].object);
+	while (c->nr_storages != 0)
+		Py_XDECREF(c->storages[--c->nr_storages].location);
+	Py_CLEAR(c->storage_list);
+	return 0;
+}
+
+static void collector_dealloc(PyObject *self)
+{
+	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
+	PyTypeObject *type = Py_TYPE(self);
+	freefunc free_self = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	PyObject_GC_UnTrack(self);
+	(void)collector_clear(self); /* always 0 */
+	Py_CLEAR(c->kinds);
+	Py_CLEAR(c->describe);
+	PyMem_Free(c->found);
+	sfr_py_map_fini(&c->found_at);
+	PyMem_Free(c->storages);
+	sfr_py_map_fini(&c->storage_at);
+	sfr_py_map_fini(&c->dtype_at);
+	sfr_py_trail_fini(&c->before);
+	sfr_py_trail_fini(&c->trail);
+	while (c->rows != NULL) {
+		struct sfr_py_rows *rows = c->rows;
+
+		c->rows = rows->next;
+		PyMem_Free(rows);
+	}
+	free_self(self);
+	Py_DECREF(type);
+}
+
+/* Collector(kinds, describe, plain_road, plain_cpu, any_dtypes=False) */
+static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = {
+		"kinds", "describe", "plain_road", "plain_cpu", "any_dtypes", NULL
+	};
+	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	struct sfr_py_state *state = PyType_GetModuleState(type);
+	struct sfr_py_collector *c;
+	PyObject *kinds, *describe;
+	int plain_road, plain_cpu, any_dtypes = 0;
+
+	if (state == NULL)
+		return NULL;
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Opp|p:Collector", names,
+					 state->kinds_type, &kinds, &describe, &plain_road,
+					 &plain_cpu, &any_dtypes))
+		return NULL;
+	c = (struct sfr_py_collector *)alloc(type, 0); /* zeroed */
+	if (c == NULL)
+		return NULL;
+	Py_INCREF(kinds);
+	c->kinds = (struct sfr_py_kinds *)kinds;
+	Py_INCREF(describe);
+	c->describe = describe;
+	c->plain_road = plain_road;
+	c->plain_cpu = plain_cpu;
+	c->any_dtypes = any_dtypes;
+	sfr_py_trail_take(c);
+	c->storage_list = PyList_New(0);
+	if (c->storage_list == NULL) {
+		Py_DECREF(c);
+		return NULL;
+	}
+	return (PyObject *)c;
+}
+
+static PyMethodDef collector_methods[] = {
+	{ "persistent_id", collector_persistent_id, METH_O,
+	  "The pickler's question: a number, a tuple or None." },
+	{ "add_storage", collector_add_storage, METH_VARARGS,
+	  "add_storage(storage, identity, device, addr, dtype) -> its number." },
+	{ "finish", collector_finish, METH_NOARGS,
+	  "finish() -> (storages, identities, rows, elsewhere, number of tensors, devices)." },
+	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
+	{ "meet", sfr_py_collector_meet, METH_O,
+	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	{ "copies", sfr_py_collector_copies, METH_VARARGS,
+	  "copies(memory, offsets, make) -> (new tensors by id, first ones by storage, left out)." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot collector_slots[] = {
+	{ Py_tp_doc, (void *)"Finds the tensors and storages of one object while it is pickled." },
+	{ Py_tp_new, (void *)collector_new },
+	{ Py_tp_dealloc, (void *)collector_dealloc },
+	{ Py_tp_traverse, (void *)collector_traverse },
+	{ Py_tp_clear, (void *)collector_clear },
+	{ Py_tp_methods, collector_methods },
+	{ 0, NULL },
+};
+
+static PyType_Spec collector_spec = {
+	.name = "stillframe._core.Collector",
+	.basicsize = sizeof(struct sfr_py_collector),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = collector_slots,
+};
+
+int sfr_py_add_skeleton(PyObject *module)
+{
+	struct sfr_py_state *state = sfr_py_state(module);
+
+	if (sfr_py_add_kinds(module) != 0)
+		return -1;
+	state->collector_type =
+		(PyTypeObject *)PyType_FromModuleAndSpec(module, &collector_spec, NULL);
+	if (state->collector_type == NULL)
+		return -1;
+	return PyModule_AddType(module, state->collector_type);
+}

@@ -1,0 +1,224 @@
+/* What crosses the files of the skeleton; skeleton.c has the overview.
+ *
+ *   kinds.c     what torch is made of, and which tensors are plain
+ *   skeleton.c  the collector: the pickler's persistent_id, and what it has found
+ *   storages.c  the storages of what was found
+ *   trail.c     what the last save met, to be in the caches when this one comes to it
+ *   scan.c      finds the plain tensors' places in the finished pickle
+ *   splice.c    puts their opcodes there
+ *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
+ *   map.c       numbers by address
+ */
+#ifndef SFR_PY_SKELETON_H
+#define SFR_PY_SKELETON_H
+
+#include <stdbool.h>
+
+#include "torch/bridge.h"
+#include "module.h"
+
+/* ---- kinds.c ------------------------------------------------------------ */
+
+/* Objects of torch that Kinds is made from; the names are its keyword arguments. */
+#define SFR_PY_PART_LIST(X)                                                                        \
+	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
+	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
+	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
+	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
+	X(STRIDED, "strided")                 /* torch.strided */                                  \
+	/* methods of a tensor, see sfr_py_ask */                                                  \
+	X(GETSTATE, "getstate")   /* object.__getstate__ */                                        \
+	X(IS_NEG, "is_neg")       /* tensor -> bool */                                             \
+	X(IS_CONJ, "is_conj")     /* tensor -> bool */                                             \
+	X(IS_ZERO, "is_zero")     /* tensor -> bool: memory of zeros that is not there */          \
+	X(HAS_NAMES, "has_names") /* tensor -> bool, or None */                                    \
+	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
+	/* functions */                                                                            \
+	X(DATA_PTR, "data_ptr")           /* storage -> address */                                 \
+	X(NBYTES, "nbytes")               /* storage -> length */                                  \
+	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
+	X(LOCATION, "location")           /* storage -> its location tag */                        \
+	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
+	/* from here on getset descriptors, see sfr_py_get */                                      \
+	X(LAYOUT, "layout")                                                                        \
+	X(IS_CPU, "is_cpu")                                                                        \
+	X(IS_CUDA, "is_cuda")                                                                      \
+	X(IS_NESTED, "is_nested")                                                                  \
+	X(DTYPE, "dtype")                                                                          \
+	X(REQUIRES_GRAD, "requires_grad")                                                          \
+	X(BACKWARD_HOOKS, "backward_hooks")                                                        \
+	X(CDATA, "cdata") /* storage -> address of its StorageImpl */                              \
+	X(IMPL, "impl")   /* tensor -> address of its TensorImpl */
+
+enum sfr_py_part {
+#define X(name, keyword) SFR_PY_##name,
+	SFR_PY_PART_LIST(X)
+#undef X
+		SFR_PY_NR_PARTS
+};
+#define SFR_PY_FIRST_METHOD SFR_PY_GETSTATE
+#define SFR_PY_LAST_METHOD SFR_PY_UNTYPED_STORAGE
+#define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
+
+#define SFR_PY_MAX_DTYPES 32
+
+/* A dtype that has a legacy storage class. */
+struct sfr_py_dtype {
+	PyObject *dtype;
+	PyObject *storage_class; /* "FloatStorage", a str */
+	const char *name;        /* its UTF-8, as long as it */
+	bool complex;
+	uint32_t itemsize;
+};
+
+/* Where a tensor of the last save is: addresses to prefetch, which may be stale. */
+struct sfr_py_step {
+	uintptr_t tensor, impl;     /* Python's object and the TensorImpl */
+	uintptr_t wrapper, storage; /* likewise of the storage */
+	uintptr_t holder;           /* the dict that the pickler went into before; 0: none */
+};
+struct sfr_py_trail {
+	struct sfr_py_step *steps; /* by number of the found tensor */
+	size_t nr, room;
+};
+
+struct sfr_py_kinds {
+	PyObject_HEAD
+	PyObject *part[SFR_PY_NR_PARTS];
+	descrgetfunc get[SFR_PY_NR_PARTS];   /* of the descriptors */
+	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
+	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
+	uint32_t nr_dtypes;
+	PyObject *cpu;             /* "cpu" */
+	struct sfr_py_trail trail; /* of the last save */
+};
+
+/* One tensor that the pickler met. */
+struct sfr_py_found {
+	PyObject *object;
+	const int64_t *row; /* of the bridge; NULL unless plain and described */
+	uint32_t storage;   /* number of its storage, likewise */
+	uint8_t dtype;      /* in kinds->dtype, when plain */
+	bool plain, parameter, requires_grad, on_host;
+};
+
+/* Fills `found` for an exact Tensor or Parameter; found->plain says whether the splice can
+ * write it. 0, or -1 with an exception (of the kinds that must come through) set. */
+int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found);
+/* The attribute behind a getset descriptor, without the search for it. A new reference. */
+PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
+/* Calls a method of a tensor without arguments, without the search for it. A new reference. */
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor);
+/* Calls a part on one object and takes the answer as a number. 0 or -1. */
+int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+		   uint64_t *out);
+/* Adds the type Kinds. 0 or -1. */
+int sfr_py_add_kinds(PyObject *module);
+
+/* ---- map.c -------------------------------------------------------------- */
+
+/* Numbers by address; all zero is an empty one. */
+struct sfr_py_map {
+	struct {
+		uint64_t key, value;
+	} *slots;
+	size_t used, room;
+};
+/* True, and *value filled, if the key is there. */
+bool sfr_py_map_get(const struct sfr_py_map *map, uint64_t key, uint64_t *value);
+/* Adds a key that is not there. 0, or -1 with MemoryError set. */
+int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
+void sfr_py_map_fini(struct sfr_py_map *map);
+
+/* ---- storages.c --------------------------------------------------------- */
+
+/* One storage, record data/<number>. */
+struct sfr_py_storage {
+	uint64_t identity; /* address of the StorageImpl */
+	uint64_t addr, nbytes;
+	PyObject *location; /* a str; NULL if only the general road has met the storage */
+	PyObject *dtype;    /* borrowed: what the last check of types saw; NULL: nothing yet */
+	uint32_t device;    /* of struct sfr_source; 0 for the host, and for elsewhere */
+	bool on_host;
+	bool known; /* addr and nbytes are set */
+};
+
+/* What one call of the bridge has written. */
+struct sfr_py_rows {
+	struct sfr_py_rows *next;
+	int64_t words[];
+};
+
+/* What one save has found. */
+struct sfr_py_collector {
+	PyObject_HEAD
+	struct sfr_py_kinds *kinds;
+	bool plain_road; /* false: something is in force that only the general road obeys */
+	bool plain_cpu;  /* true: nobody has changed what torch tags host storages with */
+	bool any_dtypes; /* bytes may be seen as several: they are not saved as they are */
+	struct sfr_py_found *found;
+	size_t nr_found, found_room;
+	struct sfr_py_map found_at; /* tensor -> number */
+	struct sfr_py_storage *storages;
+	size_t nr_storages, storages_room;
+	struct sfr_py_map storage_at; /* StorageImpl -> number */
+	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
+	PyObject *storage_list;       /* list of UntypedStorage, by number */
+	PyObject *describe;           /* the bridge's operator */
+	size_t nr_placed;             /* found ones up to here are described */
+	struct sfr_py_rows *rows;     /* the bridge's words; found[].row points into them */
+	struct sfr_py_trail before, trail; /* of the save before, and of this one */
+	uintptr_t holder;                  /* the dict met last */
+	bool finished;
+};
+
+/* The number of a storage, new or known. 0, or -1 with an exception set, as all of these. */
+int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
+			 bool on_host, size_t *number);
+/* Refuses bytes that are seen as two dtypes, in torch's words. */
+int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
+/* Finds the storage of a plain tensor; one without is refused in torch's words. */
+int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor);
+/* Asks a storage for its address and length. */
+int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
+/* Has the bridge describe the plain tensors found since the last time. */
+int sfr_py_place_tensors(struct sfr_py_collector *c);
+/* Doubles an array that is full. */
+int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
+
+/* Enters a tensor met for the first time (`exact`: no subclass); *number is its place. */
+int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);
+
+/* ---- copies.c ----------------------------------------------------------- */
+
+/* Methods of the collector. */
+PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes);
+PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
+
+/* ---- trail.c ------------------------------------------------------------ */
+
+/* Takes the last save's trail: no other collector uses it meanwhile. */
+void sfr_py_trail_take(struct sfr_py_collector *c);
+/* Before the next tensor is examined: has the memory of some to come loaded. */
+void sfr_py_trail_look_ahead(const struct sfr_py_collector *c);
+/* Notes the tensor that is about to be entered as found. 0, or -1 with an exception set. */
+int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
+		     uint64_t storage);
+/* Leaves the trail to the next save. */
+void sfr_py_trail_leave(struct sfr_py_collector *c);
+void sfr_py_trail_fini(struct sfr_py_trail *trail);
+
+/* ---- splice.c ----------------------------------------------------------- */
+
+struct sfr_py_splice {
+	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */
+	size_t len;
+	const struct sfr_py_kinds *kinds;
+	const struct sfr_py_found *found;
+	size_t nr_found;
+	const struct sfr_py_storage *storages;
+};
+/* Returns the pickle with the tensors in it as bytes, or NULL with an exception set. */
+PyObject *sfr_py_splice(const struct sfr_py_splice *job);
+
+#endif

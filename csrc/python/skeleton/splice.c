@@ -1,0 +1,299 @@
+/* Puts the plain tensors into the finished pickle.
+ *
+ * The pickler has written `number BINPERSID` wherever it met a plain tensor (skeleton.c), and
+ * scan.c has found those markers. Here what lies between them is copied, and in place of each
+ * come the opcodes that rebuild the tensor. The memo slots after the pickler's last one keep
+ * what is wanted again: a tensor that occurs more than once, and each of the constants
+ * (functions, storage classes, location tags), at its first use.
+ *
+ * Only opcodes of protocol 2 are written, as torch's weights_only unpickler knows no others.
+ * No Python object is touched but the strings, so nothing here runs foreign code.
+ */
+#include <string.h>
+
+#include "skeleton/pickle.h"
+
+/* Opcodes written, in memory of our own. A failed allocation is kept until the end. */
+struct out {
+	unsigned char *mem;
+	size_t len, room;
+	bool failed;
+};
+
+/* Memo slots of constants; 0 = not written yet (the slot before is the pickler's or PROTO's). */
+struct memo {
+	uint32_t next;
+	uint32_t rebuild_tensor, rebuild_parameter, ordered_dict, storage;
+	uint32_t storage_class[SFR_PY_MAX_DTYPES];
+	struct {
+		PyObject *location;
+		uint32_t slot;
+	} location[16]; /* more than these are written out each time */
+	uint32_t nr_locations;
+	uint32_t *tensor; /* by number */
+};
+
+/* Makes room for `len` more bytes; false if there is no memory. */
+static bool reserve(struct out *out, size_t len)
+{
+	size_t wanted = out->room;
+	unsigned char *grown;
+
+	if (out->failed)
+		return false;
+	if (len <= out->room - out->len)
+		return true;
+	while (len > wanted - out->len)
+		wanted += wanted / 2 + 4096;
+	grown = PyMem_Realloc(out->mem, wanted);
+	if (grown == NULL) {
+		out->failed = true;
+		return false;
+	}
+	out->mem = grown;
+	out->room = wanted;
+	return true;
+}
+
+static void put_bytes(struct out *out, const void *bytes, size_t len)
+{
+	if (len == 0 || !reserve(out, len))
+		return;
+	memcpy(out->mem + out->len, bytes, len);
+	out->len += len;
+}
+
+static void put_op(struct out *out, unsigned char op)
+{
+	put_bytes(out, &op, 1);
+}
+
+/* An opcode with an argument of `len` bytes, little-endian. */
+static void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
+{
+	unsigned char bytes[9];
+	size_t i;
+
+	bytes[0] = op;
+	for (i = 0; i < len; i++)
+		bytes[1 + i] = (unsigned char)(arg >> (8 * i));
+	put_bytes(out, bytes, 1 + len);
+}
+
+static void put_int(struct out *out, int64_t value)
+{
+	unsigned char bytes[10] = { OP_LONG1, 8 };
+	size_t i;
+
+	if (value >= 0 && value < 0x100) {
+		put_arg(out, OP_BININT1, (uint64_t)value, 1);
+	} else if (value >= 0 && value < 0x10000) {
+		put_arg(out, OP_BININT2, (uint64_t)value, 2);
+	} else if (value >= INT32_MIN && value <= INT32_MAX) {
+		put_arg(out, OP_BININT, (uint64_t)value, 4);
+	} else {
+		for (i = 0; i < 8; i++)
+			bytes[2 + i] = (unsigned char)((uint64_t)value >> (8 * i));
+		put_bytes(out, bytes, sizeof(bytes));
+	}
+}
+
+static void put_str(struct out *out, const char *text, size_t len)
+{
+	put_arg(out, OP_BINUNICODE, len, 4);
+	put_bytes(out, text, len);
+}
+
+static void put_tuple(struct out *out, const int64_t *values, int64_t len)
+{
+	int64_t i;
+
+	if (len == 0) {
+		put_op(out, OP_EMPTY_TUPLE);
+		return;
+	}
+	if (len > 3)
+		put_op(out, OP_MARK);
+	for (i = 0; i < len; i++)
+		put_int(out, values[i]);
+	put_op(out, len > 3 ? OP_TUPLE : (unsigned char)(OP_TUPLE1 + len - 1));
+}
+
+static void put_bool(struct out *out, bool value)
+{
+	put_op(out, value ? OP_NEWTRUE : OP_NEWFALSE);
+}
+
+static void put_get(struct out *out, uint32_t slot)
+{
+	if (slot < 0x100)
+		put_arg(out, OP_BINGET, slot, 1);
+	else
+		put_arg(out, OP_LONG_BINGET, slot, 4);
+}
+
+/* Keeps what was pushed last in a new slot. */
+static uint32_t put_keep(struct out *out, struct memo *memo)
+{
+	uint32_t slot = memo->next++;
+
+	if (slot < 0x100)
+		put_arg(out, OP_BINPUT, slot, 1);
+	else
+		put_arg(out, OP_LONG_BINPUT, slot, 4);
+	return slot;
+}
+
+/* A global, written out at its first use and got back from *slot later. */
+static void put_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
+		       const char *name)
+{
+	if (*slot != 0) {
+		put_get(out, *slot);
+		return;
+	}
+	put_op(out, OP_GLOBAL);
+	put_bytes(out, module, strlen(module));
+	put_op(out, '\n');
+	put_bytes(out, name, strlen(name));
+	put_op(out, '\n');
+	*slot = put_keep(out, memo);
+}
+
+/* An empty OrderedDict of its own: a tensor's hooks. */
+static void put_hooks(struct out *out, struct memo *memo)
+{
+	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");
+	put_op(out, OP_EMPTY_TUPLE);
+	put_op(out, OP_REDUCE);
+}
+
+/* A location tag. 0, or -1 with an exception set (a tag that UTF-8 cannot hold). */
+static int put_location(struct out *out, struct memo *memo, PyObject *location)
+{
+	const char *text;
+	Py_ssize_t len;
+	uint32_t i;
+
+	for (i = 0; i < memo->nr_locations; i++) {
+		if (memo->location[i].location == location) {
+			put_get(out, memo->location[i].slot);
+			return 0;
+		}
+	}
+	text = PyUnicode_AsUTF8AndSize(location, &len);
+	if (text == NULL)
+		return -1;
+	put_str(out, text, (size_t)len);
+	if (i < sizeof(memo->location) / sizeof(memo->location[0])) {
+		memo->location[i].location = location;
+		memo->location[i].slot = put_keep(out, memo);
+		memo->nr_locations++;
+	}
+	return 0;
+}
+
+/* ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. 0 or -1. */
+static int put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
+		       const struct sfr_py_found *tensor)
+{
+	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
+	const struct sfr_py_dtype *dtype = &job->kinds->dtype[tensor->dtype];
+	uint32_t number = tensor->storage;
+	char key[10];
+	size_t i = sizeof(key);
+
+	put_op(out, OP_MARK);
+	if (memo->storage != 0) {
+		put_get(out, memo->storage);
+	} else {
+		put_str(out, "storage", 7);
+		memo->storage = put_keep(out, memo);
+	}
+	put_global(out, memo, &memo->storage_class[tensor->dtype], "torch", dtype->name);
+	do {
+		key[--i] = (char)('0' + number % 10);
+		number /= 10;
+	} while (number != 0);
+	put_str(out, key + i, sizeof(key) - i);
+	if (put_location(out, memo, storage->location) != 0)
+		return -1;
+	put_int(out, (int64_t)(storage->nbytes / dtype->itemsize));
+	put_op(out, OP_TUPLE);
+	put_op(out, OP_BINPERSID);
+	return 0;
+}
+
+/* The opcodes that rebuild one tensor. 0 or -1. */
+static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
+		      const struct sfr_py_found *tensor)
+{
+	const int64_t *row = tensor->row;
+
+	if (tensor->parameter) {
+		put_global(out, memo, &memo->rebuild_parameter, "torch._utils",
+			   "_rebuild_parameter");
+		/* then its arguments: a tensor, requires_grad, hooks */
+	}
+	put_global(out, memo, &memo->rebuild_tensor, "torch._utils", "_rebuild_tensor_v2");
+	put_op(out, OP_MARK);
+	if (put_storage(out, memo, job, tensor) != 0)
+		return -1;
+	put_int(out, row[SFR_ROW_OFFSET]);
+	put_tuple(out, row + SFR_ROW_HEADER, row[SFR_ROW_NDIM]);
+	put_tuple(out, row + SFR_ROW_HEADER + row[SFR_ROW_NDIM], row[SFR_ROW_NDIM]);
+	put_bool(out, tensor->requires_grad && !tensor->parameter);
+	put_hooks(out, memo);
+	put_op(out, OP_TUPLE);
+	put_op(out, OP_REDUCE);
+	if (tensor->parameter) {
+		put_bool(out, tensor->requires_grad);
+		put_hooks(out, memo);
+		put_op(out, OP_TUPLE1 + 2);
+		put_op(out, OP_REDUCE);
+	}
+	return 0;
+}
+
+PyObject *sfr_py_splice(const struct sfr_py_splice *job)
+{
+	struct sfr_py_scan scan = { 0 };
+	struct out out = { NULL, 0, 0, false };
+	struct memo memo = { 0 };
+	PyObject *result = NULL;
+	size_t i, at = 0;
+
+	memo.tensor = PyMem_Calloc(job->nr_found + 1, sizeof(*memo.tensor));
+	if (memo.tensor == NULL)
+		return PyErr_NoMemory();
+	if (sfr_py_scan(job, &scan) != 0)
+		goto fail;
+	memo.next = scan.next_slot;
+	/* A first guess of the length; a failure is kept. */
+	(void)reserve(&out, job->len + 96 * scan.nr_markers + 256);
+	for (i = 0; i < scan.nr_markers; i++) {
+		const struct sfr_py_marker *marker = &scan.markers[i];
+		uint32_t *slot = &memo.tensor[marker->tensor];
+
+		put_bytes(&out, job->in + at, marker->at - at);
+		at = marker->at + marker->len;
+		if (*slot != 0) {
+			put_get(&out, *slot);
+			continue;
+		}
+		if (put_tensor(&out, &memo, job, &job->found[marker->tensor]) != 0)
+			goto fail;
+		if (scan.counts[marker->tensor] > 1)
+			*slot = put_keep(&out, &memo);
+	}
+	put_bytes(&out, job->in + at, job->len - at);
+	if (out.failed)
+		(void)PyErr_NoMemory(); /* always NULL */
+	else
+		result = PyBytes_FromStringAndSize((const char *)out.mem, (Py_ssize_t)out.len);
+fail:
+	sfr_py_scan_fini(&scan);
+	PyMem_Free(out.mem);
+	PyMem_Free(memo.tensor);
+	return result;
+}

@@ -1,0 +1,101 @@
+/* The trail: where the tensors of the last save are, in the order in which the pickler met them.
+ *
+ * Between two saves a training streams its whole state through the processor's caches, and each
+ * tensor is a dozen lines of memory that a call then waits for one after the other, longer than
+ * all its work takes. The next save of the same training meets the same tensors in the same
+ * order, so while it is at one, the lines of those to come are asked for. An address here is
+ * never read: prefetching cannot fault, and a stale address costs a line.
+ */
+#include "skeleton/skeleton.h"
+
+enum {
+	AHEAD = 12,         /* tensors between the one asked for and the one met */
+	LINE = 64,          /* bytes that come at once */
+	NR_IMPL_LINES = 4,  /* of a TensorImpl */
+	NR_HOLDER_LINES = 2 /* of a dict, with what the collector of garbage keeps before it */
+};
+
+static void prefetch(uintptr_t address, int nr_lines)
+{
+	int i;
+
+	for (i = 0; i < nr_lines; i++)
+		sfr_py_prefetch(address + (uintptr_t)(i * LINE));
+}
+
+static void prefetch_step(const struct sfr_py_step *step)
+{
+	if (step->holder != 0)
+		prefetch(step->holder - 16, NR_HOLDER_LINES);
+	prefetch(step->tensor, 1);
+	prefetch(step->impl, NR_IMPL_LINES);
+	prefetch(step->wrapper, 1);
+	prefetch(step->storage, 2);
+}
+
+void sfr_py_trail_take(struct sfr_py_collector *c)
+{
+	size_t i;
+
+	c->before = c->kinds->trail;
+	c->kinds->trail = (struct sfr_py_trail){ 0 };
+	for (i = 0; i < AHEAD && i < c->before.nr; i++)
+		prefetch_step(&c->before.steps[i]);
+}
+
+void sfr_py_trail_look_ahead(const struct sfr_py_collector *c)
+{
+	if (c->nr_found + AHEAD < c->before.nr)
+		prefetch_step(&c->before.steps[c->nr_found + AHEAD]);
+}
+
+int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
+		     uint64_t storage)
+{
+	struct sfr_py_step step = { .tensor = (uintptr_t)tensor,
+				    .wrapper = (uintptr_t)wrapper,
+				    .storage = (uintptr_t)storage,
+				    .holder = c->holder };
+	const struct sfr_py_step *old = NULL;
+	uint64_t impl;
+
+	if (c->nr_found < c->before.nr)
+		old = &c->before.steps[c->nr_found];
+	if (old != NULL && old->tensor == step.tensor) {
+		step.impl = old->impl;
+	} else {
+		PyObject *answer = sfr_py_get(c->kinds, SFR_PY_IMPL, tensor);
+
+		if (answer == NULL)
+			return -1;
+		impl = PyLong_AsUnsignedLongLong(answer);
+		Py_DECREF(answer);
+		if (impl == UINT64_MAX && PyErr_Occurred())
+			return -1;
+		step.impl = (uintptr_t)impl;
+	}
+	/* By number of the found tensor: those of the general road leave empty steps. */
+	while (c->trail.nr <= c->nr_found) {
+		if (sfr_py_make_room((void **)&c->trail.steps, c->trail.nr, &c->trail.room,
+				     sizeof(step)) != 0)
+			return -1;
+		c->trail.steps[c->trail.nr++] = (struct sfr_py_step){ 0 };
+	}
+	c->trail.steps[c->nr_found] = step;
+	return 0;
+}
+
+void sfr_py_trail_leave(struct sfr_py_collector *c)
+{
+	if (c->trail.nr != 0) {
+		sfr_py_trail_fini(&c->kinds->trail);
+		c->kinds->trail = c->trail;
+		c->trail = (struct sfr_py_trail){ 0 };
+	}
+}
+
+void sfr_py_trail_fini(struct sfr_py_trail *trail)
+{
+	PyMem_Free(trail->steps);
+	*trail = (struct sfr_py_trail){ 0 };
+}

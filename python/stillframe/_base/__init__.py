@@ -1,0 +1,1 @@
+"""What everything else stands on: paths, calls, devices, the timeline."""

@@ -1,0 +1,136 @@
+"""`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
+
+The core records spans in buffers of its threads' own and writes them on a thread of its own
+(csrc/core/trace: ring.c, json.c); what only Python sees (the call, planning, the gate, steps) is
+added by `_core.trace_*` where it happens. This module begins and ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from types import TracebackType
+
+from stillframe import _core
+from stillframe.errors import BusyError, StillframeError
+
+__all__ = ["trace"]
+
+log = logging.getLogger("stillframe")
+
+
+class trace:  # a context manager that reads as a verb
+    """Writes a timeline of every save and optimizer step of this process while the block runs.
+
+        with stillframe.trace("timeline.json"):
+            train()
+
+    The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
+    topmost row shows training steps (from the end of one optimizer step to the end of the next,
+    the optimizer's part inside it), below it is one row a thread: the call with plan and capture,
+    the gate, copies, checksums, writes, syncs and commits, with the number of their save and their
+    bytes. A save as a whole, from the call to its end, is a slice of its own (`save`, with file
+    name and outcome) once it has ended.
+
+    It is cheap enough to leave on: about 0.1 µs a span, written by a thread of its own ten times a
+    second. Spans that come faster than that thread empties the buffers (8,192 a thread) are
+    dropped, counted, and reported: in the timeline, in `dropped`, and as a warning in the log.
+
+    After each write the file is a complete document, so that a process that dies inside the block
+    leaves a valid one, at most 0.1 s short. Saves still in flight when the block ends have only
+    their spans so far in it: call `wait_all()` inside the block to have them whole. There is one
+    trace at a time in a process; blocks cannot be nested. A forked child writes nothing into its
+    parent's trace and may begin its own.
+
+    Args:
+        path: The file to write; one that is there is replaced.
+
+    Attributes:
+        path: The same, as a string.
+        events: Spans written, known when the block has ended; 0 before.
+        dropped: Spans lost, known when the block has ended; 0 before.
+        error: The OSError that ended the writing, if one did: it is logged and not raised, since a
+            timeline is no reason to end a training. The file holds what was written before.
+
+    Raises:
+        TypeError, ValueError: `path` is no path.
+        OSError: (on entering) The file cannot be made; message and `filename` say why and where.
+        StillframeError: (on entering) Another trace is being written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fsdecode(path)
+        if not self.path or "\0" in self.path:
+            raise ValueError(f"{self.path!r} is no path for a trace")
+        self.events = 0
+        self.dropped = 0
+        self.error: OSError | None = None
+        self._generation = -1
+
+    def __enter__(self) -> trace:
+        global _current
+        try:
+            _core.trace_start(os.fsencode(self.path))
+        except BusyError:
+            other = _current.path if _current is not None else "another file"
+            raise StillframeError(
+                f"a trace is being written to {other} already: one at a time in a process"
+            ) from None
+        except ValueError:
+            raise OSError(_EINVAL, "a trace needs a regular file", self.path) from None
+        except OSError as error:
+            text = f"the trace cannot be written here: {error.strerror}"
+            raise OSError(error.errno, text, self.path) from None
+        self.events, self.dropped, self.error = 0, 0, None
+        self._generation = _core.fork_generation()
+        _current = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the trace, once. In a forked child it is the parent's to end."""
+        global _current
+        generation, self._generation = self._generation, -1
+        if generation != _core.fork_generation():
+            return
+        for thread in threading.enumerate():
+            if thread.native_id is not None and thread is not threading.main_thread():
+                name = thread.name.encode(errors="replace")
+                _core.trace_name_thread(thread.native_id, name.replace(b"\0", b"?"))
+        result = _core.trace_stop()
+        _current = None
+        if result is None:
+            return
+        self.events, self.dropped, code = result
+        if code:
+            self.error = OSError(code, os.strerror(code), self.path)
+            log.error("stillframe: the trace is not complete: %s", self.error)
+        if self.dropped:
+            log.warning("stillframe: %s: %d events were dropped", self.path, self.dropped)
+
+
+_EINVAL = errno.EINVAL  # a pipe, a device
+_current: trace | None = None
+
+
+def end_at_exit() -> None:
+    """Ends the trace of a block that the interpreter leaves behind, in a daemon thread say."""
+    if _current is not None:
+        _current._end()
+
+
+def _forked() -> None:
+    global _current
+    _current = None
+
+
+os.register_at_fork(after_in_child=_forked)

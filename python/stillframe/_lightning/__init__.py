@@ -1,0 +1,1 @@
+"""The checkpoint plugin and the callbacks, for both packages of Lightning."""

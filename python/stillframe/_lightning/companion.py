@@ -1,0 +1,230 @@
+"""What the companion callback does, for `lightning` and `pytorch_lightning` alike.
+
+A save copies the larger part of the state under the next forward and backward, because only the
+optimizer's step changes it, and the step waits. Lightning lets others write to it between steps
+as well: weight averaging swaps the weights for validation, a callback loads older ones. So this
+callback waits, at every hook where Lightning lets others act, until the saves in flight have
+copied their state. It stands first in the Trainer's list then, hence before whoever writes.
+
+It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
+`on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
+`on_train_batch_end`: the forward and backward between those are what the copy hides under. Who
+writes there regularly is found out by observation and has its storages captured in the call;
+who does it rarely gets a TornSnapshotError, never a wrong file. The hooks about state
+(`state_dict`, `on_save_checkpoint` and their counterparts) run inside a save or a load, and
+loading waits by itself.
+
+Between `setup` and `teardown` (or the exception that ends the run) it is first in the list, and
+stands over methods of the Trainer's own objects that go round a CheckpointIO:
+
+    ModelCheckpoint.file_exists       sees the saves and removes in flight
+    ModelCheckpoint._link_checkpoint  links in the order of saves and removes
+    Logger.after_save_checkpoint      is called once the checkpoint is durable
+    Logger.finalize                   comes after all of those
+    Trainer.save_checkpoint           of several ranks: all raise what rank 0 has to
+    resume_start                      of several ranks: all load after rank 0's saves
+
+It has no state, so it is not in checkpoints, and does nothing in a Trainer that saves with
+another plugin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from stillframe._lightning import ranks as _ranks
+from stillframe._lightning import strategies as _strategies
+from stillframe._lightning.caller import note_signal_handlers
+from stillframe._lightning.plugin import CheckpointPlugin, plugin_of
+from stillframe._lightning.publish import listens
+from stillframe._lightning.wraps import Wraps
+from stillframe._save import gate
+
+
+class CompanionHooks:
+    """The hooks; mixed in before the package's Callback."""
+
+    def _wait(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            gate.wait()
+            plugin.tend()
+
+    def _tend(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            plugin.tend()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is None:
+            return
+        _strategies.refuse(trainer.strategy)
+        gate.wait()
+        wraps = plugin.attach(trainer)
+        if trainer.callbacks[0] is not self:
+            # A new list: Lightning is iterating the old one, and changing that would skip a
+            # callback.
+            wraps.exchange(
+                trainer,
+                "callbacks",
+                [self, *(each for each in trainer.callbacks if each is not self)],
+            )
+        if stage == "fit" and trainer.is_global_zero:
+            _strategies.warn_if_bypassed(trainer.strategy, type(plugin).__name__)
+        _stand_over(wraps, plugin, trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            gate.wait()
+            note_signal_handlers()
+            plugin.training_starts(trainer)
+            plugin.tend()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            gate.wait()
+            note_signal_handlers()
+            plugin.tend()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            plugin.training_ends(trainer)
+            gate.wait()
+            plugin.tend()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # Callbacks are not torn down after an exception, and loggers are finalised next. What is
+        # saved from here on is durable on return.
+        self._end(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        plugin = plugin_of(trainer)
+        if plugin is not None:
+            gate.wait()
+            try:
+                plugin.finish(trainer)
+            finally:
+                plugin.detach(trainer)
+
+    on_train_batch_start = on_train_batch_end = _tend
+    on_fit_start = on_fit_end = _wait
+    on_sanity_check_start = on_sanity_check_end = _wait
+    on_train_epoch_end = _wait
+    on_validation_start = on_validation_end = _wait
+    on_validation_epoch_start = on_validation_epoch_end = _wait
+    on_validation_batch_start = on_validation_batch_end = _wait
+    on_test_start = on_test_end = _wait
+    on_test_epoch_start = on_test_epoch_end = _wait
+    on_test_batch_start = on_test_batch_end = _wait
+    on_predict_start = on_predict_end = _wait
+    on_predict_epoch_start = on_predict_epoch_end = _wait
+    on_predict_batch_start = on_predict_batch_end = _wait
+
+
+def _stand_over(wraps: Wraps, plugin: CheckpointPlugin, trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
+            wraps.put(callback, "file_exists", _file_exists(plugin, callback))
+        if hasattr(callback, "_link_checkpoint"):
+            wraps.put(callback, "_link_checkpoint", _link_checkpoint(plugin, callback))
+    for logger in trainer.loggers:
+        if listens(logger):
+            wraps.put(logger, "after_save_checkpoint", _after_save_checkpoint(plugin))
+        wraps.put(logger, "finalize", _finalize(plugin, trainer))
+    if trainer.world_size > 1:
+        wraps.put(trainer, "save_checkpoint", _save_together(plugin, trainer))
+        wraps.put(trainer._checkpoint_connector, "resume_start", _load_together(plugin, trainer))
+
+
+class _LogView:
+    """A file system whose `exists` sees what is in flight."""
+
+    def __init__(self, plugin: CheckpointPlugin, file_system: Any) -> None:
+        self._plugin = plugin
+        self._file_system = file_system
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file_system, name)
+
+    def exists(self, path: Any, *args: Any, **kwargs: Any) -> bool:
+        return self._plugin.will_exist(
+            path, lambda path: bool(self._file_system.exists(path, *args, **kwargs))
+        )
+
+
+def _file_exists(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
+    # Each version has its own way to tell the other ranks: its method is kept, over another view.
+    def file_exists(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        file_system = callback._fs
+        callback._fs = _LogView(plugin, file_system)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            callback._fs = file_system
+
+    return file_exists
+
+
+def _link_checkpoint(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
+    method = getattr(type(callback), "_link_checkpoint", None)
+    stock = getattr(method, "__module__", "").endswith("callbacks.model_checkpoint")
+
+    def link(original: Callable[..., Any], trainer: Any, filepath: Any, linkpath: Any) -> None:
+        if not stock:  # somebody's own way of linking needs the file
+            if trainer.is_global_zero:
+                plugin.wait_for(filepath)
+            original(trainer, filepath, linkpath)
+            return
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            plugin.link(trainer, filepath, linkpath)
+        trainer.strategy.barrier()
+
+    return link
+
+
+def _after_save_checkpoint(plugin: CheckpointPlugin) -> Callable[..., Any]:
+    def after_save_checkpoint(original: Callable[..., Any], checkpoint_callback: Any) -> None:
+        plugin.publish(original, checkpoint_callback)
+
+    return after_save_checkpoint
+
+
+def _finalize(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+    def finalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        plugin.settle()
+        return original(*args, **kwargs)
+
+    return finalize
+
+
+def _save_together(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+    def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not _ranks.several(trainer):
+            original(*args, **kwargs)
+            return
+        with plugin.group(trainer):
+            original(*args, **kwargs)
+
+    return save_checkpoint
+
+
+def _load_together(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+    def resume_start(
+        original: Callable[..., Any], checkpoint_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if checkpoint_path and _ranks.several(trainer):
+            if trainer.is_global_zero:
+                plugin.wait_for(checkpoint_path)
+            trainer.strategy.barrier()
+        return original(checkpoint_path, *args, **kwargs)
+
+    return resume_start

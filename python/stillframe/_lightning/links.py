@@ -1,0 +1,86 @@
+"""`last.ckpt` as a symbolic link (`ModelCheckpoint(save_last="link")`), in the order of the log.
+
+A link is made when its target is on the disk, and replaces an older one at once: there is no
+moment at which the name is missing, or names a file that is not there.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+
+from stillframe._base import paths
+from stillframe.errors import SaveError
+
+log = logging.getLogger("stillframe")
+
+# File systems without symbolic links, and systems that reserve them.
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
+
+
+def make_link(target: str, path: str, *, durable: bool) -> bool:
+    """Makes `path` a relative link to `target`; False, and a warning, if there is no target.
+
+    Args:
+        durable: Sync the directory of the link.
+
+    Raises:
+        SaveError: With phase "link". An older link is still there.
+    """
+    if not os.path.exists(target):
+        log.warning(
+            "stillframe: %s was not linked to %s: that checkpoint did not become durable",
+            path,
+            target,
+        )
+        return False
+    directory, name = os.path.split(path)
+    # One name for each link: what a dead process left is used up by the next.
+    temporary = os.path.join(directory, f".{name}.stillframe-link")
+    try:
+        _remove(temporary)
+        _link_or_copy(target, temporary, directory)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)  # a name that is a directory cannot be replaced
+        os.replace(temporary, path)
+        if durable:
+            paths.sync_directory(directory or ".")
+    except OSError as error:
+        raise SaveError(error.errno or errno.EIO, str(error), path, "link") from error
+    return True
+
+
+def names(link: str, target: str) -> bool:
+    """Whether `link` is a link to `target`."""
+    try:
+        there = os.readlink(link)
+    except OSError:
+        return False
+    return os.path.normpath(os.path.join(os.path.dirname(link), there)) == target
+
+
+def remove_tree(path: str) -> None:
+    """Removes a file, a link or a directory tree; a missing name is no error."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        _remove(path)
+
+
+def _link_or_copy(target: str, path: str, directory: str) -> None:
+    try:
+        os.symlink(os.path.relpath(target, directory or "."), path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS or os.path.isdir(target):
+            raise
+        log.warning("stillframe: %s is copied, as %s has no symbolic links", target, directory)
+        shutil.copy(target, path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

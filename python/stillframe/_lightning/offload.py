@@ -1,0 +1,369 @@
+"""What `CPUOffloadCallback` does, for `lightning` and `pytorch_lightning` alike.
+
+Lightning hands every callback the checkpoint before anybody writes it. This one exchanges the
+tensors under some of its keys for copies in host memory: a `stillframe.snapshot` of these keys
+together, so that what they share stays shared. It keeps no reference to them. The memory belongs
+to the tensors, and goes back to the pool when whoever writes the checkpoint has dropped them, be
+it at once, in Lightning's own `AsyncCheckpointIO`, or in a thread of somebody's that has the
+dictionary and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from stillframe._lightning.caller import io_chain
+from stillframe._lightning.plugin import CheckpointPlugin
+from stillframe._snapshot.snapshot import ordinary_copy, snapshot_at_once
+from stillframe._tree.walk import Tree, paths
+from stillframe.errors import PoolExhaustedError
+
+log = logging.getLogger("stillframe")
+
+_DEFAULT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
+_SHOWN = 10  # skipped objects at either end
+
+# Looked at in this order: some of the incompatible ones subclass a compatible one.
+_INCOMPATIBLE = (
+    ("FSDPStrategy", "FSDP saves a sharded state, in which every rank has a part"),
+    ("ModelParallelStrategy", "ModelParallel saves DTensors, in which every rank has a part"),
+    ("DeepSpeedStrategy", "DeepSpeed has its own engine write its own format on every rank"),
+    ("XLAStrategy", "XLA moves its lazy tensors to the host itself"),
+    ("SingleDeviceXLAStrategy", "XLA moves its lazy tensors to the host itself"),
+)
+_COMPATIBLE = ("DDPStrategy", "SingleDeviceStrategy")
+_COMPATIBLE_BY_NAME = ("DataParallelStrategy",)  # gone from Lightning 2, alive in older code
+
+
+class OffloadHooks:
+    """Moves a checkpoint's tensors to host memory before anybody writes them.
+
+    For those who keep their own CheckpointIO. On global rank 0, under strategies whose rank 0 has
+    the whole state, the tensors under `offload_keys` are copied in one pass into the pool of
+    `stillframe.default_engine()`. What the writer gets is the state as it was at the save, however
+    late it writes; ties, views and the types of containers are kept; the module's own tensors are
+    untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
+    Where the pool is too small or in use, ordinary memory is used, and a line in the log says so:
+    the callback never waits. A writer that forks must not read the tensors in the child; for that
+    there is `stillframe.snapshot(..., shared=True)` with `hold_until`.
+
+    With stillframe's own `AsyncCheckpointIO` there is nothing to do: it takes the tensors where
+    they are. Saves are counted then, and the tensors left alone. (Where that plugin wraps another
+    CheckpointIO, the callback does its work.) Lightning asks no callback about checkpoints of
+    weights alone (`save_weights_only=True`): their tensors stay where they are.
+
+    Tensors on a GPU are copied on a stream of ours straight into the pool, in one pass with one
+    wait.
+
+    Args:
+        offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
+            `optimizer_states` and `lr_schedulers`. One that a checkpoint lacks is skipped.
+        log_skipped: Log every object that is neither a tensor nor a container nor a plain value,
+            and so is left as it is. By default the first and last 10, at level DEBUG.
+
+    Raises:
+        TypeError: `offload_keys` is not a list of strings.
+
+    Its messages go to the logger "stillframe": one line a save at level INFO, the rest at DEBUG.
+    Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (the seconds
+    spent in offloading; the name is a published one), `total_memory_freed` (GPU memory that was
+    freed meanwhile, in units of 10^9 bytes) and `is_enabled` (whether the strategy is one it works
+    with).
+    """
+
+    _strategies: Any  # the package's module of strategies
+
+    def __init__(self, offload_keys: list[str] | None = None, log_skipped: bool = False) -> None:
+        super().__init__()
+        if offload_keys is None:
+            offload_keys = list(_DEFAULT_KEYS)
+        if not isinstance(offload_keys, list) or not all(
+            isinstance(key, str) for key in offload_keys
+        ):
+            raise TypeError(
+                "offload_keys has to be a list of strings, such as ['state_dict'], not"
+                f" {offload_keys!r}"
+            )
+        self.offload_keys = list(offload_keys)
+        self.log_skipped = log_skipped
+        self._checkpoint_count = 0
+        self._total_time_saved = 0.0
+        self._total_memory_freed = 0.0
+        self._is_enabled = True
+        self._decided = False  # by a strategy of this process
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the Trainer's strategy is one that the callback works with. True until `setup`
+        has looked."""
+        return self._is_enabled
+
+    # ---- the Trainer's hooks ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Looks at the strategy."""
+        self._is_enabled, reason = self._judge(trainer.strategy)
+        self._decided = True
+        name = type(trainer.strategy).__name__
+        if self._is_enabled:
+            log.debug("CPUOffloadCallback: enabled for %s (%s)", name, stage)
+        elif trainer.global_rank == 0:
+            log.warning("CPUOffloadCallback: disabled for %s: %s", name, reason)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Logs the number of parameters, the model's size, and what a checkpoint will take."""
+        if not self._is_enabled or trainer.global_rank != 0:
+            return
+        parameters = list(pl_module.parameters())
+        model_bytes = _nbytes(pl_module.state_dict())
+        optimizer_bytes, unknown = _optimizer_nbytes(getattr(trainer, "optimizers", None) or [])
+        log.info(
+            "CPUOffloadCallback: %s parameters, %s of them trained; model %s, checkpoint about"
+            " %s%s",
+            f"{sum(each.numel() for each in parameters):,}",
+            f"{sum(each.numel() for each in parameters if each.requires_grad):,}",
+            _size(model_bytes),
+            _size(model_bytes + optimizer_bytes),
+            f" and the state of {', '.join(unknown)}" if unknown else "",
+        )
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Exchanges the tensors under `offload_keys` for copies in host memory, in place of the
+        keys' values. On global rank 0 only."""
+        if not self._is_enabled or trainer.global_rank != 0:
+            return
+        self._checkpoint_count += 1
+        count = self._checkpoint_count
+        if _saves_by_itself(trainer):
+            log.info(
+                "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
+            )
+            return
+        entered = time.perf_counter()
+        before = _gpu_bytes()
+        log.debug("CPUOffloadCallback: checkpoint %d: GPU memory before: %s", count, _size(before))
+        wanted = {}
+        for key in self.offload_keys:
+            if key in checkpoint:
+                wanted[key] = checkpoint[key]
+            else:
+                log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
+        moved, tensors, nbytes = _offload(wanted)
+        checkpoint.update(moved)
+        del wanted
+        after = _gpu_bytes()
+        freed = max(0, before - after)
+        spent = time.perf_counter() - entered
+        self._total_time_saved += spent
+        self._total_memory_freed += freed / 1e9
+        self._tell_skipped(moved)
+        log.info(
+            "CPUOffloadCallback: checkpoint %d: %d tensors, %s in host memory after %.3f s",
+            count,
+            tensors,
+            _size(nbytes),
+            spent,
+        )
+        log.debug(
+            "CPUOffloadCallback: GPU memory after: %s, freed: %s; in all %d checkpoints, %.3f s,"
+            " %.2f GB freed",
+            _size(after),
+            _size(freed),
+            count,
+            self._total_time_saved,
+            self._total_memory_freed,
+        )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Logs the totals."""
+        if self._is_enabled and trainer.global_rank == 0:
+            log.info("CPUOffloadCallback: %s", self._totals())
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Logs that it is over. There is nothing to give back: the memory is the tensors'."""
+        if trainer.global_rank == 0:
+            log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._totals())
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Logs how many checkpoints were seen before the exception."""
+        if trainer.global_rank == 0:
+            log.info(
+                "CPUOffloadCallback: %s ended the run; %s",
+                type(exception).__name__,
+                self._totals(),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The four totals, see the class."""
+        return {
+            "checkpoint_count": self._checkpoint_count,
+            "total_time_saved": self._total_time_saved,
+            "total_memory_freed": self._total_memory_freed,
+            "is_enabled": self._is_enabled,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's totals. `is_enabled` stays what this Trainer's strategy made
+        it, where there is one: the checkpoint may come from another."""
+        self._checkpoint_count = state_dict.get("checkpoint_count", 0)
+        self._total_time_saved = state_dict.get("total_time_saved", 0.0)
+        self._total_memory_freed = state_dict.get("total_memory_freed", 0.0)
+        if not self._decided:
+            self._is_enabled = state_dict.get("is_enabled", True)
+
+    # ---- inside ----
+
+    def _judge(self, strategy: Any) -> tuple[bool, str]:
+        """(whether the callback works with a strategy, why not)"""
+        for name, reason in _INCOMPATIBLE:
+            if self._is_a(strategy, name):
+                return False, reason
+        if any(self._is_a(strategy, name) for name in _COMPATIBLE):
+            return True, ""
+        if any(base.__name__ in _COMPATIBLE_BY_NAME for base in type(strategy).__mro__):
+            return True, ""
+        return False, (
+            "the strategy is unknown, and may save something else than rank 0's whole state"
+            f" (known are those of {self._strategies.__name__})"
+        )
+
+    def _is_a(self, strategy: Any, name: str) -> bool:
+        kind = getattr(self._strategies, name, None)
+        return isinstance(kind, type) and isinstance(strategy, kind)
+
+    def _totals(self) -> str:
+        count, spent = self._checkpoint_count, self._total_time_saved
+        return (
+            f"{count} checkpoints, {spent:.3f} s in offloading"
+            f" ({spent / max(count, 1):.3f} s each), {self._total_memory_freed:.2f} GB of GPU"
+            " memory freed"
+        )
+
+    def _tell_skipped(self, moved: dict[str, Any]) -> None:
+        level = logging.INFO if self.log_skipped else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
+        skipped = list(_skipped(moved))
+        if not skipped:
+            return
+        shown: Iterable[str] = skipped
+        if not self.log_skipped and len(skipped) > 2 * _SHOWN:
+            left_out = len(skipped) - 2 * _SHOWN
+            shown = [*skipped[:_SHOWN], f"... {left_out} more ...", *skipped[-_SHOWN:]]
+        log.log(
+            level,
+            "CPUOffloadCallback: %d custom objects are left as they are: %s",
+            len(skipped),
+            "; ".join(shown),
+        )
+
+
+def _saves_by_itself(trainer: Any) -> bool:
+    """Whether the Trainer saves with our plugin, and that by itself."""
+    outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
+    return isinstance(outermost, CheckpointPlugin) and outermost._inner is None
+
+
+def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+    """(what could be moved, number of its tensors, bytes copied). Keys are moved together, so that
+    what they share stays shared; one that cannot be moved stays as it is."""
+    try:
+        return _copy(wanted)
+    except Exception as error:
+        if len(wanted) == 1:
+            log.warning(
+                "CPUOffloadCallback: %r stays as it is, for it could not be copied to host"
+                " memory: %s: %s",
+                *wanted,
+                type(error).__name__,
+                str(error),
+            )
+            return {}, 0, 0
+        # The text alone: the frames of the error's traceback would hold the checkpoint for as long
+        # as somebody keeps the record.
+        log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
+    alone = [_offload({key: value}) for key, value in wanted.items()]
+    good = {key: wanted[key] for moved, _, _ in alone for key in moved}
+    if len(good) < len(wanted):
+        del alone  # its memory goes back before the others are copied together
+        return _offload(good)
+    moved = {key: value for each, _, _ in alone for key, value in each.items()}
+    return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
+
+
+def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+    try:
+        taken = snapshot_at_once(wanted)  # training does not wait for somebody else's memory
+        return taken.tree, taken.num_tensors, taken.nbytes
+    except PoolExhaustedError as error:
+        log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
+        return ordinary_copy(wanted)
+
+
+def _skipped(moved: dict[str, Any]) -> Iterable[str]:
+    """ "Type at 'path'" for each object that was left whole."""
+    left = {id(node): node for node in Tree(moved).left_whole}
+    for path, node in paths(moved, lambda node: id(node) in left):
+        yield f"{type(node).__name__} at {path!r}"
+
+
+def _gpu_bytes() -> int:
+    return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
+
+
+def _nbytes(tree: Any) -> int:
+    """Bytes of the storages under a tree."""
+    return Tree(tree).nbytes()
+
+
+def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
+    """(bytes of the optimizers' state, now or once they have stepped; the names of those about
+    which nothing is known)"""
+    nbytes = 0
+    unknown: list[str] = []
+    for optimizer in optimizers:
+        if optimizer.state:
+            nbytes += _nbytes(dict(optimizer.state))
+            continue
+        for group in optimizer.param_groups:
+            copies = _state_copies(type(optimizer), group)
+            if copies is None:
+                unknown.append(type(optimizer).__name__)
+                break
+            trained = [each for each in group["params"] if each.requires_grad]
+            nbytes += sum(each.numel() * each.element_size() for each in trained) * copies
+            nbytes += 4 * len(trained) * (copies > 0)  # a step counter
+    return nbytes, unknown
+
+
+def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
+    """How many tensors as large as the parameter an optimizer keeps for each: the source is the
+    list of state in each class's documentation in torch.optim. None when unknown."""
+    # A class with a step of its own may keep anything.
+    if not str(getattr(kind.step, "__module__", None)).startswith("torch.optim"):
+        return None
+    names = {base.__name__ for base in kind.__mro__}
+    if names & {"Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"}:
+        return 3 if group.get("amsgrad") else 2
+    if names & {"Adamax", "Adadelta", "Rprop"}:
+        return 2
+    if names & {"Adagrad", "ASGD", "Muon"}:
+        return 1
+    if "RMSprop" in names:
+        return 1 + bool(group.get("momentum")) + bool(group.get("centered"))
+    if "SGD" in names:
+        return 1 if group.get("momentum") else 0
+    return None

@@ -1,0 +1,99 @@
+"""The Trainers that use a plugin: which of them train, and what was put over methods for them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from typing import Any
+
+from stillframe._lightning.caller import Fabric
+from stillframe._lightning.wraps import Wraps
+
+log = logging.getLogger("stillframe")
+
+_NO_COMPANION = (
+    "stillframe's companion callback is not among this Trainer's callbacks, so each of its saves"
+    " waits until the checkpoint is durable. Create the plugin before the Trainer and pass it as"
+    " Trainer(plugins=[...]); the callback comes through the entry points of the installed package."
+)
+
+
+class Trainers:
+    """A caller is a Trainer, the type `Fabric`, or None: see `calling_trainer`."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Between on_train_start and on_train_end.
+        self._training: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Between setup and teardown.
+        self._wraps: weakref.WeakKeyDictionary[Any, Wraps] = weakref.WeakKeyDictionary()
+
+    def add(self, trainer: Any) -> None:
+        self._known.add(trainer)
+
+    def set_up(self, trainer: Any) -> Wraps:
+        """It does not train yet, though an earlier fit may have broken off."""
+        self._known.add(trainer)
+        self._training.discard(trainer)
+        return self._wraps.setdefault(trainer, Wraps())
+
+    def tear_down(self, trainer: Any) -> None:
+        wraps = self._wraps.pop(trainer, None)
+        if wraps is not None:
+            wraps.restore()
+
+    def is_set_up(self, trainer: Any) -> bool:
+        return is_trainer(trainer) and trainer in self._wraps
+
+    def starts(self, trainer: Any) -> None:
+        self._known.add(trainer)
+        self._training.add(trainer)
+
+    def ends(self, trainer: Any) -> None:
+        self._training.discard(trainer)
+
+    def behind(self, caller: Any) -> list[Any]:
+        """With no Trainer on the stack, one that uses the plugin may still be behind the call: a
+        launcher saves a spawned worker's result so, after training."""
+        if caller is Fabric:
+            return []
+        return list(self._known) if caller is None else [caller]
+
+    def may_save_early(self, caller: Any) -> bool:
+        """Whether what `caller` saves may return before it is durable."""
+        if caller is Fabric:
+            return True
+        if caller is not None and caller not in self._known:
+            self._known.add(caller)
+            log.warning(_NO_COMPANION)
+            return False
+        trainers = self.behind(caller)
+        return not trainers or any(
+            each in self._training and each.state.status == "running" for each in trainers
+        )
+
+    def failed(self, caller: Any) -> bool:
+        """Whether Lightning handles an exception of the training, which no error may replace.
+
+        An exception alone says nothing: a fit that goes well may have been started inside an
+        `except` block.
+        """
+        return sys.exc_info()[0] is not None and any(
+            each.state.status == "interrupted" for each in self.behind(caller)
+        )
+
+
+def is_trainer(caller: Any) -> bool:
+    return caller is not None and caller is not Fabric
+
+
+def swaps_weights(caller: Any) -> bool:
+    """Whether ModelCheckpoint loads older weights for a save and puts the newer back right after:
+    with manual optimization, where the module keeps them."""
+    module = caller.lightning_module if is_trainer(caller) else None
+    return (
+        module is not None
+        and not module.automatic_optimization
+        and isinstance(getattr(module, "saved_models", None), dict)
+    )

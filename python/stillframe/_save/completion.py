@@ -1,0 +1,210 @@
+"""The two threads of the package that run Python: completion and callbacks.
+
+The core's lane, writers and log never touch the interpreter. What they have to say comes as
+notices, which the completion thread takes: it gives the verdict on tensor versions once the last
+byte is copied, lets go of the sources, and settles the handle when a save has ended. Users'
+callbacks run on a second thread, so that one that saves, waits or hangs holds up nobody but other
+callbacks.
+
+Both are daemon threads, started with the first save of a process and again in a forked child that
+saves. They end with the interpreter:
+
+    running ──exit begins──▶ draining ──the threads have ended──▶ over
+
+While it drains, only the thread that runs the exit handlers and the callback thread may save. When
+it is over, exit handlers may still: nobody would settle such a save later, so it is waited for in
+the call, and its callbacks run there and then. It is over from the start where an exit handler
+makes the first save of a process under Python 3.12 or later, which starts no thread by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from stillframe import _core
+from stillframe.errors import StillframeError
+
+if TYPE_CHECKING:
+    from stillframe._save.handle import SaveHandle
+
+log = logging.getLogger("stillframe")
+
+# Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a
+# handle.
+in_flight: dict[int, SaveHandle] = {}
+
+
+class Copying(Protocol):
+    """A snapshot whose lane has not ended."""
+
+    def after_copy(self) -> None: ...
+
+
+# Those, by their core snapshot's id.
+copying: dict[int, Copying] = {}
+
+
+def start_once(thread: threading.Thread) -> bool:
+    """Starts `thread` unless that was done. A signal handler that saves may find one that the call
+    it interrupted was about to start, and needs it.
+
+    Returns:
+        False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
+
+    Raises:
+        RuntimeError: The system has no thread to give.
+    """
+    if thread.ident is None:
+        try:
+            thread.start()
+        except RuntimeError:
+            if thread.ident is None:  # otherwise the handler was first
+                if threading.main_thread().is_alive():
+                    raise
+                return False
+    return True
+
+
+class _Callbacks:
+    """Runs functions one after the other on a thread of their own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+        self._over = False
+
+    def put(self, function: Callable[[], object]) -> None:
+        with self._lock:
+            if not self._over:
+                self._queue.put(function)
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="sf-callbacks", daemon=True
+                    )
+                try:
+                    start_once(self._thread)  # where it is too late, finish() does the work
+                except RuntimeError as error:
+                    log.warning("stillframe: callbacks wait for a thread: %s", error)
+                return
+        self._call(function)
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            self._call(function)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        try:
+            function()
+        except Exception:
+            log.exception("stillframe: a callback failed")
+
+    def is_current(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def finish(self) -> None:
+        """Runs what is queued, here if it has no thread, and ends the thread; what is put later
+        runs where it is put. May be called again when it was interrupted."""
+        with self._lock:
+            if not self._over:
+                self._over = True
+                self._queue.put(None)
+        if self._thread is None:
+            return
+        if self._thread.ident is None:
+            self._run()
+        else:
+            self._thread.join()
+
+
+class _Completion:
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+        self._exiting: threading.Thread | None = None
+        self.over = False
+
+    def start(self) -> None:
+        """Before every save and remove.
+
+        Raises:
+            StillframeError: The interpreter is exiting, and this thread is none that may save now.
+            RuntimeError: The system has no thread to give.
+        """
+        mine = self._exiting is threading.current_thread() or callbacks.is_current()
+        if self._exiting is not None and not mine:
+            raise StillframeError("the interpreter is exiting: no more saves and removes")
+        if self.over:
+            return
+        if self._thread is not None and self._thread.ident is not None:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_take_notices, name="sf-completion", daemon=True
+                )
+            if not start_once(self._thread):
+                self._thread = None
+                self.over = True
+
+    @property
+    def exiting(self) -> bool:
+        return self._exiting is not None or self.over
+
+    def begin_exit(self) -> None:
+        self._exiting = threading.current_thread()
+
+    def stop(self) -> None:
+        """Settles what has ended and ends the thread for good."""
+        self.over = True
+        if self._thread is not None:
+            _core.notice_stop()
+            self._thread.join()
+
+
+def _take_notices() -> None:
+    while True:
+        what, ticket_id, sentence = _core.notice_wait()
+        if what == _core.NOTICE_STOP:
+            return
+        try:
+            if what == _core.NOTICE_TEXT:
+                log.warning("stillframe: %s", sentence)
+                continue
+            if what == _core.NOTICE_SNAPSHOT:
+                snapshot = copying.pop(ticket_id, None)
+                if snapshot is not None:
+                    snapshot.after_copy()
+                    del snapshot
+                continue
+            handle = in_flight.get(ticket_id)
+            if handle is None:
+                continue  # given up in the call
+            if what == _core.NOTICE_COPIED:
+                handle._after_copy()
+            else:
+                handle._settle()  # and only then it leaves in_flight: wait_all looks there
+            del handle
+        except Exception:
+            log.exception("stillframe: settling a save failed")
+
+
+completion = _Completion()
+callbacks = _Callbacks()
+
+
+def _forked() -> None:
+    """In the child: the threads do not exist here and the saves are the parent's."""
+    global completion, callbacks
+    completion = _Completion()
+    callbacks = _Callbacks()
+    in_flight.clear()
+    copying.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

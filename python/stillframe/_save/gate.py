@@ -1,0 +1,305 @@
+"""The gate: no optimizer steps before the saves that left storages to be copied have them.
+
+Hooks around every optimizer's step, process-wide, do three things: they hold a step back until
+the saves in flight are staged, they look at what only steps change (`stillframe.ownership`), and
+they know whether a step is going on. `defer` decides with that which storages of a save may be
+copied after the call.
+
+Where a step gets a closure, forward and backward run inside it, and that is the very time under
+which storages are to be copied. So for optimizers whose step is known to call the closure before
+it writes, the gate stands behind the closure:
+
+    step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
+    step()        -> pre-hook: GATE --------------------------------> update -> post-hook
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._save import ownership
+from stillframe._save.ownership import Owner, register_optimizer
+
+__all__ = [
+    "Deferral",
+    "Pending",
+    "defer",
+    "forked",
+    "register_optimizer",
+    "track",
+    "untrack",
+    "wait",
+]
+
+# How long a step waits for a call of another thread that has deferred storages and not yet
+# launched its save. It ends by itself; the bound is for a call that raised and whose traceback
+# somebody keeps.
+_CALL_TIMEOUT_S = 30.0
+_CALL_POLL_S = 0.0005
+
+
+class Pending(Protocol):
+    """A save in flight, as the gate sees it."""
+
+    def gate(self) -> bool:
+        """Returns when a step may begin on the calling thread's current streams; raises only what
+        a signal handler does. False: a later step has to ask again, on streams of its own."""
+
+
+class Sources(Protocol):
+    """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
+
+    identities: list[int]
+    rows: bytearray
+
+
+_pendings: dict[int, Pending] = {}  # by id
+_calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _eager(function: _F) -> _F:
+    """Keeps a function out of compiled steps: it runs between their graphs, at every step."""
+    # The private twin imports torch._dynamo (1.4 s) at the first call, not at import.
+    lazy = getattr(torch, "_disable_dynamo", None)
+    disable: Callable[[_F], _F] = torch.compiler.disable if lazy is None else lazy
+    return disable(function)
+
+
+class Deferral:
+    """Which storages of one save are copied after the call, and what they were at the call.
+
+    Attributes:
+        indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_numbers",
+        "_overtaken",
+        "_parts",
+        "_tensors",
+        "_versions",
+        "indices",
+    )
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self._numbers: list[int] = []  # of the storage under the tensor at the same place
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._parts: list[tuple[int, Owner]] = []  # end in `indices`, whose they are
+        self._overtaken = False
+
+    def torn(self) -> int:
+        """The number of a storage whose tensors counted a write since the call, or -1.
+
+        All versions are read in one piece: no other thread of Python runs in between.
+        """
+        if self._overtaken and self.indices:
+            return self.indices[0]
+        tensors = self._tensors
+        if not tensors:
+            return -1  # the verdict was given in the meantime
+        with torch._C.DisableTorchFunction():
+            place = _core.Observer.changed(tensors, self._versions)
+        return -1 if place < 0 else self._numbers[place]
+
+    def distrust(self, index: int) -> None:
+        """Has everything captured from now on of the optimizer that owns storage ``index``."""
+        place = self.indices.index(index) if index in self.indices else len(self.indices)
+        for end, owner in self._parts:
+            if place < end:
+                owner.distrusted = True
+                return
+
+    def release(self) -> None:
+        """Lets go of the tensors once the verdict is given; `distrust` still works."""
+        self._tensors = []
+
+    def close(self) -> None:
+        """The call is over: its save is tracked, or there is none. Idempotent."""
+        _calls.pop(id(self), None)
+
+    def _add(self, owner: Owner, numbers: dict[int, int], rows: bytearray) -> None:
+        before = len(self.indices)
+        owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
+        if len(self.indices) > before:
+            self._parts.append((len(self.indices), owner))
+
+
+def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
+    """Decides which storages of a save are copied after the call, and writes their lanes.
+
+    Call it in ``async_save`` on the caller's thread. A step that another thread begins from now
+    on waits until `track` is called for the save (or ``Deferral.close``, if there is none).
+
+    Args:
+        skeleton: What is saved; ``skeleton.rows`` is changed.
+        overlap: False defers nothing.
+    """
+    deferral = Deferral()
+    if not overlap:
+        return deferral
+    key = id(deferral)
+    _calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: _calls.pop(key, None)))
+    # Only now: a step that began before is active, one that begins later sees the call.
+    try:
+        if not ownership.active():
+            numbers = dict(zip(skeleton.identities, range(len(skeleton.identities)), strict=True))
+            with torch._C.DisableTorchFunction():
+                for owner in ownership.living():
+                    deferral._add(owner, numbers, skeleton.rows)
+    except BaseException:
+        deferral.close()
+        raise
+    if not deferral.indices:
+        deferral.close()
+    return deferral
+
+
+def track(pending: Pending, deferral: Deferral | None = None) -> None:
+    """Has every step wait for a launched save; ends by itself when its ``gate()`` has returned.
+
+    Args:
+        pending: The save.
+        deferral: Its deferral; by default the last one of this thread.
+    """
+    _pendings[id(pending)] = pending
+    if deferral is None:
+        mine = threading.get_ident()
+        for thread, ref in reversed(tuple(_calls.values())):
+            if thread == mine:
+                deferral = ref()
+                break
+    if deferral is not None:
+        deferral.close()
+
+
+def untrack(pending: Pending) -> None:
+    """Nobody needs to wait for the save any more: it is staged or has ended. Idempotent."""
+    _pendings.pop(id(pending), None)
+
+
+def wait() -> None:
+    """Waits until every tracked save is staged or has ended, or has the calling thread's current
+    streams wait for it; raises none of their errors."""
+    asked: list[Pending] = []
+    while True:
+        new = [each for each in tuple(_pendings.values()) if each not in asked]
+        if not new:
+            return
+        for pending in new:
+            if pending.gate() is False:
+                asked.append(pending)
+            else:
+                untrack(pending)
+
+
+def _wait_for_calls() -> None:
+    """Waits for saves that other threads are submitting at this moment."""
+    mine = threading.get_ident()
+    end = time.monotonic() + _CALL_TIMEOUT_S
+    for key, (thread, ref) in tuple(_calls.items()):
+        while thread != mine and key in _calls and time.monotonic() < end:
+            time.sleep(_CALL_POLL_S)
+        if key in _calls:
+            # A step inside this thread's own call, or a call that never ends: that save cannot
+            # hold what it promised.
+            deferral = ref()
+            if deferral is not None:
+                deferral._overtaken = True
+                deferral.close()
+
+
+@_eager
+def _gate(owner: Owner) -> None:
+    """The last moment before a step writes."""
+    owner.compare()
+    if _calls:
+        _wait_for_calls()
+    if _pendings:
+        wait()
+
+
+def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
+    """The closure, with the gate behind each call of it."""
+
+    @functools.wraps(closure)
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        value = closure(*args, **kwargs)
+        owner.gated = True
+        _gate(owner)
+        return value
+
+    owner.gated = False
+    return gated
+
+
+@_eager
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The pre-hook: gates at once, or passes on a closure that gates."""
+    _core.trace_step_begins(optimizer)
+    owner = ownership.meet(optimizer)
+    owner.begin(optimizer)
+    if _device.capturing():
+        # The graph's replays will change everything with no hook to say so.
+        owner.distrusted = True
+    known = owner.qualifies(optimizer) and not owner.ungated
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    # Another pre-hook may write, and runs before the closure does.
+    others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
+    if closure is None or others or not known:
+        _gate(owner)
+        return None
+    gated = _behind(closure, owner)
+    if len(args) > 1:
+        return (args[0], gated, *args[2:]), kwargs
+    return args, {**kwargs, "closure": gated}
+
+
+@_eager
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The post-hook."""
+    owner = ownership.find(optimizer)
+    if owner is not None:
+        owner.end(optimizer)
+    _core.trace_step_ends(optimizer)
+
+
+def forked() -> None:
+    """Runs in a forked child: the parent's saves are not waited for here."""
+    _pendings.clear()
+    _calls.clear()
+
+
+def _install() -> None:
+    handle = register_optimizer_step_pre_hook(_before_step)
+    # First of the pre-hooks, so that what the others write comes after the gate.
+    hooks = handle.hooks_dict_ref()
+    if isinstance(hooks, OrderedDict):
+        hooks.move_to_end(handle.id, last=False)
+    register_optimizer_step_post_hook(_after_step)
+    os.register_at_fork(after_in_child=forked)
+
+
+_install()

@@ -1,0 +1,158 @@
+"""Work that Python does in the order of the log: links, and what a wrapped CheckpointIO does.
+
+Such work has an entry among the saves and removes (csrc/core/commit/work.c). When its turn comes,
+everything submitted before has ended, and nothing submitted after takes effect until it has
+ended itself. One thread does all of it, started with the first; the core says whose turn it is, so
+a signal handler may submit work in the middle of another submission.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from stillframe import _core
+from stillframe._save import completion
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+# Called with whether the last save before it did well; returns whether it did well itself.
+Work = Callable[[bool], bool]
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
+        # Kept: the thread may still ask for one by its id, which is its address.
+        self._given_up: list[_core.LogWork] = []
+
+    def submit(self, key: bytes, kind: int, function: Work) -> None:
+        completion.completion.start()
+        entry = _core.LogWork(key, kind)
+        try:
+            # Known before the log can call for it.
+            self._waiting[entry.id] = entry, function
+            entry.append()
+            if completion.completion.over or not self._start():
+                while entry.id in self._waiting:  # nobody else is left to do it
+                    self._turn()
+        except BaseException:
+            # Ctrl-C may come at any line, also when the entry is in the log or being worked on.
+            if self._waiting.pop(entry.id, None) is not None:
+                self._given_up.append(entry)
+                entry.end(False)
+            raise
+
+    def is_current(self) -> bool:
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _start(self) -> bool:
+        """False when it is too late for a thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
+            return completion.start_once(self._thread)
+
+    def _run(self) -> None:
+        while self._turn():
+            pass
+        with self._lock:
+            self._thread = None
+            again = bool(self._waiting)
+        if again:
+            self._start()
+
+    def _turn(self) -> bool:
+        """Does what is next; False when the log is being stopped."""
+        turn = _core.log_work_next()
+        if turn is None:
+            return False
+        number, after_good = turn
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return True  # given up
+        entry, function = waiting
+        good = False
+        try:
+            good = function(after_good)
+        except Exception:
+            log.exception("stillframe: work in the order of saves failed")
+        finally:
+            entry.end(good)
+        return True
+
+
+_worker = _Worker()
+
+
+def submit(key: bytes, kind: int, function: Work) -> None:
+    """Appends an entry to the log; `function` runs on a thread of its own when its turn comes.
+
+    Args:
+        key: The name in the log, see `paths.key`.
+        kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
+        function: The work. What it raises is logged, and counts as not having done well. Where a
+            signal handler raises in this call, it may run all the same.
+    """
+    _worker.submit(key, kind, function)
+
+
+def submit_remove(
+    path: str,
+    key: bytes,
+    remove: Callable[[str], object],
+    needed: Callable[[], bool] | None = None,
+) -> None:
+    """Appends a remove: `remove(path)`, if the last save before it did well and, at that moment,
+    `needed()` is false. What it raises is logged, as for every remove."""
+
+    def work(after_good: bool) -> bool:
+        if not after_good:
+            log.warning("stillframe: %s was not removed: the save before it failed", path)
+            return False
+        if needed is not None and needed():
+            log.warning("stillframe: %s was not removed: a link still points to it", path)
+            return False
+        try:
+            remove(path)
+        except Exception as error:
+            log.warning("stillframe: %s could not be removed: %s", path, error)
+            return False
+        return True
+
+    submit(key, _core.WORK_REMOVE, work)
+
+
+def refuse_inside() -> None:
+    """For calls that wait for the log: work that has its turn would wait for itself.
+
+    Raises:
+        StillframeError: This thread is doing such work.
+    """
+    if _worker.is_current():
+        raise StillframeError(
+            "a CheckpointIO that stillframe wraps must not save or load with stillframe itself:"
+            " that would wait for its own end"
+        )
+
+
+def wait_for_key(key: bytes) -> None:
+    """Waits until nothing of that name that was submitted before is pending."""
+    refuse_inside()
+    with contextlib.suppress(OSError):  # the name need not be there, nor be a local one
+        os.close(_core.LogLoad(key).open())
+
+
+def _forked() -> None:
+    """In the child: thread, entries and work are the parent's."""
+    global _worker
+    _worker = _Worker()
+
+
+os.register_at_fork(after_in_child=_forked)

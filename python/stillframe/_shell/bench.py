@@ -1,0 +1,481 @@
+"""`stillframe bench DIR`: what this memory and disk can do, and what saves and loads make of it.
+
+In turns, a few rounds of: a memcpy; a write of as many bytes with a sync; `async_save` of a model
+with AdamW; a read; `load`. The shares compare medians of the same run. Half a minute, whatever the
+disk: the size is chosen by a first short write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stillframe._shell import bench_raw as raw
+
+GOOD, UNUSABLE = 0, 2
+
+_PROBE_NBYTES = 32 << 20
+_LEAST_NBYTES = 32 << 20
+_MOST_NBYTES = 512 << 20
+_WRITE_S = 1.0  # what one raw write should take
+_BUDGET_S = 15.0  # no new round after that
+_ROUNDS = 5
+_MEMORY_TIMES = 7  # two buffers, state, gradients, pool, what is loaded, and a margin
+_DISK_TIMES = 3
+_TENSOR_NUMEL = 512 << 10
+_SLOW_SHARE = 0.6
+_BUSY_SHARE = 0.1
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class BenchError(Exception):
+    """It cannot be measured here; the text says why."""
+
+
+@dataclass
+class Result:
+    """Medians of one run. Times in seconds, None where there is none; sizes in bytes.
+
+    Attributes:
+        memcpy_s, write_s, read_s: The raw limits; write and read are O_DIRECT where `raw_direct`.
+        call_s, staged_s, durable_s: From the call: when it returned, when every byte was copied,
+            when the file was durable.
+        first_durable_s: The first save, whose pool had to be made.
+        load_s: `stillframe.load` of a file that is not in the page cache.
+        io_mode, fallbacks: Of the last save's report.
+        pool_bytes: The cap of an engine that is given none.
+        others: Share of the machine that other processes took meanwhile.
+    """
+
+    directory: str
+    file_system: str
+    nbytes: int
+    rounds: int
+    raw_direct: bool
+    memcpy_s: float
+    write_s: float
+    read_s: float
+    call_s: float
+    staged_s: float
+    durable_s: float
+    first_durable_s: float
+    load_s: float
+    io_mode: str
+    pool_bytes: int
+    others: float = 0.0
+    fallbacks: list[str] = field(default_factory=list)
+
+    def shares(self) -> dict[str, float]:
+        """How near we come to the raw limit of each: 1 is as fast, 0.5 takes twice as long."""
+        return {
+            "copy": self.memcpy_s / self.staged_s,
+            "save": self.write_s / self.durable_s,
+            "load": self.read_s / self.load_s,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return {**vars(self), "shares": self.shares(), "advice": advice(self)}
+
+
+# ---- advice ----------------------------------------------------------------------------------
+
+
+def advice(result: Result) -> list[str]:
+    """Sentences for the user, the gravest first; never empty."""
+    found = []
+    if result.file_system in raw.MEMORY:
+        found.append(
+            f"{result.directory} is on {result.file_system}, which is memory: nothing there"
+            " survives a reboot, and files take memory from the training. Save to a disk."
+        )
+    elif raw.is_network(result.file_system):
+        found.append(
+            f"{result.directory} is on {result.file_system}, a network file system: what a sync"
+            " promises is up to its server, and other machines share its speed. If there is a local"
+            " disk, save there and copy finished files."
+        )
+    if result.io_mode == "buffered" and result.file_system not in raw.MEMORY:
+        reason = result.fallbacks[0] if result.fallbacks else "the file system has no O_DIRECT"
+        found.append(
+            f"Saves go through the page cache ({_as_clause(reason)}): that costs a copy and memory."
+            " A file system with O_DIRECT (ext4, xfs) is faster."
+        )
+    if result.pool_bytes < result.nbytes:
+        found.append(
+            f"The pool ({_size(result.pool_bytes)}) is smaller than this state"
+            f" ({_size(result.nbytes)}), so optimizer steps wait for the disk. Give it more with"
+            f" STILLFRAME_POOL_BYTES or stillframe.configure(pool_bytes=...)."
+        )
+    shares = result.shares()
+    if result.others >= _BUSY_SHARE:
+        found.append(
+            f"Other processes took {result.others:.0%} of this machine meanwhile, and every figure"
+            " here suffers from it: measure again when it is quiet."
+        )
+    if shares["save"] < _SLOW_SHARE and not found:
+        found.append(
+            f"A save takes {1 / shares['save']:.1f} times as long as the raw write: something else"
+            " is using the disk or the cores. stillframe.trace shows what the save waits for."
+        )
+    if not found:
+        rate = result.nbytes / result.durable_s
+        found.append(
+            f"Nothing to mend: 10 GB would be durable here {10e9 / rate:.0f} s after the call,"
+            " while training goes on."
+        )
+    return found
+
+
+def _as_clause(sentence: str) -> str:
+    text = sentence.rstrip(". ")
+    return text[:1].lower() + text[1:]
+
+
+# ---- measuring -------------------------------------------------------------------------------
+
+
+class _State:
+    """A model's weights and AdamW's moments, `nbytes` in all, after enough steps to be deferred."""
+
+    def __init__(self, nbytes: int) -> None:
+        import torch
+
+        count = max(1, nbytes // (3 * 4 * _TENSOR_NUMEL))
+        numel = nbytes // (3 * 4 * count)
+        self.weights = [torch.nn.Parameter(torch.full((numel,), 0.5)) for _ in range(count)]
+        for weight in self.weights:
+            weight.grad = torch.full_like(weight, 1e-3)
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4)
+        for _ in range(4):
+            self.optimizer.step()
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": dict(enumerate(self.weights)), "optim": self.optimizer.state_dict()}
+
+
+class _Bench:
+    def __init__(self, directory: Path, nbytes: int, progress: Callable[[str], None]) -> None:
+        from stillframe._save.engine import Engine
+
+        self._directory = directory
+        self._progress = progress
+        progress("making a state")
+        self._source = raw.make_buffer(nbytes)
+        self._target = raw.make_buffer(nbytes)
+        self._state = _State(nbytes)
+        self._nbytes = nbytes
+        self._engine = Engine()
+        self._handle: Any = None
+        self.direct = True
+        self.values: dict[str, list[float]] = {}
+        self.first_durable_s = 0.0
+        self.report: Any = None
+
+    def __enter__(self) -> _Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        self._engine.close()
+        if self._handle is not None:
+            with contextlib.suppress(BaseException):
+                self._handle.exception()
+
+    @property
+    def pool_bytes(self) -> int:
+        return int(self._engine.stats()["pool_bytes"])
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.values.setdefault(name, []).append(seconds)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.values[name])
+
+    def first_save(self) -> None:
+        """Not among the medians: the pool gets its memory in it."""
+        self._progress("first save")
+        self.first_durable_s = self._save().durable_after_s
+
+    def round(self) -> None:
+        """Everything once, in turns, so that a slow moment of the machine hits all alike."""
+        self._progress("raw memcpy")
+        self._add("memcpy", raw.copy_seconds(self._source, self._target))
+        self._progress("raw write + sync")
+        path = self._directory / "raw"
+        written = raw.write_seconds(path, self._source, direct=self.direct)
+        if written is None:
+            self.direct = False
+            written = raw.write_seconds(path, self._source, direct=False)
+        assert written is not None
+        self._add("write", written)
+        self._progress("save")
+        report = self._save()
+        self._add("call", report.blocked_s)
+        self._add("staged", report.staged_after_s)
+        self._add("durable", report.durable_after_s)
+        self._progress("raw read")
+        read = raw.read_seconds(path, self._target, direct=self.direct)
+        if read is None:
+            read = raw.read_seconds(path, self._target, direct=False)
+        assert read is not None
+        self._add("read", read)
+        path.unlink()
+        self._progress("load")
+        self._load()
+
+    def _save(self) -> Any:
+        from stillframe._save.engine import async_save
+
+        path = self._directory / "save.pt"
+        path.unlink(missing_ok=True)
+        self._handle = async_save(self._state.tree(), path, engine=self._engine)
+        self._handle.wait_staged()
+        self.report = self._handle.result()
+        self._handle = None
+        return self.report
+
+    def _load(self) -> None:
+        from stillframe._save.load import load
+
+        path = self._directory / "save.pt"
+        raw.forget(path)
+        start = time.perf_counter()
+        tree = load(path)
+        self._add("load", time.perf_counter() - start)
+        del tree
+
+
+def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], None]) -> int:
+    """Bytes of the state: as asked, or what the disk writes in a second, within memory and room."""
+    progress("how fast is this disk?")
+    memory = raw.free_memory() // _MEMORY_TIMES
+    room = shutil.disk_usage(directory).free // _DISK_TIMES
+    if asked is None:
+        most = min(memory, room)
+        if most < _LEAST_NBYTES:
+            short = "memory" if memory < room else f"room in {directory.parent}"
+            raise BenchError(f"there is too little {short} to measure anything")
+        probe, path = raw.make_buffer(_PROBE_NBYTES), directory / "probe"
+        seconds = raw.write_seconds(path, probe, direct=True)
+        if seconds is None:
+            seconds = raw.write_seconds(path, probe, direct=False)
+        assert seconds is not None
+        path.unlink()
+        asked = int(min(max(_PROBE_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
+    elif asked > memory:
+        raise BenchError(
+            f"a state of {_size(asked)} needs {_size(asked * _MEMORY_TIMES)} of memory and"
+            f" {_size(memory * _MEMORY_TIMES)} are free: ask for a smaller --size"
+        )
+    elif asked > room:
+        raise BenchError(
+            f"a state of {_size(asked)} needs {_size(asked * _DISK_TIMES)} on the disk and"
+            f" {_size(room * _DISK_TIMES)} are free: ask for a smaller --size"
+        )
+    return max(asked // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES
+
+
+def measure(directory: Path, asked: int | None, progress: Callable[[str], None]) -> Result:
+    """Measures in `directory`, which is empty; leaves files there.
+
+    Raises:
+        BenchError: Too little memory or room.
+        OSError, SaveError: The file system failed.
+    """
+    started, others = time.monotonic(), raw.Others()
+    nbytes = _choose_size(directory, asked, progress)
+    with _Bench(directory, nbytes, progress) as bench:
+        bench.first_save()
+        rounds = 0
+        while rounds < _ROUNDS and (rounds == 0 or time.monotonic() - started < _BUDGET_S):
+            bench.round()
+            rounds += 1
+        return Result(
+            directory=str(directory.parent),
+            file_system=raw.file_system_of(directory),
+            nbytes=nbytes,
+            rounds=rounds,
+            raw_direct=bench.direct,
+            memcpy_s=bench.median("memcpy"),
+            write_s=bench.median("write"),
+            read_s=bench.median("read"),
+            call_s=bench.median("call"),
+            staged_s=bench.median("staged"),
+            durable_s=bench.median("durable"),
+            first_durable_s=bench.first_durable_s,
+            load_s=bench.median("load"),
+            io_mode=bench.report.io_mode,
+            pool_bytes=bench.pool_bytes,
+            others=others.share(),
+            fallbacks=list(bench.report.fallbacks),
+        )
+
+
+# ---- the directory ---------------------------------------------------------------------------
+
+
+def _interrupted(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    """A directory of our own in `parent`, gone afterwards, after Ctrl-C and SIGTERM too."""
+    if not parent.exists():
+        raise BenchError(f"{parent}: there is no such directory")
+    if not parent.is_dir():
+        raise BenchError(f"{parent} is a file: name the directory to measure")
+    try:
+        path = Path(tempfile.mkdtemp(prefix=".stillframe-bench-", dir=parent)).resolve()
+    except OSError as error:
+        raise BenchError(f"{parent} cannot be written to: {error.strerror}") from None
+    on_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
+    try:
+        yield path
+    finally:
+        # An impatient second Ctrl-C must not leave gigabytes behind.
+        patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
+        shutil.rmtree(path, ignore_errors=True)
+        if on_main:
+            signal.signal(signal.SIGINT, patient)
+            signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[str], None]]:
+    """One line on stderr where that is a terminal; drawn between measurements only."""
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        if terminal:
+            sys.stderr.write(f"\r\x1b[K{text} ...")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+# ---- showing ---------------------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int:
+    """`160MB`, `4GiB`, `1000000` as bytes; argparse's error otherwise."""
+    digits = text.strip().lower().rstrip("kmgib ")
+    unit = text.strip().lower()[len(digits) :].strip()
+    try:
+        nbytes = int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size (try 500MB or 4GiB)")
+    return nbytes
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def show(result: Result) -> None:
+    """The table, and the advice below it, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    how = "O_DIRECT" if result.raw_direct else "page cache"
+    shares = result.shares()
+    rows: list[tuple[str, float, str]] = [
+        ("raw memcpy, one thread", result.memcpy_s, ""),
+        ("  save: the call returns after", result.call_s, ""),
+        (
+            "  save: every byte is copied after",
+            result.staged_s,
+            f"{shares['copy']:.0%} of raw memcpy",
+        ),
+        (f"raw write + sync, {how}", result.write_s, ""),
+        (
+            f"  save: durable after ({result.io_mode})",
+            result.durable_s,
+            f"{shares['save']:.0%} of raw write",
+        ),
+        ("  the first save, pool cold: durable after", result.first_durable_s, ""),
+        (f"raw read, {how}", result.read_s, ""),
+        ("  load", result.load_s, f"{shares['load']:.0%} of raw read"),
+    ]
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(100, len(result.directory) + 80))
+    rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
+    print(
+        f"{_size(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
+        f" pool of at most {_size(result.pool_bytes)}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "time", "rate", "share"):
+        table.add_column(column, justify="left" if column in ("", "share") else "right")
+    for name, seconds, share in rows:
+        rate = (
+            "" if name.endswith("the call returns after") else f"{_size(result.nbytes / seconds)}/s"
+        )
+        table.add_row(Text(name), _time(seconds), rate, share)
+    console.print(table)
+    for sentence in advice(result):
+        print(sentence)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. Exit status 0, or 2 where nothing can be measured; Ctrl-C passes on."""
+    from stillframe.errors import StillframeError
+
+    try:
+        with _scratch(Path(options.directory)) as directory, _progress_line() as progress:
+            result = measure(directory, options.size, progress)
+    except BenchError as error:
+        print(f"stillframe bench: {error}", file=sys.stderr)
+        return UNUSABLE
+    except (OSError, StillframeError, MemoryError) as error:
+        text = str(error) or "there is not enough memory"
+        print(f"stillframe bench: {options.directory}: {text}", file=sys.stderr)
+        return UNUSABLE
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        show(result)
+    return GOOD
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
+    parser.add_argument(
+        "--size",
+        type=parse_size,
+        help="bytes of the state, such as 500MB (default: what the disk writes in a second,"
+        f" {_size(_LEAST_NBYTES)} to {_size(_MOST_NBYTES)})",
+    )
+    parser.add_argument("--json", action="store_true", help="print an object, not a table")
+    parser.set_defaults(run=run)

@@ -1,0 +1,223 @@
+"""`python -m stillframe demo`: the same training, saved by Lightning's plugin and by ours.
+
+It trains a small Lightning model on the handwritten digits that ship with scikit-learn: without
+saving, saving with Lightning's own AsyncCheckpointIO, saving with ours, and all of that once more.
+Then it goes on from a checkpoint in the middle and reads one with plain torch.load. It prints what
+a save cost in each, and exits with 0 if all that was promised held, 1 if something did not, 2 if
+it could not run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from stillframe._shell.demo_story import Story
+
+SAVES = 6  # in a run
+MOST_STEPS = 96
+LEAST_STEPS = 4 * SAVES  # a few before the first save: what is deferred was observed over steps
+MIN_BYTES = 1 << 20
+# Measured with Lightning 2.6: its clone, its writer's buffer and a copy of that, beside weights,
+# gradients, AdamW's moments and what the step itself needs.
+MEMORY_FACTOR = 6
+MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+class CannotRun(Exception):
+    """The demo cannot run here; the message says why and what to do."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the demo with the arguments `argv`; returns the exit status (see the module)."""
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    try:
+        with _directory(options.dir) as directory, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _check_room(options.size, directory)
+            with console.status("Importing Lightning and scikit-learn ..."):
+                story_of = _import_story()
+            with _quiet():
+                return story_of(
+                    console,
+                    nbytes=options.size,
+                    steps=options.steps,
+                    directory=directory / "checkpoints",
+                    place=f"{directory}, {_file_system(directory) or 'unknown file system'}",
+                    kept=options.dir is not None,
+                ).tell()
+    except CannotRun as reason:
+        print(f"stillframe demo: {reason}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
+        print("stillframe demo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _import_story() -> type[Story]:
+    try:
+        from stillframe._shell.demo_story import Story
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        package = {"sklearn": "scikit-learn"}.get(module, module)
+        raise CannotRun(
+            f"it needs {package}, which is not installed: pip install 'stillframe[demo]'"
+        ) from error
+    return Story
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stillframe demo",
+        description="Trains a small model on CPU, saving with Lightning's AsyncCheckpointIO and "
+        "with stillframe's, and shows what a save costs in each.",
+    )
+    parser.add_argument(
+        "--size",
+        type=_size,
+        default=300_000_000,
+        metavar="BYTES",
+        help="bytes of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="directory for the checkpoints, which are kept there (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="N",
+        help=f"steps of each training run, {SAVES} of which end in a save (default: "
+        f"{MOST_STEPS}, fewer where they are slow)",
+    )
+    return parser
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, 300MB or 2GiB")
+    nbytes = int(float(match[1]) * _UNITS[match[2] or ""])
+    if nbytes < MIN_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} is too small to measure: give 1MiB or more")
+    return nbytes
+
+
+def _steps(text: str) -> int:
+    try:
+        steps = int(text)
+    except ValueError:
+        steps = 0
+    if steps < LEAST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, {LEAST_STEPS} or more")
+    return steps - steps % SAVES
+
+
+# ---- where it runs -------------------------------------------------------------------------------
+
+
+@contextmanager
+def _directory(wanted: Path | None) -> Iterator[Path]:
+    """The directory for checkpoints: the user's, which stays, or one that is removed at the end."""
+    if wanted is not None:
+        try:
+            wanted.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotRun(f"cannot use --dir {wanted}: {error.strerror}") from error
+        if (wanted / "checkpoints").exists():
+            raise CannotRun(f"{wanted / 'checkpoints'} is there already: give another --dir")
+        yield wanted.resolve()
+        return
+    for parent in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
+        if os.access(parent, os.W_OK | os.X_OK) and _file_system(parent) != "tmpfs":
+            break
+    else:
+        parent = Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix="stillframe-demo-", dir=parent) as name:
+        yield Path(name).resolve()
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that `path` is on, such as "ext4"; "" where it cannot be said."""
+    found = ("", "")
+    try:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            left, _, right = line.partition(" - ")
+            mount = left.split()[4]
+            if path.resolve().is_relative_to(mount) and len(mount) >= len(found[0]):
+                found = (mount, right.split()[0])
+    except OSError:
+        pass
+    return found[1]
+
+
+def _free_memory() -> int | None:
+    """Bytes that this process may still take: what the machine has left, or its cgroup."""
+    left: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                left.append(int(line.split()[1]) * 1024)
+        group = Path("/sys/fs/cgroup")
+        if (limit := (group / "memory.max").read_text().strip()) != "max":
+            left.append(int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    return min(left) if left else None
+
+
+def _check_room(nbytes: int, directory: Path) -> None:
+    """Raises CannotRun if disk or memory are too small for checkpoints of `nbytes`."""
+    need = int(nbytes * (SAVES + 0.5))  # one run's files at a time, and the one being written
+    free = shutil.disk_usage(directory).free
+    if free < need:
+        raise CannotRun(
+            f"{directory} has {in_bytes(free)} free, and checkpoints of {in_bytes(nbytes)} need "
+            f"{in_bytes(need)}: give a smaller --size, or a --dir with more room"
+        )
+    need = MEMORY_BASE + MEMORY_FACTOR * nbytes
+    memory = _free_memory()
+    if memory is not None and memory < need:
+        raise CannotRun(
+            f"{in_bytes(memory)} of memory are free, and checkpoints of {in_bytes(nbytes)} need "
+            f"{in_bytes(need)} here, most of it for Lightning's copies: give a smaller --size"
+        )
+
+
+def in_bytes(nbytes: float) -> str:
+    """A size for people: "300 MB", "1.52 GB"."""
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.3g} GB"
+    return f"{nbytes / 1e6:.0f} MB" if nbytes >= 9.5e6 else f"{nbytes / 1e6:.1f} MB"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's notices would only cut through the display: they are about other uses."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

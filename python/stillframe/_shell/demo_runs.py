@@ -1,0 +1,299 @@
+"""The demo's measured training runs: the same model, data and steps, with one way of saving each.
+
+A run's timeline is the moments at which its steps start. A *window* is as many steps as lie
+between two saves. It starts with the step that ends in a save, and its length is what those steps
+and that save took together. So
+
+    lost time of a save  = its window - the median window of the run without saves before it
+    slowdown             = lost time - call - gate
+
+and nothing that a save does to the training can fall between two figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningsCheckpointIO
+
+from stillframe import Engine, SaveReport
+from stillframe._shell.demo_model import DigitBatches, DigitsModel
+from stillframe.lightning import AsyncCheckpointIO
+
+Tick = Callable[[], None]
+
+
+@dataclass
+class Save:
+    """One save as the training saw it; times in seconds."""
+
+    path: str
+    started: float  # time.perf_counter()
+    call_s: float
+    gate_s: float = 0.0
+    finished_s: float | None = None  # from the call's entry; None while it is not
+
+
+@dataclass
+class Run:
+    """What one training run gave.
+
+    `starts` are moments of time.perf_counter(): the start of each step, then the end of training.
+    """
+
+    saves: list[Save] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    grown_bytes: int | None = None  # of resident memory, from before the run to its peak
+    others_share: float = 0.0  # of the machine's processors, used by other programs meanwhile
+    losses: dict[int, float] = field(default_factory=dict)
+    model: DigitsModel | None = None
+
+    def windows(self, every: int) -> list[float]:
+        """Seconds of each window of `every` steps, from the step that ends in the first save on."""
+        ends = range(2 * every - 1, len(self.starts), every)
+        return [self.starts[end] - self.starts[end - every] for end in ends]
+
+
+class _Clock(Callback):
+    """Notes when steps start. `tick` is called just before: a part of the step in every run."""
+
+    def __init__(self, run: Run, tick: Tick) -> None:
+        self._run = run
+        self._tick = tick
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._tick()
+        self._run.starts.append(time.perf_counter())
+
+    def on_train_end(self, *_: Any) -> None:
+        self._run.starts.append(time.perf_counter())
+
+
+def _timed(save_checkpoint: Callable[..., None], run: Run) -> Callable[..., None]:
+    def timed(checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        start = time.perf_counter()
+        save_checkpoint(checkpoint, path, storage_options)
+        run.saves.append(Save(str(path), start, time.perf_counter() - start))
+
+    return timed
+
+
+class _WatchedTorchIO(TorchCheckpointIO):
+    """What Lightning's plugin writes with on its thread; notes when a file is written."""
+
+    def __init__(self) -> None:
+        self.finished: dict[str, float] = {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.finished[str(path)] = time.perf_counter()
+
+
+def train(
+    width: int,
+    steps: int,
+    tick: Tick,
+    *,
+    plugin: Any = None,
+    run: Run | None = None,
+    directory: Path | None = None,
+    every: int | None = None,
+    resume: Path | None = None,
+) -> Run:
+    """Trains to step `steps`, saving every `every` steps into `directory` if they are given.
+
+    `plugin` saves and loads; `resume` is the checkpoint to go on from. Files are named
+    `step=N.ckpt`.
+    """
+    run = run or Run()
+    callbacks: list[Callback] = [_Clock(run, tick)]
+    if directory is not None and every is not None:
+        name = "{step}"
+        callbacks.append(ModelCheckpoint(directory, name, save_top_k=-1, every_n_train_steps=every))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=callbacks,
+        plugins=[plugin] if plugin is not None else None,
+        logger=False,
+        enable_checkpointing=every is not None,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    model = DigitsModel(width)
+    load = _Load()
+    trainer.fit(model, DigitBatches(), ckpt_path=resume)
+    run.others_share = load.others_share()
+    run.losses = model.losses
+    run.model = model
+    return run
+
+
+def without_saves(width: int, steps: int, tick: Tick) -> Run:
+    memory = _Memory()
+    run = train(width, steps, tick)
+    run.grown_bytes = memory.grown()
+    return run
+
+
+def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
+    run = Run()
+    base = _WatchedTorchIO()
+    plugin = LightningsCheckpointIO(base)
+    # On the instance: the plugin itself stays as Lightning ships it.
+    setattr(plugin, "save_checkpoint", _timed(plugin.save_checkpoint, run))  # noqa: B010
+    memory = _Memory()
+    train(width, steps, tick, plugin=plugin, run=run, directory=directory, every=every)
+    run.grown_bytes = memory.grown()
+    for save in run.saves:
+        if save.path in base.finished:
+            save.finished_s = base.finished[save.path] - save.started
+    return run
+
+
+def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
+    """Has an engine of its own: its pool is as cold at the first save as in a new process."""
+    run = Run()
+    reports: dict[str, SaveReport] = {}
+    reported = threading.Condition()
+
+    def on_durable(path: Any, report: SaveReport) -> None:
+        with reported:
+            reports[str(path)] = report
+            reported.notify_all()
+
+    memory = _Memory()
+    with Engine() as engine:
+        plugin = AsyncCheckpointIO(engine=engine, on_durable=on_durable)
+        setattr(plugin, "save_checkpoint", _timed(plugin.save_checkpoint, run))  # noqa: B010
+        train(width, steps, tick, plugin=plugin, run=run, directory=directory, every=every)
+        run.grown_bytes = memory.grown()
+    with reported:  # callbacks have a thread of their own
+        reported.wait_for(lambda: len(reports) == len(run.saves), timeout=10)
+    for save in run.saves:
+        if (report := reports.get(save.path)) is not None:
+            save.gate_s = report.gate_wait_s
+            save.finished_s = report.durable_after_s
+    return run
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one way of saving; medians over its warm saves, in seconds. None: not measured."""
+
+    call_s: float
+    first_call_s: float
+    gate_s: float
+    lost_s: float
+    finished_s: float | None
+    memory_bytes: int | None  # the most of all rounds
+
+    @property
+    def slowdown_s(self) -> float:
+        return self.lost_s - self.call_s - self.gate_s
+
+
+def figures(runs: list[Run], plain: list[Run], every: int) -> Figures:
+    """Figures of a way of saving, from its runs and from the one without saves beside each."""
+    lost: list[float] = []
+    warm: list[Save] = []
+    for run, bare in zip(runs, plain, strict=True):
+        usual = statistics.median(bare.windows(every))
+        # The first save is left out: its memory is new. The last has no window: the run ends.
+        lost += [window - usual for window in run.windows(every)[1:]]
+        warm += run.saves[1:]
+    finished = [save.finished_s for save in warm if save.finished_s is not None]
+    memory = [
+        run.grown_bytes - bare.grown_bytes
+        for run, bare in zip(runs, plain, strict=True)
+        if run.grown_bytes is not None and bare.grown_bytes is not None
+    ]
+    return Figures(
+        call_s=statistics.median(save.call_s for save in warm),
+        first_call_s=statistics.median(run.saves[0].call_s for run in runs),
+        gate_s=statistics.median(save.gate_s for save in warm),
+        lost_s=statistics.median(lost),
+        finished_s=statistics.median(finished) if finished else None,
+        memory_bytes=max(memory) if memory else None,
+    )
+
+
+def noise_s(plain: list[Run], every: int) -> float:
+    """How far windows without a save lie from their median, at the median: the accuracy here."""
+    away: list[float] = []
+    for run in plain:
+        windows = run.windows(every)
+        usual = statistics.median(windows)
+        away += [abs(window - usual) for window in windows]
+    return statistics.median(away)
+
+
+class _Memory:
+    """Growth of this process's resident memory. The kernel keeps the peak; nothing samples it."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what earlier runs freed
+        if trim is not None:
+            trim(0)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the present value
+            self._before: int | None = _status_bytes("VmRSS")
+        except OSError:
+            self._before = None
+
+    def grown(self) -> int | None:
+        """Bytes from the start to the peak, or None where the kernel does not say."""
+        return None if self._before is None else _status_bytes("VmHWM") - self._before
+
+
+class _Load:
+    """What other programs take of the machine's processors, from here on."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def others_share(self) -> float:
+        """0..1; 0 where the kernel does not say."""
+        total, idle, own = (
+            now - then for now, then in zip(self._read(), self._before, strict=True)
+        )
+        return max(0.0, (total - idle - own) / total) if total > 0 else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Seconds of all processors, idle ones, and this process, since some moment."""
+        own = time.process_time()
+        try:
+            with open("/proc/stat") as stat:
+                # user nice system idle iowait irq softirq steal
+                ticks = [int(word) for word in stat.readline().split()[1:9]]
+        except OSError:
+            return 0.0, 0.0, 0.0
+        second = os.sysconf("SC_CLK_TCK")
+        return sum(ticks) / second, (ticks[3] + ticks[4]) / second, own
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")

@@ -1,0 +1,309 @@
+"""What the demo does in turn, and how it shows it: bars while it trains, one table, the checks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stillframe._shell.demo import LEAST_STEPS, MOST_STEPS, SAVES, in_bytes
+from stillframe._shell.demo_model import BATCH, HIDDEN_LAYERS, accuracy, width_for
+from stillframe._shell.demo_runs import (
+    Figures,
+    Run,
+    Tick,
+    figures,
+    noise_s,
+    train,
+    with_lightnings,
+    with_ours,
+    without_saves,
+)
+from stillframe.lightning import AsyncCheckpointIO
+
+ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machine falls on all
+WARM_UP_STEPS = 8
+STEPS_S = 160  # what all steps of all runs may take where the user names no number of steps
+REFRESH_S = 0.25
+MOST_OTHERS = 0.05  # of the processors; with more taken by others, lost times mean little
+COUNTED = """\
+Medians over the saves of {rounds}, of {steps} steps with a save after
+every {every}. The first save of a run is left out, since its memory is new (its call: Lightning
+{first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]gate[/b], how
+long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer {every}
+steps with one save took than {every} steps without; [b]slowdown[/b] is what is left of it after
+call and gate. Without saves such {every} steps differ among themselves by ± {noise}, which is the
+accuracy of the two. [b]Finished[/b] is counted from the call's entry: Lightning's when its file was
+written (it never syncs), ours when file and directory were synced to the disk. [b]Extra memory[/b]
+is the process's peak over that of the same run without saves, also in multiples of the state."""
+BUSY = """\
+Other programs used up to {share:.0%} of this machine's processors during a run, and {every} steps
+without saves differed by ± {noise}. Take slowdown and lost time from a run on a machine at rest."""
+
+
+class Story:
+    """One demo. `tell` runs it; `directory` receives the checkpoints."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        nbytes: int,
+        steps: int | None,
+        directory: Path,
+        place: str,
+        kept: bool,
+    ) -> None:
+        self.console = console
+        self.nbytes = nbytes
+        self.width = width_for(nbytes)
+        self.steps = steps or 0  # 0: chosen by the warming up
+        self.every = self.steps // SAVES
+        self.rounds = ROUNDS
+        self.directory = directory
+        self.place = place
+        self.kept = kept
+        self.failed = False
+
+    def tell(self) -> int:
+        """Returns 0 if every check passed, 1 if not."""
+        started = time.monotonic()
+        self._introduce()
+        plain: list[Run] = []
+        theirs: list[Run] = []
+        ours: list[Run] = []
+        with self._bars() as bar:
+            with bar("warming up", WARM_UP_STEPS) as tick:  # loads what loads on first use
+                self._choose_steps(train(self.width, WARM_UP_STEPS, tick))
+            for number in range(1, self.rounds + 1):
+                of = f"{number} of {self.rounds}"
+                with bar(f"without saves, {of}", self.steps) as tick:
+                    plain.append(without_saves(self.width, self.steps, tick))
+                with bar(f"Lightning's plugin, {of}", self.steps) as tick:
+                    theirs.append(self._saving(with_lightnings, tick))
+                with bar(f"stillframe's plugin, {of}", self.steps) as tick:
+                    ours.append(self._saving(with_ours, tick))
+            half = self.steps // self.every // 2 * self.every
+            with bar(f"going on from step {half}", self.steps - half) as tick:
+                resumed = train(
+                    self.width,
+                    self.steps,
+                    tick,
+                    plugin=AsyncCheckpointIO(),
+                    resume=self.directory / f"step={half}.ckpt",
+                )
+        self._show_table(plain, theirs, ours)
+        self._check_losses([*plain, *theirs, *ours])
+        self._check_resume(ours[-1], resumed, half)
+        self._check_file(ours[-1])
+        left = f"checkpoints kept in {self.directory}" if self.kept else "nothing is left behind"
+        self.console.print(f"  [dim]{time.monotonic() - started:.0f} s in all; {left}[/dim]")
+        return 1 if self.failed else 0
+
+    def _choose_steps(self, warm_up: Run) -> None:
+        """Takes as many steps as this machine does in STEPS_S, within bounds."""
+        if not self.steps:
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
+            runs = 3 * ROUNDS + 1.5  # half a run to resume; steps beside a save take longer
+            fitting = int(STEPS_S / (step_s * runs))
+            if fitting < LEAST_STEPS:
+                self.rounds = 1
+            self.steps = min(max(fitting - fitting % SAVES, LEAST_STEPS), MOST_STEPS)
+            self.every = self.steps // SAVES
+
+    def _saving(self, way: Callable[..., Run], tick: Tick) -> Run:
+        """A run into an empty directory: one run's files are there at a time, at the end ours."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return way(self.width, self.steps, tick, self.directory, self.every)
+
+    # ---- what is seen ----------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        self.console.print("\n[b]stillframe demo[/b]: one training, saved in two ways\n")
+        weights = self.nbytes / 12e6
+        facts = {
+            "model": f"{HIDDEN_LAYERS} hidden layers of {self.width}, {weights:.3g} million "
+            f"weights, AdamW: checkpoints of {in_bytes(self.nbytes)}",
+            "data": f"1,797 handwritten digits (scikit-learn), batches of {BATCH}",
+            "machine": f"{os.cpu_count()} cores; Python {platform.python_version()}, "
+            f"torch {torch.__version__}, Lightning {metadata.version('lightning')}",
+            "files": self.place,
+        }
+        for name, fact in facts.items():
+            self.console.print(f"  [dim]{name:8}[/dim]{fact}", soft_wrap=True)
+        self.console.print()
+
+    @contextmanager
+    def _bars(self) -> Iterator[Callable[[str, int], Any]]:
+        """Bars that the training itself redraws a few times a second; no thread runs beside it."""
+        columns = (
+            TextColumn("  {task.description:26}"),
+            BarColumn(32),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        shown = self.console.is_terminal
+        with Progress(
+            *columns, console=self.console, auto_refresh=False, disable=not shown
+        ) as progress:
+
+            @contextmanager
+            def bar(name: str, steps: int) -> Iterator[Tick]:
+                task = progress.add_task(name, total=steps)
+                started = drawn = time.monotonic()
+
+                def tick() -> None:
+                    nonlocal drawn
+                    progress.advance(task)
+                    if time.monotonic() - drawn > REFRESH_S:
+                        progress.refresh()
+                        drawn = time.monotonic()
+
+                progress.refresh()
+                yield tick
+                progress.stop_task(task)
+                progress.refresh()
+                if not shown:
+                    took = time.monotonic() - started
+                    self.console.print(f"  {name:28}{steps} steps in {took:.1f} s")
+
+            yield bar
+
+    def _show_table(self, plain: list[Run], theirs: list[Run], ours: list[Run]) -> None:
+        a = figures(theirs, plain, self.every)
+        b = figures(ours, plain, self.every)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 2))
+        table.add_column("each save")
+        table.add_column("Lightning", justify="right")
+        table.add_column("stillframe", justify="right", style="bold")
+        table.add_column("ratio", justify="right")
+        table.add_row("call", _ms(a.call_s), _ms(b.call_s), _ratio(a.call_s, b.call_s))
+        table.add_row("gate", "none", _ms(b.gate_s))
+        table.add_row("slowdown of the steps", _ms(a.slowdown_s), _ms(b.slowdown_s))
+        table.add_row("[b]lost time[/b]", _ms(a.lost_s), _ms(b.lost_s), _ratio(a.lost_s, b.lost_s))
+        table.add_row(
+            "finished after",
+            f"{_ms(a.finished_s)}, not synced",
+            f"{_ms(b.finished_s)}, durable",
+            _ratio(a.finished_s, b.finished_s),
+        )
+        table.add_row(
+            "extra memory",
+            self._memory(a),
+            self._memory(b),
+            _ratio(a.memory_bytes, b.memory_bytes),
+        )
+        self.console.print(table)
+        noise = noise_s(plain, self.every)
+        counted = COUNTED.format(
+            rounds="one run each"
+            if self.rounds == 1
+            else f"{self.rounds} runs each, taken in turn",
+            steps=self.steps,
+            every=self.every,
+            noise=_ms(noise),
+            first_theirs=_ms(a.first_call_s),
+            first_ours=_ms(b.first_call_s),
+        )
+        share = max(run.others_share for run in [*plain, *theirs, *ours])
+        if share > MOST_OTHERS or noise > a.lost_s / 4:
+            busy = BUSY.format(share=share, every=self.every, noise=_ms(noise))
+            self._paragraph("", busy, style="yellow")
+        self._paragraph("", counted, style="dim")
+
+    def _paragraph(self, mark: str, text: str, style: str = "") -> None:
+        """`text`, wrapped beside a `mark` in the margin."""
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid.add_column(width=3, justify="right", no_wrap=True)
+        grid.add_row(mark, text.replace("\n", " "))
+        self.console.print(grid, style=style, width=min(self.console.width, 100))
+        self.console.print()
+
+    def _memory(self, of: Figures) -> str:
+        if of.memory_bytes is None:
+            return "not measured"
+        return f"{in_bytes(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
+
+    def _check(self, holds: bool, said: str) -> None:
+        self.failed = self.failed or not holds
+        if not holds:
+            said = f"[bold red]NOT SO:[/bold red] {said}"
+        self._paragraph("[green]✓[/green]" if holds else "[bold red]✗[/bold red]", said)
+
+    # ---- what is checked -------------------------------------------------------------------------
+
+    def _check_losses(self, runs: list[Run]) -> None:
+        """Saving must not change the training: every run sees the same losses."""
+        same = all(run.losses == runs[0].losses for run in runs)
+        self._check(same, f"all {len(runs)} runs have the same {self.steps} losses, bit for bit")
+
+    def _check_resume(self, whole: Run, resumed: Run, half: int) -> None:
+        assert whole.model is not None
+        assert resumed.model is not None
+        rest = {step: loss for step, loss in whole.losses.items() if step >= half}
+        weights = whole.model.state_dict()
+        same = rest == resumed.losses and all(
+            torch.equal(tensor, weights[name])
+            for name, tensor in resumed.model.state_dict().items()
+        )
+        first, last = rest[half], rest[self.steps - 1]
+        self._check(
+            same,
+            f"resumed at step {half}: {len(rest)} losses ({first:.9f} ... {last:.9f}) and every "
+            "weight as in the uninterrupted run, bit for bit",
+        )
+
+    def _check_file(self, run: Run) -> None:
+        assert run.model is not None
+        path = self.directory / f"step={self.steps}.ckpt"
+        loaded = torch.load(path, weights_only=True)
+        weights = run.model.state_dict()
+        same = loaded["state_dict"].keys() == weights.keys() and all(
+            torch.equal(tensor, weights[name]) for name, tensor in loaded["state_dict"].items()
+        )
+        self._check(
+            same and loaded["global_step"] == self.steps,
+            f"plain torch.load(weights_only=True) reads {path.name} "
+            f"({in_bytes(path.stat().st_size)}): the weights at the end, which name "
+            f"{accuracy(run.model):.1%} of the digits rightly",
+        )
+
+
+def _ms(seconds: float | None) -> str:
+    """Seconds for people: "0.52 ms", "8.3 ms", "217 ms", "1.18 s"."""
+    if seconds is None:
+        return "not measured"
+    ms = seconds * 1e3
+    if abs(ms) >= 1000:
+        return f"{seconds:.2f} s"
+    if abs(ms) < 0.005:
+        return "0 ms"
+    return f"{ms:.2f} ms" if abs(ms) < 1 else f"{ms:.1f} ms" if abs(ms) < 10 else f"{ms:.0f} ms"
+
+
+def _ratio(theirs: float | None, ours: float | None) -> str:
+    """How many times less ours is; "" where that says nothing."""
+    if theirs is None or ours is None or ours <= 0 or theirs <= 0:
+        return ""
+    ratio = theirs / ours
+    return (
+        f"1/{ratio:.0f}"
+        if ratio >= 9.5
+        else f"1/{ratio:.1f}"
+        if ratio > 1
+        else f"{1 / ratio:.1f} x"
+    )

@@ -1,0 +1,1 @@
+"""A copy of a tree in the pool's memory."""

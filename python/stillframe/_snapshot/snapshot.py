@@ -1,0 +1,451 @@
+"""`snapshot`: a tree's tensors as they are now, on the CPU, over memory of an engine's pool.
+
+    snapshot(tree)
+      Tree        which storages are under it
+      gate.defer  which of them may be copied later (with overlap=True)
+      core        memory of the pool, the copy; what lives on CUDA devices is copied on streams of
+                  their lanes, and nobody waits for that before `wait()` or `tree`
+      Tree        the same tree over the copies
+
+The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
+gives the memory back when the last of them is gone. So the tree may be handed on, its `Snapshot`
+dropped, and nothing is overwritten while somebody can still read it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base.calls import inside
+from stillframe._save import completion, gate
+from stillframe._save.engine import Engine, default_engine
+from stillframe._save.gate import Deferral
+from stillframe._snapshot.holds import call_at_end
+from stillframe._tree.walk import Tree, paths
+from stillframe.errors import (
+    ForkError,
+    PoolExhaustedError,
+    StillframeError,
+    TornSnapshotError,
+)
+
+log = logging.getLogger("stillframe")
+
+T = TypeVar("T")
+
+_ALIGN = 64  # of each storage, as in the pool
+
+
+class _Copy:
+    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
+    has ended, whatever becomes of the Snapshot."""
+
+    def __init__(self, core: _core.Snapshot, tree: Tree, deferral: Deferral) -> None:
+        self.core = core
+        self.sources = tree.storages  # the lane reads them
+        self.deferral: Deferral | None = deferral
+        self.devices = tree.devices
+        self.shared = False
+        self.error: StillframeError | None = None
+        self.seen = False  # somebody knows of the error
+        self.owner: weakref.ref[Snapshot[Any]] | None = None
+        self._torn: int | None = None  # what the versions said before a step that did not wait
+        self._settled = False
+        # Re-entrant: a signal handler may wait in the middle of another wait.
+        self._lock = threading.RLock()
+
+    def gate(self) -> bool:
+        """Returns when no host memory of the tree is read any more and the calling thread's
+        current streams wait for what is copied from devices. False when that goes on."""
+        with inside():
+            if self.devices:
+                if not self.core.gate(_device.streams(self.devices)):
+                    self._look()
+                    return False
+            else:
+                self.core.wait(None)
+            self.settle()
+        return True
+
+    def _look(self) -> None:
+        """Asks for versions now: a step that waits on the device changes them before the end."""
+        with self._lock:
+            if self._torn is None and self.deferral is not None and not self.is_settled():
+                self._torn = self.deferral.torn()
+
+    def finish(self) -> None:
+        """Waits for the end where no completion thread will come."""
+        with inside():
+            self.core.wait(None)
+            self.settle()
+
+    def after_copy(self) -> None:
+        """On the completion thread."""
+        self.settle()
+
+    def settle(self) -> None:
+        """The verdict, once the copy has ended: whoever comes first gives it."""
+        with self._lock:
+            deferral = self.deferral
+            if self.is_settled() or deferral is None:
+                return
+            _, torn = self.core.wait(0)
+            failed = self.core.error()
+            if torn < 0 and not failed:
+                torn = deferral.torn() if self._torn is None else self._torn
+            # A signal handler may have settled it in between.
+            settled, self._settled = self._settled, True
+            if settled:
+                return
+            gate.untrack(self)
+            if failed:
+                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
+            elif torn >= 0:
+                self._tear(torn, deferral)
+            deferral.release()
+            self.sources = []
+
+    def is_settled(self) -> bool:
+        return self._settled
+
+    def _tear(self, index: int, deferral: Deferral) -> None:
+        deferral.distrust(index)
+        owner = self.owner() if self.owner is not None else None
+        names = owner._names(index) if owner is not None else []
+        what = ", ".join(names) if names else f"storage {index}"
+        self.error = TornSnapshotError(
+            f"{what} changed outside the optimizer's step while a snapshot was still being copied."
+            " Call wait() before such a change, or take the snapshot with overlap=False. This"
+            " optimizer's state is copied inside the call from now on.",
+            names,
+        )
+        if owner is None and self.owner is not None:
+            log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
+
+
+class Snapshot(Generic[T]):
+    """A tree on CPU tensors over pool memory. Made by `snapshot`.
+
+    Use it as a context manager to have `release()` called. It belongs to the process that made it:
+    in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
+    """
+
+    def __init__(self, copy: _Copy, tree: T, identities: list[int], shared: bool) -> None:
+        self._copy = copy
+        self._tree: T | None = tree
+        self._identities = identities  # of the new storages, by number
+        self._shared = shared
+        self._generation = _core.fork_generation()
+        self._released = False
+        self.num_tensors = 0  # for the callback
+        self.nbytes = 0
+
+    def __enter__(self) -> Snapshot[T]:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {'released' if self._released else 'of'} {type(self._tree).__name__}>"
+
+    def __del__(self) -> None:
+        copy = getattr(self, "_copy", None)
+        if copy is not None and copy.error is not None and not copy.seen and not self._foreign():
+            log.error("stillframe: a snapshot failed and nobody asked: %s", copy.error)
+
+    @property
+    def tree(self) -> T:
+        """The same tree on CPU tensors, with the bytes of the call. With `overlap=True`, and where
+        tensors live on a CUDA device, this waits for the copy, as `wait()` does.
+
+        Raises:
+            TornSnapshotError, StillframeError: As `wait`.
+            ForkError: In a child of fork, where private memory does not exist.
+            StillframeError: `release()` was called.
+        """
+        if self._foreign():
+            # Shared memory was complete before the fork.
+            if not self._shared:
+                raise ForkError(
+                    "the snapshot's memory does not exist in a forked child: take it with"
+                    " shared=True"
+                )
+        else:
+            self.wait()
+        if self._released:
+            raise StillframeError("the snapshot was released: its tree is gone")
+        return self._tree  # type: ignore[return-value]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until every byte is copied: from then on the sources may change in any way.
+
+        Raises:
+            TornSnapshotError: Something other than an optimizer's step changed a source before it
+                was copied (with `overlap=True`). The snapshot is of no use.
+            StillframeError: A CUDA device failed. The snapshot is of no use.
+            TimeoutError: `timeout` seconds passed.
+        """
+        with inside():
+            copied, _ = self._copy.core.wait(timeout)
+            if not copied:
+                raise TimeoutError("the snapshot is not copied yet")
+            self._copy.settle()
+        if self._copy.error is not None:
+            self._copy.seen = True
+            self._tree = None  # not to be had any more; the traceback would keep its memory
+            raise self._copy.error
+
+    def release(self) -> None:
+        """Gives up the tree. The memory goes back to the pool at once, or, where tensors of the
+        tree are still alive elsewhere or something is held, when these are gone. May be called
+        again.
+
+        Raises:
+            ForkError: In a child of fork.
+        """
+        self._copy.core.leased()  # refuses a child
+        self._released = True
+        self._tree = None
+
+    def hold_until(self, process_or_future: Any) -> None:
+        """Keeps the memory until a writer has ended, whatever becomes of the tensors here.
+
+        Args:
+            process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
+                future (anything with `add_done_callback`).
+
+        Raises:
+            TypeError, ValueError: It is none of these, or was not started.
+            StillframeError: The memory has gone back already.
+            ForkError: In a child of fork.
+        """
+        core = self._copy.core
+        if not core.hold():
+            raise StillframeError("the snapshot's memory has gone back to the pool already")
+        try:
+            call_at_end(process_or_future, functools.partial(_unhold_once, [core]))
+        except BaseException:
+            core.unhold()
+            raise
+
+    def _foreign(self) -> bool:
+        return self._generation != _core.fork_generation()
+
+    def _names(self, index: int) -> list[str]:
+        """Key paths of the tensors over a storage."""
+        identity = self._identities[index] if index < len(self._identities) else 0
+
+        def over(node: Any) -> bool:
+            try:
+                return isinstance(node, torch.Tensor) and (
+                    node.untyped_storage()._cdata == identity
+                )
+            except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
+                return False
+
+        return [path for path, _ in paths(self._tree, over)]
+
+
+def _unhold_once(held: list[_core.Snapshot]) -> None:
+    """Ends a hold, however often a future calls back."""
+    try:
+        core = held.pop()
+    except IndexError:
+        return
+    core.unhold()
+
+
+def snapshot(
+    tree: T, *, overlap: bool = False, shared: bool = False, engine: Engine | None = None
+) -> Snapshot[T]:
+    """Copies the tensors of `tree` into memory of the pool and returns the same tree over the
+    copies.
+
+    Dicts, lists, tuples (their subclasses too), deques and sets are made anew; tensors of any
+    device, layout, dtype and class become CPU tensors, parameters parameters, views and ties of
+    the same storage views and ties of its copy. NumPy arrays are copied. Every other object is
+    left whole: it is the same object, with whatever tensors it has (give a module's `state_dict()`,
+    not the module).
+
+    Args:
+        tree: Containers with tensors, such as a checkpoint.
+        overlap: Copy what only an optimizer's step changes under the next forward and backward, as
+            `async_save` does. The next step waits for it; so do `.wait()` and `.tree`.
+        shared: Let processes that are forked from now on read the memory. Without it, reading a
+            tensor of the tree in a forked child crashes the child.
+        engine: The engine whose pool is used, `default_engine()` by default.
+
+    Returns:
+        The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
+        `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
+        blocks, and keeps them until its tensors are gone and what was given to `.hold_until` has
+        ended.
+
+    Raises:
+        PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
+            saves happens here; waiting for snapshots is the caller's business.
+        MemoryError: The system has no memory for the pool.
+        ForkError: See `Engine`.
+        StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
+            usable driver, a device that is dead); a CUDA graph is being captured.
+        Exception: What a tensor of an unusual kind raises when it is asked what it is made of, as
+            for `torch.save`.
+
+    Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
+    they take no memory of the device, all of it is queued in the call, the caller's current stream
+    waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
+    until then. Tensors on other devices are copied by torch inside the call.
+    """
+    with inside():
+        return _take(tree, overlap, shared, engine or default_engine())
+
+
+def snapshot_at_once(tree: T) -> Snapshot[T]:
+    """`snapshot(tree)`, for those who have other memory and need not wait.
+
+    Raises:
+        PoolExhaustedError: The tree does not fit beside what is in use at the moment.
+    """
+    with inside():
+        return _take(tree, False, False, default_engine(), wait=False)
+
+
+def _take(
+    tree: T, overlap: bool, shared: bool, engine: Engine, *, wait: bool = True
+) -> Snapshot[T]:
+    engine._core.stats()  # refuses a child's use of its parent's engine
+    source = Tree(tree)
+    for node in source.left_whole:
+        if isinstance(node, torch.nn.Module):
+            log.warning(
+                "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
+                " state_dict()",
+                type(node).__name__,
+            )
+    # At exit nobody would come to give the verdict.
+    deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
+    try:
+        core = _core.Snapshot(engine._core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
+        try:
+            memory = core.lease(wait)
+        except PoolExhaustedError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # a signal handler's, whose snapshot did not fit
+            raise _exhausted(source, engine) from None
+        copy = _Copy(core, source, deferral)
+        copy.shared = shared
+        later = bool(deferral.indices or source.devices)
+        if later:
+            completion.completion.start()
+            completion.copying[core.id] = copy
+        try:
+            core.start(_device.streams(source.devices))
+        except BaseException:
+            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
+            if core.wait(0)[0]:
+                completion.copying.pop(core.id, None)
+            raise
+    except BaseException:
+        deferral.close()
+        raise
+    if deferral.indices:
+        gate.track(copy, deferral)
+        if copy.is_settled():  # by the completion thread, before this line
+            gate.untrack(copy)
+    else:
+        deferral.close()
+        if not later:
+            copy.settle()
+    # What failed in the call is raised by it. Making the tree may look at the bytes.
+    if source.devices and (source.reads_bytes or core.error()):
+        copy.finish()
+        if copy.error is not None:
+            del memory  # a traceback would keep it
+            raise StillframeError(str(copy.error))
+    built, identities = source.rebuild(
+        memory,
+        core.offsets(),
+        identities=bool(deferral.indices),  # for names in an error
+    )
+    taken = Snapshot(copy, built, identities, shared)
+    taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
+    copy.owner = weakref.ref(taken)
+    if copy.error is not None:  # found before there was an owner to tell
+        del memory, built
+        taken.wait()
+    source.forget()
+    return taken
+
+
+def _exhausted(source: Tree, engine: Engine) -> PoolExhaustedError:
+    stats = engine.stats()
+    return PoolExhaustedError(
+        f"a snapshot of {source.nbytes() / 1e6:.1f} MB does not fit into the pool: it has"
+        f" {int(stats['pool_bytes']) / 1e6:.1f} MB in blocks of"
+        f" {int(stats['block_bytes']) / 1e6:.1f} MB, of which"
+        f" {int(stats['leased_bytes']) / 1e6:.1f} MB are in use. Release other snapshots (and the"
+        " tensors of their trees), or give the pool more memory: Engine(pool_bytes=...), or"
+        " STILLFRAME_POOL_BYTES for the default engine."
+    )
+
+
+def ordinary_copy(tree: T) -> tuple[T, int, int]:
+    """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
+    tensors, the bytes of its storages)."""
+    source = Tree(tree, lanes=False)
+    offsets: list[int] = []
+    end = 0
+    for _, nbytes in source.sources():
+        offsets.append(end)
+        end += -(-nbytes // _ALIGN) * _ALIGN
+    # It lives as long as a tensor over it does.
+    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
+        if address:
+            ctypes.memmove(base + offset, address, nbytes)
+    built, _ = source.rebuild(memory, offsets)
+    return built, source.num_tensors(), source.nbytes()
+
+
+# ---- forks and the end of the process ----
+
+
+def _copies() -> list[_Copy]:
+    return [copy for copy in list(completion.copying.values()) if isinstance(copy, _Copy)]
+
+
+def _before_fork() -> None:
+    """A child gets shared memory as it is at the fork, so it has to be complete."""
+    for copy in _copies():
+        if copy.shared:
+            copy.core.wait(None)
+
+
+def _finish_at_exit() -> None:
+    """The lane reads tensors that the interpreter is about to free."""
+    for copy in _copies():
+        copy.finish()
+
+
+atexit.register(_finish_at_exit)
+os.register_at_fork(before=_before_fork)

@@ -1,0 +1,271 @@
+"""The skeleton of an object: its pickle, and the storages that its tensors live in.
+
+``torch.save`` pickles an object with every storage replaced by an id, then writes the storages
+one by one. `build` does the first half and says where the bytes of the second are. What comes
+out loads with ``torch.load`` to the same graph as a file of ``torch.save``: the C pickler does
+the work in both, and this module only answers for storages and plain tensors (see
+``csrc/python/skeleton/skeleton.c`` for how plain tensors get into the pickle).
+"""
+
+from __future__ import annotations
+
+import _pickle
+import copyreg
+import importlib.util
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.storage import TypedStorage, UntypedStorage
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._tree import keypaths as _keypaths
+
+_PROTOCOL = 2
+_SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
+
+# The pickle of a plain tensor is written without asking the tensor, which is right as long as
+# these are torch's own.
+_REDUCERS = (
+    (Tensor, "__reduce_ex__", Tensor.__reduce_ex__),
+    (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
+    (Parameter, "__reduce_ex__", Parameter.__reduce_ex__),
+)
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """What a save has to write.
+
+    Attributes:
+        data: The record ``data.pkl``, pickle protocol 2.
+        storages: Storages in host memory or on CUDA devices; number ``i`` becomes the record
+            ``data/i``. Their bytes stay where ``rows`` says as long as this list lives and nobody
+            resizes them.
+        identities: Addresses of the StorageImpls in the caller's tree, in the same order. They
+            differ from those of ``storages`` where a storage was copied to the host.
+        rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
+        num_tensors: Distinct tensor objects.
+        fallbacks: Sentences for the report.
+        devices: Numbers of the CUDA devices that storages live on.
+    """
+
+    data: bytes
+    storages: list[UntypedStorage]
+    identities: list[int]
+    rows: bytearray
+    num_tensors: int
+    fallbacks: list[str]
+    devices: tuple[int, ...] = ()
+
+    def names(self, index: int) -> list[str]:
+        """Key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage ``index``.
+
+        Slow, and meant for error messages: it reads ``data`` and never looks at the live
+        tree. The tree's root is the path ``""``.
+        """
+        return _keypaths.of_storage(self.data, str(index))
+
+
+class _Pickler(_pickle.Pickler):
+    """The C pickler with a ``__dict__``, for a persistent_id that is no method of it.
+
+    As a method it would be bound to the pickler and leak the whole graph until the next
+    collection; as an attribute it is bound to the collector, which knows no pickler.
+    """
+
+
+def _load_bridge() -> tuple[Callable[..., int], Callable[..., list[Tensor]] | None]:
+    """Loads the extension next to the package and returns its operators: the one that describes
+    tensors, and the one that makes them where torch can do that (from 2.11 on)."""
+    spec = importlib.util.find_spec("stillframe._bridge")
+    if spec is None or spec.origin is None:
+        raise ImportError("stillframe._bridge is missing: stillframe was not built completely")
+    torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
+    operators = torch.ops.stillframe
+    describe: Callable[..., int] = operators.describe.default
+    return describe, operators.make.default if operators.can_make.default() else None
+
+
+def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
+    """The persistent id of a storage object, as ``torch.save`` gives it."""
+    if isinstance(obj, TypedStorage):
+        storage = obj._untyped_storage
+        dtype = obj.dtype
+        storage_type = getattr(torch, obj._pickle_storage_type())  # type: ignore[no-untyped-call]
+        numel = obj._size()  # type: ignore[no-untyped-call]
+    else:
+        storage = obj
+        dtype = torch.uint8
+        storage_type = torch.serialization.normalize_storage_type(  # type: ignore[no-untyped-call]
+            type(obj)
+        )
+        numel = storage.nbytes()
+    device = storage.device
+    addr = 0 if str(device) == "meta" else storage.data_ptr()
+    number = collector.add_storage(storage, storage._cdata, _device.place_of(device), addr, dtype)
+    fake_device = getattr(obj, "_fake_device", None)
+    location = str(fake_device) if fake_device is not None else _location(storage)
+    return ("storage", storage_type, str(number), location, numel)
+
+
+def _location(storage: UntypedStorage) -> str:
+    location: str = torch.serialization.location_tag(storage)
+    return location
+
+
+def _make_kinds(**other: Any) -> _core.Kinds:
+    """Collects the parts of torch that the C side needs; `other` ones take their place."""
+    attributes = torch._C.TensorBase.__dict__
+    dtypes = [
+        (dtype, name, dtype.itemsize, dtype.is_complex)
+        for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+        if not name.startswith("Q")  # quantized tensors carry more than a storage
+    ]
+    parts: dict[str, Any] = {
+        "tensor": Tensor,
+        "parameter": Parameter,
+        "typed_storage": TypedStorage,
+        "storage_classes": torch._storage_classes,
+        "strided": torch.strided,
+        "getstate": object.__getstate__,
+        "is_neg": attributes["is_neg"],
+        "is_conj": attributes["is_conj"],
+        "is_zero": attributes["_is_zerotensor"],
+        "has_names": attributes.get("has_names"),
+        "untyped_storage": attributes["untyped_storage"],
+        "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
+        "nbytes": torch._C.StorageBase.__dict__["nbytes"],
+        "storage_tuple": _storage_tuple,
+        "location": _location,
+        "device_index": _device.index_of,
+        "layout": attributes["layout"],
+        "is_cpu": attributes["is_cpu"],
+        "is_cuda": attributes["is_cuda"],
+        "is_nested": attributes["is_nested"],
+        "dtype": attributes["dtype"],
+        "requires_grad": attributes["requires_grad"],
+        "backward_hooks": attributes["_backward_hooks"],
+        "cdata": torch._C.StorageBase.__dict__["_cdata"],
+        "impl": attributes["_cdata"],
+        "dtypes": dtypes,
+        "sample": torch.empty(0),
+    }
+    return _core.Kinds(**{**parts, **other})
+
+
+def _whole_dtypes() -> list[tuple[torch.dtype, str, int, bool]]:
+    """Dtypes whose elements are some bytes and nothing else, as `Kinds` takes them."""
+    names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
+    names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
+    names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+    dtypes = [(name, getattr(torch, name, None)) for name in names.split()]
+    return [
+        (dtype, name, dtype.itemsize, dtype.is_complex)
+        for name, dtype in dtypes
+        if dtype is not None
+    ]
+
+
+_describe, make_tensors = _load_bridge()
+_kinds = _make_kinds()
+# Trees have a trail of their own, and may have tensors of any dtype.
+_tree_kinds = _make_kinds(dtypes=_whole_dtypes())
+
+
+def _transformed() -> bool:
+    """Whether dispatch modes or function transforms see (and may change) what a tensor is."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _plain_road() -> bool:
+    """Whether plain tensors may be written without asking them.
+
+    Not so under torch's modes and function transforms, nor where somebody else has taken over how
+    tensors are pickled.
+    """
+    if torch._C._len_torch_function_stack() or _transformed():
+        return False
+    if Tensor in copyreg.dispatch_table or Parameter in copyreg.dispatch_table:
+        return False
+    if Tensor.__getstate__ is not object.__getstate__:
+        return False
+    if Parameter.__getstate__ is not object.__getstate__:
+        return False
+    return all(getattr(cls, name) is original for cls, name, original in _REDUCERS)
+
+
+def _plain_cpu() -> bool:
+    """Whether a host storage's location tag is torch's own, ``"cpu"``."""
+    return torch.serialization._package_registry[0][1] is torch.serialization._cpu_tag
+
+
+def tree_collector() -> _core.Collector:
+    """A collector for `stillframe._tree.walk`, which has a walk of its own, saves nothing, and lets
+    no function mode interfere."""
+    return _core.Collector(
+        _tree_kinds, _describe, plain_road=not _transformed(), plain_cpu=True, any_dtypes=True
+    )
+
+
+def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
+    """The pickle of ``obj`` with a number for each plain tensor; the pickler ends here."""
+    buffer = io.BytesIO()
+    pickler = _Pickler.__new__(_Pickler)
+    pickler.persistent_id = collector.persistent_id  # type: ignore[method-assign]
+    pickler.__init__(buffer, _PROTOCOL)  # type: ignore[misc]
+    pickler.dump(obj)
+    return buffer.getvalue()
+
+
+def build(obj: object) -> Skeleton:
+    """Pickles ``obj`` as ``torch.save`` does, all but the bytes of its storages.
+
+    Storages that are neither on the CPU nor on a CUDA device are copied to host memory inside the
+    call, with a sentence in ``fallbacks``.
+
+    Raises:
+        Whatever ``torch.save`` raises for ``obj``.
+    """
+    collector = _core.Collector(_kinds, _describe, plain_road=_plain_road(), plain_cpu=_plain_cpu())
+    try:
+        pickle = _pickle_object(obj, collector)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # torch.save looks at each tensor as it comes by and would have met a tensor that it
+        # refuses before what stopped the pickler.
+        try:
+            collector.finish()
+        except Exception as earlier:
+            raise earlier from None
+        raise error
+    storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
+    data = collector.splice(pickle)
+    fallbacks = _fetch(storages, rows, elsewhere)
+    return Skeleton(data, storages, identities, rows, num_tensors, fallbacks, devices)
+
+
+def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:
+    """Replaces the storages numbered ``elsewhere`` by copies in host memory."""
+    counts: dict[str, int] = {}
+    for index in elsewhere:
+        device = str(storages[index].device)
+        copy = storages[index].cpu()  # type: ignore[no-untyped-call]
+        storages[index] = copy
+        _SOURCE.pack_into(rows, index * _SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
+        counts[device] = counts.get(device, 0) + 1
+    return [
+        f"{count} storage{'s' if count > 1 else ''} on {device} copied to host memory by torch "
+        "inside the call"
+        for device, count in counts.items()
+    ]

@@ -1,0 +1,232 @@
+"""A tree of containers and tensors: which storages are under it, and the same tree over others.
+
+`Tree(root)` walks the tree once and numbers its storages; `rebuild` walks it again and puts tensors
+over new storages into new containers. In between somebody copies the bytes. What belongs together
+stays together: a storage is copied once, tensors over one storage are so again, a container or
+tensor that stands at two places does so again.
+
+What is walked into: dicts, lists, tuples and their subclasses (namedtuple, OrderedDict with its
+attributes, defaultdict), deques, sets; tensors of every kind, storages, attributes of tensors.
+NumPy arrays are copied. Every other object is left whole: the very same object is in the new tree.
+
+Plain tensors are found and made again in C, all of them in one call (skeleton/copies.c). Other
+strided ones are described by offset, size and stride. All the rest (sparse, quantized, nested,
+subclasses) reduce themselves as they do for `torch.save`, and the storages in what they reduce to
+are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.storage import TypedStorage, UntypedStorage
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base.calls import no_collection
+from stillframe._tree import skeleton
+from stillframe._tree.rebuild import (
+    ATOMS,
+    PLAIN,
+    Builder,
+    Flattened,
+    Reduced,
+    attributes_of,
+    dict_of,
+    getstate,
+    is_array,
+    is_atom,
+)
+
+
+def _can_be_flattened(tensor: Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+class Tree:
+    """The storages under a tree, and a way to make the tree again over others.
+
+    Attributes:
+        storages: The storages, each once; they are alive as long as this object.
+        identities: Addresses of their StorageImpls.
+        rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 where a storage is
+            neither in host memory nor on a CUDA device.
+        elsewhere: Numbers of those.
+        devices: Numbers of the CUDA devices that storages live on.
+        reads_bytes: Whether making the tree anew looks at the copied bytes: what reduces itself
+            may check them.
+        left_whole: Objects that are neither containers nor tensors nor plain values, in the order
+            in which they were met.
+    """
+
+    def __init__(self, root: object, *, lanes: bool = True) -> None:
+        """With `lanes` False, storages on CUDA devices are "elsewhere" too."""
+        self._root = root
+        self._lanes = lanes
+        self.reads_bytes = False
+        self.left_whole: list[object] = []
+        self._collector: _core.Collector | None = skeleton.tree_collector()
+        # By id of each tensor that is not a plain one: the number of its storage, or what it is
+        # made from.
+        self._others: dict[int, Any] = {}
+        self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
+        with torch._C.DisableTorchFunction(), no_collection():
+            self._find(root, self._collector)
+            found = self._collector.finish()
+        self.storages, self.identities, self.rows, self.elsewhere, exact, self.devices = found
+        self._num_tensors = exact + sum(type(each) not in PLAIN for each in self._held)
+        if self.devices and not lanes:
+            self._forgo_lanes()
+
+    def _find(self, root: object, collector: _core.Collector) -> None:
+        """The collector takes the plain tensors out of what stands in each container."""
+        seen: set[int] = set()
+        stack = collector.meet((root,))
+        while stack:
+            node = stack.pop()
+            kind = type(node)
+            if kind in ATOMS or id(node) in seen:
+                continue
+            seen.add(id(node))
+            inner = collector.meet(self._children(node, kind, collector))
+            inner.reverse()  # in the order of the tree: what was made so is copied so
+            stack.extend(inner)
+
+    def _children(
+        self, node: Any, kind: type[Any], collector: _core.Collector
+    ) -> list[Any] | tuple[Any, ...]:
+        if kind is dict:
+            return tuple(node.values())
+        if kind is list or kind is tuple:
+            return tuple(node)
+        if isinstance(node, Tensor):
+            return self._meet_other(node, collector)
+        if isinstance(node, dict):
+            return [*node.values(), *attributes_of(node).values()]
+        if isinstance(node, (list, tuple)):
+            return [*node, *attributes_of(node).values()]
+        if isinstance(node, (set, frozenset, deque)):
+            return list(node)
+        if isinstance(node, (UntypedStorage, TypedStorage)):
+            storage = node if isinstance(node, UntypedStorage) else node._untyped_storage
+            self._enter(storage, _device.place_of(storage.device), collector)
+        elif not (is_array(node) or is_atom(node) or kind is bytearray):
+            self.left_whole.append(node)
+        return []
+
+    def _meet_other(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
+        """Enters a tensor that is not a plain one, and returns what else it leads to."""
+        key = id(tensor)
+        if key in self._others:
+            return []
+        self._held.append(tensor)
+        if type(tensor) in PLAIN and tensor.is_meta:
+            self._others[key] = tensor  # it has no bytes
+            return []
+        if (
+            type(tensor) in PLAIN
+            and tensor.layout is torch.strided
+            and not (tensor.is_quantized or tensor.is_nested)
+        ):
+            place = _device.place_of_tensor(tensor)
+            self._others[key] = self._enter(tensor.untyped_storage(), place, collector)
+            return list(dict_of(getstate(tensor)).values())
+        if _can_be_flattened(tensor):
+            flattened = Flattened(tensor)
+            self._others[key] = flattened
+            return [*flattened.inner.values(), *attributes_of(tensor).values()]
+        reduced = Reduced(tensor)
+        self.reads_bytes = True
+        self._others[key] = reduced
+        return [*reduced.args, reduced.state]
+
+    def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
+        """The number of a storage, new or known; `place` as `_device.place_of` says it."""
+        if place > 0 and not self._lanes:
+            place = -1
+        return collector.add_storage(storage, storage._cdata, place, 0, torch.uint8)
+
+    def _forgo_lanes(self) -> None:
+        """Has torch copy what lives on CUDA devices."""
+        words = memoryview(self.rows).cast("Q")
+        for number in range(len(self.storages)):
+            if words[3 * number + 2]:  # the lane is 0, so this is the device
+                words[3 * number] = words[3 * number + 2] = 0
+                self.elsewhere.append(number)
+        self.devices = ()
+
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(nbytes for _, nbytes in self.sources())
+
+    def sources(self) -> Iterator[tuple[int, int]]:
+        """Address (0 where it is not in host memory) and bytes of each storage."""
+        words = memoryview(self.rows).cast("Q")
+        return zip(words[::3], words[1::3], strict=True)
+
+    def rebuild(
+        self, memory: Any, offsets: list[int], *, identities: bool = False
+    ) -> tuple[Any, list[int]]:
+        """The tree over new host storages, and the addresses of their StorageImpls if wanted.
+        Once: what is known of the old tensors goes with it.
+
+        Args:
+            memory: An object with the buffer protocol that holds their bytes.
+            offsets: Where each begins.
+
+        Storages elsewhere are copied here, by torch.
+        """
+        collector, self._collector = self._collector, None
+        assert collector is not None
+        # Inference mode would make tensors that cannot be used outside it.
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            no_collection(),
+        ):
+            made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
+            self._others.update((id(tensor), number) for tensor, number in left)
+            nbytes = memoryview(self.rows).cast("Q")[1::3]
+            builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
+            for number in self.elsewhere:
+                builder.fetch(number, self.storages[number])
+            built = builder.build(self._root)
+            if self.reads_bytes:
+                # torch lists sparse tensors that were made anew, which would keep the memory.
+                torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+            return built, builder.identities() if identities else []
+
+    def num_tensors(self) -> int:
+        """Distinct tensors of the tree; those inside others count too."""
+        return self._num_tensors
+
+    def forget(self) -> None:
+        """Lets go of the tree's tensors; the storages stay."""
+        self._root = None
+        self._collector = None
+        self._others = {}
+        self._held = []
+
+
+def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Key paths (``optimizer_states.0.state``) of the objects in a tree that are `wanted`, each at
+    its first place, with the object. Containers are walked as `Tree` does."""
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [("", root)]
+    while stack:
+        path, node = stack.pop()
+        if wanted(node) and id(node) not in seen:
+            seen.add(id(node))
+            yield path.removeprefix("."), node
+            continue
+        if not isinstance(node, (dict, list, tuple, set, frozenset, deque)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        pairs = node.items() if isinstance(node, dict) else enumerate(node)
+        stack.extend(reversed([(f"{path}.{name}", value) for name, value in pairs]))
