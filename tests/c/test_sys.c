@@ -167,6 +167,7 @@ static int call_everything(int err, int *nr_wrong)
 	struct timespec ts;
 	cpu_set_t cpus;
 	pthread_t thread;
+	struct rlimit limit;
 	struct stat st;
 	void *mem;
 	DIR *stream;
@@ -231,6 +232,7 @@ static int call_everything(int err, int *nr_wrong)
 	CHECK_EQ(sched_getaffinity(0, sizeof(cpus), &cpus), 0);
 	TRY(sfr_sys.get_affinity(&cpus) < 0);
 	TRY(sfr_sys.set_affinity(&cpus) < 0);
+	TRY(sfr_sys.get_limit(RLIMIT_AS, &limit) < 0);
 	CHECK_EQ(sfr_sys.clock_gettime(CLOCK_MONOTONIC, &ts), 0);
 	sfr_sys.capture_copy(&copied, "c", 1);
 	CHECK(copied == 'c');
@@ -240,7 +242,7 @@ static int call_everything(int err, int *nr_wrong)
 	return nr;
 }
 
-#define NR_FAILING 26 /* members of the table that can fail */
+#define NR_FAILING 27 /* members of the table that can fail */
 
 static void every_call_of_the_plain_table_works(void)
 {
@@ -256,7 +258,7 @@ static void the_wrappers_pass_every_call_on_and_count_it(void)
 		"fallocate",    "flock",        "set_flags", "fstat",   "lstat",         "rename",
 		"unlink",       "rmdir",        "opendir",   "mmap",    "munmap",        "mprotect",
 		"madvise",      "malloc",       "calloc",    "realloc", "thread_create", "set_nice",
-		"get_affinity", "set_affinity",
+		"get_affinity", "set_affinity", "get_limit",
 	};
 	int nr_wrong;
 

@@ -66,6 +66,11 @@ static int plain_set_affinity(const cpu_set_t *cpus)
 	return sched_setaffinity(0, sizeof(*cpus), cpus);
 }
 
+static int plain_get_limit(int resource, struct rlimit *limit)
+{
+	return getrlimit((__rlimit_resource_t)resource, limit);
+}
+
 struct sfr_sys sfr_sys = {
 	.open = plain_open,
 	.close = close,
@@ -88,6 +93,7 @@ struct sfr_sys sfr_sys = {
 	.munmap = munmap,
 	.mprotect = mprotect,
 	.madvise = madvise,
+	.get_limit = plain_get_limit,
 	.malloc = malloc,
 	.calloc = calloc,
 	.realloc = realloc,

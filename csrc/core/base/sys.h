@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <time.h>
@@ -40,6 +41,7 @@ struct sfr_sys {
 	int (*munmap)(void *addr, size_t len);
 	int (*mprotect)(void *addr, size_t len, int prot);
 	int (*madvise)(void *addr, size_t len, int advice);
+	int (*get_limit)(int resource, struct rlimit *limit); /* getrlimit */
 	void *(*malloc)(size_t len);
 	void *(*calloc)(size_t nr, size_t len);
 	void *(*realloc)(void *old, size_t len);
