@@ -54,7 +54,7 @@
 #define OPEN_WAIT_S 1       /* of a fork for an open */
 #define CLOSING_MARK SIGURG /* any signal: nobody asks for one, and it is never sent */
 
-static pthread_mutex_t fork_mu = PTHREAD_MUTEX_INITIALIZER;
+static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
 /* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING, 0 = FREE; leaves FREE under fork_mu only */
 static atomic_int fds[NR_FDS];
@@ -69,13 +69,16 @@ static void before(void)
 
 	(void)clock_gettime(CLOCK_REALTIME, &until); /* the clock of this call; it exists */
 	until.tv_sec += OPEN_WAIT_S;
-	has_fork_mu = pthread_mutex_timedlock(&fork_mu, &until) == 0;
+	sfr__lock_taken(fork_mu.rank);
+	has_fork_mu = pthread_mutex_timedlock(&fork_mu.mu, &until) == 0;
+	if (!has_fork_mu)
+		sfr__lock_given(fork_mu.rank);
 }
 
 static void after_in_parent(void)
 {
 	if (has_fork_mu)
-		(void)pthread_mutex_unlock(&fork_mu);
+		sfr__unlock(&fork_mu);
 }
 
 static void after_in_child(void)
@@ -95,7 +98,9 @@ static void after_in_child(void)
 	sfr__notice_forked();
 	sfr__trace_forked();
 	sfr__cuda_forked();
-	(void)pthread_mutex_init(&fork_mu, NULL); /* whoever had it; cannot fail */
+	if (has_fork_mu)
+		sfr__lock_given(fork_mu.rank);
+	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK); /* whoever had it */
 }
 
 static void install(void)
@@ -132,7 +137,7 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
 	int slot, fd = -1, rc;
 
-	(void)pthread_mutex_lock(&fork_mu);
+	sfr__lock(&fork_mu);
 	slot = find_slot(0);
 	rc = -EMFILE;
 	if (slot < 0)
@@ -146,7 +151,7 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 	if (fd >= 0)
 		atomic_store(&fds[slot], fd + 1);
 out:
-	(void)pthread_mutex_unlock(&fork_mu);
+	sfr__unlock(&fork_mu);
 	return rc;
 }
 

@@ -1,25 +1,12 @@
-/* What crosses files inside the core. Public names are in sfr.h.
- *
- * Locks, in the order in which they may be taken (never the other way round, and no system
- * call but the condition waits is made under any of them):
- *
- *   1. engine->mu   every ticket of the engine, its queues, its slots
- *   2. proc->mu     the process's ordered log and its notices
- *      lane->mu     a device's stream and what is in flight on it; alone, or below engine->mu
- *   3. pool->mu     free blocks, waiters, figures
- *
- * fork_mu (fork.c) stands alone: it is held across open() plus the entry of the descriptor
- * into the table of descriptors, and by the fork handlers (which wait for it a second at
- * most), so that no child inherits a descriptor that is not in the table.
- */
+/* What crosses files inside the core. Public names are in sfr.h, locks in base/lock.h. */
 #ifndef SFR_INTERNAL_H
 #define SFR_INTERNAL_H
 
-#include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 #include "sfr.h"
+#include "base/lock.h"
 #include "base/sys.h"
 
 #define SFR_PAGE 4096u
@@ -48,7 +35,7 @@ uint64_t sfr__now_ns(void);
 int sfr__cond_init(pthread_cond_t *cond);
 /* Waits on `cond` until woken or `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN, at once and
  * with the mutex held throughout where that moment has passed. */
-int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns);
+int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
 /* now + slice, SFR_FOREVER kept. */
 uint64_t sfr__deadline(uint64_t slice_ns);
 /* Starts a named thread at nice 10, with every signal blocked but those that it would bring on

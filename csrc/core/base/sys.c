@@ -144,13 +144,14 @@ int sfr__cond_init(pthread_cond_t *cond)
 }
 
 /* May return 0 without a wake-up; every caller looks at its condition again. */
-int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns)
+int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	struct timespec ts;
 	int rc;
 
+	sfr__lock_alone(mu->rank);
 	if (deadline_ns == SFR_FOREVER) {
-		(void)pthread_cond_wait(cond, mu); /* fails only on a mutex not held */
+		(void)pthread_cond_wait(cond, &mu->mu); /* fails only on a mutex not held */
 		return 0;
 	}
 	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
@@ -158,7 +159,7 @@ int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_
 		return SFR_EAGAIN;
 	ts.tv_sec = (time_t)(deadline_ns / NS_PER_S);
 	ts.tv_nsec = (long)(deadline_ns % NS_PER_S);
-	rc = pthread_cond_timedwait(cond, mu, &ts);
+	rc = pthread_cond_timedwait(cond, &mu->mu, &ts);
 	return rc == ETIMEDOUT ? SFR_EAGAIN : 0;
 }
 

@@ -57,7 +57,7 @@ struct sfr__cuda_lane {
 	CUstream stream;
 	pthread_t thread;
 
-	pthread_mutex_t mu; /* guards what follows, and the order on the stream */
+	struct sfr__mutex mu; /* guards what follows, and the order on the stream */
 	pthread_cond_t cv;
 	struct sfr__cuda_piece *head, *tail;            /* in flight, in the stream's order */
 	struct sfr__cuda_piece *free_pieces;            /* to be used again */

@@ -56,19 +56,19 @@
 #define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
 
 static struct {
-	pthread_mutex_t mu; /* guards everything here; a leaf, no system call under it */
+	struct sfr__mutex mu; /* guards everything here; a leaf, no system call under it */
 	struct sfr__tmp *live;
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
 	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
 	uint64_t named[NR_NAMED]; /* hashes of the paths */
 	unsigned nr_named;
-} temps = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
 void sfr__tmp_forked(void)
 {
-	temps.live = NULL;                         /* the parent's; here nobody writes them */
-	(void)pthread_mutex_init(&temps.mu, NULL); /* cannot fail for a default mutex */
+	temps.live = NULL; /* the parent's; here nobody writes them */
+	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
 
 char *sfr__path_join(const char *dir, const char *name)
@@ -116,14 +116,14 @@ static bool get_boot(char boot[BOOT_LEN + 1])
 			memcpy(boot, NO_BOOT, sizeof(NO_BOOT));
 			return false;
 		}
-		pthread_mutex_lock(&temps.mu);
+		sfr__lock(&temps.mu);
 		memcpy(temps.boot, boot, BOOT_LEN + 1);
 		atomic_store(&temps.boot_known, true);
-		pthread_mutex_unlock(&temps.mu);
+		sfr__unlock(&temps.mu);
 	}
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	memcpy(boot, temps.boot, BOOT_LEN + 1);
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return true;
 }
 
@@ -152,16 +152,16 @@ static bool parse(const char *name, struct parsed *out)
 
 static void remember(struct sfr__tmp *tmp)
 {
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	tmp->serial = ++temps.last_serial;
 	tmp->next = temps.live;
 	temps.live = tmp;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 }
 
 void sfr__tmp_forget(struct sfr__tmp *tmp)
 {
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (struct sfr__tmp **p = &temps.live; *p; p = &(*p)->next) {
 		if (*p == tmp) {
 			*p = tmp->next;
@@ -169,7 +169,7 @@ void sfr__tmp_forget(struct sfr__tmp *tmp)
 		}
 	}
 	tmp->serial = 0;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 }
 
 static bool is_ours(const struct parsed *parsed)
@@ -178,10 +178,10 @@ static bool is_ours(const struct parsed *parsed)
 
 	if (parsed->pid != (intmax_t)getpid())
 		return false;
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (const struct sfr__tmp *tmp = temps.live; tmp && !found; tmp = tmp->next)
 		found = tmp->serial == parsed->serial;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return found;
 }
 
@@ -272,13 +272,13 @@ static bool first_time(const char *path)
 
 	for (const char *p = path; *p; p++)
 		hash = (hash ^ (unsigned char)*p) * 1099511628211u;
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (unsigned i = 0; i < temps.nr_named && is_new; i++)
 		is_new = temps.named[i] != hash;
 	is_new = is_new && temps.nr_named < NR_NAMED;
 	if (is_new)
 		temps.named[temps.nr_named++] = hash;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return is_new;
 }
 

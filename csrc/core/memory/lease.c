@@ -262,15 +262,15 @@ static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
 
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	block->next = NULL; /* a list of one */
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 		return -EIO; /* the driver keeps it: so does the block */
 	}
 	rc = sfr__memory_commit(block->mem, block->committed);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	if (rc != 0)
 		sfr__pool_recount_locked(pool, block, 0);
 	return rc;
@@ -304,9 +304,9 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 	}
 	if (rc == 0 && work.head != NULL) {
-		(void)pthread_mutex_unlock(&pool->mu);
+		sfr__unlock(&pool->mu);
 		rc = sfr__pool_grow_all(pool, work, grown_locked);
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 	}
 	if (rc == 0)
 		return 0;
@@ -372,7 +372,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint
 	rc = plan.extents != NULL && lease.runs != NULL ? 0 : -ENOMEM;
 	if (rc != 0)
 		goto fail;
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	for (;;) {
 		rc = wait_locked(pool, &plan, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
@@ -386,7 +386,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint
 			break;
 		starved = &returned;
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	if (rc != 0)
 		goto fail;
 	sfr_sys.free(plan.extents);
@@ -412,9 +412,9 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 
 void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	let_go_locked(pool, lease);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
@@ -424,9 +424,9 @@ void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	if (lease->retired)
 		sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	give_back_locked(pool, lease);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	sfr_sys.free(lease->runs);
 	*lease = (struct sfr__lease){ 0 };
 }

@@ -249,7 +249,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	*out = NULL;
 	if (need > pool->block_bytes)
 		return -EINVAL;
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	for (;;) {
 		size_t want = sfr__pool_memory_for(pool, need);
 
@@ -257,9 +257,9 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
-		(void)pthread_mutex_unlock(&pool->mu);
+		sfr__unlock(&pool->mu);
 		rc = sfr__pool_grow(pool, block, want);
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 		if (rc == 0) {
 			sfr__pool_recount_locked(pool, block, want);
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
@@ -273,7 +273,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			break;
 		starved = &returned;
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	if (rc == 0)
 		*out = block;
 	return rc;
@@ -281,34 +281,34 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 
 void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 {
 	sfr__pin_keep(&pool->pin, block);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_join(struct sfr__pool *pool)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	pool->nr_saves++;
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_leave(struct sfr__pool *pool)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	pool->nr_saves--;
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* a run may take the last block now */
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
@@ -335,7 +335,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 		return -ENOMEM;
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
-	pool->mu = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	sfr__mutex_init(&pool->mu, SFR__LOCK_POOL);
 	sfr__pin_init(&pool->pin);
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
@@ -364,14 +364,14 @@ void sfr__pool_free(struct sfr__pool *pool)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
-	(void)pthread_mutex_destroy(&pool->mu);
+	sfr__mutex_fini(&pool->mu);
 	sfr_sys.free(pool->blocks);
 	sfr_sys.free(pool);
 }
 
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	*out = (struct sfr__pool_stats){
 		.pool_bytes = pool->nr_blocks * pool->block_bytes,
 		.block_bytes = pool->block_bytes,
@@ -380,7 +380,7 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 		.retired_bytes = pool->retired_bytes,
 		.nr_waiters = pool->nr_waiters,
 	};
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
@@ -388,8 +388,8 @@ uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
 {
 	uint64_t nr;
 
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	nr = pool->moves[from][to];
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	return nr;
 }

@@ -24,7 +24,7 @@ struct sfr__pool {
 	uint64_t block_bytes;
 	uint32_t nr_blocks;
 
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cv; /* a block came back, or the queue has a new head */
 	struct sfr__block *blocks;
 	uint32_t nr_known;           /* blocks above it were never used and are not in a list */

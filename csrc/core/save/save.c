@@ -92,7 +92,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	rc = sfr__log_start();
 	if (rc < 0)
 		return rc;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (t->state != SFR_NEW)
 		rc = SFR_ESTATE;
 	while (rc == 0) {
@@ -128,7 +128,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_OPEN));
 	}
 	t->slot_wait_ns += sfr__now_ns() - start;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return rc;
 }
 
@@ -180,7 +180,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	} else if (rc < 0 && rc != SFR_EAGAIN) {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 	}
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (by == SFR__BY_CALLER) /* who waits in capture; a lane's wait shows at the gate */
 		t->block_wait_ns += waited;
 	if (err.code)
@@ -190,7 +190,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 			t->peak_blocks = t->blocks_held;
 		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return rc;
 }
 
@@ -203,10 +203,10 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->launched || t->abandoned)
 		rc = SFR_ESTATE;
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
@@ -231,9 +231,9 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			pthread_mutex_lock(&t->engine->mu);
+			sfr__lock(&t->engine->mu);
 			sfr__ticket_fail_locked(t, &err);
-			pthread_mutex_unlock(&t->engine->mu);
+			sfr__unlock(&t->engine->mu);
 		}
 	}
 	if (!t->capture_done)
@@ -249,7 +249,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->capture_done ||
 	    t->launched || t->abandoned) {
 		rc = SFR_ESTATE;
@@ -272,7 +272,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		}
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (rc == 0)
 		sfr__cuda_launch(t);
 	return rc;
@@ -286,7 +286,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	if (sfr__ticket_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	yes = !t->launched && !t->abandoned &&
 	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
 	if (yes) {
@@ -294,7 +294,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	if (yes)
 		sfr__cuda_launch(t);
 }

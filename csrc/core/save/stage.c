@@ -212,7 +212,7 @@ void *sfr__lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	for (;;) {
 		struct sfr_ticket *t = engine->lane_head;
 
@@ -231,13 +231,13 @@ void *sfr__lane_main(void *arg)
 		engine->lane_head = t->lane_next;
 		if (!engine->lane_head)
 			engine->lane_tail = NULL;
-		pthread_mutex_unlock(&engine->mu);
+		sfr__unlock(&engine->mu);
 		copy_ticket(t);
-		pthread_mutex_lock(&engine->mu);
+		sfr__lock(&engine->mu);
 		t->lane_owns = false;
 		sfr__ticket_released_locked(t);
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return NULL;
 }

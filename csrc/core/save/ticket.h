@@ -118,7 +118,7 @@ struct sfr_ticket {
 };
 
 struct sfr_engine {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cv_lane;   /* lane queue or stopping */
 	pthread_cond_t cv_writer; /* writer queue or stopping */
 	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */

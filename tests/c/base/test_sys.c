@@ -34,7 +34,7 @@ static void a_deadline_is_now_plus_the_slice_and_never_wraps(void)
 }
 
 struct signalled {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cond;
 	bool flag;
 };
@@ -44,23 +44,23 @@ static void *signal_it(void *arg)
 	struct signalled *s = arg;
 
 	(void)usleep(20000);
-	pthread_mutex_lock(&s->mu);
+	sfr__lock(&s->mu);
 	s->flag = true;
 	pthread_cond_signal(&s->cond);
-	pthread_mutex_unlock(&s->mu);
+	sfr__unlock(&s->mu);
 	return NULL;
 }
 
 static void a_condition_wait_ends_at_its_deadline_or_when_woken(void)
 {
-	struct signalled s = { .mu = PTHREAD_MUTEX_INITIALIZER };
+	struct signalled s = { .mu = SFR__MUTEX(SFR__LOCK_ENGINE) };
 	uint64_t deadline;
 	pthread_t thread;
 	int rc = 0;
 
 	if (!CHECK_EQ(sfr__cond_init(&s.cond), 0))
 		return;
-	pthread_mutex_lock(&s.mu);
+	sfr__lock(&s.mu);
 	deadline = sfr__deadline(30000000);
 	while (rc == 0)
 		rc = sfr__cond_wait(&s.cond, &s.mu, deadline);
@@ -71,7 +71,7 @@ static void a_condition_wait_ends_at_its_deadline_or_when_woken(void)
 	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", signal_it, &s), 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
-	pthread_mutex_unlock(&s.mu);
+	sfr__unlock(&s.mu);
 	CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 	(void)pthread_cond_destroy(&s.cond);
 }
