@@ -229,11 +229,12 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		engine->tickets = t->all_next;
 	if (t->all_next)
 		t->all_next->all_prev = t->all_prev;
-	if (t->launched)
-		sfr__log_ended(&t->log, ok);
+	/* Before the log says so: who has waited for the log finds the save ended, without a lock. */
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
+	if (t->launched)
+		sfr__log_ended(&t->log, ok);
 	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
 			strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);
