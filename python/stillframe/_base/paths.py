@@ -81,8 +81,8 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
         if durable and not os.access(parent, os.R_OK, effective_ids=True):
             raise PermissionError(
                 errno.EACCES,
-                f"the directory {parent} cannot be synced without permission to read it (a save with"
-                " durable=False needs none)",
+                f"the directory {parent} cannot be synced without permission to read it (a save"
+                " with durable=False needs none)",
             )
         _check_name(parent, name, follow_link)
     except OSError as error:
