@@ -4,8 +4,8 @@
  * forked. Everything the core had at work belongs to threads which do not
  * exist there, and its locks may have been held by them. So the child starts
  * anew: a generation counter moves on, every object made before is told apart
- * by it (SFR_EFORK), and the parts with state for the whole process are told to
- * forget it.
+ * by it (SFR_EFORK), and the files with state for the whole process, which have
+ * linked a hook, are told to forget it.
  *
  * Descriptors are the one thing that cannot just be forgotten. A temporary is
  * locked by flock, and that lock lives as long as any descriptor of the same
@@ -47,8 +47,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "cuda/driver.h"
-#include "trace/trace.h"
+#include "base/base.h"
 
 #define NR_FDS 4096
 #define OPEN_WAIT_S 1       /* of a fork for an open */
@@ -59,9 +58,16 @@ static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
 /* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING, 0 = FREE; leaves FREE under fork_mu only */
 static atomic_int fds[NR_FDS];
 static _Atomic uint64_t generation;
+static struct sfr__fork_hook *hooks; /* constant once main runs */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int once_rc; /* 0 or -errno of the installation */
+
+void sfr__fork_watch(struct sfr__fork_hook *hook)
+{
+	hook->next = hooks;
+	hooks = hook;
+}
 
 static void before(void)
 {
@@ -93,11 +99,8 @@ static void after_in_child(void)
 		atomic_store(&fds[i], 0);
 	}
 	atomic_fetch_add(&generation, 1);
-	sfr__tmp_forked();
-	sfr__log_forked();
-	sfr__notice_forked();
-	sfr__trace_forked();
-	sfr__cuda_forked();
+	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
+		hook->forget();
 	if (has_fork_mu)
 		sfr__lock_given(fork_mu.rank);
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK); /* whoever had it */

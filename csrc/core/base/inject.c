@@ -24,7 +24,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NR_SLOTS 16
 #define DIRECT_BLOCK 4096u

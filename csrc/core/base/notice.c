@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 static struct {
 	struct sfr__mutex mu; /* guards all of this; a leaf: nothing is taken under it */
@@ -120,10 +120,11 @@ void sfr_notice_stop(void)
 	sfr__unlock(&notices.mu);
 }
 
-void sfr__notice_forked(void)
+static void forget(void)
 {
 	/* The parent's waiter and the holder of the lock, if any, do not exist here: the memory
 	 * is made new without looking at it. What was queued belongs to the parent. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }
+SFR__AT_FORK(forget)

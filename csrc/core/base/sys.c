@@ -21,7 +21,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NS_PER_S 1000000000u
 #define WORKER_NICE 10 /* below the training thread, above idle work */

@@ -26,7 +26,7 @@
 #include <string.h>
 
 #include "check/ahead.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NR_THREADS 2u
 #define NR_SLOTS 5u /* the view, one in each thread's hands, and as many filled */

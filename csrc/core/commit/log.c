@@ -23,7 +23,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 struct sfr_log_load {
@@ -518,9 +518,10 @@ uint64_t sfr_log_pending(void)
 	return nr;
 }
 
-void sfr__log_forked(void)
+static void forget(void)
 {
 	/* Entries, thread and waiters are the parent's; the lock may be one of theirs. */
 	memset(&slog, 0, sizeof(slog));
 	sfr__mutex_init(&slog.mu, SFR__LOCK_LOG);
 }
+SFR__AT_FORK(forget)

@@ -153,7 +153,7 @@ static void init_locked(void)
 }
 
 /* In a child of fork, which has one thread: another one of the parent's may have had the lock. */
-void sfr__cuda_forked(void)
+static void forget(void)
 {
 	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER);
 	if (!driver.ready)
@@ -164,6 +164,7 @@ void sfr__cuda_forked(void)
 		       "CUDA was initialised before this process was forked; the start method "
 		       "\"spawn\" makes processes that can use it");
 }
+SFR__AT_FORK(forget)
 
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {

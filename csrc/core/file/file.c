@@ -53,7 +53,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 #include "trace/trace.h"
 
 #define SLICE (4u << 20) /* of one write: larger ones gain nothing, smaller ones cost */

@@ -24,7 +24,7 @@
 #include <fcntl.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define NR_SCANS 8 /* of one directory; some file systems skip entries while others go */
 

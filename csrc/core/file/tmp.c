@@ -45,7 +45,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
@@ -65,11 +65,12 @@ static struct {
 	unsigned nr_named;
 } temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
-void sfr__tmp_forked(void)
+static void forget(void)
 {
 	temps.live = NULL; /* the parent's; here nobody writes them */
 	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
+SFR__AT_FORK(forget)
 
 char *sfr__path_join(const char *dir, const char *name)
 {

@@ -28,7 +28,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "memory/pool.h"
 
 #define NO_LIMIT UINT64_MAX
 #define PAGES_BITS 48 /* pages in the low bits, generation in the high ones */

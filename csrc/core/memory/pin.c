@@ -23,6 +23,7 @@
 #include <string.h>
 
 #include "memory/pin.h"
+#include "memory/pool.h"
 
 #define PIECE_BYTES_MAX ((uint64_t)1 << 30)
 

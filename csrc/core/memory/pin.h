@@ -5,6 +5,8 @@
 #include "cuda/driver.h"
 #include "memory/range.h"
 
+struct sfr__block;
+
 /* Blocks that the driver was told of in one call. */
 struct sfr__piece;
 

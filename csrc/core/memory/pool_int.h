@@ -3,11 +3,12 @@
  * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
  * the diagram of a block's states.
  */
-#ifndef SFR_POOL_H
-#define SFR_POOL_H
+#ifndef SFR_POOL_INT_H
+#define SFR_POOL_INT_H
 
 #include "memory/range.h"
 #include "memory/pin.h"
+#include "memory/pool.h"
 
 /* Singly linked by block->next, last in, first out: the block whose lines are warm. */
 struct sfr__list {

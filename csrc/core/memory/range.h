@@ -1,8 +1,8 @@
 /* Address space and the memory behind it, for the pool. See memory.c. */
-#ifndef SFR_MEMORY_H
-#define SFR_MEMORY_H
+#ifndef SFR_RANGE_H
+#define SFR_RANGE_H
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define SFR__HUGE_BYTES ((uint64_t)2 << 20)
 

@@ -15,7 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,

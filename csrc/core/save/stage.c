@@ -17,7 +17,7 @@
 #include <string.h>
 
 #include "snapshot/snapshot.h"
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 enum {

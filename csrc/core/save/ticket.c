@@ -37,7 +37,7 @@
  */
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 /* How often each arrow was taken, so that a test can ask for all of them. */

@@ -15,7 +15,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job)

@@ -474,16 +474,16 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 	sfr__unlock(&session.mu);
 }
 
-void sfr__trace_forked(void)
+static void forget(void)
 {
 	/* fork.c has closed the descriptor; the text stays, as the rings do. */
 	char *text = session.text;
 	uint32_t number = session.number;
 
-	sfr__rings_forked();
 	memset(&session, 0, sizeof(session));
 	session.of_parent = text;
 	session.number = number; /* rows of before must be named anew */
 	session.fd = -1;
 	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }
+SFR__AT_FORK(forget)

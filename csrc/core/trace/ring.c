@@ -318,7 +318,7 @@ void sfr__ring_pop(struct sfr__ring *ring)
 	atomic_store_explicit(&ring->tail, tail + 1, memory_order_release);
 }
 
-void sfr__rings_forked(void)
+static void forget(void)
 {
 	/* The rings are not freed: the allocator's locks may be those of threads that are gone.
 	 * They are kept in sight of leak checkers. */
@@ -331,3 +331,4 @@ void sfr__rings_forked(void)
 	registry.reading = false;
 	sfr__mutex_init(&registry.mu, SFR__LOCK_REGISTRY);
 }
+SFR__AT_FORK(forget)

@@ -2,7 +2,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 #include "check.h"
 
 static struct sfr__mutex outer = SFR__MUTEX(SFR__LOCK_ENGINE);

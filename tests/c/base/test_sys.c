@@ -8,7 +8,7 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 #include "fix_dir.h"
 
 /* ---- helpers ---- */

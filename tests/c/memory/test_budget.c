@@ -7,7 +7,9 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
+#include "base/sys.h"
+#include "memory/pool.h"
+#include "memory/pool_int.h"
 #include "check.h"
 
 #define MIB (UINT64_C(1) << 20)
