@@ -6,6 +6,7 @@
  * words matter and the time does not.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 
 #include "file/file.h"
@@ -35,7 +36,8 @@ static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
 		memcpy(parent, path, len);
 		parent[len] = '\0';
 	}
-	if (!sfr_sys.realpath(parent, place->parent) || sfr_sys.lstat(place->parent, &st) < 0)
+	if (!sfr_sys.realpath(parent, place->parent) ||
+	    sfr_sys.lstat(AT_FDCWD, place->parent, &st) < 0)
 		return -errno;
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
@@ -51,7 +53,7 @@ static int look_at_name(struct sfr_place *place)
 	if (len > 1) /* all but the root */
 		path[len++] = '/';
 	memcpy(path + len, place->name, strlen(place->name) + 1);
-	if (sfr_sys.lstat(path, &st) < 0) {
+	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		place->mode = 0;
 		return errno == ENOENT ? 0 : -errno;
 	}
@@ -67,7 +69,7 @@ int sfr_look(const char *path, int follow_link, struct sfr_place *place)
 	int rc;
 
 	if (!is_a_name(last) ||
-	    (follow_link && sfr_sys.lstat(path, &st) == 0 && S_ISLNK(st.st_mode))) {
+	    (follow_link && sfr_sys.lstat(AT_FDCWD, path, &st) == 0 && S_ISLNK(st.st_mode))) {
 		if (!sfr_sys.realpath(path, real))
 			return -errno;
 		path = real;
