@@ -168,7 +168,9 @@ def test_a_report_reads_as_sentences(tmp_path: Path) -> None:
     text = str(report)
     assert text.startswith(f"{path}: 1.01 MB in 2 tensors, done after ")
     assert "the call took" in text and "steps waited 0 ms" in text
-    lines = str(stillframe.SaveReport(**{**vars(report), "fallbacks": ("One.", "Two.")})).split("\n")
+    lines = str(stillframe.SaveReport(**{**vars(report), "fallbacks": ("One.", "Two.")})).split(
+        "\n"
+    )
     assert [line.strip() for line in lines[1:]] == ["One.", "Two."]
 
 
