@@ -162,6 +162,26 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
+void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
+{
+	if (!sfr__pool_lacks(engine->pool))
+		return;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+}
+
+bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine))
+{
+	bool made;
+
+	if (!sfr__pool_lacks(engine->pool))
+		return false;
+	sfr__unlock(&engine->mu);
+	made = sfr__pool_supply(engine->pool, go_on, engine);
+	sfr__lock(&engine->mu);
+	return made;
+}
+
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
 {
 	uint32_t nr = 0;

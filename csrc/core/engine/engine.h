@@ -42,6 +42,11 @@ struct sfr_engine {
 
 int sfr__engine_start_locked(struct sfr_engine *engine);
 void sfr__engine_get(struct sfr_engine *engine);
+/* There may be memory to make: threads with nothing else to do look round. */
+void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
+/* Such a thread makes some, without the lock, until `go_on`(engine) says no. False when there was
+ * nothing to do. */
+bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine));
 /* Of the saves in flight, those that this very thread is capturing, further down its stack: it
  * cannot wait for them. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);

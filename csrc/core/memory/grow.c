@@ -173,6 +173,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	int rc = 0;
 
 	sfr__lock(&pool->mu);
+	sfr__pool_stop_supply_locked(pool);
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);

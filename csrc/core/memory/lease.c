@@ -214,6 +214,7 @@ static void take_locked(struct sfr__pool *pool, const struct plan *plan, struct 
 						      !sfr__pin_is_foreign(block) ?
 					      SFR__BLOCK_LEASED :
 					      SFR__BLOCK_GROWING);
+		sfr__pool_uncount_locked(pool, block);
 		block->held = true;
 		lease->nr_blocks++;
 	}
@@ -233,7 +234,9 @@ static void let_go_locked(struct sfr__pool *pool, const struct sfr__lease *lease
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
 		pool->nr_held -= block->held;
+		sfr__pool_uncount_locked(pool, block);
 		block->held = false;
+		sfr__pool_count_locked(pool, block);
 	}
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
@@ -343,9 +346,10 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, uint32_t nr_ow
 			break;
 		}
 		rc = place_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
-		if (rc == SFR_EEXHAUSTED || late)
+		if (rc == SFR_EEXHAUSTED || (late && !sfr__pool_looks_again_locked(pool)))
 			break;
-		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
+			late = true;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	return rc;

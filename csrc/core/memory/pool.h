@@ -30,7 +30,7 @@ struct sfr__block {
 	struct sfr__block *next;  /* owner's use while leased */
 	struct sfr__piece *piece; /* how the CUDA driver knows it, NULL = not at all; owner's */
 	size_t committed;         /* bytes that have memory, from mem on; written under pool->mu */
-	size_t want;              /* what it is to have, for sfr__pool_grow_all */
+	size_t want;              /* what it is to have: less memory than that is unfinished */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
 	bool held; /* part of a run that only a caller can give back: see sfr__pool_let_go */
@@ -56,16 +56,28 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
 /* Instead of put, for a block into which a copy may be running that nobody will hear of again (a
  * dead device): it and its memory are never used again. */
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
-/* A save that takes blocks begins, and has ended. */
-void sfr__pool_join(struct sfr__pool *pool);
-void sfr__pool_leave(struct sfr__pool *pool);
+/* Whether a block that `need` bytes are put into is to have all its memory. */
+bool sfr__pool_is_whole(const struct sfr__pool *pool, size_t need);
 /* pin.c's part of the pool. */
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
 /* Gives memory to the first blocks, nbytes in all (clipped to the cap), on up to four threads. */
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
-/* Gives the memory of free blocks back to the system. */
+/* Gives the memory of free blocks back to the system. None is made ahead of use until the next save
+ * begins. */
 int sfr__pool_trim(struct sfr__pool *pool);
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
+
+/* ---- supply.c ---- */
+
+/* A save that takes blocks begins, and has ended: of so many of them the whole memory. From the
+ * beginning on the pool lacks what it has less. */
+void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
+void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
+/* Whether there is memory to be made that saves could use. */
+bool sfr__pool_lacks(struct sfr__pool *pool);
+/* Makes some of it, a block's at most, and stops early when somebody waits for a block or `go_on`
+ * says no: it is asked every 2 MiB. False when nothing was made. Any thread that holds no block. */
+bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *arg);
 
 /* ---- lease.c ---- */
 

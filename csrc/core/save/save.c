@@ -80,6 +80,22 @@ fail:
 	return rc;
 }
 
+/* Blocks of the image that need all their memory: all but the shorter last ones of runs. A device
+ * is given whole blocks only. */
+static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
+{
+	uint32_t nr = t->nr_blocks;
+
+	for (uint32_t r = 0; r < t->img.nr_runs; r++) {
+		const struct sfr__run *run = &t->img.runs[r];
+
+		nr -= run->device == 0 && run->nr_blocks != 0 &&
+		      !sfr__pool_is_whole(t->engine->pool,
+					  sfr__image_block_len(&t->img, run, run->nr_blocks - 1));
+	}
+	return nr;
+}
+
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
@@ -115,7 +131,9 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0) {
 		engine->nr_in_flight++;
-		sfr__pool_join(engine->pool);
+		t->nr_whole = nr_whole_blocks(t);
+		sfr__pool_join(engine->pool, t->nr_whole);
+		sfr__engine_wake_idle_locked(engine);
 		engine->nr_saves++;
 		t->all_next = engine->tickets;
 		if (t->all_next)
@@ -150,6 +168,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 		.summed = summed,
 	};
 	sfr__writer_push_locked(t->engine, job);
+	sfr__engine_wake_idle_locked(t->engine);
 }
 
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,

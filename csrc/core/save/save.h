@@ -48,6 +48,7 @@ struct sfr_ticket {
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	uint32_t nr_blocks;    /* of the whole image */
+	uint32_t nr_whole;     /* of them, those that need all their memory */
 	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */

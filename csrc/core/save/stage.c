@@ -208,6 +208,18 @@ static void copy_ticket(struct sfr_ticket *t)
 	}
 }
 
+/* Asked by the lane when it makes memory. */
+static bool has_no_copy(void *arg)
+{
+	struct sfr_engine *engine = arg;
+	bool none;
+
+	sfr__lock(&engine->mu);
+	none = !engine->lane_head && !engine->snapshot_head && !engine->stopping;
+	sfr__unlock(&engine->mu);
+	return none;
+}
+
 void *sfr__lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
@@ -224,10 +236,14 @@ void *sfr__lane_main(void *arg)
 		}
 		if (!t && engine->stopping)
 			break;
-		if (!t) {
+		if (!t && sfr__engine_supply_locked(engine, has_no_copy))
+			continue;
+		if (!t && !engine->lane_head && !engine->snapshot_head && !engine->stopping) {
 			(void)sfr__cond_wait(&engine->cv_lane, &engine->mu, SFR_FOREVER);
 			continue;
 		}
+		if (!t)
+			continue;
 		engine->lane_head = t->lane_next;
 		if (!engine->lane_head)
 			engine->lane_tail = NULL;

@@ -222,7 +222,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
 	t->ended_ns = sfr__now_ns();
 	engine->nr_in_flight--;
-	sfr__pool_leave(engine->pool);
+	sfr__pool_leave(engine->pool, t->nr_whole);
+	sfr__engine_wake_idle_locked(engine);
 	if (t->all_prev)
 		t->all_prev->all_next = t->all_next;
 	else

@@ -214,6 +214,18 @@ static void run_job(struct sfr_engine *engine, struct sfr__job *job)
 	sfr__unlock(&engine->mu);
 }
 
+/* Asked by a writer that makes memory. */
+static bool has_no_job(void *arg)
+{
+	struct sfr_engine *engine = arg;
+	bool none;
+
+	sfr__lock(&engine->mu);
+	none = !engine->job_head && !engine->stopping;
+	sfr__unlock(&engine->mu);
+	return none;
+}
+
 void *sfr__writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
@@ -224,10 +236,14 @@ void *sfr__writer_main(void *arg)
 
 		if (!job && engine->stopping)
 			break;
-		if (!job) {
+		if (!job && sfr__engine_supply_locked(engine, has_no_job))
+			continue;
+		if (!job && !engine->job_head && !engine->stopping) {
 			(void)sfr__cond_wait(&engine->cv_writer, &engine->mu, SFR_FOREVER);
 			continue;
 		}
+		if (!job)
+			continue;
 		engine->job_head = job->next;
 		if (!engine->job_head)
 			engine->job_tail = NULL;
