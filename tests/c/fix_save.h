@@ -106,6 +106,15 @@ static inline void save_cleanly(const char *dir)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
+static inline void dir_clean(const char *dir)
+{
+	int fd = open(dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
+
+	CHECK(fd >= 0);
+	sfr__tmp_clean(fd, dir);
+	CHECK_EQ(close(fd), 0);
+}
+
 /* The next sentence for the log, or "". */
 static inline const char *save_notice(void)
 {

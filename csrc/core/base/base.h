@@ -56,6 +56,8 @@ void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const cha
  * a child (closing, never unlocking: flock belongs to the open file, which the parent keeps).
  * O_CLOEXEC is added. Returns the descriptor or -errno. */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
+/* The same of a name in an open directory. */
+int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
 /* Takes it out of the table and closes it. -errno of close. */
 int sfr__fd_close(int fd);
 /* What a file has to forget in a child of fork: threads, waiters and holders of locks are the

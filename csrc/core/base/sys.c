@@ -26,9 +26,24 @@
 #define NS_PER_S 1000000000u
 #define WORKER_NICE 10 /* below the training thread, above idle work */
 
-static int plain_open(const char *path, int flags, mode_t mode)
+static int plain_open(int dir, const char *name, int flags, mode_t mode)
 {
-	return open(path, flags, mode);
+	return openat(dir, name, flags, mode);
+}
+
+static int plain_lstat(int dir, const char *name, struct stat *st)
+{
+	return fstatat(dir, name, st, AT_SYMLINK_NOFOLLOW);
+}
+
+static int plain_rename(int dir, const char *from, const char *to)
+{
+	return renameat(dir, from, dir, to);
+}
+
+static int plain_unlink(int dir, const char *name)
+{
+	return unlinkat(dir, name, 0);
 }
 
 static int plain_set_flags(int fd, int flags)
@@ -51,6 +66,11 @@ static int plain_set_affinity(const cpu_set_t *cpus)
 	return sched_setaffinity(0, sizeof(*cpus), cpus);
 }
 
+static int plain_get_limit(int resource, struct rlimit *limit)
+{
+	return getrlimit((__rlimit_resource_t)resource, limit);
+}
+
 struct sfr_sys sfr_sys = {
 	.open = plain_open,
 	.close = close,
@@ -62,9 +82,9 @@ struct sfr_sys sfr_sys = {
 	.flock = flock,
 	.set_flags = plain_set_flags,
 	.fstat = fstat,
-	.lstat = lstat,
-	.rename = rename,
-	.unlink = unlink,
+	.lstat = plain_lstat,
+	.rename = plain_rename,
+	.unlink = plain_unlink,
 	.rmdir = rmdir,
 	.opendir = opendir,
 	.readdir = readdir,
@@ -73,6 +93,7 @@ struct sfr_sys sfr_sys = {
 	.munmap = munmap,
 	.mprotect = mprotect,
 	.madvise = madvise,
+	.get_limit = plain_get_limit,
 	.malloc = malloc,
 	.calloc = calloc,
 	.realloc = realloc,

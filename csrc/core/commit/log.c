@@ -111,8 +111,8 @@ static int open_key(const char *key)
 	int fd = -1;
 
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
-				  0) /* a FIFO must not hold the log */;
+		/* A FIFO must not hold the log. */
+		fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
 		if (fd >= 0 || errno != EINTR)
 			break;
 	}

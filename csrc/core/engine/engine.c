@@ -46,6 +46,24 @@ static bool foreign(const struct sfr_engine *engine)
 	return engine->fork_generation != sfr_fork_generation();
 }
 
+/* A default cap is what would be well; where the system has not that much address space to give,
+ * half of it is as good as any other, and again. */
+static int make_pool(struct sfr_engine *engine)
+{
+	const uint64_t block_bytes = engine->opts.block_bytes;
+	int rc;
+
+	for (;;) {
+		uint64_t half = engine->pool_bytes / 2 / block_bytes * block_bytes;
+
+		rc = sfr__pool_new(engine->pool_bytes, block_bytes, &engine->pool);
+		if (rc != -ENOMEM || !engine->default_cap || half == 0)
+			return rc;
+		sfr__budget_give(engine->pool_bytes - half);
+		engine->pool_bytes = half;
+	}
+}
+
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 {
 	struct sfr_engine *engine;
@@ -75,7 +93,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	engine->default_cap = opts->pool_bytes == 0;
 	engine->pool_bytes =
 		engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
-	rc = sfr__pool_new(engine->pool_bytes, engine->opts.block_bytes, &engine->pool);
+	rc = make_pool(engine);
 	if (rc < 0)
 		goto fail;
 	*out = engine;

@@ -6,27 +6,30 @@
 
 /* ---- tmp.c ---- */
 
-/* A temporary's entry in the list of this process's live ones; part of its file. */
+#define SFR__TMP_NAME_LEN 128 /* more than the longest name we make */
+
+/* A temporary's name and its entry in the list of this process's live ones; part of its file. */
 struct sfr__tmp {
 	struct sfr__tmp *next;
 	uint64_t serial; /* of this process; part of the name. 0 = not in the list */
+	char name[SFR__TMP_NAME_LEN];
 };
 
 /* "dir/name", malloc'ed, or NULL. */
 char *sfr__path_join(const char *dir, const char *name);
-/* Makes and locks a new temporary in `dir`: 0, *path_out (malloc) and *fd_out, and `tmp` is in the
+/* Makes and locks a new temporary in the open directory `dir`: 0 and *fd_out, and `tmp` is in the
  * list of live ones until sfr__tmp_forget. `err` gets phase and code, which are returned. */
-int sfr__tmp_make(const char *dir, struct sfr__tmp *tmp, char **path_out, int *fd_out,
-		  struct sfr_err *err);
+int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err);
 /* Takes it out of the list: from now on others may clear it away. Call it when the name is gone,
  * and before the descriptor is closed. Twice is fine. */
 void sfr__tmp_forget(struct sfr__tmp *tmp);
-/* Unlinks what dead writers of this boot left in `dir`; names those of other boots in a notice,
- * once a process. Never fails: what cannot be cleared today is there tomorrow. */
-void sfr__tmp_clean(const char *dir);
+/* Unlinks what dead writers of this boot left in the open directory `dir`, whose path is `path`;
+ * names once a process, in a notice, those of other boots and those of which nothing can be known.
+ * Never fails: what cannot be cleared today is there tomorrow. */
+void sfr__tmp_clean(int dir, const char *path);
 /* Is `path`, whose last component is `name`, a temporary whose writer lives (in this process, or
- * holding the lock in another)? */
-bool sfr__tmp_is_live(const char *path, const char *name);
+ * holding the lock in another), or one of which that cannot be told? */
+bool sfr__tmp_may_be_live(const char *path, const char *name);
 
 /* ---- file.c, remove.c ---- */
 
@@ -45,22 +48,22 @@ enum sfr__file_state {
  * fsync(directory). Every step is called at most once (SFR_ESTATE otherwise), but for writes,
  * which may come from several threads at a time. */
 struct sfr__file {
-	char *dir, *name, *tmp; /* tmp is the temporary's full path, NULL before open */
-	int fd;                 /* -1 = none */
+	char *dir, *name; /* the directory's path, the destination's name in it */
+	int dir_fd, fd;   /* -1 = none. The directory is opened once, before anything else */
 	uint64_t len;
 	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
 	char fallback[2][160]; /* why buffered; why the directory was not synced; "" = unused */
 	enum sfr__file_state state;
 	uint64_t fork_generation;
-	struct sfr__tmp live; /* the file may not be moved in memory between open and fini */
+	struct sfr__tmp tmp; /* the file may not be moved in memory between open and fini */
 };
 
 /* Copies the names. -ENOMEM. */
 int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint64_t len,
 		   bool durable);
-/* Clears dead temporaries of this boot out of the directory, makes and locks the temporary,
- * probes O_DIRECT with a real write of one page, preallocates. `err` gets phase and code. */
+/* Opens the directory (so that one which could not be synced is refused before anything is
+ * written), clears dead temporaries of this boot out of it, makes and locks the temporary, probes O_DIRECT with a real write of one page, preallocates. `err` gets phase and code. */
 int sfr__file_open(struct sfr__file *f, struct sfr_err *err);
 /* Writes all of it or fails; short writes and EINTR are gone on with. With O_DIRECT buf, len and
  * off are multiples of 4096. */
