@@ -230,7 +230,7 @@ class Engine:
             handle._skeleton = tree
             handle._num_tensors = tree.num_tensors
             handle._devices = tree.devices
-            handle._fallbacks = list(tree.fallbacks)
+            handle._fallbacks = [*tree.fallbacks, *deferral.fallbacks]
             handle._entered_to_ticket_s = time.perf_counter() - entered
             completion.completion.start()
             ticket = _core.Ticket(

@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,8 +35,9 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import ownership
-from stillframe._save.ownership import Owner, register_optimizer
+from stillframe._save import ownership, steps
+from stillframe._save.ownership import Owner, bookkeeping
+from stillframe._save.steps import register_optimizer
 
 __all__ = [
     "Deferral",
@@ -88,6 +90,7 @@ class Deferral:
 
     Attributes:
         indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
+        fallbacks: Sentences for the report: whose storages are not among them, and why.
     """
 
     __slots__ = (
@@ -97,11 +100,13 @@ class Deferral:
         "_parts",
         "_tensors",
         "_versions",
+        "fallbacks",
         "indices",
     )
 
     def __init__(self) -> None:
         self.indices: list[int] = []
+        self.fallbacks: list[str] = []
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -127,7 +132,7 @@ class Deferral:
         place = self.indices.index(index) if index in self.indices else len(self.indices)
         for end, owner in self._parts:
             if place < end:
-                owner.distrusted = True
+                owner.distrust("something beside its step changed it while it was copied")
                 return
 
     def release(self) -> None:
@@ -143,6 +148,13 @@ class Deferral:
         owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
         if len(self.indices) > before:
             self._parts.append((len(self.indices), owner))
+
+    def _explain(self, owners: Iterable[Owner], numbers: dict[int, int]) -> None:
+        deferred = set(self.indices)
+        for owner in owners:
+            sentence = owner.captured(numbers, deferred)
+            if sentence is not None and sentence not in self.fallbacks:
+                self.fallbacks.append(sentence)
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
@@ -165,13 +177,17 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         if not ownership.active():
             numbers = dict(zip(skeleton.identities, range(len(skeleton.identities)), strict=True))
             with torch._C.DisableTorchFunction():
-                for owner in ownership.living():
+                owners = tuple(ownership.living())
+                for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
+                deferral._explain(owners, numbers)
     except BaseException:
         deferral.close()
         raise
     if not deferral.indices:
         deferral.close()
+    for sentence in deferral.fallbacks:
+        ownership.tell_once(sentence)
     return deferral
 
 
@@ -230,9 +246,11 @@ def _wait_for_calls() -> None:
 
 
 @_eager
-def _gate(owner: Owner) -> None:
-    """The last moment before a step writes."""
-    owner.compare()
+def _gate(owner: Owner | None) -> None:
+    """The last moment before a step writes. It holds the step back whatever became of the
+    bookkeeping, and raises only what a signal handler does."""
+    if owner is not None:
+        owner.compare()
     if _calls:
         _wait_for_calls()
     if _pendings:
@@ -253,36 +271,89 @@ def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
     return gated
 
 
-@_eager
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The pre-hook: gates at once, or passes on a closure that gates."""
-    _core.trace_step_begins(optimizer)
-    owner = ownership.meet(optimizer)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@bookkeeping
+def _begin(optimizer: Optimizer) -> Owner:
+    owner = ownership.find(optimizer)
+    if owner is None:
+        owner = ownership.meet(optimizer)
+        _gate_writers(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():
         # The graph's replays will change everything with no hook to say so.
-        owner.distrusted = True
+        owner.distrust("its step was captured in a CUDA graph")
+    return owner
+
+
+@bookkeeping
+def _passed_on(
+    optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The step's arguments with a closure that gates, where the gate may stand behind it."""
     known = owner.qualifies(optimizer) and not owner.ungated
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     # Another pre-hook may write, and runs before the closure does.
     others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
-    if closure is None or others or not known:
-        _gate(owner)
+    if others or not known:
         return None
-    gated = _behind(closure, owner)
-    if len(args) > 1:
-        return (args[0], gated, *args[2:]), kwargs
-    return args, {**kwargs, "closure": gated}
+    closure, place = kwargs.get("closure"), owner.closure_place
+    if callable(closure):
+        return args, {**kwargs, "closure": _behind(closure, owner)}
+    if place is not None and len(args) > place and callable(args[place]):
+        return (*args[:place], _behind(args[place], owner), *args[place + 1 :]), kwargs
+    return None
+
+
+@bookkeeping
+def _end(optimizer: Optimizer) -> bool:
+    """False inside another step of the optimizer."""
+    owner = ownership.find(optimizer)
+    return owner is None or owner.end(optimizer)
+
+
+def _gate_writers(kind: type[Any]) -> None:
+    """Makes steps of the methods in which listed classes write beside `step`."""
+    for each in kind.__mro__:
+        for name in steps.writers(each):
+            method = each.__dict__.get(name)
+            if isinstance(method, FunctionType) and method.__code__ not in ownership.step_codes:
+                setattr(each, name, _as_step(method))
+
+
+def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ownership.enter(self)
+        _gate(_begin(self))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if _end(self) is not False:
+                ownership.leave(self)
+
+    ownership.step_codes.add(writing.__code__)
+    return functools.wraps(method)(writing)
+
+
+@_eager
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The pre-hook: gates at once, or passes on a closure that gates."""
+    _core.trace_step_begins(optimizer)
+    ownership.enter(optimizer)
+    owner = _begin(optimizer)
+    passed_on = None if owner is None else _passed_on(optimizer, owner, args, kwargs)
+    if passed_on is None:
+        _gate(owner)
+    return passed_on
 
 
 @_eager
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The post-hook."""
-    owner = ownership.find(optimizer)
-    if owner is not None:
-        owner.end(optimizer)
+    if _end(optimizer) is not False:
+        ownership.leave(optimizer)
     _core.trace_step_ends(optimizer)
 
 
