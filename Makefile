@@ -108,8 +108,9 @@ format: $(VENV)/.requirements
 C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" -o -name "*.cpp" | LC_ALL=C sort)
 C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
-FAKE_CUDA   := $(wildcard tests/c/fake_cuda*.c)
-C_TESTS     := $(patsubst tests/c/%.c,%,$(wildcard tests/c/test_*.c))
+FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))
+C_TESTS     := $(basename $(notdir $(wildcard tests/c/*/test_*.c)))
+vpath test_%.c $(wildcard tests/c/*/)
 C_FLAGS     := -std=c11 -D_GNU_SOURCE -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
 	       -Wstrict-prototypes -Wmissing-prototypes -Wconversion $(WERROR)
 C_RUN        = $(PYTHON) tests/c/run.py
@@ -125,10 +126,10 @@ build/$(1)/core/%.o: csrc/core/%.c $(C_HEADERS)
 	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -c $$< -o $$@
 build/$(1)/libfake_cuda.so: $(FAKE_CUDA) $(C_HEADERS)
 	@mkdir -p $$(@D) && echo "  $(1) $$@"
-	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core $(FAKE_CUDA) -o $$@
-build/$(1)/test_%: tests/c/test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
+	@$(CC) $(C_FLAGS) $(2) -fPIC -shared -Icsrc/core -Itests/c $(FAKE_CUDA) -o $$@
+build/$(1)/test_%: test_%.c $(C_HEADERS) $(C_CORE:%=build/$(1)/core/%)
 	@echo "  $(1) $$<"
-	@$(CC) $(C_FLAGS) $(2) -Icsrc/core $$(filter %.c %.o,$$^) -ldl -o $$@
+	@$(CC) $(C_FLAGS) $(2) -Icsrc/core -Itests/c $$(filter %.c %.o,$$^) -ldl -o $$@
 endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))
@@ -157,11 +158,11 @@ CAMPAIGN_S ?= 600
 small-pool: build
 	STILLFRAME_TEST_POOL=1 $(PY) -m pytest $(SMALL_POOL) $(ARGS)
 	STILLFRAME_TEST_POOL=2 $(PY) -m pytest $(SMALL_POOL) $(ARGS)
-SMALL_POOL := tests/unit/test_round_trip.py tests/unit/test_save.py tests/oracle/test_mutation_oracle.py \
+SMALL_POOL := tests/unit/test_round_trip.py tests/unit/save/test_save.py tests/oracle/test_mutation_oracle.py \
 	      tests/fault
 
 campaign: build
-	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/test_model.py $(ARGS)
+	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/save/test_model.py $(ARGS)
 
 SCHEDULES ?= 10000
 

@@ -131,7 +131,7 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
 
     def build_fake_driver(self) -> None:
         """Builds the tests' CUDA driver. Nothing of it is installed."""
-        made_of = sorted(Path("tests/c").glob(FAKE_DRIVER))
+        made_of = sorted(Path("tests/c/cuda").glob(FAKE_DRIVER))
         sources = [str(each) for each in made_of if each.suffix == ".c"]
         target = Path("build/libfake_cuda.so")
         if not sources:

@@ -43,6 +43,14 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 	return NULL;
 }
 
+PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)
+{
+	if (code <= -1000 || code >= 0)
+		return sfr_py_raise(state, code);
+	errno = -code;
+	return PyErr_SetFromErrno(PyExc_OSError);
+}
+
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 {
 	*slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);

@@ -27,6 +27,8 @@ struct sfr_py_state *sfr_py_state(PyObject *module);
 
 /* Raises what `code` (negative) stands for; always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
+/* The same for what the operating system said: OSError, for -EINVAL and -ENOMEM too. */
+PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);

@@ -151,7 +151,7 @@ _capturing = False
 
 
 class FakeDriver:
-    """The controls of the fake CUDA driver (`tests/c/fake_cuda.h` has the list).
+    """The controls of the fake CUDA driver (`tests/c/cuda/fake_cuda.h` has the list).
 
     Raises:
         RuntimeError: `STILLFRAME_LIBCUDA` does not name it.

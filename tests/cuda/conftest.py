@@ -1,9 +1,8 @@
 """Everything here saves tensors in host memory as if they lived on CUDA device 0, over the fake
-driver of tests/c/fake_cuda.c, and fails when a rule of the driver's was broken."""
+driver of tests/c/cuda/fake_cuda.c, and fails when a rule of the driver's was broken."""
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,6 @@ LIBRARY = ROOT / "build" / "libfake_cuda.so"
 
 # Before the driver is first used by any test of this process.
 os.environ.setdefault("STILLFRAME_LIBCUDA", str(LIBRARY))
-for _subject in ("oracle", "unit"):
-    sys.path.append(str(ROOT / "tests" / _subject))
 
 
 @pytest.fixture(autouse=True)

@@ -39,8 +39,8 @@ void sfr__copy_fence(void);
 
 /* ---- sys.c: small helpers over the table -------------------------------- */
 
-/* How often an interrupted call is tried again without any progress. All signals are blocked in
- * our threads, so a call interrupted that often is broken, and a hang would hide it. */
+/* How often an interrupted call is tried again without any progress. No handler
+ * interrupts our threads, so a call interrupted that often is broken, and a hang would hide it. */
 #define SFR__EINTR_TRIES 64
 
 uint64_t sfr__now_ns(void);
@@ -51,7 +51,8 @@ int sfr__cond_init(pthread_cond_t *cond);
 int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns);
 /* now + slice, SFR_FOREVER kept. */
 uint64_t sfr__deadline(uint64_t slice_ns);
-/* Starts a named thread at nice 10 with every signal blocked. 0 or -errno. */
+/* Starts a named thread at nice 10, with every signal blocked but those that it would bring on
+ * itself. 0 or -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
 /* The same at the caller's priority, for one whose maker does nothing but wait for it. */
 int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *),
@@ -101,7 +102,7 @@ struct sfr__block {
 	char *mem;                /* page aligned, pool's block_bytes of address space */
 	struct sfr__block *next;  /* owner's use while leased */
 	struct sfr__piece *piece; /* how the CUDA driver knows it, NULL = not at all; owner's */
-	size_t committed;         /* bytes that have memory, from mem on */
+	size_t committed;         /* bytes that have memory, from mem on; written under pool->mu */
 	size_t want;              /* what it is to have, for sfr__pool_grow_all */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
@@ -128,6 +129,9 @@ void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block);
 /* Instead of put, for a block into which a copy may be running that nobody will hear of again (a
  * dead device): it and its memory are never used again. */
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
+/* A save that takes blocks begins, and has ended. */
+void sfr__pool_join(struct sfr__pool *pool);
+void sfr__pool_leave(struct sfr__pool *pool);
 /* pin.c's part of the pool. */
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
 /* Gives memory to the first blocks, nbytes in all (clipped to the cap), on up to four threads. */
@@ -153,15 +157,16 @@ struct sfr__lease {
 };
 
 /* Leases memory for `nr` items of `lens` bytes, each contiguous and aligned to SFR_ALIGN, all or
- * nothing; addrs[i] gets its address (NULL for no bytes). Behind every waiter of sfr__pool_get.
- * With `spare`, one block at least is left to others. SFR_EAGAIN when `slice_ns` passes (0: no
- * wait); SFR_EEXHAUSTED when the items do not fit beside what is held, so that only a holder could
- * end the wait; -ENOMEM. On success the lease is held. */
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+ * nothing; addrs[i] gets its address (NULL for no bytes). Behind every waiter of sfr__pool_get. One
+ * block at least is left as long as there are saves (sfr__pool_join) but the `nr_own` that the
+ * caller itself holds up. SFR_EAGAIN when `slice_ns` passes (0: no wait); SFR_EEXHAUSTED when the
+ * items do not fit beside what is held, so that only a holder could end the wait; -ENOMEM. On
+ * success the lease is held. */
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
 		    uint64_t slice_ns, char **addrs, struct sfr__lease *out);
 /* The same in blocks that have all their memory, which a driver can be told of. */
-int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
-			  uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr,
+			  uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
  * pageable is noted. Needs a context. */
 void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);

@@ -164,11 +164,14 @@ static void *thread_main(void *arg)
 	return start.main(start.arg);
 }
 
-/* Signals are blocked around the creation, so that the thread inherits a full mask and no
- * handler of the program (Python's, SLURM's) ever runs on it. */
+/* Signals are blocked around the creation, so that the thread inherits the mask and no handler of
+ * the program (Python's, SLURM's) for what is sent to the process ever runs on it. Those that a
+ * thread brings on itself stay open: blocked, the kernel ends the process without asking a handler,
+ * and nothing (faulthandler, a core dumper) could say where it crashed. */
 static int start_thread(pthread_t *thread, const char *name, void *(*main)(void *), void *arg,
 			bool yields)
 {
+	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
 	struct start *start;
 	sigset_t all, old;
 	int rc;
@@ -183,6 +186,8 @@ static int start_thread(pthread_t *thread, const char *name, void *(*main)(void 
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
 	(void)sigfillset(&all);
+	for (size_t i = 0; i < sizeof(own) / sizeof(own[0]); i++)
+		(void)sigdelset(&all, own[i]);
 	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
 	if (rc == 0) {
 		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);

@@ -10,14 +10,15 @@
  *     the file    | header data desc | header data desc | gap | ... | directory | end records |
  *                           ^ body window                             ^ directory window
  *
- *     START --> RECORD --> BYTES --> RECORD ... --> NAMES --> DONE
- *       |         |          (only with SFR_CHECK_BYTES)        ^
- *       +---------+--- foreign, truncated, no directory --------+
+ *     START --> RECORD --> BYTES --> RECORD ... --> SORT --> NAMES --> DONE
+ *       |         |          (only with SFR_CHECK_BYTES)                 ^
+ *       +---------+--- foreign, truncated, no directory -----------------+
  *
  *     START   start_check    what the file is; its end records
  *     RECORD  next_record    one directory record, its local header and descriptor (records.c)
  *     BYTES   record_bytes   one piece of the record's data (records.c)
- *     NAMES   check_names    no name twice, data.pkl and version are there
+ *     SORT    sort_names     the names by their hashes, a bounded number of moves
+ *     NAMES   check_names    one pair of names; none occurs twice, data.pkl and version are there
  *     DONE                   the result is final
  *
  * With SFR_CHECK_DIRECTORY the data part of the file is not read at all. A look at the header of each
@@ -45,6 +46,8 @@
 #define SPARSE                                                                                     \
 	(1u                                                                                        \
 	 << 16) /* bytes a record, from which on their headers lie apart: twice readahead's start */
+#define MOVES 512u     /* of a sort, in a step: a tenth of a millisecond */
+#define MOST_ALIKE 64u /* different names with one hash of 64 bits: by chance there is none */
 #define WORTH_THREADS (8u << 20) /* of data, for SFR_CHECK_BYTES; below, threads cost more */
 /* A local header whole, or a directory record whole, at any offset in a page. */
 #define WINDOW (3u << 16)
@@ -63,7 +66,10 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong)
 
 int sfr__check_unreadable(struct sfr_check *c, int rc)
 {
-	return rc == SFR_ECORRUPT ? sfr__check_fatal(c, "it was changed while it was read") : rc;
+	if (rc == SFR_ECORRUPT)
+		return sfr__check_fatal(c, "it was changed while it was read");
+	c->os_error = true;
+	return rc;
 }
 
 /* A copy of the name in hand, fit to be shown: no control characters, zero bytes among them. */
@@ -168,9 +174,9 @@ static int start_check(struct sfr_check *c)
 	int rc;
 
 	if (sfr_sys.fstat(c->fd, &st) != 0)
-		return -errno;
+		return sfr__check_unreadable(c, -errno);
 	if (S_ISDIR(st.st_mode))
-		return -EISDIR;
+		return sfr__check_unreadable(c, -EISDIR);
 	if (!S_ISREG(st.st_mode))
 		return sfr__check_fatal(c, "it is not a regular file");
 	r->nbytes = (uint64_t)st.st_size;
@@ -256,17 +262,16 @@ static int compare_names(struct sfr_check *c, uint64_t first, uint64_t second)
 	return sfr__check_bad_record(c, "its name occurs twice");
 }
 
-static int check_names(struct sfr_check *c)
+static int sort_names(struct sfr_check *c)
 {
-	uint64_t it = 0, first, second;
+	if (sfr__names_sort(&c->names, MOVES))
+		c->state = SFR__CHECK_NAMES;
+	return 0;
+}
 
-	sfr__names_sort(&c->names);
-	while (sfr__names_suspect(&c->names, &it, &first, &second)) {
-		int rc = compare_names(c, first, second);
-
-		if (rc != 0 || c->state == SFR__CHECK_DONE)
-			return rc;
-	}
+/* Every record has been looked at by itself. */
+static int conclude(struct sfr_check *c)
+{
 	/* A record that is damaged and therefore not recognised is the better explanation. */
 	if (c->result.nr_bad == 0 && !c->has_pickle)
 		return sfr__check_fatal(
@@ -277,6 +282,27 @@ static int check_names(struct sfr_check *c)
 	c->result.ok = c->result.nr_bad == 0;
 	c->body_pos = c->result.nbytes;
 	c->state = SFR__CHECK_DONE;
+	return 0;
+}
+
+/* One pair a step. A name that occurs twice is damage enough: who wrote one may have written a
+ * million of them. */
+static int check_names(struct sfr_check *c)
+{
+	const uint64_t nr_bad = c->result.nr_bad;
+	uint64_t first, second;
+	int rc;
+
+	if (!sfr__names_suspect(&c->names, &c->names_at, &first, &second))
+		return conclude(c);
+	rc = compare_names(c, first, second);
+	if (rc != 0 || c->state == SFR__CHECK_DONE)
+		return rc;
+	if (c->result.nr_bad != nr_bad)
+		return conclude(c);
+	if (++c->nr_alike > MOST_ALIKE)
+		return sfr__check_fatal(
+			c, "the names of its records were chosen to be slow to tell apart");
 	return 0;
 }
 
@@ -305,6 +331,7 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 		[SFR__CHECK_START] = start_check,
 		[SFR__CHECK_RECORD] = sfr__check_next_record,
 		[SFR__CHECK_BYTES] = sfr__check_record_bytes,
+		[SFR__CHECK_SORT] = sort_names,
 		[SFR__CHECK_NAMES] = check_names,
 	};
 	const uint64_t deadline = sfr__deadline(slice_ns);
@@ -321,6 +348,11 @@ int sfr_check_run(struct sfr_check *check, uint64_t slice_ns)
 uint64_t sfr_check_done(const struct sfr_check *check)
 {
 	return check->body_pos;
+}
+
+bool sfr_check_os_error(const struct sfr_check *check)
+{
+	return check->os_error;
 }
 
 const struct sfr_check_result *sfr_check_result(const struct sfr_check *check)

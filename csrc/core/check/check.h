@@ -58,6 +58,9 @@ int sfr_check_new(int fd, unsigned flags, struct sfr_check **out);
 /* 0: the verdict is there. SFR_EAGAIN: call again. -errno: the file could not be read (-EISDIR
  * for a directory) or memory ran out; the check then has no verdict and keeps saying so. */
 int sfr_check_run(struct sfr_check *check, uint64_t slice_ns);
+/* Whether a failed run failed because the operating system refused to read the file, rather than
+ * for want of memory here. */
+bool sfr_check_os_error(const struct sfr_check *check);
 /* Bytes of the file that need no further look, of `nbytes` in the result. */
 uint64_t sfr_check_done(const struct sfr_check *check);
 /* Valid until the check is freed; final once run has returned 0. */

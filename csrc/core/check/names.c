@@ -5,7 +5,8 @@
  * grows by doubling as names really turn up, never to a length that a file merely claims.
  *
  * The order and the hashes may be chosen by someone hostile. Heap sort has no slow case, needs no
- * memory and is short; a hash table would have a slow case. Different names with one hash cost two
+ * memory, is short, and can be left off after any move and gone on with, so that a list of millions
+ * keeps nobody waiting; a hash table would have a slow case. Different names with one hash cost two
  * small reads and may hide a pair that occurs twice, which harms nobody but their maker.
  */
 #include <errno.h>
@@ -44,31 +45,44 @@ static bool less(const struct sfr__named *a, const struct sfr__named *b)
 	return a->hash != b->hash ? a->hash < b->hash : a->place < b->place;
 }
 
-/* Heap sort. While `start` goes down the heap is built; then the largest goes to the end, again
- * and again. In both phases one element sinks from a hole at `start` to where it belongs. */
-void sfr__names_sort(struct sfr__names *names)
+/* One element sinks from a hole at `at` to where it belongs in the heap [0, end). */
+static void sink(struct sfr__named *v, uint64_t at, uint64_t end, struct sfr__named moved)
+{
+	uint64_t child;
+
+	for (; (child = 2 * at + 1) < end; at = child) {
+		if (child + 1 < end && less(&v[child], &v[child + 1]))
+			child++;
+		if (!less(&moved, &v[child]))
+			break;
+		v[at] = v[child];
+	}
+	v[at] = moved;
+}
+
+/* Heap sort. While `heap_from` goes down the heap is built; then the largest goes to the end,
+ * again and again. */
+bool sfr__names_sort(struct sfr__names *names, uint64_t moves)
 {
 	struct sfr__named *v = names->v;
 
-	for (uint64_t start = names->nr / 2, end = names->nr; end > 1;) {
-		struct sfr__named moved;
-		uint64_t at, child;
-
-		if (start > 0) {
-			moved = v[--start];
-		} else {
-			moved = v[--end];
-			v[end] = v[0];
-		}
-		for (at = start; (child = 2 * at + 1) < end; at = child) {
-			if (child + 1 < end && less(&v[child], &v[child + 1]))
-				child++;
-			if (!less(&moved, &v[child]))
-				break;
-			v[at] = v[child];
-		}
-		v[at] = moved;
+	if (!names->sorting) {
+		names->sorting = true;
+		names->heap_from = names->nr / 2;
+		names->heap_to = names->nr;
 	}
+	for (; names->heap_to > 1 && moves != 0; moves--) {
+		if (names->heap_from > 0) {
+			names->heap_from--;
+			sink(v, names->heap_from, names->heap_to, v[names->heap_from]);
+		} else {
+			struct sfr__named moved = v[--names->heap_to];
+
+			v[names->heap_to] = v[0];
+			sink(v, 0, names->heap_to, moved);
+		}
+	}
+	return names->heap_to <= 1;
 }
 
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,

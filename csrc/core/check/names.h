@@ -13,12 +13,15 @@ struct sfr__named {
 struct sfr__names { /* zeroed is an empty list */
 	struct sfr__named *v;
 	uint64_t nr, cap;
+	uint64_t heap_from, heap_to; /* how far the sort is: names.c */
+	bool sorting;
 };
 
 /* `place` is where the caller finds the name again. -ENOMEM. */
 int sfr__names_add(struct sfr__names *names, const unsigned char *name, size_t len, uint64_t place);
-/* Once all are there: after it, sfr__names_suspect can be called. */
-void sfr__names_sort(struct sfr__names *names);
+/* Once all are there: does `moves` moves of a sort, each of them short, and says whether it is
+ * done. Then sfr__names_suspect can be called. */
+bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
 /* The next two places whose names have one hash, the smaller place first; *it starts as 0. The
  * names are almost certainly the same: the caller compares them. False at the end. */
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,

@@ -184,7 +184,7 @@ int sfr__check_next_record(struct sfr_check *c)
 	if (c->names.nr == c->end.nr_records) {
 		if (c->dir_pos != sfr__check_dir_end(c))
 			return sfr__check_fatal(c, "its directory is longer than its records");
-		c->state = SFR__CHECK_NAMES;
+		c->state = SFR__CHECK_SORT;
 		return 0;
 	}
 	rc = read_central(c, &wrong);

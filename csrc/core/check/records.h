@@ -11,6 +11,7 @@ enum sfr__check_state {
 	SFR__CHECK_START,
 	SFR__CHECK_RECORD,
 	SFR__CHECK_BYTES,
+	SFR__CHECK_SORT,
 	SFR__CHECK_NAMES,
 	SFR__CHECK_DONE
 };
@@ -28,6 +29,9 @@ struct sfr_check {
 	uint64_t body_pos; /* up to here the file is accounted for */
 	bool has_pickle, has_version;
 	struct sfr__names names; /* a place is the record's offset in the file */
+	uint64_t names_at;       /* how far they have been compared */
+	unsigned nr_alike;       /* names that differ and have one hash */
+	bool os_error;           /* `code` is what the operating system said of the file */
 	/* the record in hand */
 	struct sfr__unzip_record rec;
 	uint64_t data_off, data_done, rec_end;

@@ -108,9 +108,14 @@ static void append_locked(struct sfr__log_entry *e)
 
 static int open_key(const char *key)
 {
-	int fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
-			      0) /* a FIFO must not hold the log */;
+	int fd = -1;
 
+	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
+		fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
+				  0) /* a FIFO must not hold the log */;
+		if (fd >= 0 || errno != EINTR)
+			break;
+	}
 	return fd < 0 ? -errno : fd;
 }
 

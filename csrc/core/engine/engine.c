@@ -162,13 +162,12 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine)
+uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
 {
-	uint32_t nr = engine->nr_in_flight;
+	uint32_t nr = 0;
 
 	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
-		if (!t->launched && !t->abandoned && pthread_equal(t->caller, pthread_self()))
-			nr--;
+		nr += !t->launched && !t->abandoned && pthread_equal(t->caller, pthread_self());
 	return nr;
 }
 
@@ -177,7 +176,7 @@ uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine)
 static bool is_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
-	       sfr__engine_nr_waitable_locked(engine) > 0;
+	       engine->nr_in_flight > sfr__engine_nr_own_locked(engine);
 }
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)

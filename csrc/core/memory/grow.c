@@ -31,15 +31,15 @@ static void *grow_main(void *arg)
 
 	(void)pthread_mutex_lock(&pool->mu);
 	while ((block = sfr__pool_pop(&job->work)) != NULL) {
-		size_t had = block->committed;
 		int rc = job->rc;
 
 		if (rc == 0) {
 			(void)pthread_mutex_unlock(&pool->mu);
 			rc = sfr__pool_grow(pool, block, block->want);
 			(void)pthread_mutex_lock(&pool->mu);
-			sfr__pool_recount_locked(pool, block, had);
-			if (job->rc == 0)
+			if (rc == 0)
+				sfr__pool_recount_locked(pool, block, block->want);
+			else if (job->rc == 0)
 				job->rc = rc;
 		}
 		job->grown_locked(pool, block, rc);
@@ -182,7 +182,6 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	sfr__pin_drop(&pool->pin, work.head);
 	(void)pthread_mutex_lock(&pool->mu);
 	while ((block = sfr__pool_pop(&work)) != NULL) {
-		size_t had = block->committed;
 		int failed;
 
 		if (block->piece != NULL) { /* the driver knows it together with one in use */
@@ -191,12 +190,11 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		}
 		(void)pthread_mutex_unlock(&pool->mu);
 		failed = sfr__memory_decommit(block->mem, block->committed);
+		(void)pthread_mutex_lock(&pool->mu);
 		if (failed == 0)
-			block->committed = 0;
+			sfr__pool_recount_locked(pool, block, 0);
 		else if (rc == 0)
 			rc = failed;
-		(void)pthread_mutex_lock(&pool->mu);
-		sfr__pool_recount_locked(pool, block, had);
 		pool->nr_returned++;
 		sfr__pool_move_locked(pool, block,
 				      failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);

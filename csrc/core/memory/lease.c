@@ -15,8 +15,10 @@
  * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_let_go),
  * and a wait that held blocks alone would have to end is refused at once: SFR_EEXHAUSTED.
  *
- * `spare` keeps the other side safe: as long as a save is in flight, a run leaves one block to it,
- * which is enough to go on with.
+ * The other side is kept safe too: as long as there are saves, a run leaves one block to them, which
+ * is enough to go on with. Whether there are is asked under the pool's lock, at each look: one that
+ * begins while a run is waited for counts. A save that the waiting thread itself has interrupted
+ * does not: it goes on only afterwards.
  *
  * Devices. A run is contiguous, so its blocks are pinned in their own place or not at all: memory
  * that a driver gave for one of them is of no use here, and goes back first.
@@ -255,20 +257,22 @@ static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 }
 
-/* Exchanges memory of a driver's for the block's own. On failure it has none. -errno. */
-static int come_home(struct sfr__pool *pool, struct sfr__block *block)
+/* Exchanges memory of a driver's for the block's own, as much. On failure it has none. -errno. */
+static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
-	size_t had = block->committed;
 	int rc;
 
+	(void)pthread_mutex_unlock(&pool->mu);
 	block->next = NULL; /* a list of one */
 	sfr__pin_drop(&pool->pin, block);
-	if (sfr__pin_is_foreign(block))
+	if (sfr__pin_is_foreign(block)) {
+		(void)pthread_mutex_lock(&pool->mu);
 		return -EIO; /* the driver keeps it: so does the block */
-	block->committed = 0;
-	rc = sfr__memory_commit(block->mem, had);
-	if (rc == 0)
-		block->committed = had;
+	}
+	rc = sfr__memory_commit(block->mem, block->committed);
+	(void)pthread_mutex_lock(&pool->mu);
+	if (rc != 0)
+		sfr__pool_recount_locked(pool, block, 0);
 	return rc;
 }
 
@@ -288,16 +292,11 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
-		size_t had = block->committed;
 
 		if (block->state != SFR__BLOCK_GROWING || rc != 0)
 			continue;
-		if (sfr__pin_is_foreign(block)) {
-			(void)pthread_mutex_unlock(&pool->mu);
-			rc = come_home(pool, block);
-			(void)pthread_mutex_lock(&pool->mu);
-			sfr__pool_recount_locked(pool, block, had);
-		}
+		if (sfr__pin_is_foreign(block))
+			rc = come_home_locked(pool, block);
 		block->want = sfr__pool_memory_for(pool, need_of(pool, lease, run, i));
 		if (block->committed < need_of(pool, lease, run, i))
 			sfr__pool_push(&work, block);
@@ -325,8 +324,8 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 }
 
 /* Waits for its turn and for room, and takes it. `starved` as in pool.c. */
-static int wait_locked(struct sfr__pool *pool, struct plan *plan, bool spare, uint64_t deadline_ns,
-		       const uint64_t *starved, struct sfr__lease *lease)
+static int wait_locked(struct sfr__pool *pool, struct plan *plan, uint32_t nr_own,
+		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
 	bool late = deadline_ns == 0;
@@ -336,6 +335,7 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, bool spare, ui
 	for (;;) {
 		bool worth = starved == NULL || *starved != pool->nr_returned ||
 			     pool->nr_in_hand == pool->nr_held;
+		bool spare = pool->nr_saves > nr_own;
 
 		if (pool->waiters == &me && worth && place_locked(pool, plan, false, spare)) {
 			take_locked(pool, plan, lease);
@@ -351,8 +351,8 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, bool spare, ui
 	return rc;
 }
 
-static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare, bool whole,
-		 uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
+		 bool whole, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
@@ -374,7 +374,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool
 		goto fail;
 	(void)pthread_mutex_lock(&pool->mu);
 	for (;;) {
-		rc = wait_locked(pool, &plan, spare, deadline_ns, starved, &lease);
+		rc = wait_locked(pool, &plan, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
 			break;
 		returned = pool->nr_returned;
@@ -398,16 +398,16 @@ fail:
 	return rc;
 }
 
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
 		    uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
-	return place(pool, lens, nr, spare, false, slice_ns, addrs, out);
+	return place(pool, lens, nr, nr_own, false, slice_ns, addrs, out);
 }
 
-int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool spare,
-			  uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr,
+			  uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
-	return place(pool, lens, nr, spare, true, slice_ns, addrs, out);
+	return place(pool, lens, nr, nr_own, true, slice_ns, addrs, out);
 }
 
 void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)

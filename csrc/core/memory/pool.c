@@ -56,8 +56,7 @@
 
 /* ---- memory, without the lock --------------------------------------------- */
 
-/* Gives a block in hand memory for `want` bytes; on failure it has what it had. -errno. */
-int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want)
+int sfr__pool_grow(struct sfr__pool *pool, const struct sfr__block *block, size_t want)
 {
 	struct sfr__near near;
 	int rc;
@@ -65,8 +64,6 @@ int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want
 	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
 	rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
 	sfr__near_end(&near);
-	if (rc == 0)
-		block->committed = want;
 	return rc;
 }
 
@@ -137,11 +134,11 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
 }
 
-/* After memory was given or taken: a block in hand has `had` bytes less or more than counted. */
-void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had)
+void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now)
 {
-	pool->committed_bytes += block->committed - had;
-	sfr__budget_hold((int64_t)block->committed - (int64_t)had);
+	pool->committed_bytes += now - block->committed;
+	sfr__budget_hold((int64_t)now - (int64_t)block->committed);
+	block->committed = now;
 }
 
 /* The first block that was never used; NULL when each has been. */
@@ -254,23 +251,23 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		return -EINVAL;
 	(void)pthread_mutex_lock(&pool->mu);
 	for (;;) {
-		size_t had;
+		size_t want = sfr__pool_memory_for(pool, need);
 
 		rc = wait_locked(pool, seq, need, deadline_ns, starved, &block);
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
-		had = block->committed;
 		(void)pthread_mutex_unlock(&pool->mu);
-		rc = sfr__pool_grow(pool, block, sfr__pool_memory_for(pool, need));
+		rc = sfr__pool_grow(pool, block, want);
 		(void)pthread_mutex_lock(&pool->mu);
-		sfr__pool_recount_locked(pool, block, had);
 		if (rc == 0) {
+			sfr__pool_recount_locked(pool, block, want);
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 			break;
 		}
 		sfr__pool_move_locked(pool, block,
-				      had != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+				      block->committed != 0 ? SFR__BLOCK_FREE :
+							      SFR__BLOCK_RESERVED);
 		/* Somebody's block may come back with memory enough, or has just done so. */
 		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
 			break;
@@ -295,6 +292,22 @@ void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 	sfr__pin_keep(&pool->pin, block);
 	(void)pthread_mutex_lock(&pool->mu);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+void sfr__pool_join(struct sfr__pool *pool)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	pool->nr_saves++;
+	(void)pthread_mutex_unlock(&pool->mu);
+}
+
+void sfr__pool_leave(struct sfr__pool *pool)
+{
+	(void)pthread_mutex_lock(&pool->mu);
+	pool->nr_saves--;
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* a run may take the last block now */
 	(void)pthread_mutex_unlock(&pool->mu);
 }
 

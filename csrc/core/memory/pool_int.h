@@ -34,6 +34,7 @@ struct sfr__pool {
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_waiters;
 	uint32_t nr_in_hand, nr_retired;
+	uint32_t nr_saves;    /* that take blocks, one at a time */
 	uint32_t nr_held;     /* of them, blocks that only a caller can give back: see runs.c */
 	uint64_t nr_returned; /* blocks that came back with their memory, ever */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
@@ -42,9 +43,9 @@ struct sfr__pool {
 };
 
 /* ---- pool.c ---- */
-/* Gives a block in hand memory for `want` bytes, without the lock. -errno, and then it has what it
- * had. */
-int sfr__pool_grow(struct sfr__pool *pool, struct sfr__block *block, size_t want);
+/* Gives a block in hand memory for `want` bytes, without the lock; to be counted then. -errno: it
+ * has what it had. */
+int sfr__pool_grow(struct sfr__pool *pool, const struct sfr__block *block, size_t want);
 /* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
 /* Whether a block in that state belongs to a thread or a lease, and so is in no list. */
@@ -52,8 +53,9 @@ bool sfr__pool_in_hand(enum sfr__block_state state);
 /* Every change of a block's state goes through here. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
-/* After memory was given or taken: the block had `had` bytes. */
-void sfr__pool_recount_locked(struct sfr__pool *pool, const struct sfr__block *block, size_t had);
+/* After memory was given or taken: the block has `now` bytes. Others look at that figure of any
+ * block, in hand or not, so nobody writes it without the lock. */
+void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
 /* The first block that was never used, in no list yet; NULL when each has been. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);

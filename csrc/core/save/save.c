@@ -115,6 +115,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0) {
 		engine->nr_in_flight++;
+		sfr__pool_join(engine->pool);
 		engine->nr_saves++;
 		t->all_next = engine->tickets;
 		if (t->all_next)

@@ -222,6 +222,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
 	t->ended_ns = sfr__now_ns();
 	engine->nr_in_flight--;
+	sfr__pool_leave(engine->pool);
 	if (t->all_prev)
 		t->all_prev->all_next = t->all_next;
 	else

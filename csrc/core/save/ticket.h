@@ -236,8 +236,9 @@ void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
 /* ---- engine.c ---- */
 int sfr__engine_start_locked(struct sfr_engine *engine);
 void sfr__engine_get(struct sfr_engine *engine);
-/* Saves in flight but those that this very thread is capturing, further down its stack. */
-uint32_t sfr__engine_nr_waitable_locked(const struct sfr_engine *engine);
+/* Of the saves in flight, those that this very thread is capturing, further down its stack: it
+ * cannot wait for them. */
+uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
 /* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
  * pool. */
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);

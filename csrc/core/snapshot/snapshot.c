@@ -153,7 +153,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	struct sfr_engine *engine = s->engine;
 	struct sfr__lease lease;
 	uint64_t *lens;
-	bool spare;
+	uint32_t nr_own;
 	int rc = 0;
 
 	if (foreign(s))
@@ -170,13 +170,13 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		rc = SFR_ECLOSED;
 	else
 		engine->nr_snapshots++; /* the pool stays */
-	spare = sfr__engine_nr_waitable_locked(engine) > 0;
+	nr_own = sfr__engine_nr_own_locked(engine);
 	pthread_mutex_unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, spare, slice_ns,
+	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, nr_own, slice_ns,
 						s->copies, &lease) :
-				sfr__pool_place_whole(engine->pool, lens, s->nr_sources, spare,
+				sfr__pool_place_whole(engine->pool, lens, s->nr_sources, nr_own,
 						      slice_ns, s->copies, &lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(engine->pool, &lease, true);

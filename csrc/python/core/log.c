@@ -155,7 +155,7 @@ static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const 
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+		return sfr_py_raise_os(PyType_GetModuleState(cls), rc);
 	return PyLong_FromLong(fd);
 }
 

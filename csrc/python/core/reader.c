@@ -123,8 +123,10 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 		if (pause_check(run, progress) != 0)
 			goto fail;
 	}
-	if (rc != 0)
-		(void)sfr_py_raise(sfr_py_state(module), rc); /* returns NULL, always */
+	if (rc != 0 && sfr_check_os_error(run))
+		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* returns NULL, always */
+	else if (rc != 0)
+		(void)sfr_py_raise(sfr_py_state(module), rc); /* the same */
 	else
 		dict = result_as_dict(sfr_check_result(run));
 fail:

@@ -1,7 +1,7 @@
 /* Order between a caller's streams and a lane's, over the fake driver: E, C and S (order_cuda.c), of
  * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
 
-#include "fix_cuda.h"
+#include "cuda/fix_cuda.h"
 
 /* E: in the call that begins a save, on the caller's stream, before anything is copied. */
 static void a_save_begins_with_an_event_that_its_stream_waits_for(void)

@@ -1,5 +1,5 @@
 /* Writes an image to a file the way lanes and writers do, on one thread: block by block, each
- * filled by its segments alone. test_image.c and tests/unit/test_image.py share it.
+ * filled by its segments alone. test_image.c and tests/unit/save/test_image.py share it.
  *
  * A source at HOLE stands for zeros that are neither read nor written: the file is left sparse
  * there, so entries of many gigabytes cost nothing.

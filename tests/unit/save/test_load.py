@@ -444,6 +444,24 @@ def test_an_error_of_reading_is_an_os_error_with_the_path(nth, tmp_path):
     assert same(stillframe.load(path), small_state())
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.parametrize("call", ["open", "pread"])
+def test_what_the_system_says_of_a_file_is_an_os_error_whatever_its_number(call, number, tmp_path):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    with testing.fault(call, nth=1, err=number), pytest.raises(OSError) as error:
+        stillframe.load(path)
+    assert error.value.errno == number
+    assert error.value.filename == str(path)
+
+
+def test_an_interrupted_open_is_tried_again(tmp_path):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    with testing.fault("open", nth=1, err=errno.EINTR):
+        assert same(stillframe.load(path), small_state())
+
+
 def test_memory_that_runs_out_in_a_check_is_a_memory_error(tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)

@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CORE = ROOT / "csrc" / "core"
 DRIVER = """
 #include "{header}"
@@ -63,10 +63,21 @@ def drive(tmp_path_factory):
     """write(path, skeleton, rows of (addr, nbytes, lane), block_bytes) -> length of the file."""
     build = tmp_path_factory.mktemp("image")
     driver, library = build / "driver.c", build / "driver.so"
-    driver.write_text(DRIVER.format(header=ROOT / "tests" / "c" / "image_writer.h"))
-    sources = [CORE / f"{name}.c" for name in ("image", "zip", "crc", "copy", "sys", "err")]
+    driver.write_text(DRIVER.format(header=ROOT / "tests" / "c" / "archive" / "image_writer.h"))
+    names = ("archive/layout", "archive/write", "base/crc", "base/copy", "base/sys", "base/err")
+    sources = [CORE / f"{name}.c" for name in names]
     command = os.environ.get("CC", "cc").split()
-    command += ["-std=c11", "-D_GNU_SOURCE", "-O2", "-shared", "-fPIC", "-pthread", "-o", library]
+    command += [
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        f"-I{CORE}",
+        "-o",
+        library,
+    ]
     subprocess.run([*command, driver, *sources], check=True)
     function = ctypes.CDLL(str(library)).drive
     function.restype = ctypes.c_int64

@@ -80,7 +80,8 @@ static void a_condition_wait_ends_at_its_deadline_or_when_woken(void)
 struct self {
 	char name[16];
 	int nice;
-	bool blocked;
+	bool blocked; /* what others send */
+	bool open;    /* what it would bring on itself */
 };
 
 static void *look_at_self(void *arg)
@@ -91,17 +92,19 @@ static void *look_at_self(void *arg)
 	(void)pthread_getname_np(pthread_self(), self->name, sizeof(self->name));
 	self->nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &set);
-	self->blocked = true;
+	self->blocked = self->open = true;
 	for (int sig = 1; sig < 32; sig++)
-		if (sig != SIGKILL && sig != SIGSTOP)
+		if (sig == SIGSEGV || sig == SIGBUS || sig == SIGILL || sig == SIGFPE)
+			self->open = self->open && sigismember(&set, sig) == 0;
+		else if (sig != SIGKILL && sig != SIGSTOP)
 			self->blocked = self->blocked && sigismember(&set, sig) == 1;
 	return arg;
 }
 
-static void a_thread_is_named_nice_and_deaf_to_signals(void)
+static void a_thread_is_named_nice_and_deaf_to_signals_but_its_own(void)
 {
 	int own_nice = getpriority(PRIO_PROCESS, 0);
-	struct self self = { "", 0, false };
+	struct self self = { "", 0, false, false };
 	sigset_t before, after;
 	pthread_t thread;
 	void *value = NULL;
@@ -115,6 +118,7 @@ static void a_thread_is_named_nice_and_deaf_to_signals(void)
 	CHECK(strcmp(self.name, "sfr-writer12345") == 0); /* cut to what the kernel takes */
 	CHECK(self.nice == 10 || own_nice > 10); /* the whole test may run at a lower priority */
 	CHECK(self.blocked);
+	CHECK(self.open);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &after);
 	for (int sig = 1; sig < 32; sig++)
 		CHECK_EQ(sigismember(&before, sig), sigismember(&after, sig));
@@ -126,7 +130,7 @@ static void a_thread_that_cannot_start_says_why_and_leaks_nothing(void)
 	struct sfr_fault no_thread = { "thread_create", 1, 0, EAGAIN, -1, 0 };
 	struct sfr_fault no_memory = { "malloc", 1, 0, ENOMEM, -1, 0 };
 	struct sfr_fault no_nice = { "set_nice", 1, 0, EPERM, -1, 0 };
-	struct self self = { "", 0, false };
+	struct self self = { "", 0, false, false };
 	pthread_t thread;
 
 	CHECK_EQ(sfr_inject_install(), 0);
@@ -475,7 +479,7 @@ int main(void)
 	RUN(time_runs_forward_in_nanoseconds);
 	RUN(a_deadline_is_now_plus_the_slice_and_never_wraps);
 	RUN(a_condition_wait_ends_at_its_deadline_or_when_woken);
-	RUN(a_thread_is_named_nice_and_deaf_to_signals);
+	RUN(a_thread_is_named_nice_and_deaf_to_signals_but_its_own);
 	RUN(a_thread_that_cannot_start_says_why_and_leaks_nothing);
 	RUN(every_call_of_the_plain_table_works);
 	RUN(the_wrappers_pass_every_call_on_and_count_it);

@@ -4,6 +4,8 @@
 
 #include "verdict.h"
 
+#define NR_NAMES 2400u
+
 /* ---- hostile --------------------------------------------------------------- */
 
 static void foreign_files_are_refused(void)
@@ -45,6 +47,60 @@ static void names_that_occur_twice_are_refused(void)
 	archive_finish(&a);
 	refuse(&a, "record archive/data/0: its name occurs twice");
 	CHECK_EQ(check_archive(&a, SFR_CHECK_BYTES).nr_bad, 1);
+	archive_free(&a);
+}
+
+/* A directory of the shortest records, all with one name: millions fit a file that looks small. */
+static struct archive with_names(unsigned nr, void (*name)(unsigned i, char *to))
+{
+	struct archive a = archive_torch();
+	static char names[NR_NAMES][20];
+
+	for (unsigned i = 0; i < nr; i++) {
+		name(i, names[i]);
+		archive_add(&a, names[i], "", 0);
+	}
+	archive_finish(&a);
+	return a;
+}
+
+static void always_the_same(unsigned i, char *to)
+{
+	(void)i;
+	strcpy(to, "archive/data/0");
+}
+
+static void once_it_is_known_to_be_bad_no_more_names_are_compared(void)
+{
+	struct archive a = with_names(NR_NAMES, always_the_same);
+	int fd = file_of(a.buf, a.len);
+	struct verdict v;
+	uint64_t nr_reads;
+
+	sfr_inject_clear();
+	v = check_fd(fd, SFR_CHECK_DIRECTORY);
+	nr_reads = sfr_inject_calls("pread");
+	CHECK(v.rc == 0 && !v.ok && strstr(v.error, "occurs twice") != NULL);
+	CHECK_EQ(v.nr_bad, 1);
+	CHECK(nr_reads < 20); /* not two for each pair */
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void a_check_is_interrupted_while_it_sorts_and_compares_names(void)
+{
+	struct archive a = with_names(NR_NAMES, always_the_same);
+	int fd = file_of(a.buf, a.len);
+	struct sfr_check *check;
+	unsigned nr_slices = 0;
+
+	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_DIRECTORY, &check), 0);
+	while (sfr_check_run(check, 0) == SFR_EAGAIN) /* a slice of nothing: one step */
+		nr_slices++;
+	/* A step for each record and one for its end; the rest is sorting and comparing. */
+	CHECK(nr_slices > NR_NAMES + 5 + 6);
+	sfr_check_free(check);
+	(void)close(fd);
 	archive_free(&a);
 }
 
@@ -359,6 +415,8 @@ int main(void)
 {
 	RUN(foreign_files_are_refused);
 	RUN(names_that_occur_twice_are_refused);
+	RUN(once_it_is_known_to_be_bad_no_more_names_are_compared);
+	RUN(a_check_is_interrupted_while_it_sorts_and_compares_names);
 	RUN(strange_names_are_refused_and_shown_harmlessly);
 	RUN(overlaps_and_disorder_are_refused);
 	RUN(a_record_that_the_directory_places_beyond_the_data_is_refused);

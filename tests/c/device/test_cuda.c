@@ -2,7 +2,7 @@
 #include <errno.h>
 
 #include "memory/numa.h"
-#include "fix_cuda.h"
+#include "cuda/fix_cuda.h"
 
 static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writers(void)
 {

@@ -653,7 +653,7 @@ def test_a_failed_allocation_is_a_memory_error_and_breaks_nothing(nth_only):
     script = f"""
 import _testcapi, pickle, sys, warnings
 warnings.simplefilter("ignore")
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+sys.path.insert(0, {os.path.dirname(fix_graphs.__file__)!r})
 import torch
 from stillframe._tree.skeleton import build
 

@@ -392,3 +392,29 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["called", "durable", "True", "False"]
     assert whole(tmp_path / "b.pt")
+
+
+@pytest.mark.leaves_temporaries
+def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path: Path) -> None:
+    # The lane reads a page that is gone. So may a sample in the call: that is a crash as well.
+    done = run(
+        """
+        import ctypes, faulthandler, mmap, struct
+        from stillframe import _core
+        faulthandler.enable()
+        memory = mmap.mmap(-1, 64 << 20)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        libc = ctypes.CDLL(None)
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        assert libc.mprotect(address + (21 << 20), 4096, 0) == 0
+        engine = _core.Engine(0, 1 << 20, 1, 1)
+        rows = struct.pack("=QQII", address, 64 << 20, 1, 0)
+        ticket = _core.Ticket(engine, os.fsencode(os.getcwd()), b"a.pt", b"skeleton", rows, 0)
+        ticket.submit(())
+        ticket.wait(_core.WAIT_ENDED)
+        print("it lives")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGSEGV and "it lives" not in done.stdout
+    assert "Fatal Python error: Segmentation fault" in done.stderr

@@ -12,7 +12,7 @@
 #include <signal.h>
 #include <time.h>
 
-#include "fake.h"
+#include "cuda/fake.h"
 
 enum { NR_SAVES = 3, ROOMY = 64, SAY_EVERY_S = 5, HANGS_S = 100, ENOUGH_FAILED = 5 };
 

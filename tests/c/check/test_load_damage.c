@@ -185,7 +185,7 @@ static void only_so_many_bad_records_are_listed(void)
 	v = check_archive(&a, SFR_CHECK_BYTES);
 	CHECK(strcmp(v.bad, "archive/data/0") == 0);
 	CHECK_EQ(v.nr_records, NR);
-	CHECK_EQ(v.nr_bad, 2 * (NR - 6)); /* each overlaps, and has a name that was there */
+	CHECK_EQ(v.nr_bad, NR - 6 + 1); /* each overlaps; one has a name that was there */
 	CHECK_EQ(v.nr_listed, SFR_CHECK_MAX_LISTED);
 	archive_free(&a);
 }

@@ -32,7 +32,7 @@ static void a_block_is_refused_when_runs_hold_all_of_them(void)
 	struct sfr__block *block;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
 	sfr__pool_let_go(pool, &lease);
 	sfr__pool_let_go(pool, &lease); /* twice is fine */
@@ -52,13 +52,59 @@ static void a_spare_block_is_left_to_saves(void)
 	struct sfr__block *block;
 	char *addr;
 
+	sfr__pool_join(pool);
 	/* The saves end by themselves, so it is a wait and no refusal. */
-	CHECK_EQ(sfr__pool_place(pool, all, 1, true, 0, &addr, &lease), SFR_EAGAIN);
-	CHECK_EQ(sfr__pool_place(pool, most, 1, true, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, most, 1, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
 	sfr__pool_put(pool, block);
 	sfr__pool_unplace(pool, &lease);
+	/* Who holds the only save up itself would wait for ever. */
+	CHECK_EQ(sfr__pool_place(pool, all, 1, 1, 0, &addr, &lease), 0);
+	sfr__pool_unplace(pool, &lease);
+	sfr__pool_leave(pool);
+	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), 0);
+	sfr__pool_unplace(pool, &lease);
 	sfr__pool_free(pool);
+}
+
+struct run_client {
+	struct sfr__pool *pool;
+	struct sfr__lease lease;
+	uint64_t len;
+	int rc;
+};
+
+static void *wait_for_a_run(void *arg)
+{
+	struct run_client *me = arg;
+	char *addr;
+
+	me->rc = sfr__pool_place(me->pool, &me->len, 1, 0, SFR_FOREVER, &addr, &me->lease);
+	return NULL;
+}
+
+static void a_save_that_begins_while_a_run_waits_has_its_spare_block(void)
+{
+	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
+	struct sfr__block *first, *second;
+	pthread_t thread;
+
+	first = lease(client.pool, MIB);
+	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
+	while (stats(client.pool).nr_waiters == 0)
+		(void)usleep(200);
+	sfr__pool_join(client.pool);
+	sfr__pool_put(client.pool, first);
+	(void)usleep(20000); /* were it to take all four, it would do so now */
+	CHECK_EQ(stats(client.pool).leased_bytes, 0);
+	second = lease(client.pool, MIB);
+	sfr__pool_put(client.pool, second);
+	sfr__pool_leave(client.pool);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	CHECK_EQ(client.rc, 0);
+	sfr__pool_unplace(client.pool, &client.lease);
+	sfr__pool_free(client.pool);
 }
 
 static void a_run_waits_for_blocks_of_saves(void)
@@ -71,13 +117,13 @@ static void a_run_waits_for_blocks_of_saves(void)
 
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &blocks[i]), 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[0]);
 	sfr__pool_put(pool, blocks[2]);
 	/* Two blocks, but they do not touch. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[1]);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
 	CHECK_EQ((uintptr_t)addr % MIB, 0);
 	memset(addr, 1, 2 * MIB);
 	sfr__pool_unplace(pool, &lease);
@@ -100,7 +146,7 @@ static void items_go_into_runs_that_lie_apart(void)
 		if (i != 1)
 			sfr__pool_put(pool, blocks[i]);
 	/* Free: 0, and 2 to 5. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 5, false, 0, addrs, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 5, 0, 0, addrs, &lease), 0);
 	CHECK(addrs[2] == NULL);
 	for (int i = 0; i < 5; i++) {
 		CHECK_EQ((uintptr_t)addrs[i] % SFR_ALIGN, 0);
@@ -123,14 +169,14 @@ static void memory_that_is_there_is_used_first(void)
 	struct sfr__lease first, second;
 	char *addr, *again;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &first), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &first), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
 	CHECK(all_resident(addr, 7 * MIB));
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &again, &second), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &again, &second), 0);
 	sfr__pool_unplace(pool, &first);
 	sfr__pool_unplace(pool, &second);
 	for (int i = 0; i < 5; i++) {
-		CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &again, &second), 0);
+		CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &again, &second), 0);
 		sfr__pool_unplace(pool, &second);
 		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
 	}
@@ -147,11 +193,11 @@ static void a_system_without_memory_is_said_so(void)
 	use_odd_system();
 	pool = make(4 * MIB, MIB);
 	refuse_populate = ENOMEM;
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, SFR_FOREVER, &addr, &lease), -ENOMEM);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, SFR_FOREVER, &addr, &lease), -ENOMEM);
 	CHECK(lease.runs == NULL);
 	refuse_populate = 0;
 	CHECK_EQ(stats(pool).leased_bytes, 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_free(pool);
 }
@@ -176,7 +222,7 @@ static void memory_of_a_run_is_made_by_as_many_threads_as_there_are(void)
 		if (refused > 0)
 			CHECK_EQ(sfr_inject_set(&fault), 0);
 		started = sfr_inject_calls("thread_create");
-		CHECK_EQ(sfr__pool_place(pool, lens, 2, false, 0, addrs, &lease), 0);
+		CHECK_EQ(sfr__pool_place(pool, lens, 2, 0, 0, addrs, &lease), 0);
 		CHECK_EQ(sfr_inject_calls("thread_create") - started, refused == 0 ? 3 : refused);
 		CHECK(all_resident(addrs[0], 7 * MIB) && all_resident(addrs[1], 9 * MIB));
 		CHECK_EQ(stats(pool).leased_bytes, 16 * MIB);
@@ -192,6 +238,7 @@ int main(void)
 	RUN(what_is_held_is_not_waited_for_and_what_comes_back_is);
 	RUN(a_block_is_refused_when_runs_hold_all_of_them);
 	RUN(a_spare_block_is_left_to_saves);
+	RUN(a_save_that_begins_while_a_run_waits_has_its_spare_block);
 	RUN(a_run_waits_for_blocks_of_saves);
 	RUN(items_go_into_runs_that_lie_apart);
 	RUN(memory_that_is_there_is_used_first);
