@@ -26,7 +26,7 @@ from stillframe._base import device as _device
 from stillframe._base import paths
 from stillframe._base.calls import inside, no_collection
 from stillframe._base.trace import end_at_exit
-from stillframe._save import completion, gate
+from stillframe._save import completion, gate, moves
 from stillframe._save import ordered as _ordered
 from stillframe._save.handle import SaveHandle, SaveReport, take_failures
 from stillframe._tree import skeleton
@@ -506,4 +506,5 @@ def _forked() -> None:
 
 
 atexit.register(_drain_at_exit)
+moves.install()
 os.register_at_fork(after_in_child=_forked)

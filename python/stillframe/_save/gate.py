@@ -73,6 +73,7 @@ class Sources(Protocol):
 
 
 _pendings: dict[int, Pending] = {}  # by id
+_late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -95,6 +96,8 @@ class Deferral:
 
     __slots__ = (
         "__weakref__",
+        "_identities",
+        "_late",
         "_numbers",
         "_overtaken",
         "_parts",
@@ -107,6 +110,8 @@ class Deferral:
     def __init__(self) -> None:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
+        self._identities: list[int] = []  # of all storages of the save
+        self._late: set[int] | None = None  # of those copied after the call, once asked for
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -134,6 +139,12 @@ class Deferral:
             if place < end:
                 owner.distrust("something beside its step changed it while it was copied")
                 return
+
+    def holds(self, identity: int) -> bool:
+        """Whether the storage with this StorageImpl is copied after the call."""
+        if self._late is None:
+            self._late = {self._identities[index] for index in self.indices}
+        return identity in self._late
 
     def release(self) -> None:
         """Lets go of the tensors once the verdict is given; `distrust` still works."""
@@ -180,6 +191,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
                 owners = tuple(ownership.living())
                 for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
+                deferral._identities = skeleton.identities
                 deferral._explain(owners, numbers)
     except BaseException:
         deferral.close()
@@ -206,12 +218,14 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
                 deferral = ref()
                 break
     if deferral is not None:
+        _late[id(pending)] = deferral
         deferral.close()
 
 
 def untrack(pending: Pending) -> None:
     """Nobody needs to wait for the save any more: it is staged or has ended. Idempotent."""
     _pendings.pop(id(pending), None)
+    _late.pop(id(pending), None)
 
 
 def wait() -> None:
@@ -229,14 +243,35 @@ def wait() -> None:
                 untrack(pending)
 
 
+def anything_copied() -> bool:
+    """Whether a storage may be being copied behind a call, or is about to be."""
+    return bool(_late or _calls)
+
+
+def wait_for_storage(identity: int) -> None:
+    """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
+    the calling thread's current stream wait. Raises as `wait` does."""
+    for key, (thread, _) in tuple(_calls.items()):
+        _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
+    for key, deferral in tuple(_late.items()):
+        pending = _pendings.get(key)
+        if pending is not None and deferral.holds(identity) and pending.gate() is not False:
+            untrack(pending)
+
+
+def _is_over(key: int, thread: int, end: float) -> bool:
+    """Whether a call is over, waiting for it unless it is this thread's own."""
+    mine = threading.get_ident()
+    while thread != mine and key in _calls and time.monotonic() < end:
+        time.sleep(_CALL_POLL_S)
+    return key not in _calls
+
+
 def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
-    mine = threading.get_ident()
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in tuple(_calls.items()):
-        while thread != mine and key in _calls and time.monotonic() < end:
-            time.sleep(_CALL_POLL_S)
-        if key in _calls:
+        if not _is_over(key, thread, end):
             # A step inside this thread's own call, or a call that never ends: that save cannot
             # hold what it promised.
             deferral = ref()
@@ -360,6 +395,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 def forked() -> None:
     """Runs in a forked child: the parent's saves are not waited for here."""
     _pendings.clear()
+    _late.clear()
     _calls.clear()
 
 
