@@ -23,7 +23,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 struct sfr_log_load {
@@ -36,7 +36,7 @@ struct sfr_log_load {
 };
 
 static struct {
-	pthread_mutex_t mu; /* guards everything here and every log entry's fields */
+	struct sfr__mutex mu; /* guards everything here and every log entry's fields */
 	pthread_cond_t cv_work, cv_done;
 	bool cv_ready, running, stopping;
 	pthread_t thread;
@@ -46,7 +46,7 @@ static struct {
 	uint64_t nr_pending;
 	uint64_t nr_stops;
 	bool last_save_bad; /* the last save that left the list did not become durable */
-} slog = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} slog = { .mu = SFR__MUTEX(SFR__LOCK_LOG) };
 
 static int init_locked(void)
 {
@@ -111,8 +111,8 @@ static int open_key(const char *key)
 	int fd = -1;
 
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		fd = sfr_sys.open(key, O_RDONLY | O_CLOEXEC | O_NONBLOCK,
-				  0) /* a FIFO must not hold the log */;
+		/* A FIFO must not hold the log. */
+		fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
 		if (fd >= 0 || errno != EINTR)
 			break;
 	}
@@ -126,15 +126,15 @@ static void open_loads(struct sfr_log_load *load)
 		struct sfr_log_load *next = load->next;
 		int fd = open_key(load->key);
 
-		pthread_mutex_lock(&slog.mu);
+		sfr__lock(&slog.mu);
 		load->fd = fd;
 		load->opened = true;
 		if (load->abandoned) {
-			pthread_mutex_unlock(&slog.mu);
+			sfr__unlock(&slog.mu);
 			sfr_log_load_free(load);
 		} else {
 			pthread_cond_broadcast(&slog.cv_done);
-			pthread_mutex_unlock(&slog.mu);
+			sfr__unlock(&slog.mu);
 		}
 		load = next;
 	}
@@ -177,7 +177,7 @@ static void run_commit(struct sfr_ticket *t)
 static void *log_main(void *unused)
 {
 	(void)unused;
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	for (;;) {
 		struct sfr__log_entry *e = slog.head;
 		struct sfr_log_load *loads;
@@ -200,12 +200,12 @@ static void *log_main(void *unused)
 			bool drop = slog.last_save_bad;
 
 			e->ready = false;
-			pthread_mutex_unlock(&slog.mu);
+			sfr__unlock(&slog.mu);
 			if (e->kind == SFR__LOG_SAVE)
 				run_commit(e->ticket);
 			else
 				run_remove(e, drop);
-			pthread_mutex_lock(&slog.mu);
+			sfr__lock(&slog.mu);
 			if (e->kind == SFR__LOG_REMOVE)
 				e->ended = true;
 			continue;
@@ -217,9 +217,9 @@ static void *log_main(void *unused)
 		loads = e->loads;
 		e->loads = NULL;
 		if (loads) {
-			pthread_mutex_unlock(&slog.mu);
+			sfr__unlock(&slog.mu);
 			open_loads(loads);
-			pthread_mutex_lock(&slog.mu);
+			sfr__lock(&slog.mu);
 			continue;
 		}
 		slog.head = e->next;
@@ -230,7 +230,7 @@ static void *log_main(void *unused)
 		pthread_cond_broadcast(&slog.cv_done);
 		ticket = e->ticket;
 		work = e->work;
-		pthread_mutex_unlock(&slog.mu);
+		sfr__unlock(&slog.mu);
 		if (e->kind == SFR__LOG_SAVE) {
 			sfr_ticket_put(ticket); /* e is part of it */
 		} else if (e->kind == SFR__LOG_WORK) {
@@ -239,9 +239,9 @@ static void *log_main(void *unused)
 			sfr_sys.free(e->key);
 			sfr_sys.free(e);
 		}
-		pthread_mutex_lock(&slog.mu);
+		sfr__lock(&slog.mu);
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return NULL;
 }
 
@@ -249,13 +249,13 @@ int sfr__log_start(void)
 {
 	int rc;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	rc = init_locked();
 	if (rc == 0 && !slog.running) {
 		rc = sfr__thread_start(&slog.thread, "sfr-log", log_main, NULL);
 		slog.running = rc == 0;
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return rc;
 }
 
@@ -263,9 +263,9 @@ int sfr_log_stop(void)
 {
 	pthread_t thread;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	if (!slog.running || slog.stopping) {
-		pthread_mutex_unlock(&slog.mu);
+		sfr__unlock(&slog.mu);
 		return 0;
 	}
 	slog.stopping = true;
@@ -273,11 +273,11 @@ int sfr_log_stop(void)
 	thread = slog.thread;
 	pthread_cond_signal(&slog.cv_work);
 	pthread_cond_broadcast(&slog.cv_done); /* who waits for work is to end as well */
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	(void)sfr_sys.thread_join(thread, NULL); /* cannot fail: it is ours and joinable */
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	slog.running = slog.stopping = false;
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return 0;
 }
 
@@ -285,37 +285,37 @@ int sfr_log_stop(void)
 
 void sfr__log_append(struct sfr__log_entry *entry)
 {
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	append_locked(entry);
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 }
 
 void sfr__log_ready(struct sfr__log_entry *entry)
 {
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	entry->ready = true;
 	pthread_cond_signal(&slog.cv_work);
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 }
 
 void sfr__log_ended(struct sfr__log_entry *entry, bool ok)
 {
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	entry->ended = true;
 	entry->ok = ok;
 	pthread_cond_signal(&slog.cv_work);
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 }
 
 void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok)
 {
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	if (!entry->ended) {
 		entry->ended = true;
 		entry->ok = ok;
 		pthread_cond_signal(&slog.cv_work);
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 }
 
 int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good)
@@ -324,7 +324,7 @@ int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *aft
 	int rc;
 
 	*out = NULL;
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	rc = init_locked();
 	nr_stops = slog.nr_stops;
 	while (rc == 0) {
@@ -341,7 +341,7 @@ int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *aft
 			     SFR_ECLOSED :
 			     sfr__cond_wait(&slog.cv_done, &slog.mu, deadline);
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return rc;
 }
 
@@ -349,9 +349,9 @@ uint64_t sfr__log_last_remove(void)
 {
 	uint64_t seq;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	seq = slog.last_remove_seq;
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return seq;
 }
 
@@ -377,12 +377,12 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 		return -ENOMEM;
 	}
 	memcpy(e->key, key, len);
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	append_locked(e);
 	slog.last_remove_seq = e->seq;
 	if (seq_out)
 		*seq_out = e->seq;
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return 0;
 }
 
@@ -391,7 +391,7 @@ int sfr_log_exists(const char *key)
 	struct sfr__log_entry *e;
 	int answer = -1;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	e = last_touching_locked(key);
 	/* A save that has failed by now leaves the name as it was; whoever asks gets that from
 	 * the file system, which an earlier entry may still change: then the earlier one says. */
@@ -405,7 +405,7 @@ int sfr_log_exists(const char *key)
 	}
 	if (e)
 		answer = creates(e);
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return answer;
 }
 
@@ -427,7 +427,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		return -ENOMEM;
 	}
 	memcpy(load->key, key, len);
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	rc = init_locked();
 	e = rc == 0 ? last_touching_locked(key) : NULL;
 	if (e) {
@@ -435,7 +435,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		load->next = e->loads;
 		e->loads = load;
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	if (rc < 0) {
 		sfr_sys.free(load->key);
 		sfr_sys.free(load);
@@ -461,7 +461,7 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 		*fd_out = fd;
 		return 0;
 	}
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	while (!load->opened && rc == 0)
 		rc = sfr__cond_wait(&slog.cv_done, &slog.mu, deadline);
 	if (load->opened) {
@@ -469,7 +469,7 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 		*fd_out = load->fd < 0 ? -1 : load->fd;
 		load->fd = -1; /* handed over */
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return rc;
 }
 
@@ -477,12 +477,12 @@ void sfr_log_load_free(struct sfr_log_load *load)
 {
 	if (!load || load->fork_generation != sfr_fork_generation())
 		return;
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	if (load->attached && !load->opened) {
 		load->abandoned = true; /* the log's thread still has it, and frees it */
 		load = NULL;
 	}
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	if (!load)
 		return;
 	if (load->fd >= 0)
@@ -496,7 +496,7 @@ int sfr_log_drain(uint64_t *seq, uint64_t slice_ns)
 	uint64_t deadline = sfr__deadline(slice_ns);
 	int rc;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	rc = init_locked();
 	if (*seq == 0)
 		*seq = slog.last_seq;
@@ -504,7 +504,7 @@ int sfr_log_drain(uint64_t *seq, uint64_t slice_ns)
 		rc = sfr__cond_wait(&slog.cv_done, &slog.mu, deadline);
 	if (slog.done_seq >= *seq)
 		rc = 0;
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return rc;
 }
 
@@ -512,15 +512,16 @@ uint64_t sfr_log_pending(void)
 {
 	uint64_t nr;
 
-	pthread_mutex_lock(&slog.mu);
+	sfr__lock(&slog.mu);
 	nr = slog.nr_pending;
-	pthread_mutex_unlock(&slog.mu);
+	sfr__unlock(&slog.mu);
 	return nr;
 }
 
-void sfr__log_forked(void)
+static void forget(void)
 {
 	/* Entries, thread and waiters are the parent's; the lock may be one of theirs. */
 	memset(&slog, 0, sizeof(slog));
-	(void)pthread_mutex_init(&slog.mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&slog.mu, SFR__LOCK_LOG);
 }
+SFR__AT_FORK(forget)

@@ -10,9 +10,10 @@
  * Two own an entry: whoever made it, and the log while it is in there. The last one frees it.
  */
 #include <errno.h>
+#include <stdatomic.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "commit/log.h"
 
 struct sfr_log_work {
 	struct sfr__log_entry entry; /* guarded by the log's mutex once appended */

@@ -213,7 +213,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
     _pendings[id(pending)] = pending
     if deferral is None:
         mine = threading.get_ident()
-        for thread, ref in reversed(tuple(_calls.values())):
+        for thread, ref in reversed(_calls.copy().values()):
             if thread == mine:
                 deferral = ref()
                 break
@@ -233,7 +233,7 @@ def wait() -> None:
     streams wait for it; raises none of their errors."""
     asked: list[Pending] = []
     while True:
-        new = [each for each in tuple(_pendings.values()) if each not in asked]
+        new = [each for each in list(_pendings.values()) if each not in asked]
         if not new:
             return
         for pending in new:
@@ -251,9 +251,9 @@ def anything_copied() -> bool:
 def wait_for_storage(identity: int) -> None:
     """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
     the calling thread's current stream wait. Raises as `wait` does."""
-    for key, (thread, _) in tuple(_calls.items()):
+    for key, (thread, _) in _calls.copy().items():
         _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
-    for key, deferral in tuple(_late.items()):
+    for key, deferral in _late.copy().items():
         pending = _pendings.get(key)
         if pending is not None and deferral.holds(identity) and pending.gate() is not False:
             untrack(pending)
@@ -270,7 +270,7 @@ def _is_over(key: int, thread: int, end: float) -> bool:
 def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
     end = time.monotonic() + _CALL_TIMEOUT_S
-    for key, (thread, ref) in tuple(_calls.items()):
+    for key, (thread, ref) in _calls.copy().items():
         if not _is_over(key, thread, end):
             # A step inside this thread's own call, or a call that never ends: that save cannot
             # hold what it promised.

@@ -345,13 +345,13 @@ static void a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock(void
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_STAGED, 0), SFR_EAGAIN);
 	CHECK_EQ(getrusage(RUSAGE_THREAD, &after), 0);
 	CHECK(after.ru_nvcsw - before.ru_nvcsw < 100); /* a sleep is one */
-	CHECK_EQ(pthread_mutex_lock(&engine->mu), 0);
+	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), SFR_EAGAIN); /* or it stands still here */
-	CHECK_EQ(pthread_mutex_unlock(&engine->mu), 0);
+	sfr__unlock(&engine->mu);
 	saving_finish(t);
-	CHECK_EQ(pthread_mutex_lock(&engine->mu), 0);
+	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), 0);
-	CHECK_EQ(pthread_mutex_unlock(&engine->mu), 0);
+	sfr__unlock(&engine->mu);
 	sfr_ticket_put(t);
 	free_engine(engine);
 }

@@ -418,3 +418,26 @@ def test_a_crash_in_a_thread_of_ours_has_its_traceback(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGSEGV and "it lives" not in done.stdout
     assert "Fatal Python error: Segmentation fault" in done.stderr
+
+
+def test_under_a_limit_of_address_space_saves_work_where_torch_does(tmp_path: Path) -> None:
+    done = run(
+        """
+        import resource
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+        stillframe.save(STATE, "a.pt")
+        print(stillframe.default_engine().stats()["pool_bytes"])
+        try:
+            stillframe.Engine(pool_bytes=1 << 40)
+        except MemoryError as error:
+            print(error)
+        """,
+        tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "STILLFRAME_POOL_BYTES"},
+    )
+    assert done.returncode == 0, done.stderr
+    cap, sentence = done.stdout.splitlines()
+    assert 0 < int(cap) <= 1 << 29
+    assert str(1 << 40) in sentence
+    assert whole(tmp_path / "a.pt")

@@ -302,6 +302,19 @@ def test_a_read_only_parent_is_an_error_of_the_handle(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
 
 
+def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may read every directory, so the system's answer stands in.
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: path != os.path.realpath(tmp_path))
+    with pytest.raises(stillframe.SaveError, match="durable=False") as caught:
+        stillframe.async_save(STATE, tmp_path / "a.pt")
+    assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
+    assert os.listdir(tmp_path) == []
+    stillframe.save(STATE, tmp_path / "a.pt", durable=False)
+    assert loads_as(tmp_path / "a.pt", STATE["w"])
+
+
 def test_permissions_are_those_of_open(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
