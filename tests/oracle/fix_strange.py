@@ -1,4 +1,4 @@
-"""Optimizers as other people write them: torch runs the hooks of each, and not much else is sure."""
+"""Optimizers as others write them: torch runs the hooks of each, and not much else is sure."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def grow(model: torch.nn.ParameterList) -> None:
 @way
 def replace(model: torch.nn.ParameterList) -> None:
     """These give a tensor another storage; the old one is held."""
-    first, second, third, *others = model.parameters()
+    first, second, third = list(model.parameters())[:3]
     first.data = torch.empty(0)
     second.data.set_()  # type: ignore[call-overload]
     third.data.set_(torch.zeros(3))  # type: ignore[call-overload]
@@ -114,7 +114,7 @@ def main(name: str) -> None:
     torch.set_num_threads(1)
     for copied in (saved, taken):
         model = trained()
-        state = {key: value for key, value in model.state_dict().items()}
+        state = dict(model.state_dict())
         wanted = copy.deepcopy(state)
         with tempfile.TemporaryDirectory() as directory, slow("lane_copy", 0.02):
             got = copied(state, lambda model=model: WAYS[name](model), directory)  # type: ignore[misc]

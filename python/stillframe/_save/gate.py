@@ -188,7 +188,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         if not ownership.active():
             numbers = dict(zip(skeleton.identities, range(len(skeleton.identities)), strict=True))
             with torch._C.DisableTorchFunction():
-                owners = tuple(ownership.living())
+                owners = list(ownership.living())
                 for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
                 deferral._identities = skeleton.identities
