@@ -260,6 +260,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 {
 	struct sfr__pool_stats pool = { 0 };
+	uint64_t nr_save_blocks = 0;
 
 	memset(out, 0, sizeof(*out));
 	if (foreign(engine))
@@ -267,6 +268,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
+	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
+		nr_save_blocks += t->blocks_held;
 	out->saves_in_flight = engine->nr_in_flight;
 	out->saves_total = engine->nr_saves;
 	sfr__unlock(&engine->mu);
@@ -274,6 +277,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	out->block_bytes = engine->opts.block_bytes;
 	out->committed_bytes = pool.committed_bytes;
 	out->leased_bytes = pool.leased_bytes;
+	out->save_bytes = nr_save_blocks * engine->opts.block_bytes;
 	out->retired_bytes = pool.retired_bytes;
 	return 0;
 }

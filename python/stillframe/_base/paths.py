@@ -89,6 +89,8 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
             strerror = f"{strerror}: the parent directory {parent} is missing"
+            if text.startswith("~"):
+                strerror += " ('~' is not expanded: give os.path.expanduser(path))"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name))
 
