@@ -16,6 +16,12 @@ With Lightning, swap one import:
     trainer = Trainer(plugins=[AsyncCheckpointIO()])
 """
 
+# isort: off
+from stillframe._base import support as _support
+
+_support.refuse_elsewhere()  # before anything that would fail in more words
+# isort: on
+
 from stillframe._base.trace import trace
 from stillframe._save import exit as _exit
 from stillframe._save import moves as _moves

@@ -25,6 +25,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
@@ -248,6 +249,7 @@ def build(obj: object) -> Skeleton:
             collector.finish()
         except Exception as earlier:
             raise earlier from None
+        culprit.note(error, obj)
         raise error
     storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
