@@ -73,6 +73,7 @@ struct sfr_sys sfr_sys = {
 	.munmap = munmap,
 	.mprotect = mprotect,
 	.madvise = madvise,
+	.mincore = mincore,
 	.malloc = malloc,
 	.calloc = calloc,
 	.realloc = realloc,

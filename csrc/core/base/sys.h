@@ -40,6 +40,7 @@ struct sfr_sys {
 	int (*munmap)(void *addr, size_t len);
 	int (*mprotect)(void *addr, size_t len, int prot);
 	int (*madvise)(void *addr, size_t len, int advice);
+	int (*mincore)(void *addr, size_t len, unsigned char *vec);
 	void *(*malloc)(size_t len);
 	void *(*calloc)(size_t nr, size_t len);
 	void *(*realloc)(void *old, size_t len);
