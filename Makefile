@@ -111,7 +111,7 @@ C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED
 FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))
 C_TESTS     := $(basename $(notdir $(wildcard tests/c/*/test_*.c)))
 vpath test_%.c $(wildcard tests/c/*/)
-C_FLAGS     := -std=c11 -D_GNU_SOURCE -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
+C_FLAGS     := -std=c11 -D_GNU_SOURCE -DSFR_CHECK_LOCKS -pthread -O1 -g -fno-omit-frame-pointer -Wall -Wextra -Wshadow \
 	       -Wstrict-prototypes -Wmissing-prototypes -Wconversion $(WERROR)
 C_RUN        = $(PYTHON) tests/c/run.py
 

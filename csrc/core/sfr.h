@@ -112,6 +112,7 @@ struct sfr_stats {
 	uint64_t pool_bytes, block_bytes;
 	uint64_t committed_bytes; /* memory the pool holds from the system */
 	uint64_t leased_bytes;    /* of it, handed out at this moment */
+	uint64_t save_bytes;      /* of that, to saves; the rest is snapshots' */
 	uint64_t retired_bytes;   /* of it, never to be used again */
 	uint64_t saves_in_flight, saves_total;
 };

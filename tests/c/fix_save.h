@@ -2,7 +2,7 @@
 #ifndef FIX_SAVE_H
 #define FIX_SAVE_H
 
-#include "base/sfr_internal.h"
+#include "save/save.h"
 #include "fix_dir.h"
 
 #define SAVE_LEN (5u * SFR_PAGE)
@@ -104,6 +104,15 @@ static inline void save_cleanly(const char *dir)
 	save_end(&f);
 	CHECK(save_is_new(dir));
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+}
+
+static inline void dir_clean(const char *dir)
+{
+	int fd = open(dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
+
+	CHECK(fd >= 0);
+	sfr__tmp_clean(fd, dir);
+	CHECK_EQ(close(fd), 0);
 }
 
 /* The next sentence for the log, or "". */

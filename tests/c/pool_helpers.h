@@ -9,7 +9,8 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
+#include "memory/pool.h"
+#include "memory/pool_int.h"
 #include "check.h"
 
 #define KIB UINT64_C(1024)

@@ -6,9 +6,10 @@
 #include <limits.h>
 #include <string.h>
 
-#include "check.h"
 #include "check/check.h"
-#include "save/ticket.h"
+#include "check/records.h"
+#include "save/save.h"
+#include "check.h"
 
 enum {
 	SAVING_BLOCK = 8192,

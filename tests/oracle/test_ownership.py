@@ -763,3 +763,29 @@ def test_threads_that_step_their_own_optimizers_do_not_disturb_each_other() -> N
     assert failures == []
     for opt in made:
         assert deferred(*opt.param_groups[0]["params"]) == [True, True]
+
+
+def test_optimizers_that_die_while_the_living_are_counted_do_not_disturb() -> None:
+    kept = [
+        adamw(param()) for _ in range(30)
+    ]  # so many that a tuple of them may start a collection
+    for optimizer in kept:
+        run_steps(optimizer, 1)
+    gc.collect()
+    thresholds = gc.get_threshold()
+    try:
+        for after in range(1, 20):
+            dead: Any = adamw(param())
+            run_steps(dead, 1)
+            dead.itself = dead
+            del dead
+            gc.disable()
+            gc.set_threshold(gc.get_count()[0] + after)
+            gc.enable()
+            for _ in range(20):
+                assert len(list(ownership.living())) >= len(kept)
+            gc.set_threshold(*thresholds)
+            gc.collect()
+    finally:
+        gc.enable()
+        gc.set_threshold(*thresholds)

@@ -1,6 +1,6 @@
 /* Reading zip records: bytes in, a verdict out. See unzip.c; load.c does the I/O. */
-#ifndef SFR_UNZIP_H
-#define SFR_UNZIP_H
+#ifndef SFR_READ_H
+#define SFR_READ_H
 
 #include <stdbool.h>
 #include <stddef.h>

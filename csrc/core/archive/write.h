@@ -1,9 +1,9 @@
 /* Lengths of zip records, which image.c lays files out with. See zip.c; the functions that make
- * the records' bytes are sfr__image_put_* in sfr_internal.h. */
-#ifndef SFR_ZIP_H
-#define SFR_ZIP_H
+ * the records' bytes are sfr__image_put_* in layout.h. */
+#ifndef SFR_WRITE_H
+#define SFR_WRITE_H
 
-#include "base/sfr_internal.h"
+#include "archive/layout.h"
 
 /* An entry's local header, from its hdr_off to where its data may begin; the padding that
  * aligns the data comes on top. name, nbytes and hdr_off must be set, as for the next one. */

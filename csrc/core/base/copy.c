@@ -7,7 +7,7 @@
  */
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* glibc before 2.32 cannot name an errno, and its only table of messages is behind strerror. */
 #if __GLIBC__ * 100 + __GLIBC_MINOR__ < 232

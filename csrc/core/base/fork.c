@@ -4,8 +4,8 @@
  * forked. Everything the core had at work belongs to threads which do not
  * exist there, and its locks may have been held by them. So the child starts
  * anew: a generation counter moves on, every object made before is told apart
- * by it (SFR_EFORK), and the parts with state for the whole process are told to
- * forget it.
+ * by it (SFR_EFORK), and the files with state for the whole process, which have
+ * linked a hook, are told to forget it.
  *
  * Descriptors are the one thing that cannot just be forgotten. A temporary is
  * locked by flock, and that lock lives as long as any descriptor of the same
@@ -20,11 +20,21 @@
  *                                             generation + 1, others forget
  *                                             gives fork_mu back
  *
- * fork_mu makes a descriptor and its place in the table one thing. Opens,
- * closes and forks exclude each other, so no child has a descriptor that is not
- * in its table, nor finds a number in it that by now means somebody else's
- * file. A fork therefore waits while a file is being opened or closed, which is
- * short on every file system that answers.
+ * An open and the entry of its descriptor are one thing under fork_mu, so no child
+ * has a descriptor that is not in its table. A close is not under it: close(2) may
+ * flush or upload for seconds. Its place in the table has a state instead:
+ *
+ *     FREE ──open──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ FREE
+ *
+ * The number of a CLOSING descriptor may mean somebody else's file by now. So the
+ * open file is marked before it is closed (F_SETSIG, which stands for nothing as
+ * long as nobody asks for signals, and goes with the open file and not with the
+ * number), and the child closes only what bears the mark. Where the mark cannot
+ * be set the child leaves such a descriptor: the file's writing is over.
+ *
+ * An open may hang as well, on a file system that does not answer. A fork waits for
+ * it a second and no longer: the program's every fork would hang with it. The child
+ * may then have one descriptor that is in no table, which ends with exec.
  *
  * The child handler calls nothing that allocates or takes a lock another thread
  * may have held. A child made by a bare clone(2) runs no handlers: it keeps the
@@ -32,49 +42,68 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <unistd.h>
 
-#include "cuda/driver.h"
-#include "trace/trace.h"
+#include "base/base.h"
 
 #define NR_FDS 4096
+#define OPEN_WAIT_S 1       /* of a fork for an open */
+#define CLOSING_MARK SIGURG /* any signal: nobody asks for one, and it is never sent */
 
-static pthread_mutex_t fork_mu = PTHREAD_MUTEX_INITIALIZER;
-static atomic_int fds[NR_FDS]; /* descriptor + 1, 0 = free; written under fork_mu */
+static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
+static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
+/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING, 0 = FREE; leaves FREE under fork_mu only */
+static atomic_int fds[NR_FDS];
 static _Atomic uint64_t generation;
+static struct sfr__fork_hook *hooks; /* constant once main runs */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int once_rc; /* 0 or -errno of the installation */
 
+void sfr__fork_watch(struct sfr__fork_hook *hook)
+{
+	hook->next = hooks;
+	hooks = hook;
+}
+
 static void before(void)
 {
-	(void)pthread_mutex_lock(&fork_mu); /* fails only on a mutex that is not one */
+	struct timespec until = { 0, 0 };
+
+	(void)clock_gettime(CLOCK_REALTIME, &until); /* the clock of this call; it exists */
+	until.tv_sec += OPEN_WAIT_S;
+	sfr__lock_taken(fork_mu.rank);
+	has_fork_mu = pthread_mutex_timedlock(&fork_mu.mu, &until) == 0;
+	if (!has_fork_mu)
+		sfr__lock_given(fork_mu.rank);
 }
 
 static void after_in_parent(void)
 {
-	(void)pthread_mutex_unlock(&fork_mu);
+	if (has_fork_mu)
+		sfr__unlock(&fork_mu);
 }
 
 static void after_in_child(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
-		int fd = atomic_load(&fds[i]) - 1;
+		int entry = atomic_load(&fds[i]);
 
 		/* Not through the table: a test's wrapper may wait, and nothing here may.
 		 * What close returns does not matter, the parent writes these files. */
-		if (fd >= 0)
-			(void)close(fd);
+		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
+			(void)close(abs(entry) - 1);
 		atomic_store(&fds[i], 0);
 	}
 	atomic_fetch_add(&generation, 1);
-	sfr__tmp_forked();
-	sfr__log_forked();
-	sfr__notice_forked();
-	sfr__trace_forked();
-	sfr__cuda_forked();
-	(void)pthread_mutex_unlock(&fork_mu); /* taken by this very thread in before() */
+	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
+		hook->forget();
+	if (has_fork_mu)
+		sfr__lock_given(fork_mu.rank);
+	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK); /* whoever had it */
 }
 
 static void install(void)
@@ -97,7 +126,7 @@ uint64_t sfr_fork_generation(void)
 }
 
 /* The slot that holds `value`, or -1. */
-static int find_slot_locked(int value)
+static int find_slot(int value)
 {
 	for (int i = 0; i < NR_FDS; i++)
 		if (atomic_load(&fds[i]) == value)
@@ -106,18 +135,18 @@ static int find_slot_locked(int value)
 }
 
 /* An interrupted open is tried again. -EMFILE also when the table is full: then nothing has been
- * opened. Blocks as long as open(2) does, and every fork of the process with it. */
-int sfr__fd_open(const char *path, int flags, mode_t mode)
+ * opened. Blocks as long as open(2) does. */
+int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
 	int slot, fd = -1, rc;
 
-	(void)pthread_mutex_lock(&fork_mu);
-	slot = find_slot_locked(0);
+	sfr__lock(&fork_mu);
+	slot = find_slot(0);
 	rc = -EMFILE;
 	if (slot < 0)
 		goto out;
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		fd = sfr_sys.open(path, flags | O_CLOEXEC, mode);
+		fd = sfr_sys.open(dir, path, flags | O_CLOEXEC, mode);
 		rc = fd < 0 ? -errno : fd;
 		if (rc != -EINTR)
 			break;
@@ -125,20 +154,26 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 	if (fd >= 0)
 		atomic_store(&fds[slot], fd + 1);
 out:
-	(void)pthread_mutex_unlock(&fork_mu);
+	sfr__unlock(&fork_mu);
 	return rc;
 }
 
-/* The descriptor is gone whatever is returned (Linux), so nobody closes it twice. */
+int sfr__fd_open(const char *path, int flags, mode_t mode)
+{
+	return sfr__fd_openat(AT_FDCWD, path, flags, mode);
+}
+
+/* The descriptor is gone whatever is returned (Linux), so nobody closes it twice. No lock is held:
+ * forks go on, see the top. */
 int sfr__fd_close(int fd)
 {
-	int slot, rc;
+	int slot = find_slot(fd + 1), rc;
 
-	(void)pthread_mutex_lock(&fork_mu);
-	slot = find_slot_locked(fd + 1);
+	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* see the top for where it cannot be set */
+	if (slot >= 0)
+		atomic_store(&fds[slot], -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
 	if (slot >= 0)
 		atomic_store(&fds[slot], 0);
-	(void)pthread_mutex_unlock(&fork_mu);
 	return rc;
 }

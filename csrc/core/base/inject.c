@@ -24,7 +24,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NR_SLOTS 16
 #define DIRECT_BLOCK 4096u
@@ -35,16 +35,17 @@
 /* Entries whose wrapper is nothing but "fail or pass on": what they return, their name, what
  * a failure returns, parameters, arguments. */
 #define FAILING_LIST(X)                                                                            \
-	X(int, open, -1, (const char *path, int flags, mode_t mode), (path, flags, mode))          \
+	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
+	  (dir, name, flags, mode))                                                                \
 	X(int, fdatasync, -1, (int fd), (fd))                                                      \
 	X(int, fsync, -1, (int fd), (fd))                                                          \
 	X(int, fallocate, -1, (int fd, int mode, off_t off, off_t len), (fd, mode, off, len))      \
 	X(int, flock, -1, (int fd, int op), (fd, op))                                              \
 	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
-	X(int, lstat, -1, (const char *path, struct stat *st), (path, st))                         \
-	X(int, rename, -1, (const char *from, const char *to), (from, to))                         \
-	X(int, unlink, -1, (const char *path), (path))                                             \
+	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
+	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
+	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \
 	X(DIR *, opendir, NULL, (const char *path), (path))                                        \
 	X(void *, mmap, MAP_FAILED,                                                                \
@@ -54,6 +55,7 @@
 	X(int, mprotect, -1, (void *addr, size_t len, int prot), (addr, len, prot))                \
 	X(int, madvise, -1, (void *addr, size_t len, int advice), (addr, len, advice))             \
 	X(int, mincore, -1, (void *addr, size_t len, unsigned char *vec), (addr, len, vec))        \
+	X(int, get_limit, -1, (int resource, struct rlimit *limit), (resource, limit))             \
 	X(void *, malloc, NULL, (size_t len), (len))                                               \
 	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \
 	X(void *, realloc, NULL, (void *old, size_t len), (old, len))                              \

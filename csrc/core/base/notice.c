@@ -10,15 +10,15 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 static struct {
-	pthread_mutex_t mu; /* guards all of this; a leaf: nothing is taken under it */
+	struct sfr__mutex mu; /* guards all of this; a leaf: nothing is taken under it */
 	pthread_cond_t cv;
 	bool cv_ready;
 	struct sfr__notice *head, *tail;
 	unsigned stops;
-} notices = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 /* The condition wants CLOCK_MONOTONIC, which no static initializer gives. */
 static void init_cv_locked(void)
@@ -32,7 +32,7 @@ static _Thread_local struct sfr_snapshot *taken_snapshot;
 
 void sfr__notice_post(struct sfr__notice *notice)
 {
-	pthread_mutex_lock(&notices.mu);
+	sfr__lock(&notices.mu);
 	init_cv_locked();
 	notice->next = NULL;
 	if (notices.tail)
@@ -41,7 +41,7 @@ void sfr__notice_post(struct sfr__notice *notice)
 		notices.head = notice;
 	notices.tail = notice;
 	pthread_cond_signal(&notices.cv);
-	pthread_mutex_unlock(&notices.mu);
+	sfr__unlock(&notices.mu);
 }
 
 void sfr__notice_text(const char *format, ...)
@@ -72,7 +72,7 @@ int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size
 
 	*ticket = NULL;
 	*what = 0;
-	pthread_mutex_lock(&notices.mu);
+	sfr__lock(&notices.mu);
 	init_cv_locked();
 	while (!notices.head && !notices.stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
@@ -87,7 +87,7 @@ int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size
 		*what = SFR_NOTICE_STOP;
 		rc = 0;
 	}
-	pthread_mutex_unlock(&notices.mu);
+	sfr__unlock(&notices.mu);
 	if (!notice)
 		return rc;
 	*what = notice->what;
@@ -113,17 +113,18 @@ struct sfr_snapshot *sfr_notice_snapshot(void)
 
 void sfr_notice_stop(void)
 {
-	pthread_mutex_lock(&notices.mu);
+	sfr__lock(&notices.mu);
 	init_cv_locked();
 	notices.stops++;
 	pthread_cond_signal(&notices.cv);
-	pthread_mutex_unlock(&notices.mu);
+	sfr__unlock(&notices.mu);
 }
 
-void sfr__notice_forked(void)
+static void forget(void)
 {
 	/* The parent's waiter and the holder of the lock, if any, do not exist here: the memory
 	 * is made new without looking at it. What was queued belongs to the parent. */
 	memset(&notices, 0, sizeof(notices));
-	(void)pthread_mutex_init(&notices.mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }
+SFR__AT_FORK(forget)

@@ -4,7 +4,7 @@
  * difference means that somebody wrote in between. Saves (lane.c, copy_cuda.c) and snapshots look
  * at the same lines; how they keep and compare them is their own business.
  */
-#include "save/ticket.h"
+#include "base/base.h"
 
 /* The i-th of n sampled lines of a source with nr_lines lines: the first, the last, and one at
  * a place of its own in each stratum between them, so that no stride goes unseen for ever. */

@@ -21,14 +21,29 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NS_PER_S 1000000000u
 #define WORKER_NICE 10 /* below the training thread, above idle work */
 
-static int plain_open(const char *path, int flags, mode_t mode)
+static int plain_open(int dir, const char *name, int flags, mode_t mode)
 {
-	return open(path, flags, mode);
+	return openat(dir, name, flags, mode);
+}
+
+static int plain_lstat(int dir, const char *name, struct stat *st)
+{
+	return fstatat(dir, name, st, AT_SYMLINK_NOFOLLOW);
+}
+
+static int plain_rename(int dir, const char *from, const char *to)
+{
+	return renameat(dir, from, dir, to);
+}
+
+static int plain_unlink(int dir, const char *name)
+{
+	return unlinkat(dir, name, 0);
 }
 
 static int plain_set_flags(int fd, int flags)
@@ -51,6 +66,11 @@ static int plain_set_affinity(const cpu_set_t *cpus)
 	return sched_setaffinity(0, sizeof(*cpus), cpus);
 }
 
+static int plain_get_limit(int resource, struct rlimit *limit)
+{
+	return getrlimit((__rlimit_resource_t)resource, limit);
+}
+
 struct sfr_sys sfr_sys = {
 	.open = plain_open,
 	.close = close,
@@ -62,9 +82,9 @@ struct sfr_sys sfr_sys = {
 	.flock = flock,
 	.set_flags = plain_set_flags,
 	.fstat = fstat,
-	.lstat = lstat,
-	.rename = rename,
-	.unlink = unlink,
+	.lstat = plain_lstat,
+	.rename = plain_rename,
+	.unlink = plain_unlink,
 	.rmdir = rmdir,
 	.opendir = opendir,
 	.readdir = readdir,
@@ -74,6 +94,7 @@ struct sfr_sys sfr_sys = {
 	.mprotect = mprotect,
 	.madvise = madvise,
 	.mincore = mincore,
+	.get_limit = plain_get_limit,
 	.malloc = malloc,
 	.calloc = calloc,
 	.realloc = realloc,
@@ -124,13 +145,14 @@ int sfr__cond_init(pthread_cond_t *cond)
 }
 
 /* May return 0 without a wake-up; every caller looks at its condition again. */
-int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_ns)
+int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	struct timespec ts;
 	int rc;
 
+	sfr__lock_alone(mu->rank);
 	if (deadline_ns == SFR_FOREVER) {
-		(void)pthread_cond_wait(cond, mu); /* fails only on a mutex not held */
+		(void)pthread_cond_wait(cond, &mu->mu); /* fails only on a mutex not held */
 		return 0;
 	}
 	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
@@ -138,7 +160,7 @@ int sfr__cond_wait(pthread_cond_t *cond, pthread_mutex_t *mu, uint64_t deadline_
 		return SFR_EAGAIN;
 	ts.tv_sec = (time_t)(deadline_ns / NS_PER_S);
 	ts.tv_nsec = (long)(deadline_ns % NS_PER_S);
-	rc = pthread_cond_timedwait(cond, mu, &ts);
+	rc = pthread_cond_timedwait(cond, &mu->mu, &ts);
 	return rc == ETIMEDOUT ? SFR_EAGAIN : 0;
 }
 

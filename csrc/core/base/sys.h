@@ -12,13 +12,14 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <time.h>
 
 struct sfr_sys {
-	/* files */
-	int (*open)(const char *path, int flags, mode_t mode);
+	/* files; a name is one in the open directory `dir`, or a path with AT_FDCWD */
+	int (*open)(int dir, const char *name, int flags, mode_t mode);
 	int (*close)(int fd);
 	ssize_t (*pread)(int fd, void *buf, size_t len, off_t off);
 	ssize_t (*pwrite)(int fd, const void *buf, size_t len, off_t off);
@@ -28,9 +29,9 @@ struct sfr_sys {
 	int (*flock)(int fd, int op);
 	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
 	int (*fstat)(int fd, struct stat *st);
-	int (*lstat)(const char *path, struct stat *st);
-	int (*rename)(const char *from, const char *to);
-	int (*unlink)(const char *path);
+	int (*lstat)(int dir, const char *name, struct stat *st);
+	int (*rename)(int dir, const char *from, const char *to);
+	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);
 	DIR *(*opendir)(const char *path);
 	struct dirent *(*readdir)(DIR *dir);
@@ -41,6 +42,7 @@ struct sfr_sys {
 	int (*mprotect)(void *addr, size_t len, int prot);
 	int (*madvise)(void *addr, size_t len, int advice);
 	int (*mincore)(void *addr, size_t len, unsigned char *vec);
+	int (*get_limit)(int resource, struct rlimit *limit); /* getrlimit */
 	void *(*malloc)(size_t len);
 	void *(*calloc)(size_t nr, size_t len);
 	void *(*realloc)(void *old, size_t len);

@@ -22,7 +22,7 @@
 
 #include "check/ahead.h"
 #include "check/direct.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NR_THREADS 2u
 #define NR_SLOTS 5u /* the view, one in each thread's hands, and as many filled */
@@ -39,7 +39,7 @@ struct sfr__ahead {
 	int fd, direct_fd; /* constant; direct_fd negative: there is none */
 	uint64_t end, nr_pieces, fork_generation;
 	unsigned char *mem, *slots_at;
-	pthread_mutex_t mu; /* a leaf: nothing is called under it */
+	struct sfr__mutex mu; /* a leaf: nothing is called under it */
 	pthread_cond_t filled, freed;
 	struct slot slots[NR_SLOTS];
 	uint64_t next;     /* piece that nobody reads yet; guarded by mu */
@@ -63,7 +63,7 @@ static void *reader_main(void *arg)
 {
 	struct sfr__ahead *a = arg;
 
-	(void)pthread_mutex_lock(&a->mu);
+	sfr__lock(&a->mu);
 	for (;;) {
 		uint64_t piece, off;
 		struct slot *slot;
@@ -73,7 +73,7 @@ static void *reader_main(void *arg)
 		if (a->stop || a->next >= a->nr_pieces)
 			break;
 		piece = a->next++;
-		(void)pthread_mutex_unlock(&a->mu);
+		sfr__unlock(&a->mu);
 
 		off = piece * SFR__AHEAD_PIECE;
 		slot = &a->slots[piece % NR_SLOTS];
@@ -82,27 +82,27 @@ static void *reader_main(void *arg)
 		slot->code = sfr__direct_read(a->fd, a->direct_fd, (char *)piece_at(a, piece),
 					      slot->len, off);
 
-		(void)pthread_mutex_lock(&a->mu);
+		sfr__lock(&a->mu);
 		slot->filled = true;
 		(void)pthread_cond_signal(&a->filled); /* only one ever waits */
 	}
-	(void)pthread_mutex_unlock(&a->mu);
+	sfr__unlock(&a->mu);
 	return NULL;
 }
 
 static void end_threads(struct sfr__ahead *a)
 {
-	(void)pthread_mutex_lock(&a->mu);
+	sfr__lock(&a->mu);
 	a->stop = true;
 	(void)pthread_cond_broadcast(&a->freed);
-	(void)pthread_mutex_unlock(&a->mu);
+	sfr__unlock(&a->mu);
 	for (unsigned i = 0; i < a->nr_threads; i++)
 		(void)sfr_sys.thread_join(a->threads[i], NULL); /* a thread of ours, once */
 	if (a->direct_fd >= 0)
 		(void)sfr__fd_close(a->direct_fd); /* nothing was written to it */
 	(void)pthread_cond_destroy(&a->freed);
 	(void)pthread_cond_destroy(&a->filled);
-	(void)pthread_mutex_destroy(&a->mu);
+	sfr__mutex_fini(&a->mu);
 }
 
 int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
@@ -127,7 +127,7 @@ int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
 	a->end = end;
 	a->nr_pieces = (end + SFR__AHEAD_PIECE - 1) / SFR__AHEAD_PIECE;
 	a->fork_generation = sfr_fork_generation();
-	(void)pthread_mutex_init(&a->mu, NULL); /* neither of them fails with glibc */
+	sfr__mutex_init(&a->mu, SFR__LOCK_AHEAD);
 	(void)sfr__cond_init(&a->filled);
 	(void)sfr__cond_init(&a->freed);
 	if (direct)
@@ -161,10 +161,10 @@ static int take(struct sfr__ahead *a, uint64_t off)
 
 	if (a->taken == a->nr_pieces || left > SFR__AHEAD_MOST)
 		return SFR_ECORRUPT; /* cannot be: better a wrong verdict than a wild write */
-	(void)pthread_mutex_lock(&a->mu);
+	sfr__lock(&a->mu);
 	while (!slot->filled)
 		(void)sfr__cond_wait(&a->filled, &a->mu, SFR_FOREVER); /* 0, always */
-	(void)pthread_mutex_unlock(&a->mu);
+	sfr__unlock(&a->mu);
 	if (slot->code != 0)
 		return slot->code; /* and again, whenever it is asked for */
 	if (left != 0)
@@ -173,11 +173,11 @@ static int take(struct sfr__ahead *a, uint64_t off)
 	a->view_off = a->taken * SFR__AHEAD_PIECE - left;
 	a->view_len = left + slot->len;
 
-	(void)pthread_mutex_lock(&a->mu);
+	sfr__lock(&a->mu);
 	slot->filled = false;     /* for the piece that has this slot next */
 	a->freed_to = a->taken++; /* all before the one in view */
 	(void)pthread_cond_broadcast(&a->freed);
-	(void)pthread_mutex_unlock(&a->mu);
+	sfr__unlock(&a->mu);
 	return 0;
 }
 

@@ -38,7 +38,7 @@
 
 #include "check/ahead.h"
 #include "check/records.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
 #define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */

@@ -13,8 +13,8 @@
  * own that read ahead; freeing it ends them. A fork leaves it usable, by itself, in the child. The file's own position is not used. A file that is
  * changed meanwhile is found damaged at worst.
  */
-#ifndef SFR_LOAD_H
-#define SFR_LOAD_H
+#ifndef SFR_CHECK_H
+#define SFR_CHECK_H
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -10,7 +10,7 @@
 #include <stdio.h> /* snprintf */
 
 #include "check/direct.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 int sfr__direct_open(int fd)
 {

@@ -12,7 +12,7 @@
 #include <errno.h>
 
 #include "check/names.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* 64-bit FNV-1a. */
 static uint64_t hash_name(const unsigned char *name, size_t len)

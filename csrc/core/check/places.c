@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "check/places.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define MOST (1u << 20)        /* records */
 #define MOST_NAMES (64u << 20) /* bytes of names */

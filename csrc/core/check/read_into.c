@@ -13,7 +13,7 @@
 #include <sys/mman.h>
 
 #include "check/check.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23

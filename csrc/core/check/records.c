@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "check/records.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* Keeps the name for messages, and looks at what it says. NULL or what is wrong with it. */
 static const char *take_name(struct sfr_check *c, const unsigned char *name)

@@ -14,8 +14,8 @@
 #include <errno.h>
 
 #include "check/ahead.h"
-#include "base/sfr_internal.h"
 #include "check/window.h"
+#include "base/base.h"
 
 int sfr__window_init(struct sfr__window *w, int fd, size_t cap, size_t piece)
 {

@@ -71,13 +71,13 @@ SAME(batch_v1, PFN_cuMemcpyBatchAsync_v12080, size_t, size_t *, CUstream);
 #endif
 
 static struct {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	bool tried, loaded, ready, told;
 	CUresult init_rc;
 	char library[192];
 	char why[512]; /* why it cannot be used, "" while it can */
 	struct sfr__cuda table;
-} driver = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
 /* dlsym's answer as a function, without the cast that ISO C does not know. */
 #define TAKE(slot, handle, symbol)                                                                 \
@@ -153,9 +153,9 @@ static void init_locked(void)
 }
 
 /* In a child of fork, which has one thread: another one of the parent's may have had the lock. */
-void sfr__cuda_forked(void)
+static void forget(void)
 {
-	(void)pthread_mutex_init(&driver.mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER);
 	if (!driver.ready)
 		return;
 	/* What an initialised driver does in a child is not defined. */
@@ -164,6 +164,7 @@ void sfr__cuda_forked(void)
 		       "CUDA was initialised before this process was forked; the start method "
 		       "\"spawn\" makes processes that can use it");
 }
+SFR__AT_FORK(forget)
 
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 {
@@ -171,7 +172,7 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 
 	char text[sizeof(driver.why)] = "";
 
-	pthread_mutex_lock(&driver.mu);
+	sfr__lock(&driver.mu);
 	load_locked();
 	if (driver.loaded && !driver.ready)
 		init_locked();
@@ -181,7 +182,7 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 	if (!cu && !driver.told)
 		(void)snprintf(text, sizeof(text), "%s", driver.why);
 	driver.told = driver.told || !cu;
-	pthread_mutex_unlock(&driver.mu);
+	sfr__unlock(&driver.mu);
 	if (text[0])
 		sfr__notice_text("CUDA tensors cannot be saved: %s", text);
 	return cu;
@@ -189,7 +190,7 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 
 void sfr__cuda_sentence(char *text, size_t len)
 {
-	pthread_mutex_lock(&driver.mu);
+	sfr__lock(&driver.mu);
 	load_locked();
 	if (driver.why[0])
 		(void)snprintf(text, len, "CUDA tensors cannot be saved: %s.", driver.why);
@@ -199,7 +200,7 @@ void sfr__cuda_sentence(char *text, size_t len)
 			       driver.table.version % 1000 / 10,
 			       driver.table.batch_v2 || driver.table.batch_v1 ? "batched" :
 										"single");
-	pthread_mutex_unlock(&driver.mu);
+	sfr__unlock(&driver.mu);
 }
 
 /* ---- contexts ------------------------------------------------------------- */

@@ -3,7 +3,7 @@
 #define SFR_CUDA_DRIVER_H
 
 #include "cuda/types.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* X(member, header's name, symbol, parameters): symbols are the exact, versioned ones, whatever
  * the header at hand maps the plain name to. Never those for per-thread default streams. */
@@ -65,8 +65,6 @@ struct sfr__cuda {
  * that can be used, and then `why` (if not NULL) says so in a sentence. Any thread. A process that
  * has not used CUDA should not ask: cuInit would spoil its forked children. */
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
-/* In a child of fork: what was initialised in the parent is of no use. */
-void sfr__cuda_forked(void);
 /* A sentence on the driver, for stats: which it is, or what is missing. Loads, never initialises. */
 void sfr__cuda_sentence(char *text, size_t len);
 

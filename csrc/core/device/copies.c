@@ -113,11 +113,11 @@ static void flush(struct staging *s)
 	 * behind them and was made before anything was queued, will do. */
 	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(lane);
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	copy_batch_locked(s);
 	if (piece)
 		fly_locked(s, piece, false);
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	s->nr = 0;
 	s->bytes = 0;
 }
@@ -130,7 +130,7 @@ static void flush_last(struct staging *s)
 	struct sfr_ticket *t = s->part->ticket;
 	bool unused;
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	copy_batch_locked(s);
 	unused = lane->dead && !s->queued;
 	if (unused) {
@@ -140,11 +140,11 @@ static void flush_last(struct staging *s)
 	} else {
 		fly_locked(s, s->last, true);
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	if (unused && s->block) {
-		pthread_mutex_lock(&t->engine->mu);
+		sfr__lock(&t->engine->mu);
 		t->blocks_held--;
-		pthread_mutex_unlock(&t->engine->mu);
+		sfr__unlock(&t->engine->mu);
 		sfr__pool_put(t->engine->pool, s->block);
 	}
 }
@@ -172,15 +172,15 @@ void sfr__cuda_throttle(struct sfr__cuda_part *part)
 	struct sfr__cuda_lane *lane = part->lane;
 
 	sfr__cuda_poll(lane);
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	while (lane->nr_in_flight >= sfr__cuda_nr_in_flight && part->ticket->seq > lane->rush_seq &&
 	       !lane->dead) {
 		(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(50 * 1000));
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		sfr__cuda_poll(lane);
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 }
 
 static void add_copy(struct staging *s, char *dst, const char *src, size_t len, bool slowly)
@@ -189,9 +189,9 @@ static void add_copy(struct staging *s, char *dst, const char *src, size_t len, 
 	if (s->nr == SFR__CUDA_BATCH || (s->nr > 0 && len >= SFR__CUDA_SMALL)) {
 		struct sfr__cuda_lane *lane = s->part->lane;
 
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		copy_batch_locked(s);
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		s->nr = 0;
 	}
 	s->dst[s->nr] = (CUdeviceptr)(uintptr_t)dst;
@@ -216,10 +216,10 @@ void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *r
 	struct sfr__seg seg;
 
 	if (!staging_init(&s, part, run)) {
-		pthread_mutex_lock(&t->engine->mu);
+		sfr__lock(&t->engine->mu);
 		t->blocks_held--;
 		sfr__ticket_fail_locked(t, &s.err);
-		pthread_mutex_unlock(&t->engine->mu);
+		sfr__unlock(&t->engine->mu);
 		sfr__pool_put(t->engine->pool, block);
 		return;
 	}
@@ -273,7 +273,7 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 
 	if (!store->range.map)
 		return;
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	dead = lane->dead;
 	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && store->range.map && !dead; i++) {
 		if (lane->stores[i].range.map)
@@ -281,7 +281,7 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 		lane->stores[i] = *store;
 		*store = (struct sfr__cuda_store){ 0 };
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	/* On a dead device a copy may still be running: the memory stays for as long as the
 	 * process. */
 	if (!store->range.map || dead)
@@ -296,14 +296,14 @@ int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cud
 	int rc;
 
 	len = (size_t)sfr__round_up(len, SFR_PAGE);
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	for (size_t i = 0; i < SFR__CUDA_STORES_KEPT && !store->range.map; i++) {
 		if (lane->stores[i].len < len)
 			continue;
 		*store = lane->stores[i];
 		lane->stores[i] = (struct sfr__cuda_store){ 0 };
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	if (store->range.map)
 		return 0;
 	rc = sfr__memory_reserve(&store->range, len);
@@ -403,7 +403,7 @@ static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthre
 	CUevent event;
 	CUresult rc;
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	event = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
 	rc = event ? lane->cu->copy(part->store.range.base, (CUdeviceptr)(uintptr_t)src, len,
 				    lane->stream) :
@@ -420,7 +420,7 @@ static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthre
 	}
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, event);
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	return err->code;
 }
 

@@ -92,20 +92,20 @@ struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_piece *piece;
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	piece = lane->free_pieces;
 	if (piece)
 		lane->free_pieces = piece->next;
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
 }
 
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 }
 
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
@@ -139,14 +139,14 @@ static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 		err.index = torn;
 	}
 	if (piece->block || err.code) {
-		pthread_mutex_lock(&lane->engine->mu);
+		sfr__lock(&lane->engine->mu);
 		if (err.code)
 			sfr__ticket_fail_locked(t, &err);
 		if (piece->block && landed)
 			sfr__push_block_locked(t, piece->run, piece->blk, piece->block, false);
 		else if (piece->block)
 			t->blocks_held--;
-		pthread_mutex_unlock(&lane->engine->mu);
+		sfr__unlock(&lane->engine->mu);
 	}
 	/* Only now: who waits for a block and hears that there is none looks for the reason. */
 	if (piece->block && !landed)
@@ -162,7 +162,7 @@ static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 
 	if (!landing)
 		end_block(lane, piece, landed);
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, piece->landed);
 	piece->next = lane->free_pieces;
@@ -171,7 +171,7 @@ static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 		part->nr_out--;
 		over = sfr__cuda_part_over_locked(part);
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	if (landing)
 		landing->fn(landing, landed);
 	else if (over)
@@ -204,7 +204,7 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_piece *piece;
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	while ((piece = lane->head) && is_due_locked(lane, piece)) {
 		bool landed = !lane->dead;
 
@@ -212,11 +212,11 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 		if (!lane->head)
 			lane->tail = NULL;
 		lane->nr_in_flight--;
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		end_piece(lane, piece, landed);
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 }
 
 bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part)
@@ -238,11 +238,11 @@ void sfr__cuda_part_settle(struct sfr__cuda_part *part)
 	struct sfr_ticket *t = part->ticket;
 	bool single;
 
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	single = lane->single_copies;
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	sfr__cuda_store_put(lane, &part->store);
-	pthread_mutex_lock(&lane->engine->mu);
+	sfr__lock(&lane->engine->mu);
 	t->cuda_out--;
 	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
 	if (single)
@@ -252,7 +252,7 @@ void sfr__cuda_part_settle(struct sfr__cuda_part *part)
 			       lane->device);
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
-	pthread_mutex_unlock(&lane->engine->mu);
+	sfr__unlock(&lane->engine->mu);
 }
 
 /* ---- the thread -------------------------------------------------------------- */
@@ -264,7 +264,7 @@ static void *lane_main(void *arg)
 
 	/* A failure shows at the first call that needs the context. */
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	for (;;) {
 		struct sfr__cuda_part *part = lane->queue_head;
 
@@ -272,13 +272,13 @@ static void *lane_main(void *arg)
 			lane->queue_head = part->next;
 			if (!lane->queue_head)
 				lane->queue_tail = NULL;
-			pthread_mutex_unlock(&lane->mu);
+			sfr__unlock(&lane->mu);
 			sfr__cuda_stage(part);
-			pthread_mutex_lock(&lane->mu);
+			sfr__lock(&lane->mu);
 		} else if (lane->head) {
-			pthread_mutex_unlock(&lane->mu);
+			sfr__unlock(&lane->mu);
 			sfr__cuda_poll(lane);
-			pthread_mutex_lock(&lane->mu);
+			sfr__lock(&lane->mu);
 			if (lane->head && !lane->queue_head)
 				(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		} else if (lane->stopping) {
@@ -287,7 +287,7 @@ static void *lane_main(void *arg)
 			(void)sfr__cond_wait(&lane->cv, &lane->mu, SFR_FOREVER);
 		}
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	sfr__cuda_leave(&scope);
 	return NULL;
 }
@@ -333,7 +333,7 @@ static void free_lane(struct sfr__cuda_lane *lane)
 		sfr_sys.free(piece);
 	}
 	(void)pthread_cond_destroy(&lane->cv); /* nobody waits any more */
-	(void)pthread_mutex_destroy(&lane->mu);
+	sfr__mutex_fini(&lane->mu);
 	sfr_sys.free(lane);
 }
 
@@ -366,10 +366,10 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 
 static void stop_lane(struct sfr__cuda_lane *lane)
 {
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	lane->stopping = true;
 	pthread_cond_signal(&lane->cv);
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	(void)sfr_sys.thread_join(lane->thread, NULL); /* ours and joinable */
 	fini_device(lane);
 }
@@ -381,10 +381,10 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 	bool closing;
 	int rc;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	*out = find_locked(engine, device);
 	closing = engine->closing;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (closing)
 		return SFR_ECLOSED;
 	if (*out)
@@ -392,12 +392,12 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 	lane = sfr_sys.calloc(1, sizeof(*lane));
 	if (!lane)
 		return -ENOMEM;
-	(void)pthread_mutex_init(&lane->mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&lane->mu, SFR__LOCK_LANE);
 	lane->engine = engine;
 	lane->device = device;
 	rc = sfr__cond_init(&lane->cv);
 	if (rc < 0) {
-		(void)pthread_mutex_destroy(&lane->mu);
+		sfr__mutex_fini(&lane->mu);
 		sfr_sys.free(lane);
 		return rc;
 	}
@@ -408,14 +408,14 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 		free_lane(lane);
 		return rc;
 	}
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	other = find_locked(engine, device);
 	closing = engine->closing;
 	if (!other && !closing) {
 		lane->next = engine->cuda_lanes;
 		engine->cuda_lanes = lane;
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	*out = other ? other : lane;
 	if (other || closing) {
 		stop_lane(lane);
@@ -429,9 +429,9 @@ void sfr__cuda_lanes_stop(struct sfr_engine *engine)
 	struct sfr__cuda_lane *first;
 
 	/* The list only grows, at its head, and no more once the engine is closing. */
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	first = engine->cuda_lanes;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	for (struct sfr__cuda_lane *lane = first; lane; lane = lane->next)
 		if (!lane->stopping)
 			stop_lane(lane);

@@ -1,13 +1,13 @@
 /* A device's lane, and a save's part in it: what lane_cuda.c and stage_cuda.c share.
  *
- * Locks: lane->mu stands between engine->mu and pool->mu (sfr_internal.h); nothing of the engine
+ * Locks: lane->mu stands between engine->mu and pool->mu (base/lock.h); nothing of the engine
  * is taken under it. It is held over calls of the driver, none of which waits for a device. */
-#ifndef SFR_CUDA_LANE_H
-#define SFR_CUDA_LANE_H
+#ifndef SFR_LANE_H
+#define SFR_LANE_H
 
 #include "cuda/driver.h"
 #include "memory/pin.h"
-#include "save/ticket.h"
+#include "save/save.h"
 
 enum {
 	SFR__CUDA_EVENTS_KEPT = 64, /* free ones a lane holds on to */
@@ -57,7 +57,7 @@ struct sfr__cuda_lane {
 	CUstream stream;
 	pthread_t thread;
 
-	pthread_mutex_t mu; /* guards what follows, and the order on the stream */
+	struct sfr__mutex mu; /* guards what follows, and the order on the stream */
 	pthread_cond_t cv;
 	struct sfr__cuda_piece *head, *tail;            /* in flight, in the stream's order */
 	struct sfr__cuda_piece *free_pieces;            /* to be used again */

@@ -79,12 +79,12 @@ void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUeve
 	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
 	if (rc == CUDA_SUCCESS)
 		rc = lane->cu->stream_wait(stream, *event, 0);
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	if (rc != CUDA_SUCCESS)
 		(void)sfr__cuda_failed_locked(lane, "cuStreamWaitEvent", rc, err);
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, *event);
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	*event = NULL;
 	sfr__cuda_leave(&scope);
 }

@@ -19,12 +19,12 @@ static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (engine->nr_snapshots == 0) {
 		pool = engine->pool;
 		engine->pool = NULL;
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (pool && engine->default_cap)
 		sfr__budget_give(engine->pool_bytes);
 	sfr__pool_free(pool);
@@ -34,9 +34,9 @@ void sfr__engine_snapshot_gone(struct sfr_engine *engine)
 {
 	bool last;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	last = --engine->nr_snapshots == 0 && engine->closed;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (last)
 		free_pool(engine);
 }
@@ -44,6 +44,24 @@ void sfr__engine_snapshot_gone(struct sfr_engine *engine)
 static bool foreign(const struct sfr_engine *engine)
 {
 	return engine->fork_generation != sfr_fork_generation();
+}
+
+/* A default cap is what would be well; where the system has not that much address space to give,
+ * half of it is as good as any other, and again. */
+static int make_pool(struct sfr_engine *engine)
+{
+	const uint64_t block_bytes = engine->opts.block_bytes;
+	int rc;
+
+	for (;;) {
+		uint64_t half = engine->pool_bytes / 2 / block_bytes * block_bytes;
+
+		rc = sfr__pool_new(engine->pool_bytes, block_bytes, &engine->pool);
+		if (rc != -ENOMEM || !engine->default_cap || half == 0)
+			return rc;
+		sfr__budget_give(engine->pool_bytes - half);
+		engine->pool_bytes = half;
+	}
 }
 
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
@@ -64,7 +82,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	atomic_init(&engine->refs, 1);
 	engine->fork_generation = sfr_fork_generation();
 	engine->opts = *opts;
-	(void)pthread_mutex_init(&engine->mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&engine->mu, SFR__LOCK_ENGINE);
 	rc = sfr__cond_init(&engine->cv_lane);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_writer);
@@ -75,7 +93,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	engine->default_cap = opts->pool_bytes == 0;
 	engine->pool_bytes =
 		engine->default_cap ? sfr__budget_take(opts->block_bytes) : opts->pool_bytes;
-	rc = sfr__pool_new(engine->pool_bytes, engine->opts.block_bytes, &engine->pool);
+	rc = make_pool(engine);
 	if (rc < 0)
 		goto fail;
 	*out = engine;
@@ -124,12 +142,12 @@ static void stop_threads(struct sfr_engine *engine)
 {
 	bool lane;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	engine->stopping = true;
 	lane = engine->started;
 	pthread_cond_broadcast(&engine->cv_lane);
 	pthread_cond_broadcast(&engine->cv_writer);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	/* Joining cannot fail: the threads are ours and joinable. */
 	if (lane)
 		(void)sfr_sys.thread_join(engine->lane, NULL);
@@ -157,9 +175,29 @@ void sfr_engine_put(struct sfr_engine *engine)
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
 	(void)pthread_cond_destroy(&engine->cv_state);
-	(void)pthread_mutex_destroy(&engine->mu);
+	sfr__mutex_fini(&engine->mu);
 	sfr_sys.free(engine->writers);
 	sfr_sys.free(engine);
+}
+
+void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
+{
+	if (!sfr__pool_lacks(engine->pool))
+		return;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+}
+
+bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine))
+{
+	bool made;
+
+	if (!sfr__pool_lacks(engine->pool))
+		return false;
+	sfr__unlock(&engine->mu);
+	made = sfr__pool_supply(engine->pool, go_on, engine);
+	sfr__lock(&engine->mu);
+	return made;
 }
 
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
@@ -187,7 +225,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 
 	if (foreign(engine))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	engine->closing = true;
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
 	while (is_used_locked(engine) && rc == 0)
@@ -195,8 +233,8 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	if (!is_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
-		engine->close_seq = sfr__log_last_remove();
-	pthread_mutex_unlock(&engine->mu);
+		engine->close_seq = sfr__log_close_seq();
+	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		return rc;
 	now = sfr__now_ns();
@@ -207,11 +245,11 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 		if (rc < 0)
 			return rc;
 	}
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	stop = engine->nr_in_flight == 0 && !engine->closed;
 	if (stop)
 		engine->closed = true;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (stop) {
 		stop_threads(engine);
 		free_pool(engine);
@@ -222,20 +260,24 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 {
 	struct sfr__pool_stats pool = { 0 };
+	uint64_t nr_save_blocks = 0;
 
 	memset(out, 0, sizeof(*out));
 	if (foreign(engine))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
+	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
+		nr_save_blocks += t->blocks_held;
 	out->saves_in_flight = engine->nr_in_flight;
 	out->saves_total = engine->nr_saves;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	out->pool_bytes = engine->pool_bytes;
 	out->block_bytes = engine->opts.block_bytes;
 	out->committed_bytes = pool.committed_bytes;
 	out->leased_bytes = pool.leased_bytes;
+	out->save_bytes = nr_save_blocks * engine->opts.block_bytes;
 	out->retired_bytes = pool.retired_bytes;
 	return 0;
 }
@@ -247,20 +289,20 @@ static int begin_use(struct sfr_engine *engine)
 
 	if (foreign(engine))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	rc = engine->closing ? SFR_ECLOSED : 0;
 	if (rc == 0)
 		engine->nr_pool_users++;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return rc;
 }
 
 static void end_use(struct sfr_engine *engine)
 {
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	engine->nr_pool_users--;
 	pthread_cond_broadcast(&engine->cv_state); /* close may wait for this */
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 }
 
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes)
@@ -307,15 +349,15 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 	if (foreign(engine))
 		return SFR_EFORK;
 	sfr__cuda_sentence(text, len);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next) {
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		used = strlen(text);
 		if (lane->dead)
 			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
 				       lane->device, lane->why);
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return 0;
 }

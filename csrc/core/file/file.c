@@ -1,6 +1,7 @@
 /* One file's life: from a temporary to a durable name.
  *
- *   1  open      temporary in the same directory, locked            (tmp.c)
+ *   1  open      the directory, once and for all that follows
+ *                temporary in it, locked                            (tmp.c)
  *                one page written to see whether O_DIRECT works; room reserved
  *   2  write     blocks at their offsets, several threads at a time
  *   3  sync      fdatasync: the bytes are on the disk
@@ -9,6 +10,8 @@
  *   6  close     the lock goes last
  *
  * What each order prevents, when the machine dies at any moment:
+ *   directory first  after gigabytes were written and renamed there would be no
+ *                    descriptor left to sync it by, or no permission to read it
  *   same directory   a rename across file systems would be a copy
  *   2 before 3       fdatasync promises only what was written before it
  *   3 before 4       a rename may reach the disk before the data it names: the
@@ -50,7 +53,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 #include "trace/trace.h"
 
 #define SLICE (4u << 20) /* of one write: larger ones gain nothing, smaller ones cost */
@@ -77,17 +80,17 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 		   bool durable)
 {
 	memset(f, 0, sizeof(*f));
-	f->fd = -1;
+	f->fd = f->dir_fd = -1;
 	f->len = len;
 	f->durable = durable;
 	f->fork_generation = sfr_fork_generation();
 	f->dir = copy_text(dir);
 	f->name = copy_text(name);
+	f->state = SFR__FILE_NAMED;
 	if (!f->dir || !f->name) {
 		sfr__file_fini(f);
 		return -ENOMEM;
 	}
-	f->state = SFR__FILE_NAMED;
 	return 0;
 }
 
@@ -170,6 +173,15 @@ static int reserve(struct sfr__file *f)
 	return 0;
 }
 
+/* What need not be synced need not be readable. 0 or -errno. */
+static int open_directory(struct sfr__file *f)
+{
+	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
+
+	f->dir_fd = fd < 0 ? -1 : fd;
+	return fd < 0 ? fd : 0;
+}
+
 int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc;
@@ -177,8 +189,13 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 	if (f->state != SFR__FILE_NAMED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
 	f->state = SFR__FILE_BROKEN; /* until every step has been made */
-	sfr__tmp_clean(f->dir);
-	rc = sfr__tmp_make(f->dir, &f->live, &f->tmp, &f->fd, err);
+	rc = open_directory(f);
+	if (rc < 0)
+		return fail(err, rc, SFR_PHASE_OPEN,
+			    f->durable ? "the directory, which a durable save reads and syncs" :
+					 "the directory");
+	sfr__tmp_clean(f->dir_fd, f->dir);
+	rc = sfr__tmp_make(f->dir_fd, &f->tmp, &f->fd, err);
 	if (rc < 0)
 		return rc;
 	rc = probe_direct(f);
@@ -248,11 +265,11 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 /* What rename would replace without a word, and nobody meant: a pipe, a device, a socket. A
  * directory rename refuses itself. Asked now and not at open, since an earlier remove of the
  * name may have stood in the log. 0 or -errno. */
-static int check_destination(const char *path)
+static int check_destination(const struct sfr__file *f)
 {
 	struct stat st;
 
-	if (sfr_sys.lstat(path, &st) < 0)
+	if (sfr_sys.lstat(f->dir_fd, f->name, &st) < 0)
 		return errno == ENOENT ? 0 : -errno;
 	if (S_ISREG(st.st_mode) || S_ISLNK(st.st_mode))
 		return 0;
@@ -263,13 +280,8 @@ static int check_destination(const char *path)
 static int sync_directory(struct sfr__file *f)
 {
 	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);
-	int fd = sfr__fd_open(f->dir, O_RDONLY | O_DIRECTORY, 0);
-	int rc;
+	int rc = sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
 
-	if (fd < 0)
-		return fd;
-	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
-	(void)sfr__fd_close(fd); /* fsync has said what there is to say */
 	if (rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS) {
 		(void)snprintf(f->fallback[1], sizeof(f->fallback[1]),
 			       "the file system cannot sync a directory (%s): when the new name "
@@ -282,19 +294,14 @@ static int sync_directory(struct sfr__file *f)
 
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 {
-	char *path;
 	int rc;
 
 	if (f->state != SFR__FILE_SYNCED)
 		return fail(err, SFR_ESTATE, SFR_PHASE_RENAME, NULL);
 	f->state = SFR__FILE_BROKEN;
-	path = sfr__path_join(f->dir, f->name);
-	if (!path)
-		return fail(err, -ENOMEM, SFR_PHASE_RENAME, NULL);
-	rc = check_destination(path);
+	rc = check_destination(f);
 	if (rc == 0)
-		rc = sfr_sys.rename(f->tmp, path) < 0 ? -errno : 0;
-	sfr_sys.free(path);
+		rc = sfr_sys.rename(f->dir_fd, f->tmp.name, f->name) < 0 ? -errno : 0;
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_RENAME,
 			    rc == -EINVAL ? "the path is not a regular file" : NULL);
@@ -318,19 +325,21 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 
 void sfr__file_fini(struct sfr__file *f)
 {
-	bool ours = f->fork_generation == sfr_fork_generation();
+	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
+	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
-	/* In a forked child the temporary is the parent's, and the descriptor is closed. */
-	if (ours && f->tmp && !f->renamed)
-		(void)sfr_sys.unlink(f->tmp); /* if it fails, the next save clears it away */
-	if (ours && f->live.serial)
-		sfr__tmp_forget(&f->live);
-	if (ours && f->tmp && f->fd >= 0)
+	if (ours && f->tmp.serial && !f->renamed)
+		(void)sfr_sys.unlink(f->dir_fd,
+				     f->tmp.name); /* else the next save clears it away */
+	if (ours && f->tmp.serial)
+		sfr__tmp_forget(&f->tmp);
+	if (ours && f->fd >= 0)
 		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */
-	sfr_sys.free(f->tmp);
+	if (ours && f->dir_fd >= 0)
+		(void)sfr__fd_close(f->dir_fd); /* fsync has said what there is to say */
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);
-	f->tmp = f->name = f->dir = NULL;
-	f->fd = -1;
+	f->name = f->dir = NULL;
+	f->fd = f->dir_fd = -1;
 	f->state = SFR__FILE_NONE;
 }

@@ -9,7 +9,7 @@
  * others swap directories for links meanwhile is not defended against; the
  * directories of checkpoints belong to the one who trains.
  *
- * One thing in a tree is left: a temporary whose writer is alive. Removes run in
+ * One thing in a tree is left: a temporary whose writer is, or may be, alive. Removes run in
  * the order of submission, so that save was submitted after the remove, and its
  * file must survive it. The directories above it stay with it, silently.
  *
@@ -21,9 +21,10 @@
  * reason. Nobody waits for a remove to be durable, since it reports to nobody.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define NR_SCANS 8 /* of one directory; some file systems skip entries while others go */
 
@@ -65,7 +66,7 @@ static bool remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
 
-	if (sfr_sys.lstat(path, &st) < 0) {
+	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
 		return false; /* it was not there: nothing has changed */
@@ -74,11 +75,11 @@ static bool remove_one(struct walk *w, const char *path, const char *name)
 		push(w, path);
 		return false;
 	}
-	if (name && S_ISREG(st.st_mode) && sfr__tmp_is_live(path, name)) {
+	if (name && S_ISREG(st.st_mode) && sfr__tmp_may_be_live(path, name)) {
 		w->kept = true;
 		return false;
 	}
-	if (sfr_sys.unlink(path) == 0)
+	if (sfr_sys.unlink(AT_FDCWD, path) == 0)
 		return true;
 	if (errno != ENOENT)
 		failed(w, -errno);

@@ -30,8 +30,11 @@
  * Only one of them can have the lock, and a name is never used twice by a
  * process, so what the cleaner unlinks is what it has locked.
  *
- * Where the file system has no flock, a dead writer's temporary stays: nothing
- * could tell it from a live one.
+ * Dead is only whose lock was got, or whose name is gone. Where nothing can be known
+ * the temporary stays, and a notice names it once a process: the file system has no
+ * flock (ENOLCK, ENOSYS), no descriptor is left (EMFILE), nobody may open it (EACCES).
+ * The lock is asked for on a descriptor that may write where that can be had: NFS
+ * makes a lock of fcntl's out of it, and answers EBADF to one that may only read.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -42,32 +45,32 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "file/file.h"
 
 #define PREFIX ".stillframe-"
 #define SUFFIX ".tmp"
 #define NO_BOOT "noboot"
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
 #define BOOT_LEN 32  /* hexadecimal digits of a boot id without its dashes */
-#define NAME_LEN 128 /* more than the longest name we make */
 #define NR_TRIES 64  /* names tried before a directory is given up */
 #define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
 
 static struct {
-	pthread_mutex_t mu; /* guards everything here; a leaf, no system call under it */
+	struct sfr__mutex mu; /* guards everything here; a leaf, no system call under it */
 	struct sfr__tmp *live;
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
 	atomic_bool boot_known;   /* set last: a forked child may find `boot` half written */
 	uint64_t named[NR_NAMED]; /* hashes of the paths */
 	unsigned nr_named;
-} temps = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} temps = { .mu = SFR__MUTEX(SFR__LOCK_TMP) };
 
-void sfr__tmp_forked(void)
+static void forget(void)
 {
-	temps.live = NULL;                         /* the parent's; here nobody writes them */
-	(void)pthread_mutex_init(&temps.mu, NULL); /* cannot fail for a default mutex */
+	temps.live = NULL; /* the parent's; here nobody writes them */
+	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
+SFR__AT_FORK(forget)
 
 char *sfr__path_join(const char *dir, const char *name)
 {
@@ -114,14 +117,14 @@ static bool get_boot(char boot[BOOT_LEN + 1])
 			memcpy(boot, NO_BOOT, sizeof(NO_BOOT));
 			return false;
 		}
-		pthread_mutex_lock(&temps.mu);
+		sfr__lock(&temps.mu);
 		memcpy(temps.boot, boot, BOOT_LEN + 1);
 		atomic_store(&temps.boot_known, true);
-		pthread_mutex_unlock(&temps.mu);
+		sfr__unlock(&temps.mu);
 	}
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	memcpy(boot, temps.boot, BOOT_LEN + 1);
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return true;
 }
 
@@ -134,7 +137,7 @@ struct parsed {
 /* Is it a name that we could have given? Exactly: it is made again from its parts. */
 static bool parse(const char *name, struct parsed *out)
 {
-	char again[NAME_LEN];
+	char again[SFR__TMP_NAME_LEN];
 
 	if (strncmp(name, PREFIX, sizeof(PREFIX) - 1) != 0)
 		return false;
@@ -150,16 +153,16 @@ static bool parse(const char *name, struct parsed *out)
 
 static void remember(struct sfr__tmp *tmp)
 {
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	tmp->serial = ++temps.last_serial;
 	tmp->next = temps.live;
 	temps.live = tmp;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 }
 
 void sfr__tmp_forget(struct sfr__tmp *tmp)
 {
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (struct sfr__tmp **p = &temps.live; *p; p = &(*p)->next) {
 		if (*p == tmp) {
 			*p = tmp->next;
@@ -167,7 +170,7 @@ void sfr__tmp_forget(struct sfr__tmp *tmp)
 		}
 	}
 	tmp->serial = 0;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 }
 
 static bool is_ours(const struct parsed *parsed)
@@ -176,10 +179,10 @@ static bool is_ours(const struct parsed *parsed)
 
 	if (parsed->pid != (intmax_t)getpid())
 		return false;
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (const struct sfr__tmp *tmp = temps.live; tmp && !found; tmp = tmp->next)
 		found = tmp->serial == parsed->serial;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return found;
 }
 
@@ -204,58 +207,63 @@ static bool has_no_locks(int code)
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* After the lock: does the path still lead to this very file? 0, SFR_EAGAIN if not, -errno. */
-static int check_path(int fd, const char *path)
+/* After the lock: does the name still lead to this very file? 0, -ENOENT if not, -errno. */
+static int check_name(int fd, int dir, const char *name)
 {
 	struct stat held, there;
 
 	if (sfr_sys.fstat(fd, &held) < 0)
 		return -errno;
 	if (held.st_nlink == 0)
-		return SFR_EAGAIN;
-	if (sfr_sys.lstat(path, &there) < 0)
-		return errno == ENOENT ? SFR_EAGAIN : -errno;
-	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : SFR_EAGAIN;
+		return -ENOENT;
+	if (sfr_sys.lstat(dir, name, &there) < 0)
+		return -errno;
+	return held.st_dev == there.st_dev && held.st_ino == there.st_ino ? 0 : -ENOENT;
 }
 
-/* Opens a temporary that somebody made and takes its lock: the descriptor, SFR_EAGAIN when its
- * writer lives (or it has just gone), or -errno. */
-static int open_dead(const char *path)
+static int open_other(int dir, const char *name)
+{
+	/* The name could be anything by now: follow no link, wait for no pipe's other end. */
+	const int flags = O_NOFOLLOW | O_NONBLOCK;
+	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
+
+	if (fd == -EACCES || fd == -EPERM || fd == -EROFS)
+		fd = sfr__fd_openat(dir, name, O_RDONLY | flags, 0);
+	return fd;
+}
+
+/* Is the writer of a temporary that another process made still at it? */
+enum life {
+	DEAD,    /* the caller has its lock */
+	GONE,    /* there is no such temporary (any more) */
+	ALIVE,   /* somebody else has its lock */
+	UNKNOWN, /* *code says why */
+};
+
+/* *fd_out is the locked descriptor of a dead one's, else -1. */
+static enum life look(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
-	int fd, rc;
+	int fd = open_other(dir, name), rc;
 
-	/* The name could be anything by now: follow no link, wait for no pipe's other end. */
-	fd = sfr__fd_open(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0);
-	if (fd < 0)
-		return fd;
-	rc = sfr_sys.fstat(fd, &st) < 0 ? -errno : S_ISREG(st.st_mode) ? 0 : -EINVAL;
+	*fd_out = -1;
+	rc = fd < 0 ? fd : sfr_sys.fstat(fd, &st) < 0 ? -errno : S_ISREG(st.st_mode) ? 0 : -ENOENT;
 	if (rc == 0)
 		rc = lock(fd);
 	if (rc == 0)
-		rc = check_path(fd, path);
-	if (rc == 0)
-		return fd;
-	(void)sfr__fd_close(fd); /* only read from: nothing can be lost */
-	return rc;
-}
-
-bool sfr__tmp_is_live(const char *path, const char *name)
-{
-	struct parsed parsed;
-	int fd;
-
-	if (!parse(name, &parsed))
-		return false;
-	if (is_ours(&parsed))
-		return true;
-	fd = open_dead(path);
+		rc = check_name(fd, dir, name);
+	*code = rc;
+	if (rc == 0) {
+		*fd_out = fd;
+		return DEAD;
+	}
 	if (fd >= 0)
-		(void)sfr__fd_close(fd); /* only read from: nothing can be lost */
-	return fd == SFR_EAGAIN;
+		(void)sfr__fd_close(fd); /* nothing was written to it */
+	if (rc == SFR_EAGAIN)
+		return ALIVE;
+	/* A link, a directory or a device of that name is no temporary. */
+	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? GONE : UNKNOWN;
 }
-
-/* ---- clearing away ---- */
 
 /* True the first time it is asked about a path, as long as there is room to remember. */
 static bool first_time(const char *path)
@@ -265,19 +273,48 @@ static bool first_time(const char *path)
 
 	for (const char *p = path; *p; p++)
 		hash = (hash ^ (unsigned char)*p) * 1099511628211u;
-	pthread_mutex_lock(&temps.mu);
+	sfr__lock(&temps.mu);
 	for (unsigned i = 0; i < temps.nr_named && is_new; i++)
 		is_new = temps.named[i] != hash;
 	is_new = is_new && temps.nr_named < NR_NAMED;
 	if (is_new)
 		temps.named[temps.nr_named++] = hash;
-	pthread_mutex_unlock(&temps.mu);
+	sfr__unlock(&temps.mu);
 	return is_new;
 }
 
-static void clean_one(const char *path, const struct parsed *parsed, const char *boot)
+static void name_unknown(const char *path, int code)
 {
-	int fd;
+	if (first_time(path))
+		sfr__notice_text("%s is a temporary, and whether its writer is at work cannot be "
+				 "told (%s): it was left",
+				 path, sfr_code_name(code));
+}
+
+bool sfr__tmp_may_be_live(const char *path, const char *name)
+{
+	struct parsed parsed;
+	enum life life;
+	int fd, code;
+
+	if (!parse(name, &parsed))
+		return false;
+	if (is_ours(&parsed))
+		return true;
+	life = look(AT_FDCWD, path, &fd, &code);
+	if (fd >= 0)
+		(void)sfr__fd_close(fd); /* nothing was written to it */
+	if (life == UNKNOWN)
+		name_unknown(path, code);
+	return life == ALIVE || life == UNKNOWN;
+}
+
+/* ---- clearing away ---- */
+
+static void clean_one(int dir, const char *name, const char *path, const struct parsed *parsed,
+		      const char *boot)
+{
+	int fd, code;
 
 	if (strcmp(parsed->boot, boot) != 0) {
 		if (first_time(path))
@@ -288,14 +325,15 @@ static void clean_one(const char *path, const struct parsed *parsed, const char 
 	}
 	if (is_ours(parsed))
 		return;
-	fd = open_dead(path);
+	if (look(dir, name, &fd, &code) == UNKNOWN)
+		name_unknown(path, code);
 	if (fd < 0)
-		return;             /* its writer lives, or nothing can be known about it */
-	(void)sfr_sys.unlink(path); /* if it fails, the next save tries again */
-	(void)sfr__fd_close(fd);    /* only read from: nothing can be lost */
+		return;
+	(void)sfr_sys.unlink(dir, name); /* if it fails, the next save tries again */
+	(void)sfr__fd_close(fd);         /* nothing was written to it */
 }
 
-void sfr__tmp_clean(const char *dir)
+void sfr__tmp_clean(int dir, const char *dir_path)
 {
 	char boot[BOOT_LEN + 1];
 	struct dirent *entry;
@@ -304,18 +342,18 @@ void sfr__tmp_clean(const char *dir)
 
 	if (!get_boot(boot))
 		return;
-	stream = sfr_sys.opendir(dir);
+	stream = sfr_sys.opendir(dir_path);
 	if (!stream)
-		return; /* it may be writable and not readable; or missing, which open reports */
+		return; /* it may be writable and not readable */
 	while ((entry = sfr_sys.readdir(stream))) {
 		char *path;
 
 		if (!parse(entry->d_name, &parsed))
 			continue;
-		path = sfr__path_join(dir, entry->d_name);
+		path = sfr__path_join(dir_path, entry->d_name);
 		if (!path)
 			break;
-		clean_one(path, &parsed, boot);
+		clean_one(dir, entry->d_name, path, &parsed, boot);
 		sfr_sys.free(path);
 	}
 	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
@@ -324,49 +362,36 @@ void sfr__tmp_clean(const char *dir)
 /* ---- making one ---- */
 
 /* One name: 0, SFR_EAGAIN to try another, or -errno with the phase in *phase. */
-static int try_name(const char *dir, const char *boot, struct sfr__tmp *tmp, char **path_out,
-		    int *fd_out, enum sfr_phase *phase)
+static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
+		    enum sfr_phase *phase)
 {
-	char name[NAME_LEN];
-	char *path;
 	int fd, rc;
 
 	*phase = SFR_PHASE_OPEN;
 	remember(tmp);
-	(void)snprintf(name, sizeof(name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
-		       (intmax_t)getpid(), tmp->serial); /* always fits: see NAME_LEN */
-	path = sfr__path_join(dir, name);
-	rc = -ENOMEM;
-	if (!path)
-		goto fail;
+	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
+		       (intmax_t)getpid(), tmp->serial); /* always fits: see its length */
 	/* The mode and the umask are those of any file that open() makes. */
-	fd = sfr__fd_open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
-	rc = fd == -EEXIST ? SFR_EAGAIN : fd;
-	if (fd < 0)
-		goto fail;
-
+	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
+	if (fd < 0) {
+		sfr__tmp_forget(tmp);
+		return fd == -EEXIST ? SFR_EAGAIN : fd;
+	}
 	*phase = SFR_PHASE_LOCK;
 	rc = lock(fd);
 	if (rc == 0 || has_no_locks(rc))
-		rc = check_path(fd, path);
+		rc = check_name(fd, dir, tmp->name);
 	if (rc == 0) {
-		*path_out = path;
 		*fd_out = fd;
 		return 0;
 	}
-	(void)sfr_sys.unlink(path); /* a cleaner may have been faster; the name is ours alone */
+	(void)sfr_sys.unlink(dir, tmp->name); /* a cleaner may have been faster; it is ours alone */
 	sfr__tmp_forget(tmp);
-	(void)sfr__fd_close(fd); /* nothing was written */
-	sfr_sys.free(path);
-	return rc;
-fail:
-	sfr__tmp_forget(tmp);
-	sfr_sys.free(path);
-	return rc;
+	(void)sfr__fd_close(fd);                /* nothing was written */
+	return rc == -ENOENT ? SFR_EAGAIN : rc; /* a cleaner was faster */
 }
 
-int sfr__tmp_make(const char *dir, struct sfr__tmp *tmp, char **path_out, int *fd_out,
-		  struct sfr_err *err)
+int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)
 {
 	enum sfr_phase phase = SFR_PHASE_OPEN;
 	char boot[BOOT_LEN + 1];
@@ -374,7 +399,7 @@ int sfr__tmp_make(const char *dir, struct sfr__tmp *tmp, char **path_out, int *f
 
 	(void)get_boot(boot); /* "noboot" does for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
-		rc = try_name(dir, boot, tmp, path_out, fd_out, &phase);
+		rc = try_name(dir, boot, tmp, fd_out, &phase);
 	if (rc == SFR_EAGAIN)
 		rc = phase == SFR_PHASE_OPEN ? -EEXIST : -EWOULDBLOCK;
 	if (rc < 0)

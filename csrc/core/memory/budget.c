@@ -9,6 +9,10 @@
  * own pools hold is added first, or a second engine would count it twice: as memory that is gone,
  * and as a cap that is taken.
  *
+ * A limit of address space (ulimit -v, as batch systems set it) is another matter: a reservation
+ * counts against it although it takes no memory, and it is the process's own. A cap is at most half
+ * of what it leaves.
+ *
  * Both sums belong to the process. They are counted in pages, in one 64-bit word each together
  * with the fork generation they are of: a child has none of its parent's pools and starts from
  * zero, with no lock that a thread of the parent could have held at the fork.
@@ -24,7 +28,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "memory/pool.h"
 
 #define NO_LIMIT UINT64_MAX
 #define PAGES_BITS 48 /* pages in the low bits, generation in the high ones */
@@ -68,7 +72,7 @@ static int slurp(const char *path, char *buf, size_t size)
 	size_t len = 0;
 	int fd, rc = 0;
 
-	fd = sfr_sys.open(path, O_RDONLY | O_CLOEXEC, 0);
+	fd = sfr_sys.open(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
 	if (fd < 0)
 		return -errno;
 	while (len < size - 1) {
@@ -219,6 +223,20 @@ static uint64_t local_ranks(void)
 	return nr != 0 ? nr : 1;
 }
 
+/* What RLIMIT_AS leaves: the first number of statm is the pages in use. */
+static uint64_t address_space_left(void)
+{
+	uint64_t used = 0;
+	struct rlimit limit;
+	char text[256];
+
+	if (sfr_sys.get_limit(RLIMIT_AS, &limit) < 0 || limit.rlim_cur == RLIM_INFINITY)
+		return NO_LIMIT;
+	if (slurp("/proc/self/statm", text, sizeof(text)) == 0 && find_number(text, "", &used))
+		used *= SFR_PAGE;
+	return used < limit.rlim_cur ? limit.rlim_cur - used : 0;
+}
+
 /* ---- the budget ---------------------------------------------------------- */
 
 static uint64_t budget(void)
@@ -233,22 +251,34 @@ static uint64_t budget(void)
 	return (least + counter_bytes(&held)) / 2 / local_ranks();
 }
 
-static uint64_t cap(uint64_t all, uint64_t taken, uint64_t block_bytes)
-{
-	uint64_t left = all > taken ? all - taken : 0;
+/* Of both: what the default caps share, and what is this process's to map. */
+struct left {
+	uint64_t budget, space;
+};
 
+static struct left look(void)
+{
+	return (struct left){ budget(), address_space_left() / 2 };
+}
+
+static uint64_t cap(struct left all, uint64_t taken, uint64_t block_bytes)
+{
+	uint64_t left = all.budget > taken ? all.budget - taken : 0;
+
+	if (all.space < left)
+		left = all.space;
 	return left < block_bytes ? block_bytes : left / block_bytes * block_bytes;
 }
 
 uint64_t sfr_default_pool_bytes(uint64_t block_bytes)
 {
-	return cap(budget(), counter_bytes(&caps_taken), block_bytes);
+	return cap(look(), counter_bytes(&caps_taken), block_bytes);
 }
 
 uint64_t sfr__budget_take(uint64_t block_bytes)
 {
-	uint64_t all = budget(), generation = this_generation(), old = atomic_load(&caps_taken);
-	uint64_t bytes, taken;
+	uint64_t generation = this_generation(), old = atomic_load(&caps_taken), bytes, taken;
+	const struct left all = look();
 
 	do {
 		taken = pages_now(old, generation);

@@ -29,14 +29,14 @@ static void *grow_main(void *arg)
 	struct sfr__pool *pool = job->pool;
 	struct sfr__block *block;
 
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	while ((block = sfr__pool_pop(&job->work)) != NULL) {
 		int rc = job->rc;
 
 		if (rc == 0) {
-			(void)pthread_mutex_unlock(&pool->mu);
+			sfr__unlock(&pool->mu);
 			rc = sfr__pool_grow(pool, block, block->want);
-			(void)pthread_mutex_lock(&pool->mu);
+			sfr__lock(&pool->mu);
 			if (rc == 0)
 				sfr__pool_recount_locked(pool, block, block->want);
 			else if (job->rc == 0)
@@ -44,7 +44,7 @@ static void *grow_main(void *arg)
 		}
 		job->grown_locked(pool, block, rc);
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	return NULL;
 }
 
@@ -120,7 +120,7 @@ static void pin_whole(struct sfr__pool *pool)
 		sfr_sys.free(found);
 		return;
 	}
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	while ((block = *at) != NULL) {
 		if (block->piece != NULL) {
 			at = &block->next;
@@ -130,7 +130,7 @@ static void pin_whole(struct sfr__pool *pool)
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
 		found[nr++] = block;
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	qsort(found, nr, sizeof(*found), by_index);
 	for (uint32_t i = 0, len; i < nr; i += len) {
 		for (len = 1; i + len < nr && found[i + len]->index == found[i]->index + len;)
@@ -138,10 +138,10 @@ static void pin_whole(struct sfr__pool *pool)
 		sfr__pin_blocks(&pool->pin, found + i, len, pool->block_bytes);
 	}
 	sfr__cuda_leave(&scope);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	for (uint32_t i = 0; i < nr; i++)
 		sfr__pool_move_locked(pool, found[i], SFR__BLOCK_FREE);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	sfr_sys.free(found);
 }
 
@@ -152,12 +152,12 @@ int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes)
 
 	if (nbytes > pool->nr_blocks * pool->block_bytes)
 		nbytes = pool->nr_blocks * pool->block_bytes;
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	while (pool->nr_known * pool->block_bytes < nbytes)
 		sfr__pool_push(&pool->reserved, sfr__pool_fresh_locked(pool));
 	collect_locked(pool, &pool->partial, nbytes, &work);
 	collect_locked(pool, &pool->reserved, nbytes, &work);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	rc = sfr__pool_grow_all(pool, work, warmed_locked);
 	if (sfr__pin_is_on(&pool->pin))
 		pin_whole(pool);
@@ -172,15 +172,16 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	struct sfr__block *block;
 	int rc = 0;
 
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
+	sfr__pool_stop_supply_locked(pool);
 	while ((block = sfr__pool_pop(&pool->whole)) != NULL ||
 	       (block = sfr__pool_pop(&pool->partial)) != NULL) {
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_SHRINKING);
 		sfr__pool_push(&work, block);
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	sfr__pin_drop(&pool->pin, work.head);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	while ((block = sfr__pool_pop(&work)) != NULL) {
 		int failed;
 
@@ -188,9 +189,9 @@ int sfr__pool_trim(struct sfr__pool *pool)
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;
 		}
-		(void)pthread_mutex_unlock(&pool->mu);
+		sfr__unlock(&pool->mu);
 		failed = sfr__memory_decommit(block->mem, block->committed);
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 		if (failed == 0)
 			sfr__pool_recount_locked(pool, block, 0);
 		else if (rc == 0)
@@ -199,6 +200,6 @@ int sfr__pool_trim(struct sfr__pool *pool)
 		sfr__pool_move_locked(pool, block,
 				      failed == 0 ? SFR__BLOCK_RESERVED : SFR__BLOCK_FREE);
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	return rc;
 }

@@ -214,6 +214,7 @@ static void take_locked(struct sfr__pool *pool, const struct plan *plan, struct 
 						      !sfr__pin_is_foreign(block) ?
 					      SFR__BLOCK_LEASED :
 					      SFR__BLOCK_GROWING);
+		sfr__pool_uncount_locked(pool, block);
 		block->held = true;
 		lease->nr_blocks++;
 	}
@@ -233,7 +234,9 @@ static void let_go_locked(struct sfr__pool *pool, const struct sfr__lease *lease
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
 		pool->nr_held -= block->held;
+		sfr__pool_uncount_locked(pool, block);
 		block->held = false;
+		sfr__pool_count_locked(pool, block);
 	}
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
@@ -262,15 +265,15 @@ static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
 
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	block->next = NULL; /* a list of one */
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 		return -EIO; /* the driver keeps it: so does the block */
 	}
 	rc = sfr__memory_commit(block->mem, block->committed);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	if (rc != 0)
 		sfr__pool_recount_locked(pool, block, 0);
 	return rc;
@@ -304,9 +307,9 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 	}
 	if (rc == 0 && work.head != NULL) {
-		(void)pthread_mutex_unlock(&pool->mu);
+		sfr__unlock(&pool->mu);
 		rc = sfr__pool_grow_all(pool, work, grown_locked);
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
 	}
 	if (rc == 0)
 		return 0;
@@ -343,9 +346,10 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, uint32_t nr_ow
 			break;
 		}
 		rc = place_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
-		if (rc == SFR_EEXHAUSTED || late)
+		if (rc == SFR_EEXHAUSTED || (late && !sfr__pool_looks_again_locked(pool)))
 			break;
-		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
+			late = true;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	return rc;
@@ -372,7 +376,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint
 	rc = plan.extents != NULL && lease.runs != NULL ? 0 : -ENOMEM;
 	if (rc != 0)
 		goto fail;
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	for (;;) {
 		rc = wait_locked(pool, &plan, nr_own, deadline_ns, starved, &lease);
 		if (rc != 0)
@@ -386,7 +390,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint
 			break;
 		starved = &returned;
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	if (rc != 0)
 		goto fail;
 	sfr_sys.free(plan.extents);
@@ -412,9 +416,9 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 
 void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	let_go_locked(pool, lease);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
@@ -424,9 +428,9 @@ void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	if (lease->retired)
 		sfr__pin_keep(&pool->pin, &pool->blocks[run->first + i]);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	give_back_locked(pool, lease);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	sfr_sys.free(lease->runs);
 	*lease = (struct sfr__lease){ 0 };
 }

@@ -1,10 +1,10 @@
 /* Giving memory to blocks from CPUs near a device. See near.c. */
-#ifndef SFR_NEAR_H
-#define SFR_NEAR_H
+#ifndef SFR_NUMA_H
+#define SFR_NUMA_H
 
 #include <sched.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 struct sfr__near {
 	cpu_set_t before; /* where the thread may run */

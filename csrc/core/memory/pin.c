@@ -23,6 +23,7 @@
 #include <string.h>
 
 #include "memory/pin.h"
+#include "memory/pool.h"
 
 #define PIECE_BYTES_MAX ((uint64_t)1 << 30)
 
@@ -41,16 +42,16 @@ struct sfr__piece {
 
 void sfr__pin_init(struct sfr__pin *pin)
 {
-	*pin = (struct sfr__pin){ .mu = PTHREAD_MUTEX_INITIALIZER };
+	*pin = (struct sfr__pin){ .mu = SFR__MUTEX(SFR__LOCK_PIN) };
 }
 
 bool sfr__pin_is_on(struct sfr__pin *pin)
 {
 	bool on;
 
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	on = pin->cu != NULL;
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	return on;
 }
 
@@ -58,9 +59,9 @@ int sfr__pin_node(struct sfr__pin *pin)
 {
 	int node;
 
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	node = pin->cu ? pin->node : -1;
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	return node;
 }
 
@@ -76,7 +77,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 	rc = sfr__cuda_retain(cu, device, &context, why, why_len);
 	if (rc != 0)
 		return rc;
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	if (pin->cu == NULL) {
 		pin->context = context;
 		pin->device = device;
@@ -84,7 +85,7 @@ int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t devic
 		pin->cu = cu;
 		context = NULL;
 	}
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	if (context != NULL) /* another thread was first */
 		sfr__cuda_release(cu, device);
 	return 0;
@@ -96,13 +97,13 @@ static void note_text(struct sfr__pin *pin, enum way way, const char *text)
 {
 	bool told;
 
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	told = pin->note[0] && (int)way <= pin->worst;
 	if (!told) {
 		(void)snprintf(pin->note, sizeof(pin->note), "%s", text);
 		pin->worst = (int)way;
 	}
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	if (!told)
 		sfr__notice_text("%s", text);
 }
@@ -133,9 +134,9 @@ static void note(struct sfr__pin *pin, enum way way, CUresult rc, const char *ca
 
 void sfr__pin_note(struct sfr__pin *pin, char *text, size_t len)
 {
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	(void)snprintf(text, len, "%s", pin->note);
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 }
 
 /* ---- pinning ---------------------------------------------------------------- */
@@ -149,10 +150,10 @@ static struct sfr__piece *add_piece(struct sfr__pin *pin, enum way way, char *me
 		return NULL;
 	*piece =
 		(struct sfr__piece){ .mem = mem, .home = home, .way = way, .nr_blocks = nr_blocks };
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	piece->next = pin->pieces;
 	pin->pieces = piece;
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	return piece;
 }
 
@@ -270,10 +271,10 @@ void sfr__pin_in_place(struct sfr__pin *pin, struct sfr__block *const *blocks, u
 
 void sfr__pin_keep(struct sfr__pin *pin, struct sfr__block *block)
 {
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	if (block->piece)
 		block->piece->keep = true;
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 }
 
 bool sfr__pin_is_pinned(const struct sfr__block *block)
@@ -328,9 +329,9 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 
 	if (!sfr__pin_is_on(pin))
 		return;
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	taken = take_whole_locked(pin, list);
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 	if (!taken)
 		return;
 	/* A failure shows in the calls that follow. */
@@ -345,7 +346,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 			b->mem = b->piece->home;
 		b->piece = NULL;
 	}
-	pthread_mutex_lock(&pin->mu);
+	sfr__lock(&pin->mu);
 	while ((piece = taken)) {
 		taken = piece->next;
 		if (piece->gone) {
@@ -355,7 +356,7 @@ void sfr__pin_drop(struct sfr__pin *pin, struct sfr__block *list)
 		piece->next = pin->pieces;
 		pin->pieces = piece;
 	}
-	pthread_mutex_unlock(&pin->mu);
+	sfr__unlock(&pin->mu);
 }
 
 bool sfr__pin_fini(struct sfr__pin *pin)
@@ -375,6 +376,6 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(pin->cu, pin->device);
 	}
-	(void)pthread_mutex_destroy(&pin->mu); /* the caller vouches that nobody uses it */
+	sfr__mutex_fini(&pin->mu); /* the caller vouches that nobody uses it */
 	return all;
 }

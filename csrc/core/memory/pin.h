@@ -5,12 +5,14 @@
 #include "cuda/driver.h"
 #include "memory/range.h"
 
+struct sfr__block;
+
 /* Blocks that the driver was told of in one call. */
 struct sfr__piece;
 
 /* Embedded in a pool; all zero but for the mutex until sfr__pin_on. */
 struct sfr__pin {
-	pthread_mutex_t mu;         /* guards what follows; no driver call is made under it */
+	struct sfr__mutex mu;       /* guards what follows; no driver call is made under it */
 	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, as the next three */
 	CUcontext context;
 	uint32_t device;

@@ -20,12 +20,12 @@
  *               --- refused -->
  *
  *     from       to         by
- *     RESERVED   GROWING    take_locked (get), warm_up
+ *     RESERVED   GROWING    take_locked (get), warm_up, supply
  *     FREE       GROWING    the same, when the block has less memory than asked for
  *     FREE       LEASED     take_locked, when it has enough
  *     GROWING    LEASED     get, the memory is there
- *     GROWING    FREE       warm_up, the memory is there; either, when there is none for more
- *     GROWING    RESERVED   either, when the system has none and the block had none
+ *     GROWING    FREE       warm_up, supply, the memory is there; each, when there is none for more
+ *     GROWING    RESERVED   each, when the system has none and the block had none
  *     LEASED     FREE       put
  *     FREE       SHRINKING  trim
  *     SHRINKING  RESERVED   trim
@@ -33,8 +33,8 @@
  *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
  *     LEASED     RETIRED    retire: a copy into it may be running for ever
  *
- * Leases of contiguous blocks (runs.c) take the same arrows as get and put do; warm_up and trim are
- * in warm.c.
+ * Leases of contiguous blocks (lease.c) take the same arrows as get and put do; warm_up and trim
+ * are in grow.c, and what is made ahead of use in supply.c.
  *
  * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
  * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
@@ -117,7 +117,9 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 		pool->leased_bytes += block->committed;
 	pool->nr_in_hand += sfr__pool_in_hand(to);
 	pool->nr_in_hand -= sfr__pool_in_hand(from);
+	sfr__pool_uncount_locked(pool, block);
 	block->state = to;
+	sfr__pool_count_locked(pool, block);
 	if (sfr__pool_in_hand(to))
 		return;
 	if (to == SFR__BLOCK_RETIRED) {
@@ -138,7 +140,9 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 {
 	pool->committed_bytes += now - block->committed;
 	sfr__budget_hold((int64_t)now - (int64_t)block->committed);
+	sfr__pool_uncount_locked(pool, block);
 	block->committed = now;
+	sfr__pool_count_locked(pool, block);
 }
 
 /* The first block that was never used; NULL when each has been. */
@@ -162,21 +166,37 @@ size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 	return (size_t)(want < pool->block_bytes ? want : pool->block_bytes);
 }
 
-/* Takes a block for `need` bytes: one that has the memory, the smaller first; then one that
- * has some, so that the pool's memory stays what it was at its fullest; then one that has none.
+bool sfr__pool_is_whole(const struct sfr__pool *pool, size_t need)
+{
+	return sfr__pool_memory_for(pool, need) == pool->block_bytes;
+}
+
+/* One without memory, or with some of what it was to have. */
+static struct sfr__block *pop_cold_locked(struct sfr__pool *pool)
+{
+	struct sfr__block *block = sfr__pool_pop_unfinished(pool);
+
+	if (block == NULL)
+		block = sfr__pool_pop(&pool->reserved);
+	return block != NULL ? block : sfr__pool_fresh_locked(pool);
+}
+
+/* Takes a block for `need` bytes: one that has the memory, the smaller first; then one that has
+ * none. Small blocks stay small as long as there are others, and a small one is made where whole
+ * ones are lacking: so the pool's memory becomes what its saves need, block for block, and no more.
  * It is LEASED, or GROWING when it must have more. NULL when none is left. */
 static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
 
+	if (block == NULL && !sfr__pool_is_whole(pool, need) && sfr__pool_lacks_locked(pool))
+		block = pop_cold_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->whole);
 	if (block == NULL)
+		block = pop_cold_locked(pool);
+	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
-	if (block == NULL)
-		block = sfr__pool_pop(&pool->reserved);
-	if (block == NULL)
-		block = sfr__pool_fresh_locked(pool);
 	if (block != NULL)
 		sfr__pool_move_locked(pool, block,
 				      block->committed >= need && block->committed != 0 ?
@@ -228,9 +248,11 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
 		exhausted = *out == NULL && pool->nr_held > 0 &&
 			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
-		if (*out != NULL || exhausted || late || pool->nr_retired == pool->nr_blocks)
+		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks ||
+		    (late && !sfr__pool_looks_again_locked(pool)))
 			break;
-		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
+		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
+			late = true;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	if (pool->nr_retired == pool->nr_blocks)
@@ -249,7 +271,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 	*out = NULL;
 	if (need > pool->block_bytes)
 		return -EINVAL;
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	for (;;) {
 		size_t want = sfr__pool_memory_for(pool, need);
 
@@ -257,9 +279,15 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		if (rc != 0 || block->state == SFR__BLOCK_LEASED)
 			break;
 		returned = pool->nr_returned;
-		(void)pthread_mutex_unlock(&pool->mu);
+		block->want = want;
+		if (sfr__pool_is_whole(pool, need)) {
+			sfr__pool_missed_locked(pool);
+			pool->nr_filling++;
+		}
+		sfr__unlock(&pool->mu);
 		rc = sfr__pool_grow(pool, block, want);
-		(void)pthread_mutex_lock(&pool->mu);
+		sfr__lock(&pool->mu);
+		pool->nr_filling -= sfr__pool_is_whole(pool, need);
 		if (rc == 0) {
 			sfr__pool_recount_locked(pool, block, want);
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
@@ -273,7 +301,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			break;
 		starved = &returned;
 	}
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	if (rc == 0)
 		*out = block;
 	return rc;
@@ -281,34 +309,18 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 
 void sfr__pool_put(struct sfr__pool *pool, struct sfr__block *block)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block)
 {
 	sfr__pin_keep(&pool->pin, block);
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_RETIRED);
-	(void)pthread_mutex_unlock(&pool->mu);
-}
-
-void sfr__pool_join(struct sfr__pool *pool)
-{
-	(void)pthread_mutex_lock(&pool->mu);
-	pool->nr_saves++;
-	(void)pthread_mutex_unlock(&pool->mu);
-}
-
-void sfr__pool_leave(struct sfr__pool *pool)
-{
-	(void)pthread_mutex_lock(&pool->mu);
-	pool->nr_saves--;
-	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* a run may take the last block now */
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
@@ -335,7 +347,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 		return -ENOMEM;
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
-	pool->mu = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+	sfr__mutex_init(&pool->mu, SFR__LOCK_POOL);
 	sfr__pin_init(&pool->pin);
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
@@ -364,14 +376,14 @@ void sfr__pool_free(struct sfr__pool *pool)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
 	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
-	(void)pthread_mutex_destroy(&pool->mu);
+	sfr__mutex_fini(&pool->mu);
 	sfr_sys.free(pool->blocks);
 	sfr_sys.free(pool);
 }
 
 void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 {
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	*out = (struct sfr__pool_stats){
 		.pool_bytes = pool->nr_blocks * pool->block_bytes,
 		.block_bytes = pool->block_bytes,
@@ -380,7 +392,7 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 		.retired_bytes = pool->retired_bytes,
 		.nr_waiters = pool->nr_waiters,
 	};
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 }
 
 uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
@@ -388,8 +400,8 @@ uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
 {
 	uint64_t nr;
 
-	(void)pthread_mutex_lock(&pool->mu);
+	sfr__lock(&pool->mu);
 	nr = pool->moves[from][to];
-	(void)pthread_mutex_unlock(&pool->mu);
+	sfr__unlock(&pool->mu);
 	return nr;
 }

@@ -3,11 +3,12 @@
  * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
  * the diagram of a block's states.
  */
-#ifndef SFR_POOL_H
-#define SFR_POOL_H
+#ifndef SFR_POOL_INT_H
+#define SFR_POOL_INT_H
 
 #include "memory/range.h"
 #include "memory/pin.h"
+#include "memory/pool.h"
 
 /* Singly linked by block->next, last in, first out: the block whose lines are warm. */
 struct sfr__list {
@@ -24,7 +25,7 @@ struct sfr__pool {
 	uint64_t block_bytes;
 	uint32_t nr_blocks;
 
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cv; /* a block came back, or the queue has a new head */
 	struct sfr__block *blocks;
 	uint32_t nr_known;           /* blocks above it were never used and are not in a list */
@@ -35,8 +36,11 @@ struct sfr__pool {
 	uint32_t nr_waiters;
 	uint32_t nr_in_hand, nr_retired;
 	uint32_t nr_saves;    /* that take blocks, one at a time */
-	uint32_t nr_held;     /* of them, blocks that only a caller can give back: see runs.c */
-	uint64_t nr_returned; /* blocks that came back with their memory, ever */
+	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */
+	uint32_t nr_wanted, nr_full, nr_filling;
+	uint32_t nr_supplying; /* blocks in the hands of sfr__pool_supply */
+	uint32_t nr_held;      /* of them, blocks that only a caller can give back: see runs.c */
+	uint64_t nr_returned;  /* blocks that came back with their memory, ever */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
@@ -60,7 +64,36 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
-/* ---- warm.c ---- */
+/* Whether it is full in the sense of supply.c. What changes that has `nr_full` counted anew:
+ * sfr__pool_uncount_locked before, sfr__pool_count_locked after. */
+static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)
+{
+	return block->committed == pool->block_bytes && !block->held &&
+	       block->state != SFR__BLOCK_RETIRED;
+}
+static inline void sfr__pool_uncount_locked(struct sfr__pool *pool, const struct sfr__block *block)
+{
+	pool->nr_full -= sfr__block_is_full(pool, block);
+}
+static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct sfr__block *block)
+{
+	pool->nr_full += sfr__block_is_full(pool, block);
+}
+/* A look for a block that must not fail because of memory that is made ahead: who looks once
+ * waits for it, which is not long. */
+static inline bool sfr__pool_looks_again_locked(const struct sfr__pool *pool)
+{
+	return pool->nr_supplying != 0;
+}
+/* ---- supply.c ---- */
+bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
+/* A free block that was to have more memory than it got; NULL. */
+struct sfr__block *sfr__pool_pop_unfinished(struct sfr__pool *pool);
+/* Somebody has found no block with memory. */
+void sfr__pool_missed_locked(struct sfr__pool *pool);
+/* Nothing is lacking, and none is being made when it returns. */
+void sfr__pool_stop_supply_locked(struct sfr__pool *pool);
+/* ---- grow.c ---- */
 /* Gives blocks in hand the memory that each wants, on several threads, and hands each over as
  * soon as it has it, or not (then with the first of all failures). Without the lock. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,

@@ -63,18 +63,27 @@ static int populate(char *mem, size_t len)
 	return 0;
 }
 
-int sfr__memory_commit(char *mem, size_t len)
+int sfr__memory_open(char *mem, size_t len)
 {
-	int rc;
+	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
+}
 
-	if (sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0)
-		return -errno;
-	rc = populate(mem, len);
+int sfr__memory_populate(char *mem, size_t len)
+{
+	int rc = populate(mem, len);
+
 	if (rc != 0)
 		/* Part of it may be there. Where the system refuses to take that back, it is
 		 * used by the next commit of these pages. */
 		(void)sfr__memory_decommit(mem, len);
 	return rc;
+}
+
+int sfr__memory_commit(char *mem, size_t len)
+{
+	int rc = sfr__memory_open(mem, len);
+
+	return rc != 0 ? rc : sfr__memory_populate(mem, len);
 }
 
 int sfr__memory_decommit(char *mem, size_t len)

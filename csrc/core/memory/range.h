@@ -1,8 +1,8 @@
 /* Address space and the memory behind it, for the pool. See memory.c. */
-#ifndef SFR_MEMORY_H
-#define SFR_MEMORY_H
+#ifndef SFR_RANGE_H
+#define SFR_RANGE_H
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define SFR__HUGE_BYTES ((uint64_t)2 << 20)
 
@@ -19,6 +19,9 @@ void sfr__memory_release(struct sfr__range *range);
 /* Gives whole pages of a range memory: they are present on return. -errno, and then they have
  * none. */
 int sfr__memory_commit(char *mem, size_t len);
+/* The same in two steps: pages that may have memory, in any number of parts. */
+int sfr__memory_open(char *mem, size_t len);
+int sfr__memory_populate(char *mem, size_t len);
 /* Takes the memory of whole pages. -errno, and then they still have it. */
 int sfr__memory_decommit(char *mem, size_t len);
 

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "restore/plan.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define WORTH_POPULATING (256u << 10) /* bytes: below, the memory is mostly not new */
 

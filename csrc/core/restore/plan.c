@@ -22,7 +22,7 @@
 #include <stdlib.h>
 
 #include "restore/plan.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define LONG UINT32_C(0xffffffff) /* from here on 32 bits are not used */
 #define PADDING 4u

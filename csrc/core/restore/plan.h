@@ -7,6 +7,7 @@
 
 #include "check/records.h"
 #include "restore/restore.h"
+#include "base/base.h"
 
 #define SFR__RESTORE_PIECE (1u << 20) /* read at a time: fits a core's own cache */
 #define SFR__RESTORE_SCRATCH (128u << 10)
@@ -37,7 +38,7 @@ struct sfr_restore {
 	unsigned flags;
 	struct sfr__source source;
 	uint64_t fork_generation;
-	pthread_mutex_t mu; /* a leaf: nothing is called under it */
+	struct sfr__mutex mu; /* a leaf: nothing is called under it */
 	pthread_cond_t work, news;
 	/* guarded by mu */
 	uint64_t next_off, next_rec; /* the next piece, and a record at or before its first */

@@ -27,20 +27,20 @@
 #include <errno.h>
 
 #include "restore/plan.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* ---- what the threads report ---------------------------------------------- */
 
 void sfr__restore_fail(struct sfr_restore *r, int code, uint64_t index, uint64_t off,
 		       const char *reason)
 {
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	if (r->failure.code == 0)
 		r->failure = (struct sfr_restore_failure){ code, index, off, reason };
 	r->stop = true;
 	(void)pthread_cond_broadcast(&r->work);
 	(void)pthread_cond_broadcast(&r->news);
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 }
 
 void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uint32_t crc)
@@ -49,7 +49,7 @@ void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uin
 	const struct sfr__place *p = &r->places[index];
 	bool whole, wrong = false;
 
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	t->left -= units;
 	t->crc ^= crc;
 	whole = t->left == 0;
@@ -62,7 +62,7 @@ void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uin
 		if (index == r->awaited || r->nr_good == r->nr)
 			(void)pthread_cond_broadcast(&r->news);
 	}
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	if (wrong)
 		sfr__restore_fail(r, SFR_ECORRUPT, index, t->data_off,
 				  "its bytes do not match their CRC");
@@ -111,12 +111,12 @@ static bool take_piece(struct sfr_restore *r, struct piece *piece)
 {
 	bool found;
 
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto)
 		(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* 0, always */
 	if (found)
 		r->next_off = piece->off + piece->len;
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	return found;
 }
 
@@ -153,9 +153,9 @@ static void *restore_main(void *arg)
 		}
 		sfr__restore_piece(r, bounce, piece.off, piece.len, piece.first, piece.last,
 				   bounce + SFR__RESTORE_PIECE);
-		(void)pthread_mutex_lock(&r->mu);
+		sfr__lock(&r->mu);
 		r->done += piece.len;
-		(void)pthread_mutex_unlock(&r->mu);
+		sfr__unlock(&r->mu);
 	}
 	return NULL;
 }
@@ -209,7 +209,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->flags = flags;
 	r->awaited = r->nr;
 	r->fork_generation = sfr_fork_generation();
-	(void)pthread_mutex_init(&r->mu, NULL); /* neither of them fails with glibc */
+	sfr__mutex_init(&r->mu, SFR__LOCK_RESTORE);
 	(void)sfr__cond_init(&r->work);
 	(void)sfr__cond_init(&r->news);
 	sfr__source_open(&r->source, fd);
@@ -273,10 +273,10 @@ int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
 
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	r->upto = upto;
 	(void)pthread_cond_broadcast(&r->work);
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	if (r->nr_threads != 0)
 		return 0;
 	while (r->nr_threads < SFR__RESTORE_THREADS && r->nr_threads < nr_pieces && rc == 0)
@@ -293,7 +293,7 @@ int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
 		return 0;
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	r->awaited = index;
 	for (;;) {
 		if (index < r->nr ? atomic_load(&r->targets[index].good) : r->nr_good == r->nr)
@@ -306,7 +306,7 @@ int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
 		}
 		break;
 	}
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	return rc;
 }
 
@@ -319,24 +319,24 @@ uint64_t sfr_restore_done(struct sfr_restore *r)
 {
 	uint64_t done;
 
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	done = r->done;
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	return done;
 }
 
 static void end_threads(struct sfr_restore *r)
 {
-	(void)pthread_mutex_lock(&r->mu);
+	sfr__lock(&r->mu);
 	r->stop = true;
 	(void)pthread_cond_broadcast(&r->work);
-	(void)pthread_mutex_unlock(&r->mu);
+	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		(void)sfr_sys.thread_join(r->threads[i], NULL); /* a thread of ours, once */
 	sfr__source_close(&r->source);
 	(void)pthread_cond_destroy(&r->news);
 	(void)pthread_cond_destroy(&r->work);
-	(void)pthread_mutex_destroy(&r->mu);
+	sfr__mutex_fini(&r->mu);
 }
 
 void sfr_restore_free(struct sfr_restore *r)

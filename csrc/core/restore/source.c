@@ -17,7 +17,7 @@
 
 #include "check/direct.h"
 #include "restore/plan.h"
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 #define NR_PAGES (SFR__RESTORE_PIECE / SFR_PAGE)
 #define WORTH_CACHE 16u /* pages: fewer in one place are not worth a call of their own */

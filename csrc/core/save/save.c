@@ -15,7 +15,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
@@ -43,8 +43,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->file.fd = -1;
 	t->notice_copied = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_COPIED };
 	t->notice_ended = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_ENDED };
-	t->log.kind = SFR__LOG_SAVE;
-	t->log.ticket = t;
+	t->log.ops = &sfr__save_log_ops;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
 	if (rc < 0)
@@ -80,6 +79,22 @@ fail:
 	return rc;
 }
 
+/* Blocks of the image that need all their memory: all but the shorter last ones of runs. A device
+ * is given whole blocks only. */
+static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
+{
+	uint32_t nr = t->nr_blocks;
+
+	for (uint32_t r = 0; r < t->img.nr_runs; r++) {
+		const struct sfr__run *run = &t->img.runs[r];
+
+		nr -= run->device == 0 && run->nr_blocks != 0 &&
+		      !sfr__pool_is_whole(t->engine->pool,
+					  sfr__image_block_len(&t->img, run, run->nr_blocks - 1));
+	}
+	return nr;
+}
+
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
@@ -92,7 +107,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	rc = sfr__log_start();
 	if (rc < 0)
 		return rc;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (t->state != SFR_NEW)
 		rc = SFR_ESTATE;
 	while (rc == 0) {
@@ -115,7 +130,9 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0) {
 		engine->nr_in_flight++;
-		sfr__pool_join(engine->pool);
+		t->nr_whole = nr_whole_blocks(t);
+		sfr__pool_join(engine->pool, t->nr_whole);
+		sfr__engine_wake_idle_locked(engine);
 		engine->nr_saves++;
 		t->all_next = engine->tickets;
 		if (t->all_next)
@@ -128,7 +145,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_OPEN));
 	}
 	t->slot_wait_ns += sfr__now_ns() - start;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return rc;
 }
 
@@ -150,6 +167,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 		.summed = summed,
 	};
 	sfr__writer_push_locked(t->engine, job);
+	sfr__engine_wake_idle_locked(t->engine);
 }
 
 int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
@@ -180,7 +198,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	} else if (rc < 0 && rc != SFR_EAGAIN) {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 	}
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (by == SFR__BY_CALLER) /* who waits in capture; a lane's wait shows at the gate */
 		t->block_wait_ns += waited;
 	if (err.code)
@@ -190,7 +208,7 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 			t->peak_blocks = t->blocks_held;
 		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return rc;
 }
 
@@ -203,10 +221,10 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || t->launched || t->abandoned)
 		rc = SFR_ESTATE;
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	if (rc < 0)
 		return rc;
 	SFR__TRACE(SFR_TRACE_CAPTURE, t->number, t->img.captured_nbytes);
@@ -231,9 +249,9 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			pthread_mutex_lock(&t->engine->mu);
+			sfr__lock(&t->engine->mu);
 			sfr__ticket_fail_locked(t, &err);
-			pthread_mutex_unlock(&t->engine->mu);
+			sfr__unlock(&t->engine->mu);
 		}
 	}
 	if (!t->capture_done)
@@ -249,7 +267,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if ((t->state != SFR_CAPTURING && t->state != SFR_ENDING) || !t->capture_done ||
 	    t->launched || t->abandoned) {
 		rc = SFR_ESTATE;
@@ -257,7 +275,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		t->launched = true;
 		t->launched_ns = sfr__now_ns();
 		sfr_ticket_get(t); /* the log's */
-		sfr__log_append(&t->log);
+		(void)sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t)) {
@@ -272,7 +290,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		}
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (rc == 0)
 		sfr__cuda_launch(t);
 	return rc;
@@ -286,7 +304,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	if (sfr__ticket_foreign(t))
 		return;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, "abandoned in the call");
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	yes = !t->launched && !t->abandoned &&
 	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
 	if (yes) {
@@ -294,7 +312,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	if (yes)
 		sfr__cuda_launch(t);
 }

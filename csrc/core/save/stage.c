@@ -17,7 +17,7 @@
 #include <string.h>
 
 #include "snapshot/snapshot.h"
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 enum {
@@ -208,11 +208,23 @@ static void copy_ticket(struct sfr_ticket *t)
 	}
 }
 
+/* Asked by the lane when it makes memory. */
+static bool has_no_copy(void *arg)
+{
+	struct sfr_engine *engine = arg;
+	bool none;
+
+	sfr__lock(&engine->mu);
+	none = !engine->lane_head && !engine->snapshot_head && !engine->stopping;
+	sfr__unlock(&engine->mu);
+	return none;
+}
+
 void *sfr__lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	for (;;) {
 		struct sfr_ticket *t = engine->lane_head;
 
@@ -224,20 +236,24 @@ void *sfr__lane_main(void *arg)
 		}
 		if (!t && engine->stopping)
 			break;
-		if (!t) {
+		if (!t && sfr__engine_supply_locked(engine, has_no_copy))
+			continue;
+		if (!t && !engine->lane_head && !engine->snapshot_head && !engine->stopping) {
 			(void)sfr__cond_wait(&engine->cv_lane, &engine->mu, SFR_FOREVER);
 			continue;
 		}
+		if (!t)
+			continue;
 		engine->lane_head = t->lane_next;
 		if (!engine->lane_head)
 			engine->lane_tail = NULL;
-		pthread_mutex_unlock(&engine->mu);
+		sfr__unlock(&engine->mu);
 		copy_ticket(t);
-		pthread_mutex_lock(&engine->mu);
+		sfr__lock(&engine->mu);
 		t->lane_owns = false;
 		sfr__ticket_released_locked(t);
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return NULL;
 }

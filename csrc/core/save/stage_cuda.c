@@ -81,7 +81,7 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 		sfr__cuda_leave(&scope);
 		return SFR_ECAPTURING;
 	}
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	if (lane->dead) {
 		sfr__cuda_refuse_locked(lane, err);
 	} else if (rc != CUDA_SUCCESS) {
@@ -89,7 +89,7 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	} else {
 		sfr__cuda_mark_locked(lane, stream, err);
 	}
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	sfr__cuda_leave(&scope);
 	return 0;
 }
@@ -111,14 +111,14 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 		if (rc < 0)
 			return rc;
 	}
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		t->cuda_out += t->parts[i].lane != NULL;
 		t->cuda_unsubmitted += t->parts[i].lane != NULL;
 	}
 	if (err.code)
 		t->err = err; /* a NEW save's; it takes effect when it is admitted */
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return 0;
 }
 
@@ -139,10 +139,10 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 		sfr__pin_block(pin, *block, engine->opts.block_bytes);
 	else
 		sfr__pin_failed(pin, why);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (++t->blocks_held > t->peak_blocks)
 		t->peak_blocks = t->blocks_held;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return 0;
 }
 
@@ -151,9 +151,9 @@ static void close_capture(struct sfr__cuda_part *part)
 {
 	struct sfr_err err = { .index = -1 };
 
-	pthread_mutex_lock(&part->lane->mu);
+	sfr__lock(&part->lane->mu);
 	part->captured_event = sfr__cuda_record_locked(part->lane, part->lane->stream, &err);
-	pthread_mutex_unlock(&part->lane->mu);
+	sfr__unlock(&part->lane->mu);
 	if (err.code)
 		sfr__ticket_fail(part->ticket, &err);
 }
@@ -172,9 +172,9 @@ static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 		struct sfr__block *block;
 		int rc = lease(part, slice, &block);
 
-		pthread_mutex_lock(&t->engine->mu);
+		sfr__lock(&t->engine->mu);
 		t->block_wait_ns += sfr__now_ns() - start;
-		pthread_mutex_unlock(&t->engine->mu);
+		sfr__unlock(&t->engine->mu);
 		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 		if (rc < 0) {
@@ -202,9 +202,9 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 
 	if (t->nr_parts && sfr__ticket_failing(t)) {
 		/* What begin said; the save has a state now in which it can fail. */
-		pthread_mutex_lock(&t->engine->mu);
+		sfr__lock(&t->engine->mu);
 		sfr__ticket_fail_locked(t, &t->err);
-		pthread_mutex_unlock(&t->engine->mu);
+		sfr__unlock(&t->engine->mu);
 	}
 	for (uint32_t i = 0; i < t->nr_parts && !sfr__ticket_failing(t); i++) {
 		struct sfr__cuda_lane *lane = t->parts[i].lane;
@@ -214,9 +214,9 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		int rc;
 
 		if (cu_rc != CUDA_SUCCESS) {
-			pthread_mutex_lock(&lane->mu);
+			sfr__lock(&lane->mu);
 			(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", cu_rc, &err);
-			pthread_mutex_unlock(&lane->mu);
+			sfr__unlock(&lane->mu);
 			sfr__ticket_fail(t, &err);
 			break;
 		}
@@ -249,14 +249,14 @@ static void submitted(struct sfr__cuda_part *part)
 	struct sfr__cuda_lane *lane = part->lane;
 	bool over;
 
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	t->cuda_unsubmitted--;
 	pthread_cond_broadcast(&t->engine->cv_state);
-	pthread_mutex_unlock(&t->engine->mu);
-	pthread_mutex_lock(&lane->mu);
+	sfr__unlock(&t->engine->mu);
+	sfr__lock(&lane->mu);
 	part->submitted = true;
 	over = sfr__cuda_part_over_locked(part);
-	pthread_mutex_unlock(&lane->mu); /* the ticket may be gone from here on */
+	sfr__unlock(&lane->mu); /* the ticket may be gone from here on */
 	if (over)
 		sfr__cuda_part_settle(part);
 }
@@ -272,7 +272,7 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 
 		if (!lane)
 			continue;
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		part->called = true;
 		if (go && part->deferred && !lane->dead) {
 			queued = true;
@@ -284,7 +284,7 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 			lane->queue_tail = part;
 			pthread_cond_signal(&lane->cv);
 		}
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		if (!queued)
 			submitted(part);
 	}
@@ -304,11 +304,11 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 		int rc;
 
 		sfr__cuda_throttle(part);
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		idle = lane->head == NULL;
 		if (lane->dead)
 			sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why);
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		if (err.code) {
 			sfr__ticket_fail(t, &err);
 			break;
@@ -322,7 +322,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 			sfr__ticket_fail(t, &err);
 		}
 	}
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	staged = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
 	if (staged && lane->cu->event_record(staged, lane->stream) != CUDA_SUCCESS) {
 		/* The gate waits on the host instead. */
@@ -330,7 +330,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 		staged = NULL;
 	}
 	part->staged = staged;
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	submitted(part);
 }
 
@@ -343,11 +343,11 @@ static void rush(struct sfr_ticket *t)
 
 		if (!lane)
 			continue;
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		if (lane->rush_seq < t->seq)
 			lane->rush_seq = t->seq;
 		pthread_cond_signal(&lane->cv);
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 	}
 }
 
@@ -358,10 +358,10 @@ static bool wait_on_stream(struct sfr__cuda_part *part, const struct sfr_stream 
 	bool done;
 
 	/* Under the lock S is the part's own, and the device's stream exists. */
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	done = part->over || lane->dead || !part->deferred ||
 	       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	return done;
 }
 
@@ -377,19 +377,19 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return SFR_EFORK;
 	if (t->nr_parts == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	over = sfr__ticket_is_open_locked(t) && (t->copied || sfr__ticket_failing_locked(t));
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (over)
 		return 0; /* copied, or discarded */
 	rush(t);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	while (!sfr__ticket_is_open_locked(t) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
 	if (sfr__ticket_is_open_locked(t))
 		rc = 0;
 	over = sfr__ticket_failing_locked(t);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (rc < 0 || over)
 		return rc;
 	for (uint32_t i = 0; i < t->nr_parts; i++)

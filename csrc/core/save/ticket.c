@@ -37,7 +37,7 @@
  */
 #include <string.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 /* How often each arrow was taken, so that a test can ask for all of them. */
@@ -137,18 +137,18 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
 {
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	sfr__ticket_fail_locked(t, err);
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 }
 
 bool sfr__ticket_failing(struct sfr_ticket *t)
 {
 	bool yes;
 
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	yes = sfr__ticket_failing_locked(t);
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return yes;
 }
 
@@ -200,11 +200,11 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t)
 {
 	bool go;
 
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	go = t->state == SFR_READY;
 	if (go)
 		sfr__ticket_set_state_locked(t, SFR_COMMITTING);
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return go;
 }
 
@@ -214,7 +214,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	bool ok;
 
 	free_tools(t);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (err && err->code && t->err.code == 0)
 		t->err = *err;
 	ok = t->err.code == 0;
@@ -222,21 +222,23 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
 	t->ended_ns = sfr__now_ns();
 	engine->nr_in_flight--;
-	sfr__pool_leave(engine->pool);
+	sfr__pool_leave(engine->pool, t->nr_whole);
+	sfr__engine_wake_idle_locked(engine);
 	if (t->all_prev)
 		t->all_prev->all_next = t->all_next;
 	else
 		engine->tickets = t->all_next;
 	if (t->all_next)
 		t->all_next->all_prev = t->all_prev;
-	if (t->launched)
-		sfr__log_ended(&t->log, ok);
+	/* Before the log says so: who has waited for the log finds the save ended, without a lock. */
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
+	if (t->launched)
+		sfr__log_ended(&t->log, ok);
 	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
 			strrchr(t->log.key, '/') + 1);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	sfr__notice_post(&t->notice_ended); /* with the engine's reference */
 }
 
@@ -278,12 +280,12 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 		return 0;
 	if (what == SFR_WAIT_ENDED && slice_ns == 0)
 		return SFR_EAGAIN;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	while (!reached(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
 	if (reached(t, what))
 		rc = 0;
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return rc;
 }
 
@@ -294,7 +296,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	if (t->confirmed || !sfr__ticket_is_open_locked(t) || t->state != SFR_STAGING) {
 		rc = SFR_ESTATE;
 	} else {
@@ -306,7 +308,7 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)
 		}
 		sfr__ticket_step_locked(t);
 	}
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return rc;
 }
 
@@ -318,13 +320,13 @@ int sfr_save_cancel(struct sfr_ticket *t)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	sfr__err_set(&err, SFR_ECANCELLED, SFR_PHASE_NONE, NULL);
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING) {
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}
 	done = t->err.code == SFR_ECANCELLED;
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return done;
 }
 
@@ -333,7 +335,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	memset(out, 0, sizeof(*out));
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	out->state = t->state;
 	out->err = t->err;
 	out->nbytes = t->img.len;
@@ -351,6 +353,6 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	out->io_mode = t->io_mode;
 	out->over_slots = t->over_slots;
 	memcpy(out->fallback, t->fallback, sizeof(t->fallback));
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return 0;
 }

@@ -15,7 +15,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "save/ticket.h"
+#include "save/save.h"
 #include "trace/trace.h"
 
 void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job)
@@ -36,11 +36,11 @@ static bool wait_opened(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 	bool ok;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	while (!t->opened && !sfr__ticket_failing_locked(t))
 		(void)sfr__cond_wait(&engine->cv_state, &engine->mu, SFR_FOREVER);
 	ok = t->opened && !sfr__ticket_failing_locked(t);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return ok;
 }
 
@@ -51,12 +51,12 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	SFR__TRACE(SFR_TRACE_OPEN, t->number, 0);
 	if (sfr__file_open(&t->file, err) < 0)
 		return;
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	t->opened = true;
 	t->io_mode = t->file.io_mode;
 	memcpy(t->fallback[0], t->file.fallback[0], sizeof(t->fallback[0]));
 	pthread_cond_broadcast(&t->engine->cv_state);
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 }
 
 /* Waits until the first `off` bytes of an entry are in its CRC. False when the save is failing. */
@@ -74,14 +74,14 @@ static bool publish(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t c
 	struct sfr__entry *entry = &t->img.entries[seg->entry];
 	bool ok;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	ok = wait_crc_locked(t, entry, seg->off);
 	if (ok) {
 		entry->crc = sfr_crc32_combine(entry->crc, crc, seg->len);
 		entry->crc_len += seg->len;
 		pthread_cond_broadcast(&engine->cv_state); /* the next block's writer may wait */
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return ok;
 }
 
@@ -89,9 +89,9 @@ static bool crc_is_final(struct sfr_ticket *t, const struct sfr__entry *entry)
 {
 	bool ok;
 
-	pthread_mutex_lock(&t->engine->mu);
+	sfr__lock(&t->engine->mu);
 	ok = wait_crc_locked(t, entry, entry->nbytes);
-	pthread_mutex_unlock(&t->engine->mu);
+	sfr__unlock(&t->engine->mu);
 	return ok;
 }
 
@@ -147,17 +147,17 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 
 	/* Not counted any more before it can be leased again; counted as written only when the
 	 * pool has it back, since from then on the save may end and the pool go. */
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	t->blocks_held--;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	sfr__pool_put(engine->pool, job->block);
 	job->block = NULL;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (written) {
 		t->blocks_written++;
 		t->written_nbytes += len;
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 }
 
 static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
@@ -179,10 +179,10 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 	if (err->code == 0)
 		(void)sfr__file_sync(&t->file, err);
 	if (err->code == 0) {
-		pthread_mutex_lock(&t->engine->mu);
+		sfr__lock(&t->engine->mu);
 		t->synced = true;
 		t->written_nbytes += len;
-		pthread_mutex_unlock(&t->engine->mu);
+		sfr__unlock(&t->engine->mu);
 	}
 }
 
@@ -206,35 +206,51 @@ static void run_job(struct sfr_engine *engine, struct sfr__job *job)
 		sfr__ticket_finish(t, NULL);
 		return; /* the ticket may be gone */
 	}
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	t->jobs_out--;
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	sfr__ticket_step_locked(t);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
+}
+
+/* Asked by a writer that makes memory. */
+static bool has_no_job(void *arg)
+{
+	struct sfr_engine *engine = arg;
+	bool none;
+
+	sfr__lock(&engine->mu);
+	none = !engine->job_head && !engine->stopping;
+	sfr__unlock(&engine->mu);
+	return none;
 }
 
 void *sfr__writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	for (;;) {
 		struct sfr__job *job = engine->job_head;
 
 		if (!job && engine->stopping)
 			break;
-		if (!job) {
+		if (!job && sfr__engine_supply_locked(engine, has_no_job))
+			continue;
+		if (!job && !engine->job_head && !engine->stopping) {
 			(void)sfr__cond_wait(&engine->cv_writer, &engine->mu, SFR_FOREVER);
 			continue;
 		}
+		if (!job)
+			continue;
 		engine->job_head = job->next;
 		if (!engine->job_head)
 			engine->job_tail = NULL;
-		pthread_mutex_unlock(&engine->mu);
+		sfr__unlock(&engine->mu);
 		run_job(engine, job);
-		pthread_mutex_lock(&engine->mu);
+		sfr__lock(&engine->mu);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	return NULL;
 }

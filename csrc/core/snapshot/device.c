@@ -216,9 +216,9 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	}
 	rc = sfr__cuda_enter(&scope, part->lane->cu, part->lane->context);
 	if (rc != CUDA_SUCCESS) {
-		pthread_mutex_lock(&part->lane->mu);
+		sfr__lock(&part->lane->mu);
 		(void)sfr__cuda_failed_locked(part->lane, "cuCtxPushCurrent", rc, err);
-		pthread_mutex_unlock(&part->lane->mu);
+		sfr__unlock(&part->lane->mu);
 		return 0;
 	}
 	if (sfr__cuda_is_capturing(part->lane->cu, part->stream)) {
@@ -234,9 +234,9 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 		sfr__err_set(err, ret, SFR_PHASE_STAGE, NULL);
 	} else {
 		sfr__snapshot_out(s); /* before it can land */
-		pthread_mutex_lock(&part->lane->mu);
+		sfr__lock(&part->lane->mu);
 		queue_locked(part, &plan, err);
-		pthread_mutex_unlock(&part->lane->mu);
+		sfr__unlock(&part->lane->mu);
 		if (plan.piece)
 			sfr__snapshot_in(s, -1, NULL);
 	}
@@ -280,12 +280,12 @@ static void landed(struct sfr__cuda_landing *landing, bool ok)
 		torn = sfr__snapshot_compare(s, part->samples, part->nr_samples);
 	else
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
-	pthread_mutex_lock(&lane->mu);
+	sfr__lock(&lane->mu);
 	part->over = true;
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, part->staged);
 	part->staged = NULL;
-	pthread_mutex_unlock(&lane->mu);
+	sfr__unlock(&lane->mu);
 	sfr__cuda_store_put(lane, &part->store);
 	if (!ok)
 		sfr__snapshot_lost(s);
@@ -304,10 +304,10 @@ bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *s
 
 		if (!lane)
 			continue;
-		pthread_mutex_lock(&lane->mu);
+		sfr__lock(&lane->mu);
 		done = part->over || lane->dead ||
 		       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
-		pthread_mutex_unlock(&lane->mu);
+		sfr__unlock(&lane->mu);
 		all = all && done;
 	}
 	return all;

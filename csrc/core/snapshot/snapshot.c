@@ -83,7 +83,7 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 			s->lease = (struct sfr__lease){ 0 };
 		}
 	}
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	if (lease.runs)
 		give_back(s, &lease);
 }
@@ -163,7 +163,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < s->nr_sources; i++)
 		lens[i] = s->sources[i].nbytes;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_NEW)
 		rc = SFR_ESTATE;
 	else if (engine->closing)
@@ -171,7 +171,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	else
 		engine->nr_snapshots++; /* the pool stays */
 	nr_own = sfr__engine_nr_own_locked(engine);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
 	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, nr_own, slice_ns,
@@ -190,11 +190,11 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 		goto out;
 	}
 	set_range(s);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	s->lease = lease;
 	s->nr_views = 1;
 	set_state_locked(s, SFR__SNAPSHOT_LEASED);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 out:
 	sfr_sys.free(lens);
 	return rc;
@@ -217,9 +217,9 @@ static bool is_abandoned(struct sfr_snapshot *s)
 {
 	bool abandoned;
 
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	abandoned = s->abandoned;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return abandoned;
 }
 
@@ -259,29 +259,29 @@ static void push_locked(struct sfr_engine *engine, struct sfr_snapshot *s)
 
 void sfr__snapshot_out(struct sfr_snapshot *s)
 {
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	s->nr_out++;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 }
 
 void sfr__snapshot_lost(struct sfr_snapshot *s)
 {
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	s->lease.retired = true;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 }
 
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
 {
 	struct sfr_engine *engine = s->engine;
 
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (torn >= 0 && s->torn < 0)
 		s->torn = torn;
 	if (err && err->code && !s->err.code)
 		s->err = *err;
 	if (--s->nr_out > 0) {
-		pthread_mutex_unlock(&engine->mu);
+		sfr__unlock(&engine->mu);
 		return;
 	}
 	engine->nr_copying--;
@@ -296,9 +296,9 @@ static int copy_here(struct sfr_snapshot *s, int rc)
 	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
 		if (s->sources[i].device == 0 && s->sources[i].addr)
 			(void)copy_source(s, i, false); /* always all */
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return rc;
 }
 
@@ -318,17 +318,17 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 
 	if (foreign(s))
 		return SFR_EFORK;
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_LEASED)
 		rc = SFR_ESTATE;
 	else if (s->nr_parts && engine->closing)
 		rc = SFR_ECLOSED;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (rc == SFR_ESTATE)
 		return rc;
 	if (rc == 0 && nr)
 		rc = sfr__snapshot_take_samples(s);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
 		queued = rc == 0;
@@ -339,7 +339,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		engine->nr_copying++;
 		set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	if (!queued) /* the engine may have been closed meanwhile: nothing is left to do it later */
 		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host does. */
@@ -350,10 +350,10 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 			(void)copy_source(s, i, false); /* always all */
 	sfr__snapshot_parts_captured(s, &err);
 	if (nr) {
-		pthread_mutex_lock(&engine->mu);
+		sfr__lock(&engine->mu);
 		s->nr_out++;
 		push_locked(engine, s);
-		pthread_mutex_unlock(&engine->mu);
+		sfr__unlock(&engine->mu);
 	}
 	sfr__snapshot_in(s, -1, &err);
 	return rc < 0 ? rc : err.code;
@@ -368,14 +368,14 @@ void sfr__snapshot_copy_locked(struct sfr_engine *engine)
 	engine->snapshot_head = s->next;
 	if (!engine->snapshot_head)
 		engine->snapshot_tail = NULL;
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	for (uint32_t i = 0; all && i < s->nr_sources; i++)
 		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
 			all = copy_source(s, i, true);
 	if (all)
 		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
 	sfr__snapshot_in(s, torn, NULL);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 }
 
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
@@ -389,12 +389,12 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 		return SFR_EFORK;
 	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
 		  sfr__snapshot_nr_deferred(s, 0) > 0;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	while (on_host && s->state == SFR__SNAPSHOT_COPYING && rc == 0)
 		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
 	if (s->state != SFR__SNAPSHOT_COPYING)
 		rc = 0;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return rc;
 }
 
@@ -403,9 +403,9 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (foreign(s))
 		return;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	*out = s->err;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 }
 
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
@@ -416,14 +416,14 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (foreign(s))
 		return SFR_EFORK;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
 		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
 	if (s->state != SFR__SNAPSHOT_COPYING) {
 		*torn = s->torn;
 		rc = 0;
 	}
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return rc;
 }
 
@@ -435,12 +435,12 @@ static int use(struct sfr_snapshot *s, uint32_t *count)
 
 	if (foreign(s))
 		return SFR_EFORK;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	if (s->lease.runs)
 		++*count;
 	else
 		rc = SFR_ESTATE;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return rc;
 }
 
@@ -448,7 +448,7 @@ static void unuse(struct sfr_snapshot *s, uint32_t *count)
 {
 	if (foreign(s))
 		return;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	--*count;
 	settle_and_unlock(s);
 }
@@ -479,9 +479,9 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 
 	if (foreign(s))
 		return SFR_EFORK;
-	pthread_mutex_lock(&s->engine->mu);
+	sfr__lock(&s->engine->mu);
 	leased = s->lease.runs != NULL;
-	pthread_mutex_unlock(&s->engine->mu);
+	sfr__unlock(&s->engine->mu);
 	return leased;
 }
 

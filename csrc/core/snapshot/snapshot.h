@@ -2,7 +2,7 @@
 #ifndef SFR_SNAPSHOT_H
 #define SFR_SNAPSHOT_H
 
-#include "save/ticket.h"
+#include "engine/engine.h"
 
 struct sfr__snapshot_part;
 

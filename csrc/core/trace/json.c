@@ -42,7 +42,7 @@ enum {
 enum session_state { IDLE, RUNNING, STOPPING };
 
 static struct {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	pthread_cond_t cv; /* stop has been called; a name has come */
 	bool have_cv;
 	enum session_state state;
@@ -57,7 +57,7 @@ static struct {
 	int error;
 	char *text, *of_parent;
 	size_t len; /* of the text not yet written */
-} session = { .mu = PTHREAD_MUTEX_INITIALIZER, .fd = -1 };
+} session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .fd = -1 };
 
 static const struct {
 	const char *name, *category, *number;
@@ -355,7 +355,7 @@ static void *trace_main(void *unused)
 	bool running;
 
 	(void)unused;
-	pthread_mutex_lock(&session.mu);
+	sfr__lock(&session.mu);
 	do {
 		if (session.state == RUNNING)
 			(void)sfr__cond_wait(&session.cv, &session.mu, sfr__deadline(FLUSH_NS));
@@ -364,7 +364,7 @@ static void *trace_main(void *unused)
 		 * them can wait for a write. */
 		flush(!running);
 	} while (running);
-	pthread_mutex_unlock(&session.mu);
+	sfr__unlock(&session.mu);
 	return NULL;
 }
 
@@ -412,9 +412,9 @@ int sfr_trace_start(const char *path)
 
 	if (rc < 0)
 		return rc;
-	pthread_mutex_lock(&session.mu);
+	sfr__lock(&session.mu);
 	if (session.state != IDLE) {
-		pthread_mutex_unlock(&session.mu);
+		sfr__unlock(&session.mu);
 		return SFR_EBUSY;
 	}
 	if (!session.have_cv)
@@ -437,53 +437,53 @@ int sfr_trace_start(const char *path)
 		session.state = IDLE;
 		close_file();
 	}
-	pthread_mutex_unlock(&session.mu);
+	sfr__unlock(&session.mu);
 	return rc;
 }
 
 int sfr_trace_stop(struct sfr_trace_result *out)
 {
 	memset(out, 0, sizeof(*out));
-	pthread_mutex_lock(&session.mu);
+	sfr__lock(&session.mu);
 	if (session.state != RUNNING) {
-		pthread_mutex_unlock(&session.mu);
+		sfr__unlock(&session.mu);
 		return SFR_ESTATE;
 	}
 	atomic_store_explicit(&sfr__trace_on, 0, memory_order_release);
 	session.state = STOPPING;
 	pthread_cond_signal(&session.cv);
-	pthread_mutex_unlock(&session.mu);
+	sfr__unlock(&session.mu);
 	(void)sfr_sys.thread_join(session.thread, NULL); /* it is ours and joinable */
-	pthread_mutex_lock(&session.mu);
+	sfr__lock(&session.mu);
 	out->nr_events = session.nr_events;
 	out->nr_dropped = session.nr_dropped;
 	out->error = session.error;
 	close_file();
 	session.state = IDLE;
-	pthread_mutex_unlock(&session.mu);
+	sfr__unlock(&session.mu);
 	return 0;
 }
 
 void sfr_trace_name_thread(uint64_t tid, const char *name)
 {
-	pthread_mutex_lock(&session.mu);
+	sfr__lock(&session.mu);
 	if (session.state == RUNNING && !session.error) {
 		make_room();
 		add_row(tid, name, -1);
 	}
-	pthread_mutex_unlock(&session.mu);
+	sfr__unlock(&session.mu);
 }
 
-void sfr__trace_forked(void)
+static void forget(void)
 {
 	/* fork.c has closed the descriptor; the text stays, as the rings do. */
 	char *text = session.text;
 	uint32_t number = session.number;
 
-	sfr__rings_forked();
 	memset(&session, 0, sizeof(session));
 	session.of_parent = text;
 	session.number = number; /* rows of before must be named anew */
 	session.fd = -1;
-	(void)pthread_mutex_init(&session.mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }
+SFR__AT_FORK(forget)

@@ -22,10 +22,10 @@
 _Atomic uint32_t sfr__trace_on;
 
 static struct {
-	pthread_mutex_t mu;
+	struct sfr__mutex mu;
 	struct sfr__ring *rings, *of_parent;
 	bool reading; /* a trace is being written: rings of ended threads are left to its reader */
-} registry = { .mu = PTHREAD_MUTEX_INITIALIZER };
+} registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
 static _Atomic uint64_t lost;
 
 static _Thread_local struct sfr__ring *mine;
@@ -52,13 +52,13 @@ static void thread_ends(void *arg)
 	bool ours;
 
 	mine = NULL;
-	pthread_mutex_lock(&registry.mu);
+	sfr__lock(&registry.mu);
 	ours = !registry.reading;
 	if (ours)
 		unlink_locked(ring);
 	else
 		atomic_store_explicit(&ring->dead, true, memory_order_release);
-	pthread_mutex_unlock(&registry.mu);
+	sfr__unlock(&registry.mu);
 	if (ours)
 		sfr_sys.free(ring);
 }
@@ -85,10 +85,10 @@ static struct sfr__ring *get_ring(void)
 		return NULL;
 	ring->tid = (uint64_t)syscall(SYS_gettid);
 	(void)pthread_getname_np(pthread_self(), ring->name, sizeof(ring->name)); /* or "" */
-	pthread_mutex_lock(&registry.mu);
+	sfr__lock(&registry.mu);
 	ring->next = registry.rings;
 	registry.rings = ring;
-	pthread_mutex_unlock(&registry.mu);
+	sfr__unlock(&registry.mu);
 	mine = ring;
 	return ring;
 }
@@ -243,7 +243,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 
 void sfr__rings_begin(uint32_t number)
 {
-	pthread_mutex_lock(&registry.mu);
+	sfr__lock(&registry.mu);
 	registry.reading = true;
 	for (struct sfr__ring *ring = registry.rings; ring; ring = ring->next) {
 		uint64_t head = atomic_load_explicit(&ring->head, memory_order_acquire);
@@ -253,7 +253,7 @@ void sfr__rings_begin(uint32_t number)
 		ring->dropped_seen = 0;
 	}
 	atomic_store_explicit(&lost, 0, memory_order_relaxed);
-	pthread_mutex_unlock(&registry.mu);
+	sfr__unlock(&registry.mu);
 	atomic_store_explicit(&sfr__trace_on, number, memory_order_release);
 }
 
@@ -261,9 +261,9 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 {
 	struct sfr__ring *ring;
 
-	pthread_mutex_lock(&registry.mu);
+	sfr__lock(&registry.mu);
 	ring = registry.rings;
-	pthread_mutex_unlock(&registry.mu);
+	sfr__unlock(&registry.mu);
 	/* New rings come in front, and only the reader takes rings out: `next` stays as it is. */
 	for (; ring; ring = ring->next)
 		read(ring, arg);
@@ -273,7 +273,7 @@ void sfr__rings_sweep(bool last)
 {
 	struct sfr__ring *gone = NULL;
 
-	pthread_mutex_lock(&registry.mu);
+	sfr__lock(&registry.mu);
 	registry.reading = !last;
 	for (struct sfr__ring **place = &registry.rings; *place;) {
 		struct sfr__ring *ring = *place;
@@ -288,7 +288,7 @@ void sfr__rings_sweep(bool last)
 		ring->next = gone;
 		gone = ring;
 	}
-	pthread_mutex_unlock(&registry.mu);
+	sfr__unlock(&registry.mu);
 	while (gone) {
 		struct sfr__ring *next = gone->next;
 
@@ -318,7 +318,7 @@ void sfr__ring_pop(struct sfr__ring *ring)
 	atomic_store_explicit(&ring->tail, tail + 1, memory_order_release);
 }
 
-void sfr__rings_forked(void)
+static void forget(void)
 {
 	/* The rings are not freed: the allocator's locks may be those of threads that are gone.
 	 * They are kept in sight of leak checkers. */
@@ -329,5 +329,6 @@ void sfr__rings_forked(void)
 		(void)pthread_setspecific(key, NULL); /* cannot fail for a key that has a value */
 	registry.rings = NULL;
 	registry.reading = false;
-	(void)pthread_mutex_init(&registry.mu, NULL); /* cannot fail for a default mutex */
+	sfr__mutex_init(&registry.mu, SFR__LOCK_REGISTRY);
 }
+SFR__AT_FORK(forget)

@@ -13,7 +13,7 @@
 
 #include <stdatomic.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 
 /* kind, name in the timeline, category, what its number counts (NULL: it has none) */
 #define SFR_TRACE_LIST(X)                                                                          \
@@ -155,8 +155,5 @@ uint64_t sfr__rings_lost(void);
 /* The next unread event, or NULL; it stays valid until sfr__ring_pop. */
 const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring);
 void sfr__ring_pop(struct sfr__ring *ring);
-/* In a forked child, from fork.c: rings, thread and file are the parent's. */
-void sfr__rings_forked(void);
-void sfr__trace_forked(void);
 
 #endif

@@ -23,8 +23,11 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight };
-	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_new(&opts, &engine);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(state, rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_new(&opts, &engine);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(state, rc);
 	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	self = (struct sfr_py_engine *)alloc(type, 0);
 	if (!self) {
@@ -42,8 +45,10 @@ static void engine_dealloc(PyObject *object)
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	/* The last reference joins idle threads, none of which ever wants the lock. */
-	Py_BEGIN_ALLOW_THREADS sfr_engine_put(engine);
-	Py_END_ALLOW_THREADS release(object);
+	Py_BEGIN_ALLOW_THREADS
+	sfr_engine_put(engine);
+	Py_END_ALLOW_THREADS
+	release(object);
 	Py_DECREF(type);
 }
 
@@ -60,7 +65,8 @@ static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *con
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_engine_close(self->engine, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_engine_close(self->engine, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -83,8 +89,11 @@ static PyObject *engine_warm_up(PyObject *object, PyTypeObject *cls, PyObject *c
 	nbytes = PyLong_AsUnsignedLongLong(args[0]);
 	if (nbytes == (unsigned long long)-1 && PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_warm_up(self->engine, nbytes);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_warm_up(self->engine, nbytes);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
 }
 
@@ -95,8 +104,11 @@ static PyObject *engine_trim(PyObject *object, PyTypeObject *cls, PyObject *cons
 	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_trim(self->engine);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_trim(self->engine);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
 }
 
@@ -110,11 +122,12 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 	(void)args, (void)nargs, (void)kwnames;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return Py_BuildValue("{sK sK sK sK sK sK sK}", "pool_bytes",
+	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
 			     (unsigned long long)stats.pool_bytes, "block_bytes",
 			     (unsigned long long)stats.block_bytes, "committed_bytes",
 			     (unsigned long long)stats.committed_bytes, "leased_bytes",
-			     (unsigned long long)stats.leased_bytes, "retired_bytes",
+			     (unsigned long long)stats.leased_bytes, "save_bytes",
+			     (unsigned long long)stats.save_bytes, "retired_bytes",
 			     (unsigned long long)stats.retired_bytes, "saves_in_flight",
 			     (unsigned long long)stats.saves_in_flight, "saves_total",
 			     (unsigned long long)stats.saves_total);
@@ -136,10 +149,11 @@ static PyObject *engine_use_device(PyObject *object, PyTypeObject *cls, PyObject
 	device = PyLong_AsLong(args[0]);
 	if (device == -1 && PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS rc =
-		sfr_engine_use_device(self->engine, (uint32_t)device, why, sizeof(why));
-	Py_END_ALLOW_THREADS if (rc < 0 && !why[0]) return sfr_py_raise(PyType_GetModuleState(cls),
-									rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_use_device(self->engine, (uint32_t)device, why, sizeof(why));
+	Py_END_ALLOW_THREADS
+	if (rc < 0 && !why[0])
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyUnicode_FromString(why);
 }
 
@@ -151,8 +165,11 @@ static PyObject *engine_driver(PyObject *object, PyTypeObject *cls, PyObject *co
 	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_engine_driver(self->engine, text, sizeof(text));
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_driver(self->engine, text, sizeof(text));
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 

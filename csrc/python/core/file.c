@@ -95,8 +95,11 @@ static int take(struct sfr_py_file *self, PyTypeObject *cls, char *to, size_t le
 	while (len) {
 		size_t some = len < SLICE ? len : SLICE;
 
-		Py_BEGIN_ALLOW_THREADS got = sfr_fill(self->fd, to, some, self->at);
-		Py_END_ALLOW_THREADS if (got < 0) return raise_io(got);
+		Py_BEGIN_ALLOW_THREADS
+		got = sfr_fill(self->fd, to, some, self->at);
+		Py_END_ALLOW_THREADS
+		if (got < 0)
+			return raise_io(got);
 		if ((size_t)got < some)
 			goto shorter;
 		self->at += some;

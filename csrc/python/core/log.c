@@ -12,8 +12,11 @@ static PyObject *log_remove(PyObject *module, PyObject *key)
 
 	if (!path)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_log_remove(path, NULL);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_log_remove(path, NULL);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
 }
 
@@ -35,7 +38,8 @@ static PyObject *log_drain(PyObject *module, PyObject *timeout)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_log_drain(&seq, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_log_drain(&seq, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -52,8 +56,10 @@ static PyObject *log_pending(PyObject *module, PyObject *unused)
 static PyObject *log_stop(PyObject *module, PyObject *unused)
 {
 	(void)module, (void)unused;
-	Py_BEGIN_ALLOW_THREADS(void) sfr_log_stop(); /* always 0 */
-	Py_END_ALLOW_THREADS Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS(void)
+	sfr_log_stop(); /* always 0 */
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
 }
 
 /* ---- notices ---- */
@@ -68,15 +74,18 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 
 	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
-	Py_BEGIN_ALLOW_THREADS rc =
-		sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
 	/* The package keeps everything in flight by its id; this reference is only the notice's. */
 	if (what == SFR_NOTICE_SNAPSHOT) {
 		struct sfr_snapshot *snapshot = sfr_notice_snapshot();
 
 		id = PyLong_FromVoidPtr(snapshot);
-		Py_BEGIN_ALLOW_THREADS sfr_snapshot_put(snapshot);
+		Py_BEGIN_ALLOW_THREADS
+		sfr_snapshot_put(snapshot);
 		Py_END_ALLOW_THREADS
 	} else {
 		id = PyLong_FromVoidPtr(ticket);
@@ -151,7 +160,8 @@ static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const 
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_log_load_wait(load, slice, &fd);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_log_load_wait(load, slice, &fd);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)

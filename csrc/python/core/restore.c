@@ -23,9 +23,11 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	allocfunc alloc;
 	int rc;
 
-	Py_BEGIN_ALLOW_THREADS rc =
-		sfr_restore_new(check, fd, verify ? SFR_RESTORE_VERIFY : 0, &restore);
-	Py_END_ALLOW_THREADS if (rc == -EOPNOTSUPP) return Py_NewRef(Py_None);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_restore_new(check, fd, verify ? SFR_RESTORE_VERIFY : 0, &restore);
+	Py_END_ALLOW_THREADS
+	if (rc == -EOPNOTSUPP)
+		return Py_NewRef(Py_None);
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
 	if (rc < 0)
@@ -46,7 +48,8 @@ static void end(struct sfr_py_restore *self)
 	struct sfr_restore *restore = self->restore;
 
 	self->restore = NULL;
-	Py_BEGIN_ALLOW_THREADS sfr_restore_free(restore);
+	Py_BEGIN_ALLOW_THREADS
+	sfr_restore_free(restore);
 	Py_END_ALLOW_THREADS
 }
 
@@ -129,8 +132,11 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_restore_go(restore, nr);
-	Py_END_ALLOW_THREADS if (rc == -ENOMEM) return PyErr_NoMemory();
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_restore_go(restore, nr);
+	Py_END_ALLOW_THREADS
+	if (rc == -ENOMEM)
+		return PyErr_NoMemory();
 	if (rc < 0) {
 		errno = -rc;
 		return PyErr_SetFromErrno(PyExc_OSError);
@@ -187,7 +193,8 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	while (rc == SFR_EAGAIN) {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_restore_wait(restore, index, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_restore_wait(restore, index, slice);
 		Py_END_ALLOW_THREADS
 	}
 	return PyBool_FromLong(rc == 0);

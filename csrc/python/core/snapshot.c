@@ -43,7 +43,8 @@ static void memory_dealloc(PyObject *object)
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	if (snapshot) {
-		Py_BEGIN_ALLOW_THREADS sfr_snapshot_unview(snapshot);
+		Py_BEGIN_ALLOW_THREADS
+		sfr_snapshot_unview(snapshot);
 		sfr_snapshot_put(snapshot);
 		Py_END_ALLOW_THREADS
 	}
@@ -135,8 +136,10 @@ static void snapshot_dealloc(PyObject *object)
 	PyTypeObject *type = Py_TYPE(object);
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-	Py_BEGIN_ALLOW_THREADS sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot);
-	Py_END_ALLOW_THREADS release(object);
+	Py_BEGIN_ALLOW_THREADS
+	sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot);
+	Py_END_ALLOW_THREADS
+	release(object);
 	Py_DECREF(type);
 }
 
@@ -156,7 +159,8 @@ static PyObject *snapshot_lease(ARGS)
 	do {
 		if (wait && sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_lease(s, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_snapshot_lease(s, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN && wait);
 	if (rc == SFR_EAGAIN)
@@ -181,7 +185,8 @@ static PyObject *snapshot_start(ARGS)
 	if (nr > 0)
 		rc = sfr_snapshot_streams(s, streams, (uint32_t)nr);
 	if (rc == 0) {
-		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_start(s);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_snapshot_start(s);
 		Py_END_ALLOW_THREADS
 	}
 	sfr_snapshot_error(s, &err);
@@ -210,7 +215,8 @@ static PyObject *snapshot_gate(ARGS)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
@@ -265,7 +271,8 @@ static PyObject *snapshot_wait(ARGS)
 	while (rc == SFR_EAGAIN && left > 0) {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_snapshot_wait(s, slice, &torn);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_snapshot_wait(s, slice, &torn);
 		Py_END_ALLOW_THREADS
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -289,8 +296,10 @@ static PyObject *snapshot_unhold(ARGS)
 
 	(void)cls;
 	UNUSED_ARGS;
-	Py_BEGIN_ALLOW_THREADS sfr_snapshot_unhold(s);
-	Py_END_ALLOW_THREADS Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_snapshot_unhold(s);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
 }
 
 static PyObject *snapshot_leased(ARGS)

@@ -63,8 +63,10 @@ static void ticket_dealloc(PyObject *object)
 	PyTypeObject *type = Py_TYPE(object);
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
-	Py_BEGIN_ALLOW_THREADS sfr_ticket_put(self->ticket);
-	Py_END_ALLOW_THREADS Py_XDECREF(self->skeleton);
+	Py_BEGIN_ALLOW_THREADS
+	sfr_ticket_put(self->ticket);
+	Py_END_ALLOW_THREADS
+	Py_XDECREF(self->skeleton);
 	release(object);
 	Py_DECREF(type);
 }
@@ -110,21 +112,27 @@ static PyObject *ticket_submit(ARGS)
 	if (nr_streams < 0)
 		return NULL;
 	if (nr_streams > 0) {
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_begin(t, streams, (uint32_t)nr_streams);
-		Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(PyType_GetModuleState(cls),
-								     rc);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_begin(t, streams, (uint32_t)nr_streams);
+		Py_END_ALLOW_THREADS
+		if (rc < 0)
+			return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	}
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_admit(t, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_admit(t, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	for (;;) {
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
-		Py_END_ALLOW_THREADS if (rc == SFR_EEXHAUSTED) sfr_save_abandon(t);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
+		Py_END_ALLOW_THREADS
+		if (rc == SFR_EEXHAUSTED)
+			sfr_save_abandon(t);
 		if (rc != SFR_EAGAIN)
 			break;
 		if (PyErr_CheckSignals() < 0) {
@@ -133,7 +141,8 @@ static PyObject *ticket_submit(ARGS)
 		}
 	}
 	if (rc == 0) {
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_launch(t);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_launch(t);
 		Py_END_ALLOW_THREADS
 	}
 	if (rc < 0)
@@ -167,7 +176,8 @@ static PyObject *ticket_wait(ARGS)
 	while (rc == SFR_EAGAIN && left > 0) {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
 		Py_END_ALLOW_THREADS
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
@@ -195,7 +205,8 @@ static PyObject *ticket_gate(ARGS)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
-		Py_BEGIN_ALLOW_THREADS rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)

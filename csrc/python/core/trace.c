@@ -10,8 +10,11 @@ static PyObject *trace_start(PyObject *module, PyObject *path)
 
 	if (!bytes)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_trace_start(bytes);
-	Py_END_ALLOW_THREADS if (rc < 0) return sfr_py_raise(sfr_py_state(module), rc);
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_trace_start(bytes);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
 }
 
@@ -21,8 +24,11 @@ static PyObject *trace_stop(PyObject *module, PyObject *unused)
 	int rc;
 
 	(void)module, (void)unused;
-	Py_BEGIN_ALLOW_THREADS rc = sfr_trace_stop(&result);
-	Py_END_ALLOW_THREADS if (rc < 0) Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_trace_stop(&result);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		Py_RETURN_NONE;
 	return Py_BuildValue("(KKi)", (unsigned long long)result.nr_events,
 			     (unsigned long long)result.nr_dropped, -result.error);
 }
@@ -35,8 +41,10 @@ static PyObject *trace_name_thread(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "Ky:trace_name_thread", &tid, &name))
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS sfr_trace_name_thread(tid, name);
-	Py_END_ALLOW_THREADS Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_trace_name_thread(tid, name);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
 }
 
 static PyObject *trace_begin(PyObject *module, PyObject *unused)

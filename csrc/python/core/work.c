@@ -102,8 +102,11 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 
 	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
-	Py_BEGIN_ALLOW_THREADS rc = sfr_log_work_next(SFR_FOREVER, &work, &after_good);
-	Py_END_ALLOW_THREADS if (rc == SFR_ECLOSED) Py_RETURN_NONE;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_log_work_next(SFR_FOREVER, &work, &after_good);
+	Py_END_ALLOW_THREADS
+	if (rc == SFR_ECLOSED)
+		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	return Py_BuildValue("(NN)", PyLong_FromVoidPtr(work), PyBool_FromLong(after_good));

@@ -64,11 +64,12 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     Args:
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        durable: Sync the parent of each directory that is made.
+        durable: The file's directory will be synced, and the parent of each directory that is made.
 
     Raises:
         TypeError, ValueError: See `as_text`.
-        SaveError: (phase "open") A missing parent, a directory, no regular file.
+        SaveError: (phase "open") A missing parent, a directory, no regular file, or a directory
+            that cannot be synced.
     """
     text = as_text(path)
     parent, name = _split(text, follow_link)
@@ -77,11 +78,19 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
             _make_directories(parent, durable)
         if not stat.S_ISDIR(os.stat(parent).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if durable and not os.access(parent, os.R_OK, effective_ids=True):
+            raise PermissionError(
+                errno.EACCES,
+                f"the directory {parent} cannot be synced without permission to read it (a save"
+                " with durable=False needs none)",
+            )
         _check_name(parent, name, follow_link)
     except OSError as error:
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
             strerror = f"{strerror}: the parent directory {parent} is missing"
+            if text.startswith("~"):
+                strerror += " ('~' is not expanded: give os.path.expanduser(path))"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name))
 

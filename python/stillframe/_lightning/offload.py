@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from stillframe._lightning.caller import io_chain
-from stillframe._lightning.plugin import CheckpointPlugin
+from stillframe._lightning.plugin import saves_by_itself
 from stillframe._snapshot.snapshot import ordinary_copy, snapshot_at_once
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import PoolExhaustedError
@@ -139,7 +138,7 @@ class OffloadHooks:
             return
         self._checkpoint_count += 1
         count = self._checkpoint_count
-        if _saves_by_itself(trainer):
+        if saves_by_itself(trainer):
             log.info(
                 "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
             )
@@ -261,12 +260,6 @@ class OffloadHooks:
             len(skipped),
             "; ".join(shown),
         )
-
-
-def _saves_by_itself(trainer: Any) -> bool:
-    """Whether the Trainer saves with our plugin, and that by itself."""
-    outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and outermost._inner is None
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:

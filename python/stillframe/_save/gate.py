@@ -185,7 +185,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
     _pendings[id(pending)] = pending
     if deferral is None:
         mine = threading.get_ident()
-        for thread, ref in reversed(tuple(_calls.values())):
+        for thread, ref in reversed(_calls.copy().values()):
             if thread == mine:
                 deferral = ref()
                 break
@@ -203,7 +203,7 @@ def wait() -> None:
     streams wait for it; raises none of their errors."""
     asked: list[Pending] = []
     while True:
-        new = [each for each in tuple(_pendings.values()) if each not in asked]
+        new = [each for each in list(_pendings.values()) if each not in asked]
         if not new:
             return
         for pending in new:
@@ -217,7 +217,7 @@ def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
     mine = threading.get_ident()
     end = time.monotonic() + _CALL_TIMEOUT_S
-    for key, (thread, ref) in tuple(_calls.items()):
+    for key, (thread, ref) in _calls.copy().items():
         while thread != mine and key in _calls and time.monotonic() < end:
             time.sleep(_CALL_POLL_S)
         if key in _calls:

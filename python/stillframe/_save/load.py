@@ -15,7 +15,7 @@ import torch
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import no_collection
-from stillframe._save import engine, restore
+from stillframe._save import ordered, restore
 from stillframe.errors import CorruptCheckpointError
 
 _PACKED = "another program packed it"
@@ -73,7 +73,7 @@ def load(
 
 def _open(path: str) -> int:
     """A descriptor of what `path` is once earlier saves and removes of it have ended."""
-    return engine.open_in_order(path)
+    return ordered.open_in_order(path)
 
 
 def _load_fd(

@@ -267,7 +267,9 @@ def meet(optimizer: Optimizer) -> Owner:
 
 def living() -> Iterator[Owner]:
     """Every owner, as of now."""
-    return iter(tuple(_owners.values()))
+    # A list is filled in one piece. A tuple of a view is made between two looks at the dict, and a
+    # collection of garbage there takes out the owners of optimizers that it finds.
+    return iter(list(_owners.values()))
 
 
 def active() -> bool:

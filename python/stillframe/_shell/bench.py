@@ -237,7 +237,7 @@ class _Bench:
         self._load()
 
     def _save(self) -> Any:
-        from stillframe._save.engine import async_save
+        from stillframe._save.api import async_save
 
         path = self._directory / "save.pt"
         path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
+#include "archive/layout.h"
 
 #define HOLE UINT64_C(1)
 

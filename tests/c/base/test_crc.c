@@ -3,9 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/base.h"
 #include "base/crc.h"
 #include "sfr.h"
-#include "base/sfr_internal.h"
 #include "check.h"
 
 /* Where zlib can be linked (-DHAVE_ZLIB -lz) it is the second opinion. */

@@ -2,7 +2,7 @@
 #include <errno.h>
 #include <string.h>
 
-#include "base/sfr_internal.h"
+#include "base/base.h"
 #include "check.h"
 
 static void every_code_of_ours_has_its_name_and_sentence(void)

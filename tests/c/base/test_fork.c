@@ -1,13 +1,14 @@
 /* What a forked child gets, and what it must not keep or touch. */
 #include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <sys/file.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
-#include "fix_dir.h"
+#include "save/save.h"
+#include "fix_save.h"
 
 /* Runs `body` in a forked child; its checks decide. Sanitizers see the child's leaks as the
  * parent's memory, so it leaves by _exit. */
@@ -125,8 +126,9 @@ static void an_interrupted_open_is_tried_again_but_not_for_ever(void)
 
 /* Stands in for open(2): 4096 real descriptors may be more than the limit allows. */
 static int next_fd;
-static int fake_open(const char *path, int flags, mode_t mode)
+static int fake_open(int dir, const char *path, int flags, mode_t mode)
 {
+	(void)dir;
 	(void)path;
 	(void)flags;
 	(void)mode;
@@ -189,9 +191,9 @@ static void cell_free(void *mem)
 static atomic_bool stop;
 
 /* The moment between a system call and its entry in the table, drawn out. */
-static int slow_open(const char *path, int flags, mode_t mode)
+static int slow_open(int dir, const char *path, int flags, mode_t mode)
 {
-	int fd = open(path, flags, mode);
+	int fd = openat(dir, path, flags, mode);
 
 	(void)usleep(200);
 	return fd;
@@ -238,7 +240,7 @@ static void *ask_the_log(void *unused)
 
 static void *ask_for_temporaries(void *unused)
 {
-	struct sfr__tmp tmp = { NULL, 0 };
+	struct sfr__tmp tmp = { .serial = 0 };
 
 	(void)unused;
 	while (!atomic_load(&stop))
@@ -249,7 +251,7 @@ static void *ask_for_temporaries(void *unused)
 static void child_has_none_of_it_and_starts_anew(void *arg)
 {
 	const char *path = arg;
-	struct sfr__tmp tmp = { NULL, 0 };
+	struct sfr__tmp tmp = { .serial = 0 };
 	char text[64], link[PATH_MAX], at[64];
 	struct sfr_ticket *ticket;
 	unsigned what;
@@ -317,6 +319,117 @@ static void a_fork_amid_opens_closes_and_notices_is_clean(void)
 	dir_remove(dir);
 }
 
+/* ---- calls that do not come back ---- */
+
+static sem_t inside, go_on;
+
+static int hanging_close(int fd)
+{
+	(void)sem_post(&inside);
+	(void)sem_wait(&go_on);
+	return close(fd);
+}
+
+/* As the kernel does it: the number is free at once, and the flush takes its time. */
+static int flushing_close(int fd)
+{
+	int rc = close(fd);
+
+	(void)sem_post(&inside);
+	(void)sem_wait(&go_on);
+	return rc;
+}
+
+static int hanging_open(int dir, const char *path, int flags, mode_t mode)
+{
+	(void)sem_post(&inside);
+	(void)sem_wait(&go_on);
+	return openat(dir, path, flags, mode);
+}
+
+static void *close_it(void *arg)
+{
+	CHECK_EQ(sfr__fd_close(*(int *)arg), 0);
+	return NULL;
+}
+
+static void *open_and_close_it(void *path)
+{
+	CHECK_EQ(sfr__fd_close(sfr__fd_open(path, O_RDONLY, 0)), 0);
+	return NULL;
+}
+
+static void child_has_not(void *arg)
+{
+	CHECK(fcntl(*(int *)arg, F_GETFD) < 0);
+}
+
+static void child_opens_and_closes(void *arg)
+{
+	sfr_sys.open = slow_open;
+	sfr_sys.close = slow_close;
+	CHECK_EQ(sfr__fd_close(sfr__fd_open(arg, O_RDONLY, 0)), 0);
+}
+
+/* Each of these hangs for good where a fork waits for what another thread does to a file. */
+static void a_fork_does_not_wait_for_a_close(void)
+{
+	char path[PATH_MAX];
+	const char *dir = dir_make("/dev/shm");
+	struct sfr_sys plain = sfr_sys;
+	pthread_t thread;
+	int fd, other;
+
+	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "a"));
+	file_put(path, "a", 1);
+	CHECK_EQ(sfr_fork_init(), 0);
+	fd = sfr__fd_open(path, O_RDWR, 0);
+	CHECK_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
+	sfr_sys.close = hanging_close;
+	CHECK_EQ(pthread_create(&thread, NULL, close_it, &fd), 0);
+	(void)sem_wait(&inside);
+	in_child(child_has_not, &fd); /* it is open yet, and the child is rid of it */
+	CHECK(is_locked(path));
+	in_child(child_opens_and_closes, path);
+	(void)sem_post(&go_on);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+
+	sfr_sys.close = plain.close;
+	fd = sfr__fd_open(path, O_RDWR, 0);
+	sfr_sys.close = flushing_close;
+	CHECK_EQ(pthread_create(&thread, NULL, close_it, &fd), 0);
+	(void)sem_wait(&inside);
+	other = open(path, O_RDONLY | O_CLOEXEC);
+	CHECK_EQ(other, fd); /* somebody else's by now, even of the same file */
+	in_child(child_leaves_a_reused_number_alone, &other);
+	(void)sem_post(&go_on);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	(void)close(other);
+	sfr_sys = plain;
+	dir_remove(dir);
+}
+
+static void a_fork_does_not_wait_for_an_open_that_hangs(void)
+{
+	char path[PATH_MAX];
+	const char *dir = dir_make("/dev/shm");
+	struct sfr_sys plain = sfr_sys;
+	pthread_t thread;
+
+	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "a"));
+	file_put(path, "a", 1);
+	CHECK_EQ(sfr_fork_init(), 0);
+	sfr_sys.open = hanging_open;
+	CHECK_EQ(pthread_create(&thread, NULL, open_and_close_it, path), 0);
+	(void)sem_wait(&inside);
+	in_child(child_opens_and_closes, path); /* its lock is its own */
+	(void)sem_post(&go_on);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	sfr_sys = plain;
+	CHECK_EQ(sfr__fd_close(sfr__fd_open(path, O_RDONLY, 0)), 0);
+	dir_remove(dir);
+}
+
 /* ---- files across forks ---- */
 
 struct across {
@@ -355,7 +468,7 @@ static void a_child_neither_deletes_nor_unlocks_the_parents_temporary(void)
 	CHECK_EQ(sfr__file_open(&file, &err), 0);
 	in_child(child_frees_and_saves_its_own, &across);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	CHECK(is_locked(file.tmp));
+	CHECK(is_locked(dir_path(dir, file.tmp.name)));
 	CHECK_EQ(sfr__file_write(&file, page, sizeof(page), 0, &err), 0);
 	CHECK_EQ(sfr__file_sync(&file, &err), 0);
 	CHECK_EQ(sfr__file_commit(&file, &err), 0);
@@ -394,11 +507,11 @@ static void a_child_does_not_keep_its_dead_parents_lock(void)
 	}
 	CHECK_EQ(read(pipes[0], &ready, 1), 1); /* the grandchild lives */
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	CHECK_EQ(kill(writer, SIGKILL), 0);
 	CHECK_EQ(waitpid(writer, &status, 0), writer);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	(void)close(pipes[0]);
 	(void)close(pipes[1]);
@@ -413,6 +526,9 @@ int main(void)
 	RUN(a_closed_descriptor_is_out_of_the_table);
 	RUN(an_interrupted_open_is_tried_again_but_not_for_ever);
 	RUN(a_full_table_refuses_to_open);
+	CHECK(sem_init(&inside, 0, 0) == 0 && sem_init(&go_on, 0, 0) == 0);
+	RUN(a_fork_does_not_wait_for_a_close);
+	RUN(a_fork_does_not_wait_for_an_open_that_hangs);
 	RUN(a_fork_amid_opens_closes_and_notices_is_clean);
 	RUN(a_child_neither_deletes_nor_unlocks_the_parents_temporary);
 	RUN(a_child_does_not_keep_its_dead_parents_lock);

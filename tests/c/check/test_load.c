@@ -1,5 +1,6 @@
 /* The reader: what every writer writes is whole. What the system does meanwhile is in
  * test_load_system.c, damage in test_load_damage.c, malice in test_load_hostile.c. */
+#include "archive/layout.h"
 #include "verdict.h"
 
 /* ---- what is good ---------------------------------------------------------- */

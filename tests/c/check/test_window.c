@@ -5,8 +5,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/sfr_internal.h"
 #include "check/window.h"
+#include "base/base.h"
 #include "check.h"
 
 #define LEN 100003u /* not a multiple of anything */

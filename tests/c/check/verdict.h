@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "check/check.h"
-#include "base/sfr_internal.h"
+#include "check/records.h"
 #include "archive.h"
 #include "check.h"
 

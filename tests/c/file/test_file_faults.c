@@ -1,6 +1,7 @@
 /* One file's life under injected failures: every call failing, once and from then on, and every
  * short write. The diagram in file.c is checked here, since failures are most of its arrows. */
 #include <errno.h>
+#include <sys/wait.h>
 
 #include "fix_save.h"
 
@@ -47,15 +48,18 @@ struct case_ {
 	int fallback; /* which sentence is there, or -1 */
 };
 
-/* Calls of one save in a directory with one file: opens are the temporary and the directory;
+/* Calls of one save in a directory with one file: opens are the directory and the temporary;
  * fstat, lstat are of the check after the lock, then lstat of the destination. */
 static const struct case_ cases[] = {
 	{ "opendir", EIO, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "open", EACCES, 1, true, -EACCES, SFR_PHASE_OPEN, false, -1 },
-	{ "open", EROFS, 1, true, -EROFS, SFR_PHASE_OPEN, false, -1 },
-	{ "open", ENOSPC, 1, true, -ENOSPC, SFR_PHASE_OPEN, false, -1 },
+	{ "open", EMFILE, 1, true, -EMFILE, SFR_PHASE_OPEN, false, -1 },
 	{ "open", EINTR, 1, true, 0, SFR_PHASE_NONE, true, -1 },
-	{ "open", EEXIST, 1, true, 0, SFR_PHASE_NONE, true, -1 }, /* another name */
+	{ "open", EACCES, 2, true, -EACCES, SFR_PHASE_OPEN, false, -1 },
+	{ "open", EROFS, 2, true, -EROFS, SFR_PHASE_OPEN, false, -1 },
+	{ "open", ENOSPC, 2, true, -ENOSPC, SFR_PHASE_OPEN, false, -1 },
+	{ "open", EINTR, 2, true, 0, SFR_PHASE_NONE, true, -1 },
+	{ "open", EEXIST, 2, true, 0, SFR_PHASE_NONE, true, -1 }, /* another name */
 	{ "flock", EIO, 1, true, -EIO, SFR_PHASE_LOCK, false, -1 },
 	{ "flock", EINTR, 1, true, 0, SFR_PHASE_NONE, true, -1 },
 	{ "flock", EWOULDBLOCK, 1, true, 0, SFR_PHASE_NONE, true, -1 }, /* a cleaner has it */
@@ -90,7 +94,6 @@ static const struct case_ cases[] = {
 	{ "lstat", EIO, 2, true, -EIO, SFR_PHASE_RENAME, false, -1 },
 	{ "rename", EIO, 1, true, -EIO, SFR_PHASE_RENAME, false, -1 },
 	{ "rename", EACCES, 1, true, -EACCES, SFR_PHASE_RENAME, false, -1 },
-	{ "open", EACCES, 2, true, -EACCES, SFR_PHASE_SYNC_DIR, true, -1 },
 	{ "fsync", EIO, 1, true, -EIO, SFR_PHASE_SYNC_DIR, true, -1 },
 	{ "fsync", EINTR, 1, true, -EINTR, SFR_PHASE_SYNC_DIR, true, -1 },
 	{ "fsync", EINVAL, 1, true, 0, SFR_PHASE_NONE, true, 1 },
@@ -140,6 +143,86 @@ static void fails_as_said(const char *dir)
 static void a_failing_call_ends_in_its_phase_with_old_or_new_intact(void)
 {
 	in_each_base(fails_as_said);
+}
+
+static int nr_opens_at_first_write, nr_opens;
+static struct sfr_sys unwatched;
+
+static int watched_open(int at, const char *name, int flags, mode_t mode)
+{
+	nr_opens++;
+	return unwatched.open(at, name, flags, mode);
+}
+
+static ssize_t watched_pwrite(int fd, const void *buf, size_t len, off_t off)
+{
+	if (nr_opens_at_first_write == 0)
+		nr_opens_at_first_write = nr_opens;
+	return unwatched.pwrite(fd, buf, len, off);
+}
+
+/* A table of descriptors that fills up meanwhile, a directory whose permissions or path change: none
+ * of it can come between the new file and its sync. */
+static void nothing_is_opened_once_bytes_are_written(void)
+{
+	const char *dir = dir_make("/var/tmp");
+	char moved[PATH_MAX];
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	CHECK(snprintf(moved, sizeof(moved), "%s-moved", dir) < PATH_MAX);
+	save_cleanly(dir);
+	unwatched = sfr_sys;
+	sfr_sys.open = watched_open;
+	sfr_sys.pwrite = watched_pwrite;
+	CHECK_EQ(SAVE_STEP(&f, sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true)), 0);
+	CHECK_EQ(SAVE_STEP(&f, sfr__file_open(&f, &err)), 0);
+	CHECK_EQ(rename(dir, moved), 0);
+	CHECK_EQ(save_write_all(&f, &err), 0);
+	CHECK_EQ(SAVE_STEP(&f, sfr__file_sync(&f, &err)), 0);
+	CHECK_EQ(SAVE_STEP(&f, sfr__file_commit(&f, &err)), 0);
+	save_end(&f);
+	sfr_sys = unwatched;
+	CHECK(nr_opens_at_first_write > 0);
+	CHECK_EQ(nr_opens, nr_opens_at_first_write);
+	CHECK(save_is_new(moved));
+	dir_remove(moved);
+}
+
+/* As nobody: root may read everything. */
+static void saves_where_nobody_may_read(const char *dir)
+{
+	struct sfr_err err;
+	struct sfr__file f;
+
+	if (setgid(65534) < 0 || setuid(65534) < 0)
+		_exit(77);
+	CHECK_EQ(save_begin(&f, dir, true, &err), -EACCES);
+	CHECK_EQ(err.phase, SFR_PHASE_OPEN);
+	CHECK(!f.renamed);
+	save_end(&f);
+	CHECK_EQ(save_begin(&f, dir, false, &err), 0);
+	save_end(&f);
+	CHECK(save_is_new(dir));
+}
+
+static void a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be(void)
+{
+	const char *dir = dir_make("/var/tmp");
+	int status = -1, failed = check__nr_failed;
+	pid_t pid;
+
+	CHECK_EQ(chmod(dir, 0333), 0);
+	pid = fork();
+	if (pid == 0) {
+		saves_where_nobody_may_read(dir);
+		_exit(check__nr_failed != failed);
+	}
+	CHECK_EQ(waitpid(pid, &status, 0), pid);
+	CHECK(WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == 77));
+	if (WIFEXITED(status) && WEXITSTATUS(status) == 77)
+		(void)printf(" (not shown: this user cannot become nobody)");
+	dir_remove(dir);
 }
 
 static void direct_mode_that_can_neither_be_used_nor_left_fails_the_open(void)
@@ -329,6 +412,8 @@ int main(void)
 	save_fill();
 	RUN(a_file_given_up_in_any_state_leaves_the_old_one);
 	RUN(a_failing_call_ends_in_its_phase_with_old_or_new_intact);
+	RUN(nothing_is_opened_once_bytes_are_written);
+	RUN(a_directory_that_cannot_be_synced_is_refused_at_once_unless_it_need_not_be);
 	RUN(direct_mode_that_can_neither_be_used_nor_left_fails_the_open);
 	RUN(whatever_fails_the_path_is_old_or_new_and_the_next_save_works);
 	RUN(a_short_write_is_gone_on_with);

@@ -172,7 +172,7 @@ static void a_living_temporary_stays_with_its_directories_and_the_rest_goes(void
 	CHECK_EQ(dir_count(dir_path(dir, "t"), "", NULL), 1);
 	CHECK_EQ(dir_count(dir_path(dir, "t/a"), "", NULL), 1);
 	CHECK_EQ(dir_count(sub, "", NULL), 1);
-	CHECK(file_exists(f.tmp));
+	CHECK(file_exists(dir_path(f.dir, f.tmp.name)));
 	CHECK_EQ(save_write_all(&f, &err), 0);
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);

@@ -8,6 +8,7 @@
 #include "fix_save.h"
 
 static char dir[PATH_MAX]; /* of the test that runs */
+static struct sfr_sys plain;
 
 static void make_dir(void)
 {
@@ -101,9 +102,9 @@ static void the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays
 	CHECK_EQ(save_begin(&f, dir, true, &err), 0);
 	save_end(&f);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1);
-	CHECK(sfr__tmp_is_live(dir_path(dir, name), name));
+	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
 	kill_writer(living);
-	CHECK(!sfr__tmp_is_live(dir_path(dir, name), name));
+	CHECK(!sfr__tmp_may_be_live(dir_path(dir, name), name));
 	save_cleanly(dir);
 	dir_remove(dir);
 }
@@ -144,13 +145,104 @@ static void without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touch
 	CHECK_EQ(save_begin(&second, dir, true, &err), 0);
 	save_end(&second);
 	CHECK(save_is_new(dir));
-	CHECK(file_exists(first.tmp));
-	CHECK(sfr__tmp_is_live(first.tmp, strrchr(first.tmp, '/') + 1)); /* a remove asks */
-	CHECK(file_exists(dead)); /* nothing could tell that it is dead */
+	CHECK(file_exists(dir_path(dir, first.tmp.name)));
+	CHECK(sfr__tmp_may_be_live(dir_path(dir, first.tmp.name),
+				   first.tmp.name)); /* a remove asks */
+	CHECK(file_exists(dead));                    /* nothing could tell that it is dead */
 	sfr__file_fini(&first);
 	sfr_inject_remove();
 	save_cleanly(dir);
 	CHECK(!file_exists(dead));
+	dir_remove(dir);
+}
+
+/* What does not say whether a writer lives: the temporary stays, and is named once. */
+static void only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead(void)
+{
+	static const struct {
+		const char *call;
+		int err;
+	} cases[] = { { "flock", EBADF }, { "flock", ENOSYS }, { "flock", ENOLCK },
+		      { "flock", EIO },   { "flock", EINTR },  { "open", EMFILE },
+		      { "open", EACCES }, { "open", ENFILE },  { "open", ESTALE },
+		      { "fstat", EIO },   { "lstat", EIO } };
+	char boot[64], name[NAME_MAX + 1];
+	struct sfr_err err;
+
+	(void)snprintf(boot, sizeof(boot), "%s", own_boot());
+	make_dir();
+	CHECK_EQ(mkdir(dir_path(dir, "tree"), 0777), 0);
+	for (unsigned i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+		struct sfr_fault fault = { cases[i].call, 1, 1, cases[i].err, -1, 0 };
+		char path[PATH_MAX], in_tree[PATH_MAX], text[1024];
+		int failed = check__nr_failed;
+
+		(void)snprintf(path, sizeof(path), "%s", temp_path(boot, 999999999, i + 1));
+		(void)snprintf(name, sizeof(name), "%s", strrchr(path, '/') + 1);
+		CHECK(snprintf(in_tree, PATH_MAX, "%s/tree/%s", dir, name) < PATH_MAX);
+		file_put(path, "x", 1);
+		CHECK_EQ(sfr_inject_install(), 0);
+		CHECK_EQ(sfr_inject_set(&fault), 0);
+		dir_clean(dir);
+		CHECK(file_exists(path));
+		(void)snprintf(text, sizeof(text), "%s", save_notice());
+		CHECK(strstr(text, path) && strstr(text, sfr_code_name(-cases[i].err)));
+		dir_clean(dir);
+		CHECK(strcmp(save_notice(), "") == 0);
+		/* A remove of the directory has to leave it, too. An fstat or lstat that fails is
+		 * an error of its own there. */
+		CHECK_EQ(rename(path, in_tree), 0);
+		err = (struct sfr_err){ .index = -1 };
+		(void)sfr__file_remove(dir_path(dir, "tree"), &err);
+		CHECK(file_exists(in_tree));
+		sfr_inject_remove();
+		while (*save_notice())
+			;
+		CHECK_EQ(unlink(in_tree), 0);
+		if (check__nr_failed != failed)
+			(void)fprintf(stderr, "  (%s %s)\n", cases[i].call,
+				      sfr_code_name(-cases[i].err));
+	}
+	dir_remove(dir);
+}
+
+/* NFSv4 makes a lock of fcntl's of it, which a descriptor that may only read does not get. */
+static int nfs_flock(int fd, int op)
+{
+	if ((fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY && op & LOCK_EX) {
+		errno = EBADF;
+		return -1;
+	}
+	return plain.flock(fd, op);
+}
+
+static int no_writing_open(int at, const char *name, int flags, mode_t mode)
+{
+	if (!(flags & O_DIRECTORY) && (flags & O_ACCMODE) != O_RDONLY && !(flags & O_CREAT)) {
+		errno = EACCES;
+		return -1;
+	}
+	return plain.open(at, name, flags, mode);
+}
+
+static void a_dead_temporary_on_nfs_is_cleared_away(void)
+{
+	char boot[64];
+
+	(void)snprintf(boot, sizeof(boot), "%s", own_boot());
+	make_dir();
+	file_put(temp_path(boot, 999999999, 1), "x", 1);
+	plain = sfr_sys;
+	sfr_sys.flock = nfs_flock;
+	dir_clean(dir);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	sfr_sys = plain;
+	/* Elsewhere a temporary of somebody else's, in a directory that is ours. */
+	file_put(temp_path(boot, 999999999, 1), "x", 1);
+	sfr_sys.open = no_writing_open;
+	dir_clean(dir);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	sfr_sys = plain;
 	dir_remove(dir);
 }
 
@@ -164,10 +256,10 @@ static void a_temporary_between_open_and_flock_is_safe_from_its_own_process(void
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(flock(f.fd, LOCK_UN), 0);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	sfr__tmp_forget(&f.live);
-	sfr__tmp_clean(dir); /* unlocked and not in the list: dead */
+	sfr__tmp_forget(&f.tmp);
+	dir_clean(dir); /* unlocked and not in the list: dead */
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	sfr__file_fini(&f);
 	dir_remove(dir);
@@ -175,7 +267,6 @@ static void a_temporary_between_open_and_flock_is_safe_from_its_own_process(void
 
 /* ---- a cleaner of another process comes between open and flock ---- */
 
-static struct sfr_sys plain;
 static int races_left;
 static bool cleaner_holds;
 
@@ -245,11 +336,11 @@ static void a_cleaner_unlinks_only_the_file_it_has_locked(void)
 	plain = sfr_sys;
 	sfr_sys.flock = swap_flock;
 	races_left = 1;
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	sfr_sys = plain;
 	CHECK(file_is(path, "another", 7));
 	CHECK_EQ(unlink(dir_path(dir, "moved")), 0);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
 	dir_remove(dir);
 }
@@ -288,7 +379,7 @@ static void only_dead_temporaries_of_this_boot_with_exactly_our_name_go(void)
 	file_put(temp_path(boot, 999999999, 4), "x", 1);             /* the only dead one */
 	file_put(temp_path(boot, 1, 18446744073709551615u), "x", 1); /* and another */
 	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 6);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, "", NULL), (int)nr + 4);
 	CHECK(!file_exists(temp_path(boot, 999999999, 4)));
 	CHECK(lstat(temp_path(boot, 999999999, 1), &st) == 0 && S_ISLNK(st.st_mode));
@@ -305,15 +396,15 @@ static void temporaries_of_another_boot_stay_and_are_named_once(void)
 	make_dir();
 	path = temp_path("0123456789abcdef0123456789abcdef", 17, 3);
 	file_put(path, "x", 1);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	text = save_notice();
 	CHECK(strncmp(text, path, strlen(path)) == 0 && strlen(text) > strlen(path) + 20);
 	CHECK(file_exists(path));
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK(strcmp(save_notice(), "") == 0); /* once a process */
 	CHECK(file_exists(path));
 	file_put(temp_path("noboot", 17, 3), "x", 1);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK(strstr(save_notice(), "noboot"));
 	CHECK_EQ(dir_count(dir, "", NULL), 2);
 	dir_remove(dir);
@@ -333,7 +424,7 @@ static void cannot_read_the_boot_id(void)
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(sfr_inject_calls("opendir"), 0); /* it could not tell whose is whose */
 	CHECK_EQ(dir_count(dir, ".stillframe-noboot-", name), 1);
-	CHECK(sfr__tmp_is_live(f.tmp, name));
+	CHECK(sfr__tmp_may_be_live(dir_path(dir, name), name));
 	CHECK_EQ(save_write_all(&f, &err), 0);
 	CHECK_EQ(sfr__file_sync(&f, &err), 0);
 	CHECK_EQ(sfr__file_commit(&f, &err), 0);
@@ -385,7 +476,7 @@ static void a_temporary_whose_unlink_failed_goes_with_the_next_save(void)
 	CHECK_EQ(sfr_inject_set(&fault), 0);
 	sfr__file_fini(&f);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
-	sfr__tmp_clean(dir);
+	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 1);
 	sfr_inject_remove();
 	save_cleanly(dir);
@@ -405,10 +496,10 @@ static void a_clean_up_that_fails_anywhere_harms_nobody(void)
 		{
 			for (unsigned i = 1; i <= 3; i++)
 				file_put(temp_path(boot, 999999999, i), "x", 1);
-			sfr__tmp_clean(dir);
+			dir_clean(dir);
 			CHECK_EQ(nr_fds(), fds);
 			check_heal(&run);
-			sfr__tmp_clean(dir);
+			dir_clean(dir);
 			CHECK_EQ(dir_count(dir, "", NULL), 0);
 		}
 	}
@@ -423,6 +514,8 @@ int main(void)
 	RUN(the_temporary_of_a_killed_writer_goes_and_that_of_a_living_one_stays);
 	RUN(two_saves_of_one_process_leave_each_other_alone);
 	RUN(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched);
+	RUN(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead);
+	RUN(a_dead_temporary_on_nfs_is_cleared_away);
 	RUN(a_temporary_between_open_and_flock_is_safe_from_its_own_process);
 	RUN(a_writer_that_loses_to_a_cleaner_takes_another_name);
 	RUN(a_cleaner_unlinks_only_the_file_it_has_locked);

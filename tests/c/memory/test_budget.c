@@ -3,10 +3,13 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#include "base/sfr_internal.h"
+#include "base/sys.h"
+#include "memory/pool.h"
+#include "memory/pool_int.h"
 #include "check.h"
 
 #define MIB (UINT64_C(1) << 20)
@@ -14,12 +17,12 @@
 
 static char root[] = "/tmp/sfr_budget_XXXXXX";
 
-static int redirected_open(const char *path, int flags, mode_t mode)
+static int redirected_open(int dir, const char *path, int flags, mode_t mode)
 {
 	char other[8192];
 
 	(void)snprintf(other, sizeof(other), "%s%s", root, path);
-	return open(other, flags, mode);
+	return openat(dir, other, flags, mode);
 }
 
 static void forget_system(void)
@@ -239,6 +242,83 @@ static void unreadable_files_are_no_limit(void)
 	}
 }
 
+static struct rlimit as_limit;
+
+static int redirected_get_limit(int resource, struct rlimit *limit)
+{
+	CHECK_EQ(resource, RLIMIT_AS);
+	*limit = as_limit;
+	return 0;
+}
+
+static void a_limit_of_address_space_leaves_at_least_half_of_itself(void)
+{
+	struct sfr_sys plain = sfr_sys;
+	uint64_t first, second;
+
+	tell_8_gib_are_available();
+	sfr_sys.get_limit = redirected_get_limit;
+	as_limit.rlim_cur = 2 * GIB;
+	tell("/proc/self/statm", "131072 1000 1000 1 0 1000 0\n"); /* 512 MiB */
+	CHECK_EQ(default_cap(), 768 * MIB);
+	CHECK_EQ(setenv("LOCAL_WORLD_SIZE", "2", 1), 0);
+	CHECK_EQ(default_cap(), 768 * MIB); /* each process has a limit of its own */
+	CHECK_EQ(unsetenv("LOCAL_WORLD_SIZE"), 0);
+	first = sfr__budget_take(16 * MIB);
+	tell("/proc/self/statm", "327680 1000 1000 1 0 1000 0\n"); /* and that pool */
+	second = sfr__budget_take(16 * MIB);
+	CHECK_EQ(first, 768 * MIB);
+	CHECK_EQ(second, 384 * MIB);
+	sfr__budget_give(first);
+	sfr__budget_give(second);
+	tell("/proc/self/statm", "1048576 1000 1000 1 0 1000 0\n"); /* more than there may be */
+	CHECK_EQ(default_cap(), 16 * MIB);
+	as_limit.rlim_cur = RLIM_INFINITY;
+	CHECK_EQ(default_cap(), 4 * GIB);
+	sfr_sys = plain;
+}
+
+static uint64_t space; /* that one mapping may take */
+
+static void *tight_mmap(void *addr, size_t len, int prot, int flags, int fd, off_t off)
+{
+	if (len > space) {
+		errno = ENOMEM;
+		return MAP_FAILED;
+	}
+	return mmap(addr, len, prot, flags, fd, off);
+}
+
+static void a_default_pool_is_halved_until_it_can_be_mapped(void)
+{
+	struct sfr_engine_opts opts = { .block_bytes = 16 * MIB,
+					.nr_writers = 1,
+					.max_in_flight = 1 };
+	struct sfr_sys plain = sfr_sys;
+	struct sfr_engine *engine;
+	struct sfr_stats stats;
+	uint64_t before;
+
+	tell_8_gib_are_available();
+	before = sfr_default_pool_bytes(16 * MIB);
+	CHECK_EQ(before, 4 * GIB);
+	sfr_sys.mmap = tight_mmap;
+	space = 600 * MIB;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.pool_bytes, 512 * MIB);
+	CHECK_EQ(sfr_default_pool_bytes(16 * MIB), before - 512 * MIB);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_default_pool_bytes(16 * MIB), before);
+	opts.pool_bytes = GIB; /* what was asked for is had, or refused */
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -ENOMEM);
+	opts.pool_bytes = 0;
+	space = 0;
+	CHECK_EQ(sfr_engine_new(&opts, &engine), -ENOMEM);
+	CHECK_EQ(sfr_default_pool_bytes(16 * MIB), before);
+	sfr_sys = plain;
+}
+
 int main(void)
 {
 	if (mkdtemp(root) == NULL)
@@ -253,6 +333,8 @@ int main(void)
 	RUN(default_caps_share_one_budget);
 	RUN(what_pools_hold_is_not_counted_twice);
 	RUN(a_child_has_a_budget_of_its_own);
+	RUN(a_limit_of_address_space_leaves_at_least_half_of_itself);
+	RUN(a_default_pool_is_halved_until_it_can_be_mapped);
 	RUN(unreadable_files_are_no_limit);
 	forget_system();
 	CHECK_EQ(rmdir(root), 0);

@@ -47,7 +47,7 @@ static void blocks_are_apart_aligned_present_and_writable(void)
 static void a_block_gets_as_much_memory_as_is_asked_for(void)
 {
 	struct sfr__pool *pool = make(64 * MIB, 16 * MIB);
-	struct sfr__block *small = lease(pool, 1), *big, *middle;
+	struct sfr__block *small = lease(pool, 1), *big, *middle, *fresh;
 
 	CHECK_EQ(small->committed, 2 * MIB);
 	middle = lease(pool, 2 * MIB + 1);
@@ -59,16 +59,21 @@ static void a_block_gets_as_much_memory_as_is_asked_for(void)
 	sfr__pool_put(pool, big);
 	sfr__pool_put(pool, middle);
 	sfr__pool_put(pool, small);
-	/* What fits and is smaller goes first, then what is whole, then what can grow. */
+	/* What fits and is smaller goes first, then what is whole, then a new one, and small ones grow
+	 * only when there is no other. */
 	CHECK(lease(pool, 2 * MIB) == small);
 	CHECK(lease(pool, 16 * MIB) == big);
+	fresh = lease(pool, 16 * MIB);
+	CHECK(fresh != middle);
+	CHECK_EQ(stats(pool).committed_bytes, 38 * MIB);
 	CHECK(lease(pool, 16 * MIB) == middle);
 	CHECK_EQ(middle->committed, 16 * MIB);
-	CHECK_EQ(stats(pool).committed_bytes, 34 * MIB);
+	CHECK_EQ(stats(pool).committed_bytes, 50 * MIB);
 	CHECK(all_resident(middle->mem, 16 * MIB));
 	sfr__pool_put(pool, small);
 	sfr__pool_put(pool, big);
 	sfr__pool_put(pool, middle);
+	sfr__pool_put(pool, fresh);
 	small = lease(pool, 0); /* no bytes: still a block, and memory to stand on */
 	CHECK(small->committed > 0);
 	sfr__pool_put(pool, small);

@@ -112,12 +112,29 @@ static int crash__inode(const char *name)
 	return inode;
 }
 
-static int crash__open(const char *path, int flags, mode_t mode)
+/* The full path of a name in an open directory, in one of a few buffers; under the lock. */
+static const char *crash__path(int dir, const char *name)
 {
+	static char paths[2][CRASH_PATH];
+	static unsigned next;
+	char *path = paths[next++ % 2];
+
+	if (dir < 0 || name[0] == '/')
+		return name;
+	crash.lost =
+		snprintf(path, CRASH_PATH, "%s/%s", crash.dir_of_fd[dir], name) >= CRASH_PATH ||
+		crash.lost;
+	return path;
+}
+
+static int crash__open(int dir, const char *name, int flags, mode_t mode)
+{
+	const char *path;
 	int fd;
 
 	pthread_mutex_lock(&crash.mu);
-	fd = crash.plain.open(path, flags, mode);
+	fd = crash.plain.open(dir, name, flags, mode);
+	path = crash__path(dir, name);
 	if (fd >= 0 && fd < 1024) {
 		crash.inode_of_fd[fd] = -1;
 		crash__copy(crash.dir_of_fd[fd], flags & O_DIRECTORY ? path : "");
@@ -187,32 +204,32 @@ static int crash__fsync(int fd)
 	return rc;
 }
 
-static int crash__rename(const char *from, const char *to)
+static int crash__rename(int dir, const char *from, const char *to)
 {
 	int rc, inode;
 
 	pthread_mutex_lock(&crash.mu);
-	inode = crash__inode(from);
-	rc = crash.plain.rename(from, to);
+	inode = crash__inode(crash__path(dir, from));
+	rc = crash.plain.rename(dir, from, to);
 	if (rc == 0) {
-		struct crash_op *op = crash__add(CRASH_RENAME, inode, from);
+		struct crash_op *op = crash__add(CRASH_RENAME, inode, crash__path(dir, from));
 
-		crash__copy(op->to, to);
+		crash__copy(op->to, crash__path(dir, to));
 	}
 	crash.lost = crash.lost || inode < 0;
 	pthread_mutex_unlock(&crash.mu);
 	return rc;
 }
 
-static int crash__unlink(const char *path)
+static int crash__unlink(int dir, const char *name)
 {
 	int rc, inode;
 
 	pthread_mutex_lock(&crash.mu);
-	inode = crash__inode(path);
-	rc = crash.plain.unlink(path);
+	inode = crash__inode(crash__path(dir, name));
+	rc = crash.plain.unlink(dir, name);
 	if (rc == 0)
-		(void)crash__add(CRASH_UNLINK, inode, path);
+		(void)crash__add(CRASH_UNLINK, inode, crash__path(dir, name));
 	pthread_mutex_unlock(&crash.mu);
 	return rc;
 }

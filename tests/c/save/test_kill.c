@@ -56,13 +56,13 @@ static void point(int nr, int after)
 		point(nr, 1);                                                                      \
 	} while (0)
 
-static int killing_open(const char *path, int flags, mode_t mode)
+static int killing_open(int at, const char *path, int flags, mode_t mode)
 {
 	int fd;
 
 	if (!(flags & O_CREAT))
-		return plain.open(path, flags, mode);
-	AT_POINT(plain.open(path, flags, mode), fd, OPENED);
+		return plain.open(at, path, flags, mode);
+	AT_POINT(plain.open(at, path, flags, mode), fd, OPENED);
 	return fd;
 }
 
@@ -98,11 +98,11 @@ static int killing_fdatasync(int fd)
 	return rc;
 }
 
-static int killing_rename(const char *from, const char *to)
+static int killing_rename(int at, const char *from, const char *to)
 {
 	int rc;
 
-	AT_POINT(plain.rename(from, to), rc, RENAMED);
+	AT_POINT(plain.rename(at, from, to), rc, RENAMED);
 	return rc;
 }
 

@@ -312,18 +312,18 @@ static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	t->jobs_out++; /* this thread plays the writer */
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
 	do
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 	while (report.written_nbytes < report.nbytes);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 20 * 1000 * 1000), SFR_EAGAIN);
-	pthread_mutex_lock(&engine->mu);
+	sfr__lock(&engine->mu);
 	t->jobs_out--;
 	sfr__ticket_step_locked(t);
-	pthread_mutex_unlock(&engine->mu);
+	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	CHECK(!t->jobs && !t->samples.items && !t->img.entries); /* the report needs none of them */
 	CHECK_EQ(sfr_save_report(t, &report), 0);

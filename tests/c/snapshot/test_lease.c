@@ -52,7 +52,7 @@ static void a_spare_block_is_left_to_saves(void)
 	struct sfr__block *block;
 	char *addr;
 
-	sfr__pool_join(pool);
+	sfr__pool_join(pool, 0);
 	/* The saves end by themselves, so it is a wait and no refusal. */
 	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
 	CHECK_EQ(sfr__pool_place(pool, most, 1, 0, 0, &addr, &lease), 0);
@@ -62,7 +62,7 @@ static void a_spare_block_is_left_to_saves(void)
 	/* Who holds the only save up itself would wait for ever. */
 	CHECK_EQ(sfr__pool_place(pool, all, 1, 1, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
-	sfr__pool_leave(pool);
+	sfr__pool_leave(pool, 0);
 	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_free(pool);
@@ -94,13 +94,13 @@ static void a_save_that_begins_while_a_run_waits_has_its_spare_block(void)
 	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
 	while (stats(client.pool).nr_waiters == 0)
 		(void)usleep(200);
-	sfr__pool_join(client.pool);
+	sfr__pool_join(client.pool, 0);
 	sfr__pool_put(client.pool, first);
 	(void)usleep(20000); /* were it to take all four, it would do so now */
 	CHECK_EQ(stats(client.pool).leased_bytes, 0);
 	second = lease(client.pool, MIB);
 	sfr__pool_put(client.pool, second);
-	sfr__pool_leave(client.pool);
+	sfr__pool_leave(client.pool, 0);
 	CHECK_EQ(pthread_join(thread, NULL), 0);
 	CHECK_EQ(client.rc, 0);
 	sfr__pool_unplace(client.pool, &client.lease);

@@ -302,6 +302,19 @@ def test_a_read_only_parent_is_an_error_of_the_handle(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
 
 
+def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may read every directory, so the system's answer stands in.
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: path != os.path.realpath(tmp_path))
+    with pytest.raises(stillframe.SaveError, match="durable=False") as caught:
+        stillframe.async_save(STATE, tmp_path / "a.pt")
+    assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
+    assert os.listdir(tmp_path) == []
+    stillframe.save(STATE, tmp_path / "a.pt", durable=False)
+    assert loads_as(tmp_path / "a.pt", STATE["w"])
+
+
 def test_permissions_are_those_of_open(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:
@@ -468,13 +481,17 @@ def test_options_that_make_no_sense_are_refused(
 
 
 def test_the_environment_sets_the_default_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, nbytes in (("33554432", 32 << 20), ("512MiB", 512 << 20), ("1 GiB", 1 << 30)):
+    for text, nbytes in (
+        ("33554432", 32 << 20),
+        ("512MiB", 512 << 20),
+        ("1 gib", 1 << 30),
+    ):
         monkeypatch.setenv("STILLFRAME_POOL_BYTES", text)
         with stillframe.Engine() as engine:
             assert engine.stats()["pool_bytes"] == nbytes
         with stillframe.Engine(pool_bytes=16 << 20) as engine:
             assert engine.stats()["pool_bytes"] == 16 << 20
-    for text in ("lots", "4GB", "-1"):
+    for text in ("lots", "4 XB", "-1"):
         monkeypatch.setenv("STILLFRAME_POOL_BYTES", text)
         with pytest.raises(ValueError, match="STILLFRAME_POOL_BYTES"):
             stillframe.Engine()
@@ -500,7 +517,7 @@ def test_a_closed_engine_refuses_and_its_handles_still_answer(tmp_path: Path) ->
 
 def test_configure_comes_before_the_first_use() -> None:
     stillframe.default_engine()
-    with pytest.raises(stillframe.StillframeError, match="before the first use"):
+    with pytest.raises(stillframe.StillframeError, match="comes too late"):
         stillframe.configure(pool_bytes=64 << 20)
 
 

@@ -1,13 +1,13 @@
-/* Engine and ticket as engine.c, ticket.c, lane.c, writer.c and log.c share them.
- *
- * Everything in both structures is guarded by engine->mu unless a comment says otherwise.
- */
-#ifndef SFR_TICKET_H
-#define SFR_TICKET_H
+/* A save, as the files of this folder share it: its ticket, its jobs, its parts. */
+#ifndef SFR_SAVE_H
+#define SFR_SAVE_H
 
 #include <stdatomic.h>
 
-#include "base/sfr_internal.h"
+#include "archive/layout.h"
+#include "commit/log.h"
+#include "engine/engine.h"
+#include "file/file.h"
 
 /* Work for a writer thread. Jobs live in their ticket, so queueing one cannot fail. */
 enum sfr__job_kind {
@@ -33,39 +33,13 @@ enum sfr__stager {
 	SFR__BY_LANE,   /* adds up CRCs and compares with the samples on the way */
 };
 
-/* Samples of one save or snapshot at most, and the bytes of one: a cache line. */
-#define SFR__MAX_SAMPLES 4096
-#define SFR__SAMPLE_LEN 64
-
-/* One cache line of a deferred source as it was at the call. */
-struct sfr__sample {
-	uint32_t entry; /* ascending, then off ascending: the order in which the lane copies */
-	uint32_t len;
-	uint64_t off;
-	unsigned char bytes[SFR__SAMPLE_LEN];
-};
-
 /* Samples of the deferred sources of one run. */
 struct sfr__samples {
 	struct sfr__sample *items;
 	uint32_t nr, pos; /* those before pos were compared */
 };
 
-/* A save's, remove's or other work's place in the process's log; guarded by the log's mutex. */
-enum sfr__log_kind { SFR__LOG_SAVE, SFR__LOG_REMOVE, SFR__LOG_WORK };
-struct sfr__log_entry {
-	struct sfr__log_entry *next;
-	enum sfr__log_kind kind;
-	uint64_t seq;
-	char *key;
-	struct sfr_ticket *ticket;  /* SAVE */
-	struct sfr_log_work *work;  /* WORK */
-	struct sfr_log_load *loads; /* opened when this entry has ended */
-	bool ready;                 /* SAVE: may be committed; WORK: it is its turn */
-	bool taken;                 /* WORK: somebody does it */
-	bool ended, ok;
-};
-
+/* All of it is guarded by the engine's mutex unless a comment says otherwise. */
 struct sfr_ticket {
 	struct sfr_engine *engine; /* a reference */
 	atomic_uint refs;          /* atomic */
@@ -74,6 +48,7 @@ struct sfr_ticket {
 	uint64_t seq;              /* order of admission: older saves get blocks first */
 	uint32_t flags;
 	uint32_t nr_blocks;    /* of the whole image */
+	uint32_t nr_whole;     /* of them, those that need all their memory */
 	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */
@@ -117,36 +92,6 @@ struct sfr_ticket {
 	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
 };
 
-struct sfr_engine {
-	pthread_mutex_t mu;
-	pthread_cond_t cv_lane;   /* lane queue or stopping */
-	pthread_cond_t cv_writer; /* writer queue or stopping */
-	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
-	atomic_uint refs;
-	uint64_t fork_generation;
-	struct sfr_engine_opts opts;
-	uint64_t pool_bytes; /* the cap, whoever chose it; constant, as the next */
-	bool default_cap;
-	struct sfr__pool *pool; /* NULL once closed */
-
-	bool closing, closed, started, stopping;
-	pthread_t lane;
-	pthread_t *writers;
-	uint32_t nr_writers; /* running */
-	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
-
-	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
-	struct sfr_ticket *lane_head, *lane_tail;
-	struct sfr__job *job_head, *job_tail;
-	struct sfr_ticket *tickets;                         /* in flight */
-	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
-	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
-	uint32_t nr_copying;   /* of them, at the lane */
-	uint32_t nr_in_flight;
-	uint32_t nr_pool_users; /* threads in warm_up or trim */
-	uint64_t next_seq, nr_saves;
-};
-
 /* ---- save.c ---- */
 /* Leases the next block of a run, stages it and hands it to the writers. 0; SFR_EAGAIN when there
  * is no block within the slice; else the ticket has failed with what is returned. */
@@ -156,6 +101,9 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 /* Gives a leased block, staged, to the writers; `summed`: its pieces are in the CRCs already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
 			    struct sfr__block *block, bool summed);
+
+/* ---- commit.c ---- */
+extern const struct sfr__log_ops sfr__save_log_ops;
 
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */
@@ -203,17 +151,11 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 	return t->fork_generation != sfr_fork_generation();
 }
 
-/* ---- lane.c ---- */
+/* ---- stage.c ---- */
 /* Fills one block of a run from its sources. *torn gets the source index of the lane's first
  * mismatch with samples or sums. */
 void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
 		      enum sfr__stager by, int64_t *torn);
-/* samples.c: how many lines of each source are sampled, at most, where there are so many. */
-uint64_t sfr__samples_each(uint32_t nr_sources);
-/* Says which lines of a source are: fills all but the bytes of at most `each` items, and returns
- * of how many. *random goes on. */
-uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
-			    uint64_t each, uint64_t *random);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
 /* How many lines of each deferred source are sampled, and of a whole run, at most. */
@@ -229,39 +171,8 @@ int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uin
 void *sfr__lane_main(void *engine);
 void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
 
-/* ---- writer.c ---- */
+/* ---- write.c ---- */
 void *sfr__writer_main(void *engine);
 void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
-
-/* ---- engine.c ---- */
-int sfr__engine_start_locked(struct sfr_engine *engine);
-void sfr__engine_get(struct sfr_engine *engine);
-/* Of the saves in flight, those that this very thread is capturing, further down its stack: it
- * cannot wait for them. */
-uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
-/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
- * pool. */
-void sfr__engine_snapshot_gone(struct sfr_engine *engine);
-
-/* ---- log.c ---- */
-/* Starts the log's thread if it does not run. 0 or -errno. */
-int sfr__log_start(void);
-/* Appends a save; entry->key and ->ticket are set. Takes over one reference of the ticket. */
-void sfr__log_append(struct sfr__log_entry *entry);
-void sfr__log_ready(struct sfr__log_entry *entry);
-void sfr__log_ended(struct sfr__log_entry *entry, bool ok);
-uint64_t sfr__log_last_remove(void);
-/* As sfr__log_ended, but the first end counts: work may be ended more than once. */
-void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok);
-/* Waits until a WORK entry is at the head and nobody has taken it; takes it. SFR_EAGAIN, and
- * SFR_ECLOSED when the log is being stopped. *after_good: the last save before it did well. */
-int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good);
-
-/* ---- work.c ---- */
-/* Whether the work makes its name (a save, a link), takes it away (a remove), and is a save. */
-bool sfr__work_creates(const struct sfr_log_work *work);
-bool sfr__work_is_save(const struct sfr_log_work *work);
-/* Its entry has left the log: drops the log's reference. */
-void sfr__work_left_log(struct sfr_log_work *work);
 
 #endif

@@ -1,0 +1,36 @@
+/* The account that a thread keeps of its locks, where their order is checked. See lock.h. */
+#include "base/lock.h"
+
+#ifdef SFR_CHECK_LOCKS
+#include <stdio.h>
+#include <stdlib.h>
+
+static _Thread_local unsigned held; /* a bit for each rank */
+
+static void broken(const char *what, enum sfr__lock_rank rank)
+{
+	(void)fprintf(stderr, "locks: rank %d is %s while 0x%x are held (base/lock.h)\n", (int)rank,
+		      what, held);
+	abort(); /* of a test, never of a training: see the head of lock.h */
+}
+
+void sfr__lock_taken(enum sfr__lock_rank rank)
+{
+	if (held >> rank)
+		broken("taken", rank);
+	held |= 1u << rank;
+}
+
+void sfr__lock_given(enum sfr__lock_rank rank)
+{
+	if (!(held >> rank & 1))
+		broken("given up", rank);
+	held &= ~(1u << rank);
+}
+
+void sfr__lock_alone(enum sfr__lock_rank rank)
+{
+	if (held != 1u << rank)
+		broken("waited under", rank);
+}
+#endif

@@ -1,0 +1,79 @@
+/* The check of the locks' order: does it see what goes against the order, and only that? */
+#include <signal.h>
+#include <sys/wait.h>
+
+#include "base/base.h"
+#include "check.h"
+
+static struct sfr__mutex outer = SFR__MUTEX(SFR__LOCK_ENGINE);
+static struct sfr__mutex inner = SFR__MUTEX(SFR__LOCK_POOL);
+
+/* How a child that does this ends: the signal, or 0. */
+static int end_of(void (*body)(void))
+{
+	int status = 0;
+	pid_t child = fork();
+
+	if (child == 0) {
+		(void)fclose(stderr);
+		(void)signal(SIGABRT, SIG_DFL); /* no sanitizer's report of what is meant to be */
+		body();
+		_exit(0);
+	}
+	CHECK_EQ(waitpid(child, &status, 0), child);
+	return WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+static void in_order(void)
+{
+	for (int i = 0; i < 2; i++) {
+		sfr__lock(&outer);
+		sfr__lock(&inner);
+		sfr__unlock(&outer);
+		sfr__unlock(&inner);
+	}
+}
+
+static void against_the_order(void)
+{
+	sfr__lock(&inner);
+	sfr__lock(&outer);
+}
+
+static void two_of_a_rank(void)
+{
+	struct sfr__mutex twin = SFR__MUTEX(SFR__LOCK_ENGINE);
+
+	sfr__lock(&outer);
+	sfr__lock(&twin);
+}
+
+static void gives_up_what_it_has_not(void)
+{
+	sfr__unlock(&inner);
+}
+
+static void waits_under_two(void)
+{
+	pthread_cond_t cond;
+
+	(void)sfr__cond_init(&cond);
+	sfr__lock(&outer);
+	sfr__lock(&inner);
+	(void)sfr__cond_wait(&cond, &inner, 0);
+}
+
+static void what_goes_against_the_order_aborts_and_nothing_else(void)
+{
+	CHECK_EQ(end_of(in_order), 0);
+	CHECK_EQ(end_of(against_the_order), SIGABRT);
+	CHECK_EQ(end_of(two_of_a_rank), SIGABRT);
+	CHECK_EQ(end_of(gives_up_what_it_has_not), SIGABRT);
+	CHECK_EQ(end_of(waits_under_two), SIGABRT);
+}
+
+int main(void)
+{
+	RUN(what_goes_against_the_order_aborts_and_nothing_else);
+	return check_done();
+}

@@ -1,0 +1,359 @@
+/* supply.c: memory is made before saves need it, by whoever has nothing better to do. */
+#include "pool_helpers.h"
+#include "saving.h"
+
+static bool always(void *arg)
+{
+	(void)arg;
+	return true;
+}
+
+static bool never(void *arg)
+{
+	(void)arg;
+	return false;
+}
+
+/* Yes as often as *arg says. */
+static bool count_down(void *arg)
+{
+	return (*(int *)arg)-- > 0;
+}
+
+static void supply_all(struct sfr__pool *pool)
+{
+	while (sfr__pool_supply(pool, always, NULL))
+		;
+}
+
+/* How often memory was made for a block that a thread took for itself. */
+static uint64_t nr_cold(struct sfr__pool *pool)
+{
+	return sfr__pool_moves(pool, SFR__BLOCK_RESERVED, SFR__BLOCK_GROWING) +
+	       sfr__pool_moves(pool, SFR__BLOCK_FREE, SFR__BLOCK_GROWING);
+}
+
+static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
+	struct sfr__block *blocks[6];
+	uint64_t cold;
+
+	CHECK(!sfr__pool_lacks(pool));
+	CHECK(!sfr__pool_supply(pool, always, NULL));
+	sfr__pool_join(pool, 5);
+	CHECK(sfr__pool_lacks(pool));
+	/* Its small last block is its own, and stays small. */
+	CHECK(sfr__pool_supply(pool, always, NULL));
+	blocks[5] = lease(pool, 1);
+	CHECK_EQ(blocks[5]->committed, 2 * MIB);
+	sfr__pool_put(pool, blocks[5]);
+	supply_all(pool);
+	sfr__pool_leave(pool, 5);
+	CHECK(!sfr__pool_lacks(pool));
+	CHECK_EQ(stats(pool).committed_bytes, 22 * MIB);
+	cold = nr_cold(pool);
+	for (int save = 0; save < 3; save++) {
+		sfr__pool_join(pool, 5);
+		for (int i = 0; i < 6; i++)
+			blocks[i] = lease(pool, i < 5 ? 4 * MIB : 1);
+		for (int i = 0; i < 6; i++)
+			sfr__pool_put(pool, blocks[i]);
+		sfr__pool_leave(pool, 5);
+	}
+	CHECK_EQ(nr_cold(pool), cold);
+	CHECK_EQ(stats(pool).committed_bytes, 22 * MIB);
+	sfr__pool_free(pool);
+}
+
+static void saves_that_overlap_and_want_more_get_it(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
+	struct sfr__block *blocks[4];
+
+	sfr__pool_join(pool, 3);
+	sfr__pool_join(pool, 3);
+	supply_all(pool);
+	/* As long as one's memory is enough for both it stays at that. */
+	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
+	for (int i = 0; i < 4; i++)
+		blocks[i] = lease(pool, 4 * MIB);
+	supply_all(pool);
+	CHECK_EQ(stats(pool).committed_bytes, 24 * MIB);
+	for (int i = 0; i < 4; i++)
+		sfr__pool_put(pool, blocks[i]);
+	sfr__pool_leave(pool, 3);
+	sfr__pool_leave(pool, 3);
+	sfr__pool_free(pool);
+}
+
+static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
+{
+	struct sfr__pool *pool = make(16 * MIB, 4 * MIB);
+	const uint64_t lens[1] = { 8 * MIB };
+	struct sfr__lease held;
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &held), 0);
+	sfr__pool_join(pool, 1);
+	CHECK(sfr__pool_lacks(pool));
+	supply_all(pool);
+	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
+	sfr__pool_join(pool, 1000);
+	supply_all(pool);
+	CHECK(!sfr__pool_lacks(pool));
+	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
+	sfr__pool_unplace(pool, &held);
+	sfr__pool_leave(pool, 1000);
+	sfr__pool_leave(pool, 1);
+	sfr__pool_free(pool);
+}
+
+static void it_stops_when_it_is_told_to_and_goes_on_where_it_stopped(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
+	int times = 3;
+
+	sfr__pool_join(pool, 2);
+	CHECK(!sfr__pool_supply(pool, never, NULL));
+	CHECK_EQ(stats(pool).committed_bytes, 0);
+	CHECK(sfr__pool_supply(pool, count_down, &times));
+	CHECK_EQ(stats(pool).committed_bytes, 6 * MIB);
+	CHECK(sfr__pool_supply(pool, always, NULL));
+	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
+	supply_all(pool);
+	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
+	sfr__pool_leave(pool, 2);
+	sfr__pool_free(pool);
+}
+
+/* ---- while it is made, others come ---- */
+
+static struct sfr__pool *shared_pool;
+static pthread_barrier_t made_a_piece;
+
+static bool meet(void *arg)
+{
+	int *nr = arg;
+
+	if (++*nr == 2) { /* one piece is there */
+		(void)pthread_barrier_wait(&made_a_piece);
+		/* Whoever came is in the queue, or waits for it to stop. */
+		(void)usleep(20000);
+	}
+	return true;
+}
+
+static void *supply_one(void *arg)
+{
+	int nr = 0;
+
+	(void)arg;
+	(void)sfr__pool_supply(shared_pool, meet, &nr);
+	return NULL;
+}
+
+static void begin_to_supply(pthread_t *thread, uint64_t pool_bytes)
+{
+	shared_pool = make(pool_bytes, 8 * MIB);
+	(void)pthread_barrier_init(&made_a_piece, NULL, 2);
+	sfr__pool_join(shared_pool, 1);
+	CHECK_EQ(pthread_create(thread, NULL, supply_one, NULL), 0);
+	(void)pthread_barrier_wait(&made_a_piece);
+}
+
+static void end_supply(pthread_t thread)
+{
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	(void)pthread_barrier_destroy(&made_a_piece);
+	sfr__pool_leave(shared_pool, 1);
+	sfr__pool_free(shared_pool);
+}
+
+static void who_wants_the_last_block_gets_it_even_without_waiting(void)
+{
+	struct sfr__block *block;
+	pthread_t thread;
+
+	begin_to_supply(&thread, 8 * MIB);
+	block = lease(shared_pool, 8 * MIB);
+	if (CHECK(block != NULL))
+		CHECK_EQ(block->committed, 8 * MIB);
+	sfr__pool_put(shared_pool, block);
+	end_supply(thread);
+}
+
+static void a_run_gets_it_too(void)
+{
+	const uint64_t lens[1] = { 16 * MIB };
+	struct sfr__lease run;
+	pthread_t thread;
+	char *addr;
+
+	begin_to_supply(&thread, 16 * MIB);
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 1, 0, &addr, &run), 0);
+	sfr__pool_unplace(shared_pool, &run);
+	end_supply(thread);
+}
+
+static void a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save(void)
+{
+	struct sfr__block *block;
+	pthread_t thread;
+
+	begin_to_supply(&thread, 80 * MIB);
+	sfr__pool_join(shared_pool, 3);
+	CHECK_EQ(sfr__pool_trim(shared_pool), 0);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 0);
+	CHECK(!sfr__pool_lacks(shared_pool));
+	/* The save that is under way gets its blocks; nothing is made beyond that. */
+	block = lease(shared_pool, 8 * MIB);
+	CHECK(!sfr__pool_lacks(shared_pool));
+	sfr__pool_put(shared_pool, block);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 8 * MIB);
+	sfr__pool_join(shared_pool, 2);
+	CHECK(sfr__pool_lacks(shared_pool));
+	sfr__pool_leave(shared_pool, 2);
+	sfr__pool_leave(shared_pool, 3);
+	end_supply(thread);
+}
+
+static void a_system_without_memory_is_not_asked_again_before_the_next_save(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
+
+	sfr__pool_join(pool, 4);
+	CHECK(sfr__pool_supply(pool, always, NULL));
+	refuse_populate = ENOMEM;
+	CHECK(!sfr__pool_supply(pool, always, NULL));
+	CHECK(!sfr__pool_lacks(pool));
+	refuse_populate = 0;
+	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
+	CHECK_EQ(stats(pool).leased_bytes, 0);
+	sfr__pool_join(pool, 4);
+	supply_all(pool);
+	CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
+	sfr__pool_leave(pool, 4);
+	sfr__pool_leave(pool, 4);
+	sfr__pool_free(pool);
+}
+
+/* ---- an engine's threads do it ---- */
+
+enum { STATE_LEN = 24 << 20, STATE_BLOCK = 2 << 20 };
+
+static struct sfr_engine *engine_of(uint64_t pool_bytes)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
+					      .block_bytes = STATE_BLOCK,
+					      .nr_writers = 2,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void save_state(struct sfr_engine *engine, const char *dir, uint32_t lane)
+{
+	static char state[STATE_LEN];
+	const struct sfr_source source = { (uint64_t)(uintptr_t)state, sizeof(state), lane, 0 };
+	const struct sfr_save_desc desc = { .dir = dir,
+					    .name = "a.pt",
+					    .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = &source,
+					    .nr_sources = 1 };
+	struct sfr_ticket *t;
+
+	memset(state, 7, sizeof(state));
+	if (!CHECK_EQ(sfr_save_new(engine, &desc, &t), 0))
+		return;
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+}
+
+static uint64_t committed(struct sfr_engine *engine)
+{
+	struct sfr_stats out;
+
+	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
+	return out.committed_bytes;
+}
+
+/* Ends, or the test is ended. */
+static void wait_for_memory(struct sfr_engine *engine, uint64_t nbytes)
+{
+	while (committed(engine) < nbytes)
+		(void)usleep(1000);
+}
+
+static void from_the_second_save_on_no_memory_is_made(void)
+{
+	const char *dir = saving_dir();
+
+	for (uint32_t lane = 0; lane < 2; lane++) {
+		struct sfr_engine *engine = engine_of(256 * MIB);
+		/* What is captured and what is deferred lie in blocks of their own. */
+		uint64_t whole = STATE_LEN + (1 + lane) * STATE_BLOCK, cold;
+
+		save_state(engine, dir, lane);
+		wait_for_memory(engine, whole);
+		CHECK_EQ(committed(engine), whole);
+		cold = nr_cold(engine->pool);
+		for (int i = 0; i < 3; i++)
+			save_state(engine, dir, lane);
+		CHECK_EQ(committed(engine), whole);
+		CHECK_EQ(nr_cold(engine->pool), cold);
+		CHECK_EQ(sfr_engine_trim(engine), 0);
+		CHECK_EQ(committed(engine), 0);
+		(void)usleep(20000);
+		CHECK_EQ(committed(engine), 0);
+		sfr_engine_put(engine);
+	}
+	saving_rmdir(dir);
+}
+
+static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
+{
+	const char *dir = saving_dir();
+
+	for (int i = 0; i < 20; i++) {
+		struct sfr_engine *engine = engine_of(64 * MIB);
+		pid_t child;
+		int status;
+
+		save_state(engine, dir, SFR_CAPTURED);
+		child = fork();
+		if (child == 0) {
+			alarm(60);
+			_exit(sfr_engine_trim(engine) == SFR_EFORK &&
+					      sfr_engine_close(engine, 0) == SFR_EFORK ?
+				      0 :
+				      1);
+		}
+		CHECK_EQ(waitpid(child, &status, 0), child);
+		CHECK_EQ(status, 0);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		CHECK_EQ(committed(engine), 0);
+		sfr_engine_put(engine);
+	}
+	saving_rmdir(dir);
+}
+
+int main(void)
+{
+	use_odd_system();
+	RUN(what_a_save_could_use_is_made_and_then_no_save_makes_any);
+	RUN(saves_that_overlap_and_want_more_get_it);
+	RUN(the_cap_bounds_it_and_what_snapshots_hold_does_not_count);
+	RUN(it_stops_when_it_is_told_to_and_goes_on_where_it_stopped);
+	RUN(who_wants_the_last_block_gets_it_even_without_waiting);
+	RUN(a_run_gets_it_too);
+	RUN(a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save);
+	RUN(a_system_without_memory_is_not_asked_again_before_the_next_save);
+	RUN(from_the_second_save_on_no_memory_is_made);
+	RUN(close_and_fork_do_not_mind_that_memory_is_being_made);
+	return check_done();
+}
