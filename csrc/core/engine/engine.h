@@ -28,8 +28,9 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
-	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
-	struct sfr_ticket *lane_head, *lane_tail;
+	struct sfr__cuda_lane *cuda_lanes;        /* stay until the engine is freed */
+	struct sfr_ticket *lane_head, *lane_tail; /* whose deferred bytes are handed out */
+	uint32_t nr_awaiting;                     /* threads that wait until some are copied */
 	struct sfr__job *job_head, *job_tail;
 	struct sfr_ticket *tickets;                         /* in flight */
 	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
