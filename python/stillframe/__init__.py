@@ -16,8 +16,15 @@ With Lightning, swap one import:
     trainer = Trainer(plugins=[AsyncCheckpointIO()])
 """
 
+# isort: off
+from stillframe._base import support as _support
+
+_support.refuse_elsewhere()  # before anything that would fail in more words
+# isort: on
+
 from stillframe._base.trace import trace
 from stillframe._save import exit as _exit
+from stillframe._save import moves as _moves
 from stillframe._save.api import (
     async_save,
     configure,
@@ -71,3 +78,4 @@ __all__ = [
 ]
 
 _exit.install()
+_moves.install()

@@ -5,7 +5,7 @@
  * other code writes has to be waited for by loads and removes like one of ours. Such work takes
  * its place in the log by an entry, and the log stands still while it is done:
  *
- *   NEW --append--> IN LOG --at the head, next--> TAKEN --end--> ENDED --> left the log
+ *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ WELL, BADLY
  *
  * Two own an entry: whoever made it, and the log while it is in there. The last one frees it.
  */
@@ -16,11 +16,10 @@
 #include "commit/log.h"
 
 struct sfr_log_work {
-	struct sfr__log_entry entry; /* guarded by the log's mutex once appended */
+	struct sfr__log_entry entry; /* first, so that one is found by the other */
 	atomic_uint refs;
 	atomic_bool appended;
-	enum sfr_work_kind kind; /* constant, as the next */
-	uint64_t fork_generation;
+	uint64_t fork_generation; /* constant */
 };
 
 static bool foreign(const struct sfr_log_work *work)
@@ -36,9 +35,18 @@ static void drop(struct sfr_log_work *work)
 	sfr_sys.free(work);
 }
 
+static void left(struct sfr__log_entry *entry)
+{
+	drop((struct sfr_log_work *)entry);
+}
+
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
 {
-	size_t len = strlen(key) + 1;
+	static const struct sfr__log_ops ops[] = {
+		[SFR_WORK_SAVE] = { .creates = true, .is_save = true, .left = left },
+		[SFR_WORK_REMOVE] = { .left = left },
+		[SFR_WORK_LINK] = { .creates = true, .left = left },
+	};
 	struct sfr_log_work *work;
 	int rc = sfr_fork_init();
 
@@ -50,15 +58,12 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 	work = sfr_sys.calloc(1, sizeof(*work));
 	if (!work)
 		return -ENOMEM;
-	work->entry.key = sfr_sys.malloc(len);
+	work->entry.ops = &ops[kind];
+	work->entry.key = sfr__log_key(key);
 	if (!work->entry.key) {
 		sfr_sys.free(work);
 		return -ENOMEM;
 	}
-	memcpy(work->entry.key, key, len);
-	work->entry.kind = SFR__LOG_WORK;
-	work->entry.work = work;
-	work->kind = kind;
 	work->fork_generation = sfr_fork_generation();
 	atomic_init(&work->refs, 1);
 	atomic_init(&work->appended, false);
@@ -78,7 +83,7 @@ int sfr_log_work_append(struct sfr_log_work *work)
 	if (atomic_exchange(&work->appended, true))
 		return SFR_ESTATE;
 	atomic_fetch_add(&work->refs, 1);
-	sfr__log_append(&work->entry);
+	(void)sfr__log_append(&work->entry);
 	return 0;
 }
 
@@ -88,7 +93,7 @@ int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_g
 	bool good = true;
 	int rc = sfr__log_take_turn(slice_ns, &entry, &good);
 
-	*out = entry ? entry->work : NULL;
+	*out = (struct sfr_log_work *)entry;
 	*after_good = good;
 	return rc;
 }
@@ -96,7 +101,7 @@ int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_g
 void sfr_log_work_end(struct sfr_log_work *work, int ok)
 {
 	if (!foreign(work) && atomic_load(&work->appended))
-		sfr__log_work_ended(&work->entry, ok != 0);
+		sfr__log_ended(&work->entry, ok != 0);
 }
 
 void sfr_log_work_put(struct sfr_log_work *work)
@@ -104,20 +109,5 @@ void sfr_log_work_put(struct sfr_log_work *work)
 	if (!work || foreign(work))
 		return; /* the child leaks what is its parent's: one entry, no lock is taken */
 	sfr_log_work_end(work, 0);
-	drop(work);
-}
-
-bool sfr__work_creates(const struct sfr_log_work *work)
-{
-	return work->kind != SFR_WORK_REMOVE;
-}
-
-bool sfr__work_is_save(const struct sfr_log_work *work)
-{
-	return work->kind == SFR_WORK_SAVE;
-}
-
-void sfr__work_left_log(struct sfr_log_work *work)
-{
 	drop(work);
 }

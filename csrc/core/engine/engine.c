@@ -233,7 +233,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	if (!is_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
-		engine->close_seq = sfr__log_last_remove();
+		engine->close_seq = sfr__log_close_seq();
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		return rc;

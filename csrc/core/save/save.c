@@ -43,8 +43,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->file.fd = -1;
 	t->notice_copied = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_COPIED };
 	t->notice_ended = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_ENDED };
-	t->log.kind = SFR__LOG_SAVE;
-	t->log.ticket = t;
+	t->log.ops = &sfr__save_log_ops;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
 	if (rc < 0)
@@ -273,7 +272,7 @@ int sfr_save_launch(struct sfr_ticket *t)
 		t->launched = true;
 		t->launched_ns = sfr__now_ns();
 		sfr_ticket_get(t); /* the log's */
-		sfr__log_append(&t->log);
+		(void)sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		t->deferred = sfr__image_run(&t->img, SFR_LANE_HOST, 0);

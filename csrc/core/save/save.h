@@ -96,6 +96,9 @@ struct sfr_ticket {
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
 			    struct sfr__block *block, bool summed);
 
+/* ---- commit.c ---- */
+extern const struct sfr__log_ops sfr__save_log_ops;
+
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */
 int sfr__cuda_parts_new(struct sfr_ticket *t);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import operator
 import re
+from collections.abc import Callable
 
 # Beyond it is a slip of the keyboard, and would wrap in the core: half of the address space that
 # Linux gives a process.
@@ -26,6 +28,18 @@ def parse(value: object, name: str, *, least: int = 1, most: int = MOST_BYTES) -
     """
     nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
     return bounded(nbytes, name, least, most, shown=value)
+
+
+def argument(*, least: int = 1) -> Callable[[str], int]:
+    """The same as a `type=` of argparse."""
+
+    def size(text: str) -> int:
+        try:
+            return parse(text, "the size", least=least)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return size
 
 
 def _from_text(text: str, name: str) -> int:
