@@ -33,4 +33,4 @@ trainer = Trainer(
 trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(320, 256), batch_size=8))
 
 for path in sorted(pathlib.Path("checkpoints").iterdir()):
-    print(path.name, "holds step", stillframe.load(path, verify=True)["global_step"])
+    print(path.name, "holds step", stillframe.load(path)["global_step"])

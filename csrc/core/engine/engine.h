@@ -4,16 +4,48 @@
 
 #include <stdatomic.h>
 
+#include "base/queue.h"
 #include "memory/pool.h"
 
 struct sfr__cuda_lane;
-struct sfr__job;
+
+/* Something for the engine's threads to do; part of what it is done for, so queueing one cannot
+ * fail. `run` is called once, without the engine's mutex; the task may be gone when it returns. */
+struct sfr__task {
+	struct sfr__task *next;
+	void (*run)(struct sfr__task *task);
+};
+
+/* Who serves which tasks, each in the order in which they came. */
+enum sfr__crew {
+	SFR__LANE, /* the lane, before what is shared: a snapshot has its memory, and never waits */
+	SFR__WRITERS, /* any of the writers */
+	SFR__NR_CREWS
+};
+
+/* Something that is done in pieces, by several threads at a time if need be: by the lane, by the
+ * writers when they have no task and somebody waits for it, and by those who wait. */
+struct sfr__shared {
+	struct sfr__shared *next;
+	/* Does a piece, with the mutex, which is given up meanwhile; takes the work off the list when
+	 * there is none left. False when there is nothing to do for this thread at this moment.
+	 * Only with `may_wait` it waits for blocks. */
+	bool (*turn_locked)(struct sfr__shared *work, bool may_wait);
+};
+
+/* A save in flight, as far as the engine knows it: part of its ticket. */
+struct sfr__flight {
+	struct sfr__flight *next, *prev;
+	pthread_t caller;
+	bool in_call; /* the caller has neither launched nor abandoned it */
+	uint32_t blocks_held;
+};
 
 /* All of it is guarded by `mu` unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* lane queue or stopping */
-	pthread_cond_t cv_writer; /* writer queue or stopping */
+	pthread_cond_t cv_lane;   /* tasks for the lane, or stopping */
+	pthread_cond_t cv_writer; /* tasks for the writers, or stopping */
 	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
@@ -28,12 +60,12 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
-	struct sfr__cuda_lane *cuda_lanes;        /* stay until the engine is freed */
-	struct sfr_ticket *lane_head, *lane_tail; /* whose deferred bytes are handed out */
-	uint32_t nr_awaiting;                     /* threads that wait until some are copied */
-	struct sfr__job *job_head, *job_tail;
-	struct sfr_ticket *tickets;                         /* in flight */
-	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
+	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
+	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
+	SFR__QUEUE(struct sfr__shared)
+	shared;               /* the lane's, and where somebody waits the writers' */
+	uint32_t nr_awaiting; /* threads that wait until some of it is done */
+	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
 	uint32_t nr_in_flight;
@@ -41,13 +73,25 @@ struct sfr_engine {
 	uint64_t next_seq, nr_saves;
 };
 
+/* ---- workers.c ---- */
+/* Starts the engine's threads, unless they run. -ENOMEM or what starting a thread says. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-void sfr__engine_get(struct sfr_engine *engine);
+/* Joins them; nothing is queued any more. */
+void sfr__workers_stop(struct sfr_engine *engine);
+void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
+/* Work to share, first come first served, and off the list again. */
+void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
+void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
+/* There is more to do for those who found nothing. */
+void sfr__shared_wake_locked(struct sfr_engine *engine);
 /* There may be memory to make: threads with nothing else to do look round. */
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
-/* Such a thread makes some, without the lock, until `go_on`(engine) says no. False when there was
- * nothing to do. */
-bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine));
+
+/* ---- engine.c ---- */
+void sfr__engine_get(struct sfr_engine *engine);
+/* A save by the calling thread has a slot from here on, until it leaves. */
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 /* Of the saves in flight, those that this very thread is capturing, further down its stack: it
  * cannot wait for them. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);

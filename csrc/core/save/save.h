@@ -17,7 +17,7 @@ enum sfr__job_kind {
 	SFR__JOB_CLEAN, /* the save has failed: remove the temporary, end the ticket */
 };
 struct sfr__job {
-	struct sfr__job *next;
+	struct sfr__task task;
 	struct sfr_ticket *ticket;
 	enum sfr__job_kind kind;
 	/* SFR__JOB_BLOCK */
@@ -25,7 +25,8 @@ struct sfr__job {
 	const struct sfr__run *run;
 	uint32_t blk;
 	bool summed; /* its pieces are in their entries' CRCs already, or will be when they are copied */
-	size_t begun, left; /* of a deferred one: bytes handed out, bytes not copied yet */
+	struct sfr__job *parked; /* the next one */
+	size_t begun, left;      /* of a deferred one: bytes handed out, bytes not copied yet */
 };
 
 /* Samples of the deferred sources of one run. */
@@ -67,7 +68,6 @@ struct sfr_ticket {
 	/* capture position: only the capturing thread touches it */
 	uint32_t capture_blk;
 	bool capture_done;
-	pthread_t caller;
 
 	/* detectors: written by capture, read by the lane */
 	struct sfr__samples samples; /* of the host's */
@@ -79,7 +79,7 @@ struct sfr_ticket {
 	struct sfr__log_entry log;
 	struct sfr__notice notice_copied, notice_ended;
 
-	uint32_t blocks_held, peak_blocks;
+	uint32_t peak_blocks;
 	uint64_t written_nbytes;
 	uint64_t slot_wait_ns, block_wait_ns;
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
@@ -87,8 +87,8 @@ struct sfr_ticket {
 	bool over_slots;
 	char fallback[4][160];
 
-	struct sfr_ticket *lane_next;
-	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
+	struct sfr__shared copying;
+	struct sfr__flight flight;
 };
 
 /* ---- save.c ---- */
@@ -152,13 +152,9 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk);
 
 /* ---- share.c ---- */
-/* Copies a piece of what a launched save has deferred, or with `fetch` waits for memory for it, for
- * 50 ms at most, or ends what there is to end; the lock is given up meanwhile. False when there is
- * nothing to do for this thread at this moment: sfr__share_wake_locked wakes those who wait for
- * their turn. */
-bool sfr__share_locked(struct sfr_ticket *t, bool fetch);
-void sfr__share_wake_locked(struct sfr_engine *engine);
-/* The same for who waits for this save: of the oldest first. */
+/* Hands out the deferred bytes in the host's memory. */
+void sfr__share_begin_locked(struct sfr_ticket *t);
+/* A turn of a thread that waits until they are copied: at what was handed out first. */
 bool sfr__share_help_locked(struct sfr_ticket *t);
 
 /* ---- stage.c ---- */
@@ -181,12 +177,9 @@ int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *
 /* The same with the sums (SFR_SAVE_CHECK_BYTES), where pieces come in ascending order. */
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
 		       size_t len);
-void *sfr__lane_main(void *engine);
-void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
 
 /* ---- write.c ---- */
-void *sfr__writer_main(void *engine);
-void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
+void sfr__job_push_locked(struct sfr__job *job);
 /* Adds the CRC of a part of an entry to it: parts come in any order. Whether all are there now. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
 /* Blocks that wait for a CRC are looked at again. */

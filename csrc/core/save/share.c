@@ -103,21 +103,6 @@ static struct sfr__job *next_job(struct sfr_ticket *t)
 	return sfr__block_job(t, t->deferred, t->copy_blk);
 }
 
-static void unlink_locked(struct sfr_engine *engine, struct sfr_ticket *t)
-{
-	struct sfr_ticket **at = &engine->lane_head, *last = NULL;
-
-	while (*at && *at != t) {
-		last = *at;
-		at = &last->lane_next;
-	}
-	if (!*at)
-		return;
-	*at = t->lane_next;
-	if (engine->lane_tail == t)
-		engine->lane_tail = last;
-}
-
 /* When nothing is handed out any more and nobody has a piece of it, the sources are free. */
 static void settle_locked(struct sfr_ticket *t)
 {
@@ -126,7 +111,7 @@ static void settle_locked(struct sfr_ticket *t)
 
 	if (!failing && t->copy_blk < t->deferred->nr_blocks)
 		return;
-	unlink_locked(t->engine, t);
+	sfr__shared_remove_locked(t->engine, &t->copying);
 	if (t->nr_copying != 0 || t->fetching || !t->lane_owns)
 		return;
 	if (t->copy_blk < t->deferred->nr_blocks) {
@@ -160,8 +145,8 @@ static void fetch_locked(struct sfr_ticket *t)
 	sfr__lock(&engine->mu);
 	t->fetching = false;
 	if (rc == 0) {
-		if (++t->blocks_held > t->peak_blocks)
-			t->peak_blocks = t->blocks_held;
+		if (++t->flight.blocks_held > t->peak_blocks)
+			t->peak_blocks = t->flight.blocks_held;
 		*job = (struct sfr__job){ .ticket = t,
 					  .block = block,
 					  .run = t->deferred,
@@ -172,7 +157,7 @@ static void fetch_locked(struct sfr_ticket *t)
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
 		sfr__ticket_fail_locked(t, &err);
 	}
-	sfr__share_wake_locked(engine); /* it is there, or somebody else's turn to fetch it */
+	sfr__shared_wake_locked(engine); /* it is there, or somebody else's turn to fetch it */
 }
 
 static void copy_next_locked(struct sfr_ticket *t)
@@ -201,12 +186,14 @@ static void copy_next_locked(struct sfr_ticket *t)
 		sfr__push_block_locked(t, job->run, job->blk, job->block, job->summed);
 }
 
-bool sfr__share_locked(struct sfr_ticket *t, bool fetch)
+static bool turn_locked(struct sfr__shared *work, bool may_wait)
 {
+	struct sfr_ticket *t = sfr__container(work, struct sfr_ticket, copying);
+
 	if (!sfr__ticket_failing_locked(t) && t->copy_blk < t->deferred->nr_blocks) {
 		if (next_job(t)->block)
 			copy_next_locked(t);
-		else if (t->fetching || !fetch)
+		else if (t->fetching || !may_wait)
 			return false;
 		else
 			fetch_locked(t);
@@ -215,21 +202,19 @@ bool sfr__share_locked(struct sfr_ticket *t, bool fetch)
 	return true;
 }
 
-void sfr__share_wake_locked(struct sfr_engine *engine)
+void sfr__share_begin_locked(struct sfr_ticket *t)
 {
-	pthread_cond_signal(&engine->cv_lane);
-	if (engine->nr_awaiting == 0)
-		return;
-	pthread_cond_broadcast(&engine->cv_writer);
-	pthread_cond_broadcast(&engine->cv_state);
+	t->lane_owns = true;
+	t->copying.turn_locked = turn_locked;
+	sfr__shared_push_locked(t->engine, &t->copying);
 }
 
 bool sfr__share_help_locked(struct sfr_ticket *t)
 {
-	struct sfr_ticket *first = t->engine->lane_head;
+	struct sfr__shared *first = t->engine->shared.head;
 
 	/* Older saves come first: they have the blocks. */
 	if (!first || !t->lane_owns || t->copy_blk == t->deferred->nr_blocks)
 		return false;
-	return sfr__share_locked(first, true);
+	return first->turn_locked(first, true);
 }

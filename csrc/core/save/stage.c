@@ -16,7 +16,6 @@
 #include <errno.h>
 #include <string.h>
 
-#include "snapshot/snapshot.h"
 #include "save/save.h"
 #include "trace/trace.h"
 
@@ -165,58 +164,4 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 		else
 			sfr__stage_rest(t, &seg, dst + seg.pos);
 	sfr__copy_fence();
-}
-
-/* ---- the thread ---- */
-
-void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t)
-{
-	t->lane_next = NULL;
-	if (engine->lane_tail)
-		engine->lane_tail->lane_next = t;
-	else
-		engine->lane_head = t;
-	engine->lane_tail = t;
-	pthread_cond_signal(&engine->cv_lane);
-}
-
-/* Asked by the lane when it makes memory. */
-static bool has_no_copy(void *arg)
-{
-	struct sfr_engine *engine = arg;
-	bool none;
-
-	sfr__lock(&engine->mu);
-	none = !engine->lane_head && !engine->snapshot_head && !engine->stopping;
-	sfr__unlock(&engine->mu);
-	return none;
-}
-
-void *sfr__lane_main(void *arg)
-{
-	struct sfr_engine *engine = arg;
-
-	sfr__lock(&engine->mu);
-	for (;;) {
-		struct sfr_ticket *t = engine->lane_head;
-
-		/* A snapshot has its memory already: it never waits, and what waits for it, waits
-		 * for the saves too. */
-		if (engine->snapshot_head) {
-			sfr__snapshot_copy_locked(engine);
-			continue;
-		}
-		if (t && sfr__share_locked(t, true))
-			continue;
-		if (!engine->lane_head && engine->stopping)
-			break;
-		if (!t && sfr__engine_supply_locked(engine, has_no_copy))
-			continue;
-		/* Another thread fetches memory for the first of them, and says when it is there. */
-		if (engine->snapshot_head || engine->lane_head != t || engine->stopping)
-			continue;
-		(void)sfr__cond_wait(&engine->cv_lane, &engine->mu, SFR_FOREVER);
-	}
-	sfr__unlock(&engine->mu);
-	return NULL;
 }
