@@ -24,6 +24,7 @@ _support.refuse_elsewhere()  # before anything that would fail in more words
 
 from stillframe._base.trace import trace
 from stillframe._save import exit as _exit
+from stillframe._save import moves as _moves
 from stillframe._save.api import (
     async_save,
     configure,
@@ -77,3 +78,4 @@ __all__ = [
 ]
 
 _exit.install()
+_moves.install()

@@ -57,7 +57,7 @@ class CoreSave(SaveHandle):
         self._deferral: gate.Deferral | None = deferral if deferral.indices else None
         self._devices = skeleton.devices
         self._num_tensors = skeleton.num_tensors
-        self._fallbacks = list(skeleton.fallbacks)
+        self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False
         self._copied = False
         self._entered = entered
