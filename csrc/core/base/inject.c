@@ -44,6 +44,7 @@
 	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
 	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
+	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
 	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
 	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \
@@ -54,6 +55,7 @@
 	X(int, munmap, -1, (void *addr, size_t len), (addr, len))                                  \
 	X(int, mprotect, -1, (void *addr, size_t len, int prot), (addr, len, prot))                \
 	X(int, madvise, -1, (void *addr, size_t len, int advice), (addr, len, advice))             \
+	X(int, mincore, -1, (void *addr, size_t len, unsigned char *vec), (addr, len, vec))        \
 	X(int, get_limit, -1, (int resource, struct rlimit *limit), (resource, limit))             \
 	X(void *, malloc, NULL, (size_t len), (len))                                               \
 	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \

@@ -30,6 +30,7 @@ struct sfr_sys {
 	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
 	int (*fstat)(int fd, struct stat *st);
 	int (*lstat)(int dir, const char *name, struct stat *st);
+	char *(*realpath)(const char *path, char *real);
 	int (*rename)(int dir, const char *from, const char *to);
 	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);
@@ -41,6 +42,7 @@ struct sfr_sys {
 	int (*munmap)(void *addr, size_t len);
 	int (*mprotect)(void *addr, size_t len, int prot);
 	int (*madvise)(void *addr, size_t len, int advice);
+	int (*mincore)(void *addr, size_t len, unsigned char *vec);
 	int (*get_limit)(int resource, struct rlimit *limit); /* getrlimit */
 	void *(*malloc)(size_t len);
 	void *(*calloc)(size_t nr, size_t len);

@@ -4,7 +4,7 @@
 
 static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
 {
-	return (struct sfr_ticket *)((char *)entry - offsetof(struct sfr_ticket, log));
+	return sfr__container(entry, struct sfr_ticket, log);
 }
 
 /* A span of its own: it has ended before anybody hears of the save's end. */

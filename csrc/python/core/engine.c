@@ -23,9 +23,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight };
-	Py_BEGIN_ALLOW_THREADS
+	/* With the interpreter lock: what it reads is the kernel's, and nothing there waits. */
 	rc = sfr_engine_new(&opts, &engine);
-	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
 	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
