@@ -55,7 +55,6 @@ PACKAGES = {
             ),
             "bitsandbytes.optim.ademamix": (
                 "AdEMAMix",
-                "AdEMAMix32bit",
                 "AdEMAMix8bit",
             ),
             "bitsandbytes.optim.lamb": (
