@@ -318,12 +318,12 @@ void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok)
 	sfr__unlock(&slog.mu);
 }
 
-int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good)
+int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
 	int rc;
 
-	*out = NULL;
+	*number = 0;
 	sfr__lock(&slog.mu);
 	rc = init_locked();
 	nr_stops = slog.nr_stops;
@@ -333,7 +333,7 @@ int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *aft
 		if (e && e->kind == SFR__LOG_WORK && e->ready && !e->ended) {
 			e->ready = false;
 			e->taken = true;
-			*out = e;
+			*number = sfr_log_work_number(e->work);
 			*after_good = !slog.last_save_bad;
 			break;
 		}

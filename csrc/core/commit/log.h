@@ -28,9 +28,9 @@ void sfr__log_ended(struct sfr__log_entry *entry, bool ok);
 uint64_t sfr__log_last_remove(void);
 /* As sfr__log_ended, but the first end counts: work may be ended more than once. */
 void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok);
-/* Waits until a WORK entry is at the head and nobody has taken it; takes it. SFR_EAGAIN, and
+/* Waits until a WORK entry is at the head and nobody has taken it; takes it, and says its number. SFR_EAGAIN, and
  * SFR_ECLOSED when the log is being stopped. *after_good: the last save before it did well. */
-int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good);
+int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good);
 
 /* ---- work.c ---- */
 /* Whether the work makes its name (a save, a link), takes it away (a remove), and is a save. */

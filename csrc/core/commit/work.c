@@ -17,9 +17,10 @@
 
 struct sfr_log_work {
 	struct sfr__log_entry entry; /* guarded by the log's mutex once appended */
+	uint64_t number;             /* constant, as kind and fork_generation */
 	atomic_uint refs;
 	atomic_bool appended;
-	enum sfr_work_kind kind; /* constant, as the next */
+	enum sfr_work_kind kind;
 	uint64_t fork_generation;
 };
 
@@ -38,6 +39,7 @@ static void drop(struct sfr_log_work *work)
 
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out)
 {
+	static _Atomic uint64_t nr_works;
 	size_t len = strlen(key) + 1;
 	struct sfr_log_work *work;
 	int rc = sfr_fork_init();
@@ -58,6 +60,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 	memcpy(work->entry.key, key, len);
 	work->entry.kind = SFR__LOG_WORK;
 	work->entry.work = work;
+	work->number = atomic_fetch_add_explicit(&nr_works, 1, memory_order_relaxed) + 1;
 	work->kind = kind;
 	work->fork_generation = sfr_fork_generation();
 	atomic_init(&work->refs, 1);
@@ -82,13 +85,16 @@ int sfr_log_work_append(struct sfr_log_work *work)
 	return 0;
 }
 
-int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_good)
+uint64_t sfr_log_work_number(const struct sfr_log_work *work)
 {
-	struct sfr__log_entry *entry;
-	bool good = true;
-	int rc = sfr__log_take_turn(slice_ns, &entry, &good);
+	return work->number;
+}
 
-	*out = entry ? entry->work : NULL;
+int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
+{
+	bool good = true;
+	int rc = sfr__log_take_turn(slice_ns, number, &good);
+
 	*after_good = good;
 	return rc;
 }

@@ -12,6 +12,7 @@ snapshot's memory is held until `other` has returned. How durable the result is,
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import threading
@@ -35,6 +36,8 @@ from stillframe.errors import BusyError, PoolExhaustedError
 log = logging.getLogger("stillframe")
 
 _MAX_WRAPPERS = 16
+# Below zero, where no ticket's is.
+_numbers = itertools.count(-1, -1)
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
 
 
@@ -43,6 +46,7 @@ class InnerSave(SaveHandle):
 
     def __init__(self, path: str, taken: Snapshot[Any] | None) -> None:
         super().__init__(path)
+        self._number = next(_numbers)
         self._taken = taken
         self._over = threading.Event()
         self._nbytes = 0 if taken is None else taken.nbytes
@@ -84,7 +88,7 @@ class InnerSave(SaveHandle):
             self._taken = None
             waiting, self._callbacks = self._callbacks, []
             on_durable, self._on_durable = self._on_durable, None
-        completion.in_flight.pop(-id(self), None)
+        completion.in_flight.pop(self._number, None)
         self._over.set()
         if on_durable is not None and report is not None:
             completion.callbacks.put(lambda: on_durable(self._given_path, report))
@@ -168,11 +172,11 @@ class Inner:
             try:
                 if taken is not None and taken.nbytes:
                     taken.hold_until(held)
-                completion.in_flight[-id(save)] = save
+                completion.in_flight[save._number] = save
                 _ordered.submit(key, _core.WORK_SAVE, work)
             except BaseException:
                 if _take_one(owner):
-                    completion.in_flight.pop(-id(save), None)
+                    completion.in_flight.pop(save._number, None)
                     held.set_result(None)
                 raise
             save._blocked_s = time.perf_counter() - entered

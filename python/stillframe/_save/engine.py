@@ -182,7 +182,11 @@ class Engine:
         back.
 
         Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
+
+        Raises:
+            StillframeError: A CheckpointIO that stillframe wraps calls it in the middle of its work.
         """
+        _ordered.refuse_inside()
         with inside():
             self._closed = True
             self._core.close(None)
@@ -241,7 +245,7 @@ class Engine:
             if deferral.indices:
                 handle._deferral = deferral
             try:
-                completion.in_flight[ticket.id] = handle
+                completion.in_flight[ticket.number] = handle
                 ticket.submit(_device.streams(tree.devices))
             except BaseException as error:
                 if ticket.report()["launched_after_ns"] >= 0:
@@ -249,7 +253,7 @@ class Engine:
                     # the handle's business, and later saves stand behind it.
                     _after_launch(handle, tree, deferral)
                     raise
-                completion.in_flight.pop(ticket.id, None)
+                completion.in_flight.pop(ticket.number, None)
                 deferral.close()
                 handle._ticket = None
                 if isinstance(error, BusyError) and self._when_busy == "skip":
@@ -380,7 +384,7 @@ def remove(path: Path) -> None:
     key = paths.key(path, follow_link=False)
     completion.completion.start()
     _core.log_remove(key)
-    if completion.completion.over:
+    if completion.completion.over and not _ordered.is_inside():
         _core.log_drain(None)
 
 

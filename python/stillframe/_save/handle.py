@@ -20,7 +20,7 @@ from typing import Any
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate
+from stillframe._save import completion, gate, ordered
 from stillframe._tree.skeleton import Skeleton
 from stillframe.errors import (
     PoolExhaustedError,
@@ -107,11 +107,18 @@ class _SaveFuture(Future[Any]):
     """A future whose result counts as having seen the save's error. It keeps its handle, not the
     other way round."""
 
-    def __init__(self, handle: SaveHandle) -> None:
+    def __init__(self, handle: SaveHandle, upload: bool) -> None:
         super().__init__()
         self._handle = handle
+        self._upload = upload
+
+    def _refuse_inside(self) -> None:
+        """Staging waits for nothing of the log."""
+        if self._upload and not self.done():
+            ordered.refuse_inside()
 
     def result(self, timeout: float | None = None) -> Any:
+        self._refuse_inside()
         try:
             return super().result(timeout)
         finally:
@@ -119,6 +126,7 @@ class _SaveFuture(Future[Any]):
                 self._handle._collect()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse_inside()
         error = super().exception(timeout)
         self._handle._collect()
         return error
@@ -273,7 +281,7 @@ class SaveHandle:
         with self._lock:
             future = _alive(self._staging)
             if future is None:
-                future = _SaveFuture(self)
+                future = _SaveFuture(self, upload=False)
                 self._staging = weakref.ref(future)
                 self._resolve_staging(future)
             return future
@@ -285,7 +293,7 @@ class SaveHandle:
         with self._lock:
             future = _alive(self._upload)
             if future is None:
-                future = _SaveFuture(self)
+                future = _SaveFuture(self, upload=True)
                 self._upload = weakref.ref(future)
                 if self._settled or self._ticket is None:
                     _resolve(future, self._error, self._report)
@@ -372,7 +380,7 @@ class SaveHandle:
             gate.untrack(self)
             self._skeleton = None
             self._deferral = None
-            completion.in_flight.pop(self._ticket.id, None)
+            completion.in_flight.pop(self._ticket.number, None)
             for reference, value in ((self._staging, None), (self._upload, self._report)):
                 future = _alive(reference)
                 if future is not None:
@@ -452,6 +460,9 @@ class SaveHandle:
             return
         self._wait(_core.WAIT_COPIED, deadline)
         self._verdict()
+        if not self._ticket.wait(_core.WAIT_ENDED, 0):
+            # What has not ended by then stands behind that work in the log.
+            ordered.refuse_inside()
         self._wait(_core.WAIT_ENDED, deadline)
         self._settle()
 
