@@ -16,7 +16,9 @@ neither it declares the few types that it needs, which gives the same binary.
 
 import hashlib
 import os
+import runpy
 import shutil
+import sys
 import sysconfig
 from glob import glob
 from pathlib import Path
@@ -33,6 +35,10 @@ PYTHON_ABI = "0x030b0000"  # CPython 3.11
 TORCH_ABI = "0x020a000000000000"  # torch 2.10
 FAKE_DRIVER = "fake_cuda*"
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+
+support = runpy.run_path("python/stillframe/_base/support.py")
+if complaint := support["complaint_of_python"](sys.platform, support["is_free_threaded"]()):
+    raise SystemExit(complaint)
 
 NO_TORCH = """
 stillframe is compiled against the torch it is going to run with, and finds none here.
@@ -104,6 +110,13 @@ def extensions() -> list[Extension]:
     return [core, bridge]
 
 
+def refuse_other_torch() -> None:
+    if cpp_extension is None:
+        raise SystemExit(NO_TORCH)
+    if why := support["complaint_of_torch"](support["installed"]("torch")):
+        raise SystemExit(why)
+
+
 def signature(ext: Extension) -> str:
     """What the binary of `ext` is made from: flags, sources, headers, torch."""
     torch_version = cpp_extension.torch.__version__ if cpp_extension else ""
@@ -120,8 +133,7 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
     """Rebuilds an extension when what it is made from has changed, whatever the file times say."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        if cpp_extension is None:
-            raise SystemExit(NO_TORCH)
+        refuse_other_torch()
         cpp_extension.min_supported_cpython = PYTHON_ABI  # as its documentation tells one to
         super().__init__(*args, use_ninja=False, **kwargs)
 

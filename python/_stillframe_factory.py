@@ -33,11 +33,8 @@ def _companions(module: str) -> list[object]:
     try:
         companion = importlib.import_module(module).StillframeCompanion()
         trainer = _trainer_being_made()
-        if trainer is not None:
-            plugin = plugins.plugin_of(trainer)
-            if plugin is None:
-                return []
-            plugin.adopt(trainer)
+        if trainer is not None and not plugins.adopt(trainer):
+            return []
         return [companion]
     except Exception:
         # Every Trainer of the environment comes through here.

@@ -112,6 +112,7 @@ struct sfr_stats {
 	uint64_t pool_bytes, block_bytes;
 	uint64_t committed_bytes; /* memory the pool holds from the system */
 	uint64_t leased_bytes;    /* of it, handed out at this moment */
+	uint64_t save_bytes;      /* of that, to saves; the rest is snapshots' */
 	uint64_t retired_bytes;   /* of it, never to be used again */
 	uint64_t saves_in_flight, saves_total;
 };
@@ -141,6 +142,20 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 /* Bounds of what a lane queues on a device: bytes of a piece, pieces in flight (0 = as they are).
  * For measurements and tests, while no save is in flight. */
 void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
+
+/* ---- where a save goes (look.c) ---------------------------------------- */
+
+#define SFR_PATH_MAX 4096 /* of Linux */
+#define SFR_NAME_MAX 255
+
+struct sfr_place {
+	char parent[SFR_PATH_MAX];   /* real path of the directory */
+	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root */
+	uint32_t mode; /* of what stands there (st_mode; links are not followed), or 0 */
+};
+/* Finds out where `path` leads, with a link in its last component followed or not. 0, or -errno: some
+ * part of the path is missing, is no directory, or cannot be looked at. Blocks on file systems. */
+int sfr_look(const char *path, int follow_link, struct sfr_place *place);
 
 /* ---- one save (ticket.c) ----------------------------------------------- */
 

@@ -93,6 +93,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_engine },
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_snapshot },
+	{ Py_mod_exec, sfr_py_add_look },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },

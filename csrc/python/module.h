@@ -52,6 +52,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
 int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
+int sfr_py_add_look(PyObject *module);     /* look.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */

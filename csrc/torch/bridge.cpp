@@ -1,35 +1,22 @@
 /* The bridge: what has to be asked of many tensors, or made many times, in one call.
  *
  * Reading offset, sizes and strides of a tensor from Python makes two tuples and an int for
- * each; reading them here costs about a fifth of a microsecond a tensor, and a tensor over given
+ * each; reading them here costs about a tenth of a microsecond a tensor, and a tensor over given
  * memory costs half a microsecond in place of three. The file is the only C++ of the project. It
- * uses torch's stable ABI alone (the C shim of torch 2.10 and its list functions, and one function
- * of 2.11 where it is there), so one binary serves every torch from 2.10 on. It knows nothing of
- * the core and the core nothing of it: the two meet in the rows of bridge.h.
+ * uses the C shim of torch's stable ABI alone (of torch 2.10, and one function of 2.11 where it is
+ * there), so one binary serves every torch from 2.10 on. It knows nothing of the core and the
+ * core nothing of it: the two meet in bridge.h, which says what the functions do.
  *
- *   stillframe::describe(Tensor[] tensors, int rows, int room) -> int
- *
- * writes the tensors' rows one after another to the address `rows`, where there is room for
- * `room` int64 words, and returns the number of words that all rows together need. When that
- * is more than `room`, the caller makes room and calls again; nothing past `room` is touched.
- * Asking for the data pointer makes a copy-on-write tensor own its memory, as torch.save does too.
- *
- *   stillframe::make(int rows, int nr, int hold) -> Tensor[]
- *
- * makes a tensor in host memory for each of `nr` rows at the address `rows`; the storages among
- * them keep the struct sfr_hold at `hold`. None requires a gradient. Where torch has no function
- * for it, stillframe::can_make() is false and make() raises.
- *
- * All are registered under CompositeImplicitAutograd: with any other key the dispatcher would
- * hand over a materialised copy of a conjugated or negated tensor, at another address.
+ * They are no operators of torch's. The dispatcher lets go of the interpreter lock around an
+ * operator, and a tensor whose last reference but Python's goes away meanwhile takes the lock back
+ * to tell Python (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). Beside a Python
+ * thread that computes, each such moment may cost a switch interval. Called directly, with the
+ * lock held, nothing gives it away. Nor does anybody materialise a conjugated or negated tensor.
  */
+#include <Python.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "bridge.h"
 
@@ -41,104 +28,41 @@ torch_from_blob(void *data, int64_t ndim, const int64_t *sizes, const int64_t *s
 		int64_t opaque_metadata_size, void (*deleter)(void *data, void *ctx),
 		void *deleter_ctx);
 
-/* Throws when a function of the shim has failed: torch 2.11 has another name for it than 2.13. */
-#ifdef STABLE_TORCH_ERROR_CODE_CHECK
-#define CHECK_SHIM(call) STABLE_TORCH_ERROR_CODE_CHECK(call)
-#else
-#define CHECK_SHIM(call) TORCH_ERROR_CODE_CHECK(call)
-#endif
-
 namespace
 {
 
-/* Owns a list of the dispatcher's. */
-class List
+AtenTensorHandle handle_of(void *tensor)
 {
-      public:
-	explicit List(StableListHandle handle) : handle_(handle) {}
-	~List()
-	{
-		(void)torch_delete_list(handle_); /* nothing can be done about a failure */
-	}
-	List(const List &) = delete;
-	List &operator=(const List &) = delete;
+	return static_cast<AtenTensorHandle>(tensor);
+}
 
-	size_t size() const
-	{
-		size_t size = 0;
-		CHECK_SHIM(torch_list_size(handle_, &size));
-		return size;
-	}
-
-	AtenTensorHandle take(size_t i) const
-	{
-		StableIValue value = 0;
-		CHECK_SHIM(torch_list_get_item(handle_, i, &value));
-		return torch::stable::detail::to<AtenTensorHandle>(value);
-	}
-
-      private:
-	StableListHandle handle_;
-};
-
-/* Owns one reference to a tensor. */
-class Handle
+void drop(void *const *tensors, size_t nr)
 {
-      public:
-	explicit Handle(AtenTensorHandle handle) : handle_(handle) {}
-	Handle(Handle &&other) noexcept : handle_(other.release()) {}
-	~Handle()
-	{
-		if (handle_)
-			(void)aoti_torch_delete_tensor_object(handle_); /* as above */
-	}
-	Handle(const Handle &) = delete;
-	Handle &operator=(const Handle &) = delete;
-
-	AtenTensorHandle get() const
-	{
-		return handle_;
-	}
-
-	AtenTensorHandle release()
-	{
-		AtenTensorHandle handle = handle_;
-		handle_ = nullptr;
-		return handle;
-	}
-
-      private:
-	AtenTensorHandle handle_;
-};
-
-template <typename T> T *at_address(StableIValue value)
-{
-	const int64_t address = torch::stable::detail::to<int64_t>(value);
-	return reinterpret_cast<T *>(static_cast<uintptr_t>(address));
+	for (size_t i = 0; i < nr; i++)
+		(void)aoti_torch_delete_tensor_object(
+			handle_of(tensors[i])); /* nothing can be done about a failure */
 }
 
 /* ---- describe --------------------------------------------------------------------- */
 
-/* Writes one tensor's row at `out` if `room` words suffice; returns the words it needs. */
+/* Writes one tensor's row at `out` if `room` words suffice; returns the words it needs, or -1. */
 int64_t describe_one(AtenTensorHandle tensor, int64_t *out, int64_t room)
 {
 	int64_t ndim = 0;
-	CHECK_SHIM(aoti_torch_get_dim(tensor, &ndim));
+	if (aoti_torch_get_dim(tensor, &ndim))
+		return -1;
 	const int64_t words = SFR_ROW_HEADER + 2 * ndim;
 	if (words > room)
 		return words;
 
-	void *data = nullptr;
 	int32_t dtype = 0;
 	int64_t *sizes = nullptr;
 	int64_t *strides = nullptr;
-	CHECK_SHIM(aoti_torch_get_data_ptr(tensor, &data));
-	CHECK_SHIM(aoti_torch_get_storage_offset(tensor, &out[SFR_ROW_OFFSET]));
-	CHECK_SHIM(aoti_torch_get_storage_size(tensor, &out[SFR_ROW_NBYTES]));
-	CHECK_SHIM(aoti_torch_get_dtype(tensor, &dtype));
-	CHECK_SHIM(aoti_torch_get_sizes(tensor, &sizes));
-	CHECK_SHIM(aoti_torch_get_strides(tensor, &strides));
-	out[SFR_ROW_DATA] = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data));
+	if (aoti_torch_get_storage_offset(tensor, &out[SFR_ROW_OFFSET]) ||
+	    aoti_torch_get_storage_size(tensor, &out[SFR_ROW_NBYTES]) ||
+	    aoti_torch_get_dtype(tensor, &dtype) || aoti_torch_get_sizes(tensor, &sizes) ||
+	    aoti_torch_get_strides(tensor, &strides))
+		return -1;
 	out[SFR_ROW_DTYPE] = dtype;
 	out[SFR_ROW_NDIM] = ndim;
 	for (int64_t i = 0; i < ndim; i++) {
@@ -148,23 +72,20 @@ int64_t describe_one(AtenTensorHandle tensor, int64_t *out, int64_t room)
 	return words;
 }
 
-/* The operators come in the dispatcher's boxed form: arguments come and the result goes through
- * `stack`. An error of the shim becomes a C++ exception, which torch turns into RuntimeError. */
-void describe(StableIValue *stack, uint64_t /* num_args */, uint64_t /* num_outputs */)
+int64_t describe(void *const *tensors, size_t nr, int64_t *rows, int64_t room)
 {
-	const List tensors(torch::stable::detail::to<StableListHandle>(stack[0]));
-	int64_t *const rows = at_address<int64_t>(stack[1]);
-	const int64_t room = torch::stable::detail::to<int64_t>(stack[2]);
-	const size_t nr_tensors = tensors.size();
 	int64_t used = 0;
 
-	for (size_t i = 0; i < nr_tensors; i++) {
-		const Handle tensor(tensors.take(i));
+	for (size_t i = 0; i < nr; i++) {
 		const int64_t left = used < room ? room - used : 0;
+		const int64_t words =
+			describe_one(handle_of(tensors[i]), rows + (left != 0 ? used : 0), left);
 
-		used += describe_one(tensor.get(), rows + (left != 0 ? used : 0), left);
+		if (words < 0)
+			return -1;
+		used += words;
 	}
-	stack[0] = torch::stable::detail::from(used);
+	return used;
 }
 
 /* ---- make ------------------------------------------------------------------------- */
@@ -174,33 +95,35 @@ void put_hold(void * /* data */, void *hold)
 	sfr_hold_put(static_cast<struct sfr_hold *>(hold));
 }
 
-/* A tensor with a storage of its own. If this fails the hold stays: whether torch has called the
- * deleter is not known, and memory that is never given back harms less than memory that is. */
+/* A tensor with a storage of its own, or null. If this fails the hold stays: whether torch has
+ * called the deleter is not known, and memory that is never given back harms less than memory that
+ * is. */
 AtenTensorHandle make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
 			      const int64_t *strides, int64_t offset, struct sfr_hold *hold)
 {
 	AtenTensorHandle made = nullptr;
 
 	__atomic_add_fetch(&hold->count, 1, __ATOMIC_RELAXED);
-	CHECK_SHIM(torch_from_blob(
-		reinterpret_cast<void *>(static_cast<uintptr_t>(row[SFR_NEW_BASE])), ndim, sizes,
-		strides, offset, static_cast<int32_t>(row[SFR_NEW_DTYPE]),
-		aoti_torch_device_type_cpu(), -1, &made, aoti_torch_layout_strided(), nullptr, 0,
-		put_hold, hold));
+	if (torch_from_blob(reinterpret_cast<void *>(static_cast<uintptr_t>(row[SFR_NEW_BASE])),
+			    ndim, sizes, strides, offset, static_cast<int32_t>(row[SFR_NEW_DTYPE]),
+			    aoti_torch_device_type_cpu(), -1, &made, aoti_torch_layout_strided(),
+			    nullptr, 0, put_hold, hold))
+		return nullptr;
 	return made;
 }
 
-/* A tensor over the storage of another. */
+/* A tensor over the storage of another, or null. */
 AtenTensorHandle make_over(AtenTensorHandle other, const int64_t *row)
 {
 	const int64_t ndim = row[SFR_NEW_NDIM];
 	AtenTensorHandle made = nullptr;
 	int64_t from = 0;
 
-	CHECK_SHIM(aoti_torch_get_storage_offset(other, &from));
-	CHECK_SHIM(aoti_torch__reinterpret_tensor(other, ndim, row + SFR_NEW_HEADER,
-						  row + SFR_NEW_HEADER + ndim,
-						  row[SFR_NEW_OFFSET] - from, &made));
+	if (aoti_torch_get_storage_offset(other, &from) ||
+	    aoti_torch__reinterpret_tensor(other, ndim, row + SFR_NEW_HEADER,
+					   row + SFR_NEW_HEADER + ndim, row[SFR_NEW_OFFSET] - from,
+					   &made))
+		return nullptr;
 	return made;
 }
 
@@ -231,52 +154,58 @@ AtenTensorHandle make_one(const int64_t *row, struct sfr_hold *hold)
 		return make_storage(row, ndim, row + SFR_NEW_HEADER, row + SFR_NEW_HEADER + ndim,
 				    row[SFR_NEW_OFFSET], hold);
 	const int64_t stride = 1;
-	const Handle whole(make_storage(row, 1, &length, &stride, 0, hold));
-	return make_over(whole.get(), row);
+	void *whole = make_storage(row, 1, &length, &stride, 0, hold);
+	if (!whole)
+		return nullptr;
+	AtenTensorHandle made = make_over(handle_of(whole), row);
+	drop(&whole, 1);
+	return made;
 }
 
-void make(StableIValue *stack, uint64_t /* num_args */, uint64_t /* num_outputs */)
+int make(const int64_t *row, size_t nr, struct sfr_hold *hold, void **tensors)
 {
-	const int64_t *row = at_address<const int64_t>(stack[0]);
-	const int64_t nr = torch::stable::detail::to<int64_t>(stack[1]);
-	struct sfr_hold *const hold = at_address<struct sfr_hold>(stack[2]);
-	std::vector<Handle> made;
-	StableListHandle list = nullptr;
-
-	if (!torch_from_blob)
-		throw std::runtime_error("this torch cannot make tensors over given memory");
-	made.reserve(static_cast<size_t>(nr));
-	for (int64_t i = 0; i < nr; i++) {
+	for (size_t i = 0; i < nr; i++) {
 		const int64_t over = row[SFR_NEW_OVER];
 
-		made.emplace_back(over < 0 ? make_one(row, hold) :
-					     make_over(made[static_cast<size_t>(over)].get(), row));
+		tensors[i] =
+			over < 0 ? make_one(row, hold) : make_over(handle_of(tensors[over]), row);
+		if (!tensors[i]) {
+			drop(tensors, i);
+			return -1;
+		}
 		row += SFR_NEW_HEADER + 2 * row[SFR_NEW_NDIM];
 	}
-	/* There is room: from here on nothing fails that would leave a tensor to nobody. */
-	CHECK_SHIM(torch_new_list_reserve_size(made.size(), &list));
-	for (Handle &each : made)
-		CHECK_SHIM(torch_list_push_back(list, torch::stable::detail::from(each.release())));
-	stack[0] = torch::stable::detail::from(list);
+	return 0;
 }
 
-void can_make(StableIValue *stack, uint64_t /* num_args */, uint64_t /* num_outputs */)
-{
-	stack[0] = torch::stable::detail::from(torch_from_blob != nullptr);
-}
+/* ---- the module ------------------------------------------------------------------- */
+
+PyModuleDef definition = {
+	PyModuleDef_HEAD_INIT,
+	"stillframe._bridge",
+	"What stillframe asks of many tensors in one call; for its other extension.",
+	0,
+	nullptr,
+	nullptr,
+	nullptr,
+	nullptr,
+	nullptr,
+};
 
 } // namespace
 
-STABLE_TORCH_LIBRARY(stillframe, m)
+PyMODINIT_FUNC PyInit__bridge(void)
 {
-	m.def("describe(Tensor[] tensors, int rows, int room) -> int");
-	m.def("make(int rows, int nr, int hold) -> Tensor[]");
-	m.def("can_make() -> bool");
-}
+	static struct sfr_bridge functions = { describe, make, drop };
+	PyObject *module = PyModule_Create(&definition);
+	PyObject *capsule = PyCapsule_New(&functions, SFR_BRIDGE_CAPSULE, nullptr);
 
-STABLE_TORCH_LIBRARY_IMPL(stillframe, CompositeImplicitAutograd, m)
-{
-	m.impl("describe", &describe);
-	m.impl("make", &make);
-	m.impl("can_make", &can_make);
+	if (!torch_from_blob)
+		functions.make = nullptr;
+	if (module && capsule && PyModule_AddObjectRef(module, "functions", capsule) < 0)
+		Py_CLEAR(module);
+	if (!capsule)
+		Py_CLEAR(module);
+	Py_XDECREF(capsule);
+	return module;
 }

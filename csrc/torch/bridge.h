@@ -1,4 +1,5 @@
 /* What _core and the bridge agree on: both are compiled with this, and neither links to the other.
+ * _core finds the bridge's functions in a capsule, once, and calls them directly.
  *
  * A row is a run of int64 words, one for each tensor: a header, then ndim sizes, then ndim strides.
  * Offsets and strides are in elements, lengths in bytes. Dtypes are torch's numbers of them.
@@ -6,11 +7,11 @@
 #ifndef SFR_BRIDGE_H
 #define SFR_BRIDGE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-/* What describe() says of a tensor. */
+/* What `describe` says of a tensor. */
 enum {
-	SFR_ROW_DATA,   /* address of the first element; 0 for a tensor without elements */
 	SFR_ROW_OFFSET, /* of the first element in the storage */
 	SFR_ROW_NBYTES, /* of the storage */
 	SFR_ROW_DTYPE,
@@ -18,7 +19,7 @@ enum {
 	SFR_ROW_HEADER
 };
 
-/* What make() is told. */
+/* What `make` is told. */
 enum {
 	SFR_NEW_OVER, /* number of an earlier row of the same dtype, whose storage it is to share;
 		       * -1: a storage of its own */
@@ -43,5 +44,22 @@ static inline void sfr_hold_put(struct sfr_hold *hold)
 	if (__atomic_sub_fetch(&hold->count, 1, __ATOMIC_ACQ_REL) == 0)
 		hold->last(hold);
 }
+
+/* The capsule's name, and what is in it. A tensor is given by a handle of torch's C shim, which counts
+ * one reference. Whoever calls holds the interpreter lock; no function lets go of it. */
+#define SFR_BRIDGE_CAPSULE "stillframe._bridge.functions"
+
+struct sfr_bridge {
+	/* Writes the tensors' rows one after another to `rows`, where there is room for `room`
+	 * words. Returns the number of words that all rows together need (if that is more than
+	 * `room`, make room and call again), or -1 when torch has refused. */
+	int64_t (*describe)(void *const *tensors, size_t nr, int64_t *rows, int64_t room);
+	/* Makes a tensor in host memory for each row; the storages among them keep `hold`. None
+	 * requires a gradient. 0; or -1, and there are no new tensors. NULL where torch (before
+	 * 2.11) makes none over given memory. */
+	int (*make)(const int64_t *rows, size_t nr, struct sfr_hold *hold, void **tensors);
+	/* Gives handles back. */
+	void (*drop)(void *const *tensors, size_t nr);
+};
 
 #endif

@@ -1,17 +1,31 @@
 """stillframe saves PyTorch training state without stopping training.
 
-    import stillframe
-    handle = stillframe.async_save({"model": model.state_dict(), "optim": opt.state_dict()},
-    "step100.pt") ...                # keep training; the next optimizer step waits for the copy by
-    itself handle.result()    # durable; raises what went wrong
+In any training loop:
 
-With Lightning: `from stillframe.lightning import AsyncCheckpointIO`, then
-`Trainer(plugins=[AsyncCheckpointIO()])`.
+    import stillframe
+
+    state = {"model": model.state_dict(), "optim": opt.state_dict()}
+    handle = stillframe.async_save(state, "step100.pt")
+    ...               # keep training; the next optimizer step waits for the copy by itself
+    handle.result()   # durable; raises what went wrong
+
+With Lightning, swap one import:
+
+    from stillframe.lightning import AsyncCheckpointIO
+
+    trainer = Trainer(plugins=[AsyncCheckpointIO()])
 """
 
+# isort: off
+from stillframe._base import support as _support
+
+_support.refuse_elsewhere()  # before anything that would fail in more words
+# isort: on
+
 from stillframe._base.trace import trace
-from stillframe._save.engine import (
-    Engine,
+from stillframe._save import exit as _exit
+from stillframe._save import moves as _moves
+from stillframe._save.api import (
     async_save,
     configure,
     default_engine,
@@ -20,9 +34,11 @@ from stillframe._save.engine import (
     save,
     wait_all,
 )
+from stillframe._save.engine import Engine
 from stillframe._save.gate import register_optimizer
-from stillframe._save.handle import SaveHandle, SaveReport
+from stillframe._save.handle import SaveHandle
 from stillframe._save.load import load
+from stillframe._save.report import SaveReport
 from stillframe._snapshot.snapshot import Snapshot, snapshot
 from stillframe.errors import (
     BusyError,
@@ -60,3 +76,6 @@ __all__ = [
     "trace",
     "wait_all",
 ]
+
+_exit.install()
+_moves.install()

@@ -9,6 +9,12 @@ end, so call `stillframe.wait_all()` when training is done.
 
 from __future__ import annotations
 
+# isort: off
+from stillframe._base import support
+
+support.refuse_lightning("lightning")
+# isort: on
+
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import Callback

@@ -9,6 +9,12 @@ end, so call `stillframe.wait_all()` when training is done.
 
 from __future__ import annotations
 
+# isort: off
+from stillframe._base import support
+
+support.refuse_lightning("pytorch_lightning")
+# isort: on
+
 from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
 from pytorch_lightning import strategies
 from pytorch_lightning.callbacks import Callback

@@ -28,7 +28,7 @@ def small_pool(monkeypatch):
     """A default engine of one block of 1 MiB."""
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
         monkeypatch.setattr(
-            sys.modules["stillframe._snapshot.snapshot"], "default_engine", lambda: engine
+            sys.modules["stillframe._snapshot.snapshot"], "engine_or_default", lambda given: engine
         )
         yield engine
 

@@ -15,7 +15,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-import stillframe._save.engine
+import stillframe._save.api
 import torch
 from fix_lightning import LightningModel, loader
 from lightning.pytorch import Callback, Trainer
@@ -316,7 +316,7 @@ def fabric_fsdp2(start, directory):
 
 
 def _has_engine():
-    return stillframe._save.engine._default is not None
+    return stillframe._save.api._default.engine is not None
 
 
 def main(start, directory, *scenarios):

@@ -167,13 +167,13 @@ def test_a_link_outlives_a_remove_at_the_end_of_a_fit_until_it_is_made_anew(lit,
     class Rotates(lit.Callback):
         def on_train_start(self, trainer, module):
             trainer.save_checkpoint(old)
-            plugin.link(trainer, old, link)
+            plugin._checkpoints.link(trainer, old, link)
 
         def on_fit_end(self, trainer, module):
             trainer.save_checkpoint(new)
             trainer.strategy.remove_checkpoint(old)
             seen.append((os.readlink(link), link.exists()))
-            plugin.link(trainer, new, link)
+            plugin._checkpoints.link(trainer, new, link)
             seen.append((os.readlink(link), old.exists()))
 
     trainer(lit, tmp_path, plugin=plugin, callbacks=[Rotates()]).fit(lit.Model(), loader())

@@ -8,7 +8,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import at, every_steps, load, loader, trainer
-from stillframe._save.engine import wait_for_path
+from stillframe._save.ordered import wait_for_path
 from stillframe.testing import fault, slow
 
 

@@ -159,13 +159,24 @@ def test_only_the_keys_asked_for_are_copied(offload, caplog):
     inner = {"x": torch.ones(3)}
     checkpoint = {"state_dict": inner, "callbacks": {"y": inner["x"]}, "epoch": 3}
     with caplog.at_level(logging.DEBUG, "stillframe"):
-        save(offload(["state_dict", "missing"]), checkpoint)
+        callback = offload(["state_dict", "missing"])
+        save(callback, checkpoint)
     assert checkpoint["state_dict"] is not inner
     assert checkpoint["state_dict"]["x"] is not inner["x"]
     assert checkpoint["state_dict"]["x"].equal(inner["x"])
     assert checkpoint["callbacks"]["y"] is inner["x"]
-    missing = [each for each in caplog.records if "missing" in each.getMessage()]
-    assert [each.levelno for each in missing] == [logging.DEBUG]
+    with caplog.at_level(logging.DEBUG, "stillframe"):
+        save(callback, {"state_dict": {}})
+    missing = [each for each in caplog.records if "'missing'" in each.getMessage()]
+    assert [each.levelno for each in missing] == [logging.WARNING, logging.DEBUG]
+    assert "The checkpoint has 'state_dict', 'callbacks', 'epoch'" in missing[0].getMessage()
+
+
+def test_a_key_that_some_checkpoints_have_is_no_slip(offload, caplog):
+    callback = offload(["extra", "lr_schedulers"])
+    save(callback, {"extra": torch.ones(3)})
+    save(callback, {"state_dict": {}})
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 def test_ties_are_kept_across_keys_and_containers_keep_their_types(offload):
@@ -229,9 +240,9 @@ def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG, "stillframe"):
         for _ in range(2):
             save(callback, {"state_dict": {"x": torch.ones(3)}})
-    assert "GPU memory before: 5.00 GB" in caplog.text
-    assert "GPU memory after: 3.00 GB, freed: 2.00 GB; in all 1 checkpoints" in caplog.text
-    assert "GPU memory after: 3.50 GB, freed: 0 B; in all 2 checkpoints" in caplog.text
+    assert "GPU memory before: 5 GB" in caplog.text
+    assert "GPU memory after: 3 GB, freed: 2 GB; in all 1 checkpoints" in caplog.text
+    assert "GPU memory after: 3.5 GB, freed: 0 B; in all 2 checkpoints" in caplog.text
     # What others allocated meanwhile was not freed by the callback, nor taken by it.
     assert callback.state_dict()["total_memory_freed"] == 2.0
 

@@ -55,7 +55,9 @@ def test_an_engine_that_skips_is_refused_too(lit, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
             lit.AsyncCheckpointIO(engine=engine)
         # As after stillframe.configure(when_busy="skip").
-        monkeypatch.setattr(stillframe._lightning.writers, "default_engine", lambda: engine)
+        monkeypatch.setattr(
+            stillframe._lightning.writers, "engine_or_default", lambda given: engine
+        )
         with pytest.raises(ValueError, match="ModelCheckpoint removes the previous file"):
             lit.AsyncCheckpointIO().save_checkpoint(STATE, tmp_path / "a.ckpt")
 
@@ -321,7 +323,7 @@ def test_the_plugin_is_pickled_with_its_options_alone(pkg, tmp_path):
     copy.save_checkpoint(STATE, tmp_path / "b.ckpt")
     copy.teardown()
     assert load(tmp_path / "b.ckpt")["n"] == 3
-    assert copy._writers._engine_options == plugin._writers._engine_options
+    assert copy._checkpoints._options == plugin._checkpoints._options
     assert copy in sys.modules["stillframe._lightning.plugin"].live
 
 

@@ -151,7 +151,7 @@ def test_a_logger_that_does_not_listen_holds_nothing_back(lit, tmp_path):
 
     class Look(lit.Callback):
         def on_train_batch_start(self, run, *args):
-            removed.append(list(run.strategy.checkpoint_io._work.rotation.held))
+            removed.append(list(run.strategy.checkpoint_io._checkpoints._work.rotation.held))
 
     with slow("fdatasync", 0.1):
         fit(lit, tmp_path, CSVLogger(tmp_path / "logs"), callbacks=[Look()])

@@ -30,8 +30,8 @@ def test_lightnings_own_writes_what_is_remote_and_that_is_told(
     for path in paths:
         plugin.save_checkpoint(STATE, path)
     plugin.remove_checkpoint(paths[1])
-    assert plugin.will_exist(paths[0], memory.exists)
-    assert not plugin.will_exist(paths[1], memory.exists)
+    assert plugin._checkpoints.will_exist(paths[0], memory.exists)
+    assert not plugin._checkpoints.will_exist(paths[1], memory.exists)
     assert torch.equal(plugin.load_checkpoint(paths[0])["x"], STATE["x"])
     plugin.teardown()
     (path, report), (other, _) = heard.get(timeout=30), heard.get(timeout=30)

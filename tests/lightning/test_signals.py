@@ -51,15 +51,15 @@ class AtLine:
 def a_rotation(plugin, directory):
     """Every call that the plugin and its companion know."""
     plugin.save_checkpoint(STATE, directory / "a.ckpt")
-    plugin.publish(lambda callback: None, Told())
+    plugin._checkpoints.publish(lambda callback: None, Told())
     plugin.save_checkpoint(STATE, directory / "b.ckpt")
-    plugin.publish(lambda callback: None, Told())
-    plugin.link(None, directory / "b.ckpt", directory / "last.ckpt")
+    plugin._checkpoints.publish(lambda callback: None, Told())
+    plugin._checkpoints.link(None, directory / "b.ckpt", directory / "last.ckpt")
     plugin.remove_checkpoint(directory / "a.ckpt")
-    plugin.tend()
-    assert not plugin.will_exist(directory / "a.ckpt", os.path.exists)
+    plugin._checkpoints.tend()
+    assert not plugin._checkpoints.will_exist(directory / "a.ckpt", os.path.exists)
     assert plugin.load_checkpoint(directory / "b.ckpt")["n"] == 1
-    plugin.settle()
+    plugin._checkpoints.settle()
     plugin.save_checkpoint(STATE, directory / "c.ckpt")
     plugin.teardown()
 
@@ -77,7 +77,7 @@ def test_a_handler_may_save_before_every_line(lit, tmp_path, sigusr2, kind):
         emergency = directory / "hpc_ckpt_1.ckpt"
         plugin.save_checkpoint(STATE, emergency)
         saved.append(emergency.exists())
-        plugin.settle()  # as a logger's finalize does
+        plugin._checkpoints.settle()  # as a logger's finalize does
 
     signal.signal(sigusr2, handler)
     step = 1 if FULL else 41

@@ -10,7 +10,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
-from stillframe._save.engine import wait_for_path
+from stillframe._save.ordered import wait_for_path
 
 SIZE = 300 * 300
 
@@ -261,7 +261,7 @@ def test_outside_training_it_has_been_saved_on_return(lit, tmp_path):
     run.fit(lit.Model(), loader())
     run.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
     assert load(tmp_path / "a.ckpt")["global_step"] == 8
-    assert run.strategy.checkpoint_io._inner.io.options == {"a": 1}
+    assert run.strategy.checkpoint_io._checkpoints.inner.io.options == {"a": 1}
     with pytest.raises(OSError, match="full"):
         run.save_checkpoint(tmp_path / "fail.ckpt")
 
@@ -285,11 +285,11 @@ def test_remote_paths_are_the_other_ones_business(lit):
     plugin = lit.AsyncCheckpointIO(other(lit, gate))
     path = "memory://wrapped/a.ckpt"
     plugin.save_checkpoint(state(), path)
-    assert not is_there(path) and plugin.will_exist(path, is_there)
+    assert not is_there(path) and plugin._checkpoints.will_exist(path, is_there)
     gate.event.set()
     assert plugin.load_checkpoint(path)["y"]["n"] == 3
     plugin.remove_checkpoint(path)
-    assert not plugin.will_exist(path, is_there)
+    assert not plugin._checkpoints.will_exist(path, is_there)
     plugin.teardown()
     assert not is_there(path)
 
@@ -362,7 +362,7 @@ def test_whatever_the_other_calls_of_stillframe_it_does_not_wait_for_itself(lit,
             super().remove_checkpoint(path)
 
     outer = []
-    engine = stillframe.Engine()
+    engine = stillframe.Engine(pool_bytes=4 << 24)
     plugin = lit.AsyncCheckpointIO(Busy())
     plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
     plugin.remove_checkpoint(tmp_path / "a.ckpt")
@@ -428,7 +428,7 @@ def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
         "from stillframe.lightning import AsyncCheckpointIO\n"
         "class Slow(TorchCheckpointIO):\n"
         "    def save_checkpoint(self, *args, **kwargs):\n"
-        "        time.sleep(0.5)\n"
+        "        time.sleep(1.5)\n"
         "        super().save_checkpoint(*args, **kwargs)\n"
         "AsyncCheckpointIO(Slow()).save_checkpoint({'x': torch.ones(5)}, sys.argv[1])\n"
     )

@@ -3,6 +3,7 @@
 #define SFR_BASE_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 #include "sfr.h"
@@ -16,6 +17,9 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 {
 	return (value + to - 1) / to * to;
 }
+
+/* The struct of which *ptr is this member. */
+#define sfr__container(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 /* ---- copy.c ---- */
 

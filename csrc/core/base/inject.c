@@ -44,6 +44,7 @@
 	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
 	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
+	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
 	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
 	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \

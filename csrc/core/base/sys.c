@@ -84,6 +84,7 @@ struct sfr_sys sfr_sys = {
 	.set_flags = plain_set_flags,
 	.fstat = fstat,
 	.lstat = plain_lstat,
+	.realpath = realpath,
 	.rename = plain_rename,
 	.unlink = plain_unlink,
 	.rmdir = rmdir,

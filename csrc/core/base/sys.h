@@ -30,6 +30,7 @@ struct sfr_sys {
 	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
 	int (*fstat)(int fd, struct stat *st);
 	int (*lstat)(int dir, const char *name, struct stat *st);
+	char *(*realpath)(const char *path, char *real);
 	int (*rename)(int dir, const char *from, const char *to);
 	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);

@@ -2,13 +2,13 @@
  *
  * One list, oldest first, and one thread (`sfr-log`) that works on its head only:
  *
- *   head is a save   not ready            wait
- *                    ready                rename, sync the directory, end it
- *                    ended (failed ...)   drop it, remember that it was no success
- *   head is a remove                      remove, or drop it when the last save before it
- *                                         did not become durable
- *   head is work     not ended            whoever does it may (work.c); wait
- *                    ended                drop it, remember how a save among them ended
+ *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ WELL, BADLY ──its loads are open──▶ left
+ *      └────────────── a save that failed before ──────────▲
+ *
+ *   a save     ready once it is synced; runs: rename, sync the directory (save/commit.c)
+ *   a remove   ready at once; runs: removes, or does not where the last save before it did not
+ *              become durable (removes.c)
+ *   work       ready once it is the head; whoever takes its turn does it and ends it (work.c)
  *
  * A save's data is written and synced by the engine's writers long before; only the commit
  * waits here. So a rotation (save the new, remove the old) can never leave fewer durable
@@ -23,8 +23,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "save/save.h"
-#include "trace/trace.h"
+#include "base/queue.h"
+#include "commit/log.h"
 
 struct sfr_log_load {
 	struct sfr_log_load *next; /* on the same entry */
@@ -40,8 +40,8 @@ static struct {
 	pthread_cond_t cv_work, cv_done;
 	bool cv_ready, running, stopping;
 	pthread_t thread;
-	struct sfr__log_entry *head, *tail;
-	uint64_t last_seq, last_remove_seq;
+	SFR__QUEUE(struct sfr__log_entry) entries;
+	uint64_t last_seq, close_seq;
 	uint64_t done_seq; /* every entry up to here has ended and left the list */
 	uint64_t nr_pending;
 	uint64_t nr_stops;
@@ -61,14 +61,9 @@ static int init_locked(void)
 	return rc;
 }
 
-static bool creates(const struct sfr__log_entry *e)
+static bool has_ended(const struct sfr__log_entry *e)
 {
-	return e->kind == SFR__LOG_WORK ? sfr__work_creates(e->work) : e->kind == SFR__LOG_SAVE;
-}
-
-static bool is_save(const struct sfr__log_entry *e)
-{
-	return e->kind == SFR__LOG_WORK ? sfr__work_is_save(e->work) : e->kind == SFR__LOG_SAVE;
+	return e->state == SFR__LOG_WELL || e->state == SFR__LOG_BADLY;
 }
 
 /* Does this entry decide what `key` will be? A remove also takes what lies below it. */
@@ -78,30 +73,19 @@ static bool touches(const struct sfr__log_entry *e, const char *key)
 
 	if (strcmp(e->key, key) == 0)
 		return true;
-	return !creates(e) && strncmp(e->key, key, len) == 0 && key[len] == '/';
+	return !e->ops->creates && strncmp(e->key, key, len) == 0 && key[len] == '/';
 }
 
-static struct sfr__log_entry *last_touching_locked(const char *key)
+/* The last entry that does, before `end` (NULL: of all). */
+static struct sfr__log_entry *last_touching_locked(const char *key,
+						   const struct sfr__log_entry *end)
 {
 	struct sfr__log_entry *found = NULL;
 
-	for (struct sfr__log_entry *e = slog.head; e; e = e->next)
+	for (struct sfr__log_entry *e = slog.entries.head; e != end; e = e->next)
 		if (touches(e, key))
 			found = e;
 	return found;
-}
-
-static void append_locked(struct sfr__log_entry *e)
-{
-	e->next = NULL;
-	e->seq = ++slog.last_seq;
-	if (slog.tail)
-		slog.tail->next = e;
-	else
-		slog.head = e;
-	slog.tail = e;
-	slog.nr_pending++;
-	pthread_cond_signal(&slog.cv_work);
 }
 
 /* ---- the log's thread ---- */
@@ -140,38 +124,39 @@ static void open_loads(struct sfr_log_load *load)
 	}
 }
 
-static void run_remove(const struct sfr__log_entry *e, bool drop)
+/* Lets the head do what there is to do. It may be gone afterwards, as far as it has ended. */
+static void run_locked(struct sfr__log_entry *e)
 {
-	struct sfr_err err = { .index = -1 };
+	bool after_good = !slog.last_save_bad;
 
-	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
-	if (drop) {
-		sfr__notice_text("%s was not removed: the save before it did not become durable",
-				 e->key);
-		return;
+	e->state = SFR__LOG_RUNNING;
+	sfr__unlock(&slog.mu);
+	e->ops->run(e, after_good);
+	sfr__lock(&slog.mu);
+}
+
+/* The head has ended: it leaves the list when its loads are open, since until then nothing behind
+ * it may run. */
+static void leave_locked(struct sfr__log_entry *e)
+{
+	struct sfr_log_load *loads = e->loads;
+
+	e->loads = NULL;
+	if (loads) {
+		sfr__unlock(&slog.mu);
+		open_loads(loads);
+		sfr__lock(&slog.mu);
+		return; /* more may have come meanwhile */
 	}
-	if (sfr__file_remove(e->key, &err) < 0)
-		sfr__notice_text("%s could not be removed: %s", e->key,
-				 err.code <= -1000 ? sfr_code_message(err.code) :
-						     strerror(-err.code));
-}
-
-/* A span of its own: it has ended before anybody hears of the save's end. */
-static void commit_file(struct sfr_ticket *t, struct sfr_err *err)
-{
-	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
-	(void)sfr__file_commit(&t->file, err); /* err holds what it returns */
-	sfr__file_fini(&t->file);
-}
-
-static void run_commit(struct sfr_ticket *t)
-{
-	struct sfr_err err = { .index = -1 };
-
-	if (!sfr__ticket_begin_commit(t))
-		return; /* cancelled in time: it ends as any failed save does */
-	commit_file(t, &err);
-	sfr__ticket_finish(t, &err);
+	if (e->ops->is_save)
+		slog.last_save_bad = e->state == SFR__LOG_BADLY;
+	(void)sfr__queue_pop(&slog.entries); /* e */
+	slog.done_seq = e->seq;
+	slog.nr_pending--;
+	pthread_cond_broadcast(&slog.cv_done);
+	sfr__unlock(&slog.mu);
+	e->ops->left(e);
+	sfr__lock(&slog.mu);
 }
 
 static void *log_main(void *unused)
@@ -179,67 +164,21 @@ static void *log_main(void *unused)
 	(void)unused;
 	sfr__lock(&slog.mu);
 	for (;;) {
-		struct sfr__log_entry *e = slog.head;
-		struct sfr_log_load *loads;
-		struct sfr_ticket *ticket;
-		struct sfr_log_work *work;
+		struct sfr__log_entry *e = slog.entries.head;
 
 		if (!e && slog.stopping)
 			break;
-		if (e && e->kind == SFR__LOG_WORK && !e->ended) {
-			e->ready = !e->taken;
-			pthread_cond_broadcast(&slog.cv_done);
-			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
-			continue;
-		}
-		if (!e || (e->kind == SFR__LOG_SAVE && !e->ready && !e->ended)) {
-			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
-			continue;
-		}
-		if (!e->ended) {
-			bool drop = slog.last_save_bad;
-
-			e->ready = false;
-			sfr__unlock(&slog.mu);
-			if (e->kind == SFR__LOG_SAVE)
-				run_commit(e->ticket);
-			else
-				run_remove(e, drop);
-			sfr__lock(&slog.mu);
-			if (e->kind == SFR__LOG_REMOVE)
-				e->ended = true;
-			continue;
-		}
-		/* The head has ended: it leaves the list when its loads are open, since until
-		 * then nothing behind it may run. */
-		if (is_save(e))
-			slog.last_save_bad = !e->ok;
-		loads = e->loads;
-		e->loads = NULL;
-		if (loads) {
-			sfr__unlock(&slog.mu);
-			open_loads(loads);
-			sfr__lock(&slog.mu);
-			continue;
-		}
-		slog.head = e->next;
-		if (!slog.head)
-			slog.tail = NULL;
-		slog.done_seq = e->seq;
-		slog.nr_pending--;
-		pthread_cond_broadcast(&slog.cv_done);
-		ticket = e->ticket;
-		work = e->work;
-		sfr__unlock(&slog.mu);
-		if (e->kind == SFR__LOG_SAVE) {
-			sfr_ticket_put(ticket); /* e is part of it */
-		} else if (e->kind == SFR__LOG_WORK) {
-			sfr__work_left_log(work); /* and of this */
+		if (e && has_ended(e)) {
+			leave_locked(e);
+		} else if (e && e->state == SFR__LOG_READY && e->ops->run) {
+			run_locked(e);
 		} else {
-			sfr_sys.free(e->key);
-			sfr_sys.free(e);
+			if (e && e->state == SFR__LOG_WAITING && !e->ops->run) {
+				e->state = SFR__LOG_READY;
+				pthread_cond_broadcast(&slog.cv_done);
+			}
+			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
 		}
-		sfr__lock(&slog.mu);
 	}
 	sfr__unlock(&slog.mu);
 	return NULL;
@@ -281,40 +220,48 @@ int sfr_log_stop(void)
 	return 0;
 }
 
-/* ---- saves, called by ticket.c with the engine's mutex held ---- */
+/* ---- entries; for saves with the engine's mutex held ---- */
 
-void sfr__log_append(struct sfr__log_entry *entry)
+char *sfr__log_key(const char *key)
 {
+	size_t len = strlen(key) + 1;
+	char *copy = sfr_sys.malloc(len);
+
+	if (copy)
+		memcpy(copy, key, len);
+	return copy;
+}
+
+uint64_t sfr__log_append(struct sfr__log_entry *entry)
+{
+	uint64_t seq;
+
 	sfr__lock(&slog.mu);
-	append_locked(entry);
+	seq = entry->seq = ++slog.last_seq;
+	if (entry->ops->close_waits)
+		slog.close_seq = seq;
+	sfr__queue_push(&slog.entries, entry);
+	slog.nr_pending++;
+	pthread_cond_signal(&slog.cv_work);
 	sfr__unlock(&slog.mu);
+	return seq;
 }
 
 void sfr__log_ready(struct sfr__log_entry *entry)
 {
 	sfr__lock(&slog.mu);
-	entry->ready = true;
+	if (entry->state == SFR__LOG_WAITING)
+		entry->state = SFR__LOG_READY;
 	pthread_cond_signal(&slog.cv_work);
 	sfr__unlock(&slog.mu);
 }
 
-void sfr__log_ended(struct sfr__log_entry *entry, bool ok)
+void sfr__log_ended(struct sfr__log_entry *entry, bool well)
 {
 	sfr__lock(&slog.mu);
-	entry->ended = true;
-	entry->ok = ok;
+	if (!has_ended(entry))
+		entry->state = well ? SFR__LOG_WELL : SFR__LOG_BADLY;
 	pthread_cond_signal(&slog.cv_work);
-	sfr__unlock(&slog.mu);
-}
-
-void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok)
-{
-	sfr__lock(&slog.mu);
-	if (!entry->ended) {
-		entry->ended = true;
-		entry->ok = ok;
-		pthread_cond_signal(&slog.cv_work);
-	}
 	sfr__unlock(&slog.mu);
 }
 
@@ -328,12 +275,11 @@ int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good)
 	rc = init_locked();
 	nr_stops = slog.nr_stops;
 	while (rc == 0) {
-		struct sfr__log_entry *e = slog.head;
+		struct sfr__log_entry *e = slog.entries.head;
 
-		if (e && e->kind == SFR__LOG_WORK && e->ready && !e->ended) {
-			e->ready = false;
-			e->taken = true;
-			*number = sfr_log_work_number(e->work);
+		if (e && !e->ops->run && e->state == SFR__LOG_READY) {
+			e->state = SFR__LOG_RUNNING;
+			*number = e->number;
 			*after_good = !slog.last_save_bad;
 			break;
 		}
@@ -345,46 +291,17 @@ int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good)
 	return rc;
 }
 
-uint64_t sfr__log_last_remove(void)
+uint64_t sfr__log_close_seq(void)
 {
 	uint64_t seq;
 
 	sfr__lock(&slog.mu);
-	seq = slog.last_remove_seq;
+	seq = slog.close_seq;
 	sfr__unlock(&slog.mu);
 	return seq;
 }
 
-/* ---- removes, questions, loads ---- */
-
-int sfr_log_remove(const char *key, uint64_t *seq_out)
-{
-	struct sfr__log_entry *e = NULL;
-	size_t len = strlen(key) + 1;
-	int rc = sfr_fork_init();
-
-	if (rc == 0)
-		rc = sfr__log_start();
-	if (rc < 0)
-		return rc;
-	e = sfr_sys.calloc(1, sizeof(*e));
-	if (!e)
-		return -ENOMEM;
-	e->kind = SFR__LOG_REMOVE;
-	e->key = sfr_sys.malloc(len);
-	if (!e->key) {
-		sfr_sys.free(e);
-		return -ENOMEM;
-	}
-	memcpy(e->key, key, len);
-	sfr__lock(&slog.mu);
-	append_locked(e);
-	slog.last_remove_seq = e->seq;
-	if (seq_out)
-		*seq_out = e->seq;
-	sfr__unlock(&slog.mu);
-	return 0;
-}
+/* ---- questions, loads ---- */
 
 int sfr_log_exists(const char *key)
 {
@@ -392,26 +309,19 @@ int sfr_log_exists(const char *key)
 	int answer = -1;
 
 	sfr__lock(&slog.mu);
-	e = last_touching_locked(key);
+	e = last_touching_locked(key, NULL);
 	/* A save that has failed by now leaves the name as it was; whoever asks gets that from
 	 * the file system, which an earlier entry may still change: then the earlier one says. */
-	while (e && creates(e) && e->ended && !e->ok) {
-		struct sfr__log_entry *before = NULL;
-
-		for (struct sfr__log_entry *p = slog.head; p != e; p = p->next)
-			if (touches(p, key))
-				before = p;
-		e = before;
-	}
+	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
+		e = last_touching_locked(key, e);
 	if (e)
-		answer = creates(e);
+		answer = e->ops->creates;
 	sfr__unlock(&slog.mu);
 	return answer;
 }
 
 int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 {
-	size_t len = strlen(key) + 1;
 	struct sfr_log_load *load = sfr_sys.calloc(1, sizeof(*load));
 	struct sfr__log_entry *e;
 	int rc;
@@ -421,15 +331,14 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		return -ENOMEM;
 	load->fd = -1;
 	load->fork_generation = sfr_fork_generation();
-	load->key = sfr_sys.malloc(len);
+	load->key = sfr__log_key(key);
 	if (!load->key) {
 		sfr_sys.free(load);
 		return -ENOMEM;
 	}
-	memcpy(load->key, key, len);
 	sfr__lock(&slog.mu);
 	rc = init_locked();
-	e = rc == 0 ? last_touching_locked(key) : NULL;
+	e = rc == 0 ? last_touching_locked(key, NULL) : NULL;
 	if (e) {
 		load->attached = true;
 		load->next = e->loads;

@@ -4,39 +4,57 @@
 
 #include "base/base.h"
 
-/* A save's, remove's or other work's place in the process's log; guarded by the log's mutex. */
-enum sfr__log_kind { SFR__LOG_SAVE, SFR__LOG_REMOVE, SFR__LOG_WORK };
+struct sfr__log_entry;
+
+/* What an entry stands for: a save, a remove, work of others. The log knows no more of it. */
+struct sfr__log_ops {
+	bool creates;     /* it makes its name (a save, a link), or takes it away */
+	bool is_save;     /* a remove behind it depends on how it ended */
+	bool close_waits; /* closing an engine waits for it */
+	/* On the log's thread, without its lock, when a ready entry is the head: does what there is to
+	 * do. Who does it, or somebody later, calls sfr__log_ended. NULL: somebody takes its turn. */
+	void (*run)(struct sfr__log_entry *entry, bool after_good);
+	/* The entry has left the log and may be freed. The same thread, without the lock. */
+	void (*left)(struct sfr__log_entry *entry);
+};
+
+enum sfr__log_state {
+	SFR__LOG_WAITING, /* not ready, or somebody else's work and not its turn */
+	SFR__LOG_READY,   /* runs as soon as it is the head; somebody may take its turn */
+	SFR__LOG_RUNNING, /* somebody is at it */
+	SFR__LOG_WELL,    /* ended, and it did what it was to do */
+	SFR__LOG_BADLY,   /* ended, and its name is as it was */
+};
+
+/* A place in the process's log, part of what it stands for. */
 struct sfr__log_entry {
-	struct sfr__log_entry *next;
-	enum sfr__log_kind kind;
-	uint64_t seq;
+	const struct sfr__log_ops *ops; /* constant, as the next two */
 	char *key;
-	struct sfr_ticket *ticket;  /* SAVE */
-	struct sfr_log_work *work;  /* WORK */
+	uint64_t number; /* what sfr__log_take_turn calls it by */
+	/* guarded by the log's mutex */
+	struct sfr__log_entry *next;
+	uint64_t seq;
+	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* opened when this entry has ended */
-	bool ready;                 /* SAVE: may be committed; WORK: it is its turn */
-	bool taken;                 /* WORK: somebody does it */
-	bool ended, ok;
 };
 
 /* Starts the log's thread if it does not run. 0 or -errno. */
 int sfr__log_start(void);
-/* Appends a save; entry->key and ->ticket are set. Takes over one reference of the ticket. */
-void sfr__log_append(struct sfr__log_entry *entry);
+/* Appends an entry whose ops, key and state are set; it stays the caller's until it has left. Its
+ * number. */
+uint64_t sfr__log_append(struct sfr__log_entry *entry);
+/* WAITING -> READY. */
 void sfr__log_ready(struct sfr__log_entry *entry);
-void sfr__log_ended(struct sfr__log_entry *entry, bool ok);
-uint64_t sfr__log_last_remove(void);
-/* As sfr__log_ended, but the first end counts: work may be ended more than once. */
-void sfr__log_work_ended(struct sfr__log_entry *entry, bool ok);
-/* Waits until a WORK entry is at the head and nobody has taken it; takes it, and says its number. SFR_EAGAIN, and
- * SFR_ECLOSED when the log is being stopped. *after_good: the last save before it did well. */
+/* It has ended; the first end counts. */
+void sfr__log_ended(struct sfr__log_entry *entry, bool well);
+/* The number of the last entry that a close waits for, 0 if there was none. */
+uint64_t sfr__log_close_seq(void);
+/* Waits until the head is an entry that the log does not run itself and nobody has taken; takes it,
+ * and says its number: the entry may leave the log, and go, as soon as the lock is given up.
+ * SFR_EAGAIN, and SFR_ECLOSED when the log is being stopped. *after_good: the last save before it
+ * did well. */
 int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good);
-
-/* ---- work.c ---- */
-/* Whether the work makes its name (a save, a link), takes it away (a remove), and is a save. */
-bool sfr__work_creates(const struct sfr_log_work *work);
-bool sfr__work_is_save(const struct sfr_log_work *work);
-/* Its entry has left the log: drops the log's reference. */
-void sfr__work_left_log(struct sfr_log_work *work);
+/* A copy of a key, for an entry. NULL without memory. */
+char *sfr__log_key(const char *key);
 
 #endif

@@ -143,7 +143,7 @@ static void flush_last(struct staging *s)
 	sfr__unlock(&lane->mu);
 	if (unused && s->block) {
 		sfr__lock(&t->engine->mu);
-		t->blocks_held--;
+		t->flight.blocks_held--;
 		sfr__unlock(&t->engine->mu);
 		sfr__pool_put(t->engine->pool, s->block);
 	}
@@ -217,7 +217,7 @@ void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *r
 
 	if (!staging_init(&s, part, run)) {
 		sfr__lock(&t->engine->mu);
-		t->blocks_held--;
+		t->flight.blocks_held--;
 		sfr__ticket_fail_locked(t, &s.err);
 		sfr__unlock(&t->engine->mu);
 		sfr__pool_put(t->engine->pool, block);

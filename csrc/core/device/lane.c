@@ -145,7 +145,7 @@ static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece
 		if (piece->block && landed)
 			sfr__push_block_locked(t, piece->run, piece->blk, piece->block, false);
 		else if (piece->block)
-			t->blocks_held--;
+			t->flight.blocks_held--;
 		sfr__unlock(&lane->engine->mu);
 	}
 	/* Only now: who waits for a block and hears that there is none looks for the reason. */

@@ -105,56 +105,9 @@ fail:
 	return rc;
 }
 
-int sfr__engine_start_locked(struct sfr_engine *engine)
-{
-	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2",
-					     "sfr-writer3", "sfr-writer4", "sfr-writer5",
-					     "sfr-writer6", "sfr-writer7" };
-	const uint32_t nr_names = sizeof(names) / sizeof(names[0]);
-	int rc;
-
-	if (engine->started)
-		return 0;
-	if (!engine->writers) {
-		engine->writers = sfr_sys.calloc(engine->opts.nr_writers, sizeof(*engine->writers));
-		if (!engine->writers)
-			return -ENOMEM;
-	}
-	/* A start that fails half-way keeps what runs; the next save goes on from there. */
-	while (engine->nr_writers < engine->opts.nr_writers) {
-		uint32_t i = engine->nr_writers;
-
-		rc = sfr__thread_start(&engine->writers[i], names[i < nr_names ? i : nr_names - 1],
-				       sfr__writer_main, engine);
-		if (rc < 0)
-			return rc;
-		engine->nr_writers++;
-	}
-	rc = sfr__thread_start(&engine->lane, "sfr-lane0", sfr__lane_main, engine);
-	if (rc < 0)
-		return rc;
-	engine->started = true;
-	return 0;
-}
-
-/* Joins the threads; nothing is queued any more. */
 static void stop_threads(struct sfr_engine *engine)
 {
-	bool lane;
-
-	sfr__lock(&engine->mu);
-	engine->stopping = true;
-	lane = engine->started;
-	pthread_cond_broadcast(&engine->cv_lane);
-	pthread_cond_broadcast(&engine->cv_writer);
-	sfr__unlock(&engine->mu);
-	/* Joining cannot fail: the threads are ours and joinable. */
-	if (lane)
-		(void)sfr_sys.thread_join(engine->lane, NULL);
-	for (uint32_t i = 0; i < engine->nr_writers; i++)
-		(void)sfr_sys.thread_join(engine->writers[i], NULL);
-	engine->nr_writers = 0;
-	engine->started = false;
+	sfr__workers_stop(engine);
 	sfr__cuda_lanes_stop(engine);
 }
 
@@ -180,32 +133,35 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
-	if (!sfr__pool_lacks(engine->pool))
-		return;
-	pthread_cond_broadcast(&engine->cv_lane);
-	pthread_cond_broadcast(&engine->cv_writer);
+	engine->nr_in_flight++;
+	engine->nr_saves++;
+	flight->caller = pthread_self();
+	flight->in_call = true;
+	flight->next = engine->flights;
+	if (flight->next)
+		flight->next->prev = flight;
+	engine->flights = flight;
 }
 
-bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine))
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
-	bool made;
-
-	if (!sfr__pool_lacks(engine->pool))
-		return false;
-	sfr__unlock(&engine->mu);
-	made = sfr__pool_supply(engine->pool, go_on, engine);
-	sfr__lock(&engine->mu);
-	return made;
+	engine->nr_in_flight--;
+	if (flight->prev)
+		flight->prev->next = flight->next;
+	else
+		engine->flights = flight->next;
+	if (flight->next)
+		flight->next->prev = flight->prev;
 }
 
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
 {
 	uint32_t nr = 0;
 
-	for (const struct sfr_ticket *t = engine->tickets; t; t = t->all_next)
-		nr += !t->launched && !t->abandoned && pthread_equal(t->caller, pthread_self());
+	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
+		nr += each->in_call && pthread_equal(each->caller, pthread_self());
 	return nr;
 }
 
@@ -233,7 +189,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	if (!is_used_locked(engine))
 		rc = 0;
 	if (rc == 0 && engine->close_seq == 0)
-		engine->close_seq = sfr__log_last_remove();
+		engine->close_seq = sfr__log_close_seq();
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		return rc;
@@ -260,6 +216,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 {
 	struct sfr__pool_stats pool = { 0 };
+	uint64_t nr_save_blocks = 0;
 
 	memset(out, 0, sizeof(*out));
 	if (foreign(engine))
@@ -267,6 +224,8 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	sfr__lock(&engine->mu);
 	if (engine->pool)
 		sfr__pool_stats(engine->pool, &pool);
+	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
+		nr_save_blocks += each->blocks_held;
 	out->saves_in_flight = engine->nr_in_flight;
 	out->saves_total = engine->nr_saves;
 	sfr__unlock(&engine->mu);
@@ -274,6 +233,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	out->block_bytes = engine->opts.block_bytes;
 	out->committed_bytes = pool.committed_bytes;
 	out->leased_bytes = pool.leased_bytes;
+	out->save_bytes = nr_save_blocks * engine->opts.block_bytes;
 	out->retired_bytes = pool.retired_bytes;
 	return 0;
 }

@@ -4,16 +4,39 @@
 
 #include <stdatomic.h>
 
+#include "base/queue.h"
 #include "memory/pool.h"
 
 struct sfr__cuda_lane;
-struct sfr__job;
+
+/* Something for the engine's threads to do; part of what it is done for, so queueing one cannot
+ * fail. `run` is called once, without the engine's mutex; the task may be gone when it returns. */
+struct sfr__task {
+	struct sfr__task *next;
+	void (*run)(struct sfr__task *task);
+};
+
+/* Who serves which tasks, each in the order in which they came. */
+enum sfr__crew {
+	SFR__LANE_FIRST, /* the lane, before the next: a snapshot has its memory and waits for none */
+	SFR__LANE,       /* the lane: copies of a save, which may wait for blocks */
+	SFR__WRITERS,    /* any of the writers */
+	SFR__NR_CREWS
+};
+
+/* A save in flight, as far as the engine knows it: part of its ticket. */
+struct sfr__flight {
+	struct sfr__flight *next, *prev;
+	pthread_t caller;
+	bool in_call; /* the caller has neither launched nor abandoned it */
+	uint32_t blocks_held;
+};
 
 /* All of it is guarded by `mu` unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* lane queue or stopping */
-	pthread_cond_t cv_writer; /* writer queue or stopping */
+	pthread_cond_t cv_lane;   /* tasks for the lane, or stopping */
+	pthread_cond_t cv_writer; /* tasks for the writers, or stopping */
 	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
@@ -29,10 +52,8 @@ struct sfr_engine {
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
 	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
-	struct sfr_ticket *lane_head, *lane_tail;
-	struct sfr__job *job_head, *job_tail;
-	struct sfr_ticket *tickets;                         /* in flight */
-	struct sfr_snapshot *snapshot_head, *snapshot_tail; /* for the lane */
+	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
+	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
 	uint32_t nr_in_flight;
@@ -40,13 +61,20 @@ struct sfr_engine {
 	uint64_t next_seq, nr_saves;
 };
 
+/* ---- workers.c ---- */
+/* Starts the engine's threads, unless they run. -ENOMEM or what starting a thread says. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-void sfr__engine_get(struct sfr_engine *engine);
+/* Joins them; nothing is queued any more. */
+void sfr__workers_stop(struct sfr_engine *engine);
+void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
 /* There may be memory to make: threads with nothing else to do look round. */
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
-/* Such a thread makes some, without the lock, until `go_on`(engine) says no. False when there was
- * nothing to do. */
-bool sfr__engine_supply_locked(struct sfr_engine *engine, bool (*go_on)(void *engine));
+
+/* ---- engine.c ---- */
+void sfr__engine_get(struct sfr_engine *engine);
+/* A save by the calling thread has a slot from here on, until it leaves. */
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 /* Of the saves in flight, those that this very thread is capturing, further down its stack: it
  * cannot wait for them. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);

@@ -45,8 +45,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_COPIED };
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
-	t->log.kind = SFR__LOG_SAVE;
-	t->log.ticket = t;
+	t->log.ops = &sfr__save_log_ops;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
 	if (rc < 0)
@@ -132,20 +131,14 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0) {
-		engine->nr_in_flight++;
 		t->nr_whole = nr_whole_blocks(t);
 		sfr__pool_join(engine->pool, t->nr_whole);
 		sfr__engine_wake_idle_locked(engine);
-		engine->nr_saves++;
-		t->all_next = engine->tickets;
-		if (t->all_next)
-			t->all_next->all_prev = t;
-		engine->tickets = t;
+		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;
-		t->caller = pthread_self();
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
-		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_OPEN));
+		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
 	}
 	t->slot_wait_ns += sfr__now_ns() - start;
 	sfr__unlock(&engine->mu);
@@ -169,7 +162,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 		.blk = blk,
 		.summed = summed,
 	};
-	sfr__writer_push_locked(t->engine, job);
+	sfr__job_push_locked(job);
 	sfr__engine_wake_idle_locked(t->engine);
 }
 
@@ -207,8 +200,8 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	if (rc == 0) {
-		if (++t->blocks_held > t->peak_blocks)
-			t->peak_blocks = t->blocks_held;
+		if (++t->flight.blocks_held > t->peak_blocks)
+			t->peak_blocks = t->flight.blocks_held;
 		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
 	}
 	sfr__unlock(&engine->mu);
@@ -276,15 +269,14 @@ int sfr_save_launch(struct sfr_ticket *t)
 		rc = SFR_ESTATE;
 	} else {
 		t->launched = true;
+		t->flight.in_call = false;
 		t->launched_ns = sfr__now_ns();
 		sfr_ticket_get(t); /* the log's */
-		sfr__log_append(&t->log);
+		(void)sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t)) {
-			t->lane_owns = true;
-			sfr__lane_push_locked(engine, t);
-		}
+		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t))
+			sfr__stage_push_locked(t);
 		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
 			t->confirmed = true;
@@ -312,6 +304,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	      (t->state == SFR_CAPTURING || t->state == SFR_ENDING);
 	if (yes) {
 		t->abandoned = true;
+		t->flight.in_call = false;
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}

@@ -17,7 +17,7 @@ enum sfr__job_kind {
 	SFR__JOB_CLEAN, /* the save has failed: remove the temporary, end the ticket */
 };
 struct sfr__job {
-	struct sfr__job *next;
+	struct sfr__task task;
 	struct sfr_ticket *ticket;
 	enum sfr__job_kind kind;
 	/* SFR__JOB_BLOCK */
@@ -68,7 +68,6 @@ struct sfr_ticket {
 	/* capture position: only the capturing thread touches it */
 	uint32_t capture_blk;
 	bool capture_done;
-	pthread_t caller;
 
 	/* detectors: written by capture, read by the lane */
 	struct sfr__samples samples; /* of the host's */
@@ -80,7 +79,7 @@ struct sfr_ticket {
 	struct sfr__log_entry log;
 	struct sfr__notice notice_copied, notice_ended;
 
-	uint32_t blocks_held, peak_blocks;
+	uint32_t peak_blocks;
 	uint64_t written_nbytes;
 	uint64_t slot_wait_ns, block_wait_ns;
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
@@ -88,8 +87,8 @@ struct sfr_ticket {
 	bool over_slots;
 	char fallback[4][160];
 
-	struct sfr_ticket *lane_next;
-	struct sfr_ticket *all_next, *all_prev; /* of the engine's tickets in flight */
+	struct sfr__task copying; /* for the lane */
+	struct sfr__flight flight;
 };
 
 /* ---- save.c ---- */
@@ -101,6 +100,9 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 /* Gives a leased block, staged, to the writers; `summed`: its pieces are in the CRCs already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
 			    struct sfr__block *block, bool summed);
+
+/* ---- commit.c ---- */
+extern const struct sfr__log_ops sfr__save_log_ops;
 
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */
@@ -165,11 +167,10 @@ void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
  * index of a torn source, or -1. */
 int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uint32_t entry,
 			 uint64_t off, const char *staged, size_t len);
-void *sfr__lane_main(void *engine);
-void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t);
+/* Hands the deferred bytes in the host's memory to the lane. */
+void sfr__stage_push_locked(struct sfr_ticket *t);
 
 /* ---- write.c ---- */
-void *sfr__writer_main(void *engine);
-void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job);
+void sfr__job_push_locked(struct sfr__job *job);
 
 #endif

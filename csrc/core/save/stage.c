@@ -16,7 +16,6 @@
 #include <errno.h>
 #include <string.h>
 
-#include "snapshot/snapshot.h"
 #include "save/save.h"
 #include "trace/trace.h"
 
@@ -177,18 +176,7 @@ void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t
 	sfr__copy_fence();
 }
 
-/* ---- the thread ---- */
-
-void sfr__lane_push_locked(struct sfr_engine *engine, struct sfr_ticket *t)
-{
-	t->lane_next = NULL;
-	if (engine->lane_tail)
-		engine->lane_tail->lane_next = t;
-	else
-		engine->lane_head = t;
-	engine->lane_tail = t;
-	pthread_cond_signal(&engine->cv_lane);
-}
+/* ---- on the lane ---- */
 
 static void copy_ticket(struct sfr_ticket *t)
 {
@@ -208,52 +196,22 @@ static void copy_ticket(struct sfr_ticket *t)
 	}
 }
 
-/* Asked by the lane when it makes memory. */
-static bool has_no_copy(void *arg)
+static void run(struct sfr__task *task)
 {
-	struct sfr_engine *engine = arg;
-	bool none;
+	struct sfr_ticket *t = sfr__container(task, struct sfr_ticket, copying);
+	struct sfr_engine *engine = t->engine;
 
+	copy_ticket(t);
 	sfr__lock(&engine->mu);
-	none = !engine->lane_head && !engine->snapshot_head && !engine->stopping;
+	t->lane_owns = false;
+	sfr__ticket_released_locked(t);
+	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
-	return none;
 }
 
-void *sfr__lane_main(void *arg)
+void sfr__stage_push_locked(struct sfr_ticket *t)
 {
-	struct sfr_engine *engine = arg;
-
-	sfr__lock(&engine->mu);
-	for (;;) {
-		struct sfr_ticket *t = engine->lane_head;
-
-		/* A snapshot has its memory already: it never waits, and what waits for it, waits
-		 * for the saves too. */
-		if (engine->snapshot_head) {
-			sfr__snapshot_copy_locked(engine);
-			continue;
-		}
-		if (!t && engine->stopping)
-			break;
-		if (!t && sfr__engine_supply_locked(engine, has_no_copy))
-			continue;
-		if (!t && !engine->lane_head && !engine->snapshot_head && !engine->stopping) {
-			(void)sfr__cond_wait(&engine->cv_lane, &engine->mu, SFR_FOREVER);
-			continue;
-		}
-		if (!t)
-			continue;
-		engine->lane_head = t->lane_next;
-		if (!engine->lane_head)
-			engine->lane_tail = NULL;
-		sfr__unlock(&engine->mu);
-		copy_ticket(t);
-		sfr__lock(&engine->mu);
-		t->lane_owns = false;
-		sfr__ticket_released_locked(t);
-		sfr__ticket_step_locked(t);
-	}
-	sfr__unlock(&engine->mu);
-	return NULL;
+	t->lane_owns = true;
+	t->copying.run = run;
+	sfr__task_push_locked(t->engine, SFR__LANE, &t->copying);
 }

@@ -140,8 +140,8 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 	else
 		sfr__pin_failed(pin, why);
 	sfr__lock(&engine->mu);
-	if (++t->blocks_held > t->peak_blocks)
-		t->peak_blocks = t->blocks_held;
+	if (++t->flight.blocks_held > t->peak_blocks)
+		t->peak_blocks = t->flight.blocks_held;
 	sfr__unlock(&engine->mu);
 	return 0;
 }

@@ -154,21 +154,19 @@ bool sfr__ticket_failing(struct sfr_ticket *t)
 
 void sfr__ticket_step_locked(struct sfr_ticket *t)
 {
-	struct sfr_engine *engine = t->engine;
-
 	if (t->state == SFR_ENDING) {
 		bool called = t->launched || t->abandoned;
 
 		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0 &&
 		    !t->clean_queued) {
 			t->clean_queued = true;
-			sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_CLEAN));
+			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
 		}
 		return;
 	}
 	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
 		t->tail_queued = true;
-		sfr__writer_push_locked(engine, sfr__ticket_job(t, SFR__JOB_TAIL));
+		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
 	}
 	if (t->state == SFR_STAGING && t->copied && t->confirmed) {
 		t->staged_ns = sfr__now_ns();
@@ -221,15 +219,9 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	if (t->file.fallback[1][0])
 		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
 	t->ended_ns = sfr__now_ns();
-	engine->nr_in_flight--;
 	sfr__pool_leave(engine->pool, t->nr_whole);
 	sfr__engine_wake_idle_locked(engine);
-	if (t->all_prev)
-		t->all_prev->all_next = t->all_next;
-	else
-		engine->tickets = t->all_next;
-	if (t->all_next)
-		t->all_next->all_prev = t->all_prev;
+	sfr__engine_leave_locked(engine, &t->flight);
 	/* Before the log says so: who has waited for the log finds the save ended, without a lock. */
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :

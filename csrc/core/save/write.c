@@ -18,18 +18,6 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-void sfr__writer_push_locked(struct sfr_engine *engine, struct sfr__job *job)
-{
-	job->next = NULL;
-	if (engine->job_tail)
-		engine->job_tail->next = job;
-	else
-		engine->job_head = job;
-	engine->job_tail = job;
-	job->ticket->jobs_out++;
-	pthread_cond_signal(&engine->cv_writer);
-}
-
 /* Waits for the OPEN job. False when the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
@@ -148,7 +136,7 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	/* Not counted any more before it can be leased again; counted as written only when the
 	 * pool has it back, since from then on the save may end and the pool go. */
 	sfr__lock(&engine->mu);
-	t->blocks_held--;
+	t->flight.blocks_held--;
 	sfr__unlock(&engine->mu);
 	sfr__pool_put(engine->pool, job->block);
 	job->block = NULL;
@@ -186,9 +174,11 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 	}
 }
 
-static void run_job(struct sfr_engine *engine, struct sfr__job *job)
+static void run(struct sfr__task *task)
 {
+	struct sfr__job *job = sfr__container(task, struct sfr__job, task);
 	struct sfr_ticket *t = job->ticket;
+	struct sfr_engine *engine = t->engine;
 	struct sfr_err err = { .index = -1 };
 
 	switch (job->kind) {
@@ -214,43 +204,9 @@ static void run_job(struct sfr_engine *engine, struct sfr__job *job)
 	sfr__unlock(&engine->mu);
 }
 
-/* Asked by a writer that makes memory. */
-static bool has_no_job(void *arg)
+void sfr__job_push_locked(struct sfr__job *job)
 {
-	struct sfr_engine *engine = arg;
-	bool none;
-
-	sfr__lock(&engine->mu);
-	none = !engine->job_head && !engine->stopping;
-	sfr__unlock(&engine->mu);
-	return none;
-}
-
-void *sfr__writer_main(void *arg)
-{
-	struct sfr_engine *engine = arg;
-
-	sfr__lock(&engine->mu);
-	for (;;) {
-		struct sfr__job *job = engine->job_head;
-
-		if (!job && engine->stopping)
-			break;
-		if (!job && sfr__engine_supply_locked(engine, has_no_job))
-			continue;
-		if (!job && !engine->job_head && !engine->stopping) {
-			(void)sfr__cond_wait(&engine->cv_writer, &engine->mu, SFR_FOREVER);
-			continue;
-		}
-		if (!job)
-			continue;
-		engine->job_head = job->next;
-		if (!engine->job_head)
-			engine->job_tail = NULL;
-		sfr__unlock(&engine->mu);
-		run_job(engine, job);
-		sfr__lock(&engine->mu);
-	}
-	sfr__unlock(&engine->mu);
-	return NULL;
+	job->task.run = run;
+	job->ticket->jobs_out++;
+	sfr__task_push_locked(job->ticket->engine, SFR__WRITERS, &job->task);
 }

@@ -251,17 +251,6 @@ static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
 	return true;
 }
 
-static void push_locked(struct sfr_engine *engine, struct sfr_snapshot *s)
-{
-	s->next = NULL;
-	if (engine->snapshot_tail)
-		engine->snapshot_tail->next = s;
-	else
-		engine->snapshot_head = s;
-	engine->snapshot_tail = s;
-	pthread_cond_signal(&engine->cv_lane);
-}
-
 void sfr__snapshot_out(struct sfr_snapshot *s)
 {
 	sfr__lock(&s->engine->mu);
@@ -293,6 +282,20 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	settle_and_unlock(s);
 	sfr__notice_post(&s->notice); /* with the reference of those who copy */
+}
+
+static void run(struct sfr__task *task)
+{
+	struct sfr_snapshot *s = sfr__container(task, struct sfr_snapshot, copying);
+	int64_t torn = -1;
+	bool all = true;
+
+	for (uint32_t i = 0; all && i < s->nr_sources; i++)
+		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
+			all = copy_source(s, i, true);
+	if (all)
+		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
+	sfr__snapshot_in(s, torn, NULL);
 }
 
 /* Nobody but the caller copies: the snapshot was started too late, or has nothing to defer. */
@@ -357,30 +360,12 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	if (nr) {
 		sfr__lock(&engine->mu);
 		s->nr_out++;
-		push_locked(engine, s);
+		s->copying.run = run;
+		sfr__task_push_locked(engine, SFR__LANE_FIRST, &s->copying);
 		sfr__unlock(&engine->mu);
 	}
 	sfr__snapshot_in(s, -1, &err);
 	return rc < 0 ? rc : err.code;
-}
-
-void sfr__snapshot_copy_locked(struct sfr_engine *engine)
-{
-	struct sfr_snapshot *s = engine->snapshot_head;
-	int64_t torn = -1;
-	bool all = true;
-
-	engine->snapshot_head = s->next;
-	if (!engine->snapshot_head)
-		engine->snapshot_tail = NULL;
-	sfr__unlock(&engine->mu);
-	for (uint32_t i = 0; all && i < s->nr_sources; i++)
-		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
-			all = copy_source(s, i, true);
-	if (all)
-		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
-	sfr__snapshot_in(s, torn, NULL);
-	sfr__lock(&engine->mu);
 }
 
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,

@@ -40,7 +40,7 @@ struct sfr_snapshot {
 	uint32_t nr_parts;
 
 	struct sfr__notice notice;
-	struct sfr_snapshot *next; /* at the lane */
+	struct sfr__task copying; /* for the host's lane */
 };
 
 static inline const char *sfr__bytes_of(const struct sfr_source *source)
@@ -53,9 +53,6 @@ static inline bool sfr__is_deferred(const struct sfr_source *source)
 	return source->lane != SFR_CAPTURED && source->nbytes != 0;
 }
 
-/* On the lane's thread, with engine->mu, which is given up meanwhile: copies the first snapshot in
- * the queue. */
-void sfr__snapshot_copy_locked(struct sfr_engine *engine);
 /* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);

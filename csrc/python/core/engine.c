@@ -23,9 +23,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight };
-	Py_BEGIN_ALLOW_THREADS
+	/* With the interpreter lock: what it reads is the kernel's, and nothing there waits. */
 	rc = sfr_engine_new(&opts, &engine);
-	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
 	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -122,11 +121,12 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 	(void)args, (void)nargs, (void)kwnames;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return Py_BuildValue("{sK sK sK sK sK sK sK}", "pool_bytes",
+	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
 			     (unsigned long long)stats.pool_bytes, "block_bytes",
 			     (unsigned long long)stats.block_bytes, "committed_bytes",
 			     (unsigned long long)stats.committed_bytes, "leased_bytes",
-			     (unsigned long long)stats.leased_bytes, "retired_bytes",
+			     (unsigned long long)stats.leased_bytes, "save_bytes",
+			     (unsigned long long)stats.save_bytes, "retired_bytes",
 			     (unsigned long long)stats.retired_bytes, "saves_in_flight",
 			     (unsigned long long)stats.saves_in_flight, "saves_total",
 			     (unsigned long long)stats.saves_total);

@@ -98,53 +98,68 @@ int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS
 	return (int)nr;
 }
 
-/* Begin, admit, capture, launch: from a laid out save to one in flight. */
+/* From a laid out save to one in flight. */
+enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
+
+struct submission {
+	struct sfr_ticket *ticket;
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	int nr_streams;
+	enum stage stage; /* the next one, or the one that waits */
+};
+
+/* Goes as far as `slice` lets it, without the interpreter lock: so a save that waits for nothing
+ * lets go of it once. */
+static int submit_on(struct submission *s, uint64_t slice)
+{
+	int rc;
+
+	if (s->stage == BEGIN) {
+		if (s->nr_streams > 0) {
+			rc = sfr_save_begin(s->ticket, s->streams, (uint32_t)s->nr_streams);
+			if (rc < 0)
+				return rc;
+		}
+		s->stage = ADMIT;
+	}
+	if (s->stage == ADMIT) {
+		rc = sfr_save_admit(s->ticket, slice);
+		if (rc < 0)
+			return rc;
+		s->stage = CAPTURE;
+	}
+	if (s->stage == CAPTURE) {
+		rc = sfr_save_capture(s->ticket, slice);
+		if (rc < 0)
+			return rc;
+		s->stage = LAUNCH;
+	}
+	return sfr_save_launch(s->ticket);
+}
+
 static PyObject *ticket_submit(ARGS)
 {
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	struct submission s = { .ticket = ((struct sfr_py_ticket *)object)->ticket };
 	uint64_t left = SFR_FOREVER, slice;
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
-	int rc, nr_streams = 0;
+	int rc;
 
 	(void)kwnames;
 	if (nargs > 0)
-		nr_streams = sfr_py_streams(args[0], streams);
-	if (nr_streams < 0)
+		s.nr_streams = sfr_py_streams(args[0], s.streams);
+	if (s.nr_streams < 0)
 		return NULL;
-	if (nr_streams > 0) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_begin(t, streams, (uint32_t)nr_streams);
-		Py_END_ALLOW_THREADS
-		if (rc < 0)
-			return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	}
 	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_admit(t, slice);
-		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	for (;;) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_capture(t, SFR_PY_SLICE_NS);
-		Py_END_ALLOW_THREADS
-		if (rc == SFR_EEXHAUSTED)
-			sfr_save_abandon(t);
-		if (rc != SFR_EAGAIN)
-			break;
-		if (PyErr_CheckSignals() < 0) {
-			sfr_save_abandon(t);
+		if (sfr_py_slice(&left, &slice) < 0) {
+			if (s.stage == CAPTURE)
+				sfr_save_abandon(s.ticket);
 			return NULL;
 		}
-	}
-	if (rc == 0) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_launch(t);
+		rc = submit_on(&s, slice);
 		Py_END_ALLOW_THREADS
-	}
+	} while (rc == SFR_EAGAIN);
+	if (rc == SFR_EEXHAUSTED && s.stage == CAPTURE)
+		sfr_save_abandon(s.ticket);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;

@@ -208,19 +208,17 @@ static int leave_out(PyObject *left, const struct sfr_py_found *found)
 	return rc;
 }
 
-/* The new tensor as what the found one was. A new reference. */
-static PyObject *dress(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found,
-		       PyObject *tensor)
+/* Makes the new tensor what the found one was. 0 or -1.
+ *
+ * Its class is set, as torch does with lazy parameters: Parameter(tensor) would be a second tensor, and
+ * the end of the first one, where torch lets go of the interpreter lock. */
+static int dress(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found,
+		 PyObject *tensor)
 {
-	PyObject *grad = found->requires_grad ? Py_True : Py_False;
-
-	if (found->parameter)
-		return PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_PARAMETER], tensor, grad,
-						    NULL);
-	if (found->requires_grad && PyObject_SetAttrString(tensor, "requires_grad", grad) != 0)
-		return NULL;
-	Py_INCREF(tensor);
-	return tensor;
+	if (found->parameter &&
+	    PyObject_SetAttrString(tensor, "__class__", kinds->part[SFR_PY_PARAMETER]) != 0)
+		return -1;
+	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
 
 /* Enters the new tensors by the address of the old ones. 0 or -1. */
@@ -231,12 +229,12 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 	for (i = 0; i < job->nr_made; i++) {
 		const struct sfr_py_found *found = &job->c->found[job->made[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* as id() has it */
-		PyObject *made =
-			dress(job->c->kinds, found, PyList_GetItem(tensors, (Py_ssize_t)i));
-		int rc = key == NULL || made == NULL ? -1 : PyDict_SetItem(news, key, made);
+		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
+		int rc = key == NULL || dress(job->c->kinds, found, made) != 0 ?
+				 -1 :
+				 PyDict_SetItem(news, key, made);
 
 		Py_XDECREF(key);
-		Py_XDECREF(made);
 		if (rc != 0)
 			return -1;
 	}
@@ -261,43 +259,73 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 	return list;
 }
 
-/* Has the bridge make the rows' tensors. A new reference to the list. */
-static PyObject *make(const struct job *job, PyObject *maker, PyObject *owner)
+/* Python's tensors of new handles, which are taken over. A new reference to the list. */
+static PyObject *wrap(const struct sfr_py_kinds *kinds, void *const *handles, size_t nr)
 {
-	struct sfr_hold *hold = hold_owner(owner);
-	PyObject *tensors;
+	PyObject *capsules = PyList_New((Py_ssize_t)nr), *tensors = NULL;
+	size_t i;
 
-	if (hold == NULL)
+	for (i = 0; capsules != NULL && i < nr; i++) {
+		PyObject *capsule = PyCapsule_New(handles[i], NULL, NULL);
+
+		if (capsule == NULL || PyList_SetItem(capsules, (Py_ssize_t)i, capsule) != 0)
+			Py_CLEAR(capsules); /* SetItem has taken the reference over */
+	}
+	if (capsules == NULL) {
+		kinds->bridge->drop(handles, nr);
 		return NULL;
-	tensors = PyObject_CallFunction(maker, "KnK", (unsigned long long)(uintptr_t)job->rows,
-					(Py_ssize_t)job->nr_made,
-					(unsigned long long)(uintptr_t)hold);
-	sfr_hold_put(hold);
-	if (tensors != NULL &&
-	    (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != job->nr_made)) {
-		PyErr_SetString(PyExc_SystemError, "the bridge made something else");
+	}
+	/* What a failure of this leaves of the handles is not known. */
+	tensors = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_FROM_HANDLES], capsules, NULL);
+	Py_DECREF(capsules);
+	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
+		PyErr_SetString(PyExc_SystemError, "torch made something else of the handles");
 		Py_CLEAR(tensors);
 	}
 	return tensors;
 }
 
-/* copies(memory, offsets, make or None) -> (new tensors by id of the old ones, by storage the first
+/* Has the bridge make the rows' tensors. A new reference to the list. */
+static PyObject *make(const struct job *job, PyObject *owner)
+{
+	const struct sfr_py_kinds *kinds = job->c->kinds;
+	void **handles = PyMem_Malloc((job->nr_made + 1) * sizeof(*handles));
+	struct sfr_hold *hold = handles != NULL ? hold_owner(owner) : NULL;
+	PyObject *tensors = NULL;
+
+	if (handles == NULL)
+		(void)PyErr_NoMemory(); /* always NULL */
+	if (hold == NULL)
+		goto end;
+	if (kinds->bridge->make(job->rows, job->nr_made, hold, handles) == 0)
+		tensors = wrap(kinds, handles, job->nr_made);
+	else
+		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
+	sfr_hold_put(hold);
+end:
+	PyMem_Free(handles);
+	return tensors;
+}
+
+/* copies(memory, offsets, make) -> (new tensors by id of the old ones, by storage the first
  * of its tensors or None, [(tensor left out, number of its storage)]). After finish(). */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
-	PyObject *owner, *maker, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
+	PyObject *owner, *tensors = NULL, *news = NULL, *firsts = NULL, *result = NULL;
 	PyObject *left = PyList_New(0);
 	Py_buffer view = { 0 };
+	int together;
 	uint32_t i;
 
 	if (left == NULL ||
-	    !PyArg_ParseTuple(args, "OO!O:copies", &owner, &PyList_Type, &job.offsets, &maker))
+	    !PyArg_ParseTuple(args, "OO!p:copies", &owner, &PyList_Type, &job.offsets, &together))
 		goto end;
 	if (!job.c->finished) {
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
 		goto end;
 	}
+	together = together && job.c->kinds->bridge->make != NULL;
 	if ((size_t)PyList_Size(job.offsets) != job.c->nr_storages) {
 		PyErr_SetString(PyExc_ValueError, "there is an offset for each storage");
 		goto end;
@@ -314,11 +342,11 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		int rc = 1;
 
 		if (job.c->found[i].row != NULL)
-			rc = maker == Py_None ? 0 : add_row(&job, i);
+			rc = together ? add_row(&job, i) : 0;
 		if (rc < 0 || (rc == 0 && leave_out(left, &job.c->found[i]) != 0))
 			goto end;
 	}
-	tensors = job.nr_made != 0 ? make(&job, maker, owner) : PyList_New(0);
+	tensors = job.nr_made != 0 ? make(&job, owner) : PyList_New(0);
 	news = tensors != NULL ? PyDict_New() : NULL;
 	if (news == NULL || enter_new(&job, tensors, news) != 0)
 		goto end;

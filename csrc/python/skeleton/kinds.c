@@ -5,7 +5,9 @@
  * hands the parts over by name, so nothing here imports torch. A descriptor's own get
  * function is called, and a method's C function where it takes no arguments, which skips the
  * search through the type and the making of a call for each of them. A tensor is asked nine
- * questions, so that is a third of the time that the whole skeleton takes.
+ * questions, so that is a third of the time that the whole skeleton takes. None of the nine lets go
+ * of the interpreter lock, which torch's generated methods (is_neg, is_conj) do around each call:
+ * beside a thread that computes, each such moment may cost a switch interval.
  *
  * A tensor is plain when what torch.save writes of it is known beforehand:
  *
@@ -14,7 +16,7 @@
  * in a _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That holds for
  * an exact Tensor or Parameter on the CPU or a CUDA device, strided and not nested, of a dtype
  * with a legacy storage class, without Python attributes, without hooks that torch warns of,
- * and without the conj, neg and zero bits and names (on these devices torch has no other metadata).
+ * without metadata (the conj and neg bits), without names, and with memory (storages.c).
  * Everything else, errors included, is left to the tensor's own __reduce_ex__.
  */
 #include "skeleton/skeleton.h"
@@ -109,7 +111,7 @@ static int find_dtype(const struct sfr_py_kinds *kinds, PyObject *tensor)
 /* 1 if plain, 0 if not, -1 with an exception set. */
 static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 {
-	PyObject *tensor = found->object;
+	PyObject *tensor = found->object, *metadata;
 	int dtype, yes;
 
 	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
@@ -138,11 +140,10 @@ static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found
 	if (dtype < 0 || (uint32_t)dtype == kinds->nr_dtypes)
 		return dtype < 0 ? -1 : 0;
 	found->dtype = (uint8_t)dtype;
-	yes = ask_bool(kinds, SFR_PY_IS_NEG, tensor);
-	if (yes == 0)
-		yes = ask_bool(kinds, SFR_PY_IS_ZERO, tensor);
-	if (yes == 0 && kinds->dtype[dtype].complex)
-		yes = ask_bool(kinds, SFR_PY_IS_CONJ, tensor);
+	/* is_neg() and the like would let go of the interpreter lock, each time. */
+	metadata = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_METADATA], tensor, NULL);
+	yes = metadata == NULL ? -1 : PyObject_IsTrue(metadata);
+	Py_XDECREF(metadata);
 	if (yes != 0)
 		return yes < 0 ? -1 : 0;
 	if (kinds->part[SFR_PY_HAS_NAMES] != Py_None) {
@@ -155,22 +156,22 @@ static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found
 	return yes < 0 ? -1 : 1;
 }
 
+int sfr_py_refused(void)
+{
+	if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))
+		return -1;
+	PyErr_Clear();
+	return 0;
+}
+
 int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 {
 	int plain;
 
 	found->parameter = (PyObject *)Py_TYPE(found->object) == kinds->part[SFR_PY_PARAMETER];
 	plain = is_plain(kinds, found);
-	if (plain < 0) {
-		/* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words. */
-		if (!PyErr_ExceptionMatches(PyExc_Exception) ||
-		    PyErr_ExceptionMatches(PyExc_MemoryError))
-			return -1;
-		PyErr_Clear();
-		plain = 0;
-	}
-	found->plain = plain;
-	return 0;
+	found->plain = plain > 0;
+	return plain < 0 ? sfr_py_refused() : 0;
 }
 
 static int kinds_traverse(PyObject *self, visitproc visit, void *arg)
@@ -203,6 +204,7 @@ static void kinds_dealloc(PyObject *self)
 		Py_CLEAR(kinds->dtype[i].storage_class);
 	}
 	Py_CLEAR(kinds->cpu);
+	Py_CLEAR(kinds->functions);
 	sfr_py_trail_fini(&kinds->trail);
 	free_self(self);
 	Py_DECREF(type);
@@ -251,7 +253,7 @@ static int find_methods(struct sfr_py_kinds *kinds, PyObject *tensor)
 	return 0;
 }
 
-/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, complex). */
+/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size). */
 static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
@@ -268,13 +270,12 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 		PyObject *item = PyList_GetItem(list, i);
 		PyObject *dtype, *storage_class;
 		unsigned int itemsize;
-		int complex;
 
 		if (item == NULL || !PyTuple_Check(item)) {
 			PyErr_SetString(PyExc_TypeError, "a dtype's entry is a tuple");
 			return -1;
 		}
-		if (!PyArg_ParseTuple(item, "OUIp", &dtype, &storage_class, &itemsize, &complex))
+		if (!PyArg_ParseTuple(item, "OUI", &dtype, &storage_class, &itemsize))
 			return -1;
 		if (itemsize == 0) {
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
@@ -288,9 +289,25 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 		Py_INCREF(storage_class);
 		entry->storage_class = storage_class;
 		entry->itemsize = itemsize;
-		entry->complex = complex;
 		kinds->nr_dtypes++;
 	}
+	return 0;
+}
+
+/* Takes the bridge's functions. 0 or -1. */
+static int take_bridge(struct sfr_py_kinds *kinds, PyObject *kwargs)
+{
+	PyObject *capsule = PyDict_GetItemString(kwargs, "bridge");
+
+	if (capsule == NULL) {
+		PyErr_SetString(PyExc_TypeError, "Kinds() needs the argument 'bridge'");
+		return -1;
+	}
+	kinds->bridge = PyCapsule_GetPointer(capsule, SFR_BRIDGE_CAPSULE);
+	if (kinds->bridge == NULL)
+		return -1;
+	Py_INCREF(capsule);
+	kinds->functions = capsule;
 	return 0;
 }
 
@@ -311,7 +328,7 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	for (part = 0; part < SFR_PY_NR_PARTS; part++)
 		if (take_part(kinds, kwargs, (enum sfr_py_part)part) != 0)
 			goto fail;
-	if (take_dtypes(kinds, kwargs) != 0)
+	if (take_dtypes(kinds, kwargs) != 0 || take_bridge(kinds, kwargs) != 0)
 		goto fail;
 	sample = PyDict_GetItemString(kwargs, "sample");
 	if (sample == NULL) {

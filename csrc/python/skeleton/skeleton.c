@@ -256,7 +256,6 @@ static int collector_traverse(PyObject *self, visitproc visit, void *arg)
 
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT(c->kinds);
-	Py_VISIT(c->describe);
 	Py_VISIT(c->storage_list);
 	for (i = 0; i < c->nr_found; i++)
 		Py_VISIT(c->found[i].object);
@@ -284,7 +283,6 @@ static void collector_dealloc(PyObject *self)
 	PyObject_GC_UnTrack(self);
 	(void)collector_clear(self); /* always 0 */
 	Py_CLEAR(c->kinds);
-	Py_CLEAR(c->describe);
 	PyMem_Free(c->found);
 	sfr_py_map_fini(&c->found_at);
 	PyMem_Free(c->storages);
@@ -302,31 +300,26 @@ static void collector_dealloc(PyObject *self)
 	Py_DECREF(type);
 }
 
-/* Collector(kinds, describe, plain_road, plain_cpu, any_dtypes=False) */
+/* Collector(kinds, plain_road, plain_cpu, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = {
-		"kinds", "describe", "plain_road", "plain_cpu", "any_dtypes", NULL
-	};
+	static char *names[] = { "kinds", "plain_road", "plain_cpu", "any_dtypes", NULL };
 	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
-	PyObject *kinds, *describe;
+	PyObject *kinds;
 	int plain_road, plain_cpu, any_dtypes = 0;
 
 	if (state == NULL)
 		return NULL;
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!Opp|p:Collector", names,
-					 state->kinds_type, &kinds, &describe, &plain_road,
-					 &plain_cpu, &any_dtypes))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!pp|p:Collector", names, state->kinds_type,
+					 &kinds, &plain_road, &plain_cpu, &any_dtypes))
 		return NULL;
 	c = (struct sfr_py_collector *)alloc(type, 0); /* zeroed */
 	if (c == NULL)
 		return NULL;
 	Py_INCREF(kinds);
 	c->kinds = (struct sfr_py_kinds *)kinds;
-	Py_INCREF(describe);
-	c->describe = describe;
 	c->plain_road = plain_road;
 	c->plain_cpu = plain_cpu;
 	c->any_dtypes = any_dtypes;

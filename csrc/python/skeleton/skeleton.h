@@ -27,18 +27,18 @@
 	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
 	X(STRIDED, "strided")                 /* torch.strided */                                  \
 	/* methods of a tensor, see sfr_py_ask */                                                  \
-	X(GETSTATE, "getstate")   /* object.__getstate__ */                                        \
-	X(IS_NEG, "is_neg")       /* tensor -> bool */                                             \
-	X(IS_CONJ, "is_conj")     /* tensor -> bool */                                             \
-	X(IS_ZERO, "is_zero")     /* tensor -> bool: memory of zeros that is not there */          \
-	X(HAS_NAMES, "has_names") /* tensor -> bool, or None */                                    \
+	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
+	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
 	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
 	/* functions */                                                                            \
+	X(METADATA, "metadata")           /* tensor -> dict: what torch.save adds (conj, neg) */   \
 	X(DATA_PTR, "data_ptr")           /* storage -> address */                                 \
 	X(NBYTES, "nbytes")               /* storage -> length */                                  \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
+	X(TO_HANDLES, "to_handles")     /* tensors -> capsules, each a handle of torch's C shim */ \
+	X(FROM_HANDLES, "from_handles") /* capsules -> tensors; takes the handles over */          \
 	/* from here on getset descriptors, see sfr_py_get */                                      \
 	X(LAYOUT, "layout")                                                                        \
 	X(IS_CPU, "is_cpu")                                                                        \
@@ -67,7 +67,6 @@ struct sfr_py_dtype {
 	PyObject *dtype;
 	PyObject *storage_class; /* "FloatStorage", a str */
 	const char *name;        /* its UTF-8, as long as it */
-	bool complex;
 	uint32_t itemsize;
 };
 
@@ -89,6 +88,8 @@ struct sfr_py_kinds {
 	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
+	const struct sfr_bridge *bridge; /* of the capsule that `functions` is */
+	PyObject *functions;
 	PyObject *cpu;             /* "cpu" */
 	struct sfr_py_trail trail; /* of the last save */
 };
@@ -105,6 +106,9 @@ struct sfr_py_found {
 /* Fills `found` for an exact Tensor or Parameter; found->plain says whether the splice can
  * write it. 0, or -1 with an exception (of the kinds that must come through) set. */
 int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found);
+/* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words: clears the exception.
+ * 0, or -1 where it is of the kinds that must come through. */
+int sfr_py_refused(void);
 /* The attribute behind a getset descriptor, without the search for it. A new reference. */
 PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
 /* Calls a method of a tensor without arguments, without the search for it. A new reference. */
@@ -164,7 +168,6 @@ struct sfr_py_collector {
 	struct sfr_py_map storage_at; /* StorageImpl -> number */
 	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
 	PyObject *storage_list;       /* list of UntypedStorage, by number */
-	PyObject *describe;           /* the bridge's operator */
 	size_t nr_placed;             /* found ones up to here are described */
 	struct sfr_py_rows *rows;     /* the bridge's words; found[].row points into them */
 	struct sfr_py_trail before, trail; /* of the save before, and of this one */
@@ -177,7 +180,8 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 			 bool on_host, size_t *number);
 /* Refuses bytes that are seen as two dtypes, in torch's words. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
-/* Finds the storage of a plain tensor; one without is refused in torch's words. */
+/* Finds the storage of a plain tensor; one without is refused in torch's words, and one whose storage
+ * has no memory is no plain one any more. */
 int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);

@@ -2,8 +2,8 @@
  *
  * A storage is known by the address of its StorageImpl and has a number from the moment it is
  * met: in a persistent id (the general road), or under a plain tensor, as long as that is in the
- * processor's cache. Its address and length are asked for when the pickler is done, once for each
- * storage; most stand in the bridge's row of the first tensor over it.
+ * processor's cache. Its address and length are asked for once: there, or, where only the general
+ * road has met it, when the pickler is done.
  *
  * torch.save refuses bytes that are seen as two dtypes, going by the address of the bytes. So
  * does check_dtype, whichever road the two came by.
@@ -70,29 +70,36 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 	return -1;
 }
 
-/* Asks a storage for its address and length. 0 or -1. */
+/* Asks a storage for its length and the address of its memory, which makes a copy-on-write one own
+ * its memory, as torch.save does too. 0 or -1. */
+static int ask_memory(const struct sfr_py_collector *c, PyObject *storage, uint64_t *addr,
+		      uint64_t *nbytes)
+{
+	if (sfr_py_ask_u64(c->kinds, SFR_PY_NBYTES, storage, nbytes) != 0 ||
+	    sfr_py_ask_u64(c->kinds, SFR_PY_DATA_PTR, storage, addr) != 0)
+		return -1;
+	if (*addr != 0 || *nbytes == 0)
+		return 0;
+	PyErr_SetString(PyExc_RuntimeError, "a storage has a length and no memory");
+	return -1;
+}
+
+/* Asks a storage that only the general road has met. 0 or -1. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
-	uint64_t addr = 0, nbytes;
+	int rc;
 
 	if (storage == NULL)
 		return -1;
-	if (sfr_py_ask_u64(c->kinds, SFR_PY_NBYTES, storage, &nbytes) != 0)
-		return -1;
-	/* A general road's meta storage refuses to tell; a plain tensor's device does not. */
-	if ((entry->on_host || entry->device != 0 || entry->location != NULL) &&
-	    sfr_py_ask_u64(c->kinds, SFR_PY_DATA_PTR, storage, &addr) != 0)
-		return -1;
-	if ((entry->on_host || entry->device != 0) && addr == 0 && nbytes != 0) {
-		PyErr_SetString(PyExc_RuntimeError, "a storage has a length and no memory");
-		return -1;
-	}
-	entry->addr = addr;
-	entry->nbytes = nbytes;
-	entry->known = true;
-	return 0;
+	/* That of a meta tensor refuses to tell where it is. */
+	if (entry->on_host || entry->device != 0)
+		rc = ask_memory(c, storage, &entry->addr, &entry->nbytes);
+	else
+		rc = sfr_py_ask_u64(c->kinds, SFR_PY_NBYTES, storage, &entry->nbytes);
+	entry->known = rc == 0;
+	return rc;
 }
 
 /* The location tag of a plain tensor's storage, unless it is known. 0 or -1. */
@@ -141,16 +148,14 @@ static PyObject *plain_tensors(const struct sfr_py_collector *c, size_t from)
 }
 
 /* Has the bridge write the rows of some tensors, kept in c->rows. NULL with an exception set. */
-static const int64_t *ask_bridge(struct sfr_py_collector *c, PyObject *tensors)
+static const int64_t *ask_bridge(struct sfr_py_collector *c, void *const *tensors, size_t nr)
 {
-	size_t room = (SFR_ROW_HEADER + 6) *
-		      (size_t)PyList_Size(tensors); /* three dimensions each; tried twice */
+	size_t room = (SFR_ROW_HEADER + 6) * nr; /* three dimensions each; tried twice */
 	int tries;
 
 	for (tries = 0; tries < 2; tries++) {
 		struct sfr_py_rows *rows;
-		PyObject *answer;
-		size_t words;
+		int64_t words;
 
 		rows = PyMem_Malloc(sizeof(*rows) + room * sizeof(rows->words[0]));
 		if (rows == NULL) {
@@ -159,21 +164,48 @@ static const int64_t *ask_bridge(struct sfr_py_collector *c, PyObject *tensors)
 		}
 		rows->next = c->rows;
 		c->rows = rows;
-		answer = PyObject_CallFunction(c->describe, "OKn", tensors,
-					       (unsigned long long)(uintptr_t)rows->words,
-					       (Py_ssize_t)room);
-		if (answer == NULL)
+		words = c->kinds->bridge->describe(tensors, nr, rows->words, (int64_t)room);
+		if (words < 0) {
+			PyErr_SetString(PyExc_RuntimeError, "torch could not describe a tensor");
 			return NULL;
-		words = PyLong_AsSize_t(answer);
-		Py_DECREF(answer);
-		if (words == (size_t)-1 && PyErr_Occurred())
-			return NULL;
-		if (words <= room)
+		}
+		if ((size_t)words <= room)
 			return rows->words;
-		room = words;
+		room = (size_t)words;
 	}
 	PyErr_SetString(PyExc_RuntimeError, "a tensor was reshaped while it was saved");
 	return NULL;
+}
+
+/* The rows of some tensors, which are alive. Neither torch nor the bridge lets go of the interpreter
+ * lock meanwhile. NULL with an exception set. */
+static const int64_t *describe(struct sfr_py_collector *c, PyObject *tensors)
+{
+	PyObject *capsules =
+		PyObject_CallFunctionObjArgs(c->kinds->part[SFR_PY_TO_HANDLES], tensors, NULL);
+	size_t nr = capsules != NULL && PyList_Check(capsules) ? (size_t)PyList_Size(capsules) : 0;
+	void **handles = PyMem_Malloc((nr + 1) * sizeof(*handles));
+	const int64_t *rows = NULL;
+	size_t i = 0;
+
+	if (handles == NULL)
+		(void)PyErr_NoMemory(); /* always NULL */
+	else if (capsules != NULL && nr != (size_t)PyList_Size(tensors))
+		PyErr_SetString(PyExc_RuntimeError, "torch gave no handles of tensors");
+	if (PyErr_Occurred())
+		goto end; /* whatever it gave is lost */
+	for (; i < nr; i++) {
+		handles[i] = PyCapsule_GetPointer(PyList_GetItem(capsules, (Py_ssize_t)i), NULL);
+		if (handles[i] == NULL)
+			break;
+	}
+	if (i == nr)
+		rows = ask_bridge(c, handles, nr);
+	c->kinds->bridge->drop(handles, i);
+end:
+	PyMem_Free(handles);
+	Py_XDECREF(capsules);
+	return rows;
 }
 
 /* On which CUDA device a storage lives that is not the host's, from a tensor over it. 0 or -1. */
@@ -198,42 +230,47 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
-	uint64_t identity;
+	uint64_t identity, known, addr = 0, nbytes = 0;
 	size_t number = 0;
+	bool is_new;
 	int rc = -1;
 
 	if (storage == NULL)
 		return -1;
-	if (sfr_py_ask_u64(c->kinds, SFR_PY_CDATA, storage, &identity) == 0 &&
-	    sfr_py_enter_storage(c, storage, identity, tensor->on_host, &number) == 0)
-		rc = ask_location(c, number, tensor->on_host);
+	if (sfr_py_ask_u64(c->kinds, SFR_PY_CDATA, storage, &identity) != 0)
+		goto end;
+	is_new = !sfr_py_map_get(&c->storage_at, identity, &known);
+	if (is_new && ask_memory(c, storage, &addr, &nbytes) != 0) {
+		tensor->plain = false; /* zeros that are nowhere, for one */
+		rc = sfr_py_refused();
+		goto end;
+	}
+	if (sfr_py_enter_storage(c, storage, identity, tensor->on_host, &number) != 0)
+		goto end;
+	if (is_new) {
+		c->storages[number].addr = addr;
+		c->storages[number].nbytes = nbytes;
+		c->storages[number].known = true;
+	}
+	rc = ask_location(c, number, tensor->on_host);
 	if (rc == 0 && !tensor->on_host)
 		rc = ask_device(c, number, tensor->object);
 	if (rc == 0)
 		rc = sfr_py_trail_add(c, tensor->object, storage, identity);
 	tensor->storage = (uint32_t)number;
+end:
 	Py_DECREF(storage);
 	return rc;
 }
 
-/* Takes from a plain tensor's row what it tells of the tensor's storage. 0 or -1. */
-static int read_row(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
-		    const int64_t *row)
+/* Refuses a plain tensor that sees its storage as another dtype than one before. 0 or -1. */
+static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	const struct sfr_py_dtype *dtype = &c->kinds->dtype[tensor->dtype];
 	struct sfr_py_storage *entry = &c->storages[tensor->storage];
 
-	if (!entry->known) {
-		/* The address is there only if the tensor has elements. */
-		if (row[SFR_ROW_DATA] != 0) {
-			entry->addr = (uint64_t)row[SFR_ROW_DATA] -
-				      (uint64_t)row[SFR_ROW_OFFSET] * dtype->itemsize;
-			entry->nbytes = (uint64_t)row[SFR_ROW_NBYTES];
-			entry->known = true;
-		} else if (sfr_py_ask_storage(c, tensor->storage) != 0) {
-			return -1;
-		}
-	}
+	if (!entry->known && sfr_py_ask_storage(c, tensor->storage) != 0)
+		return -1;
 	if (entry->dtype == dtype->dtype)
 		return 0;
 	entry->dtype = dtype->dtype;
@@ -251,7 +288,7 @@ int sfr_py_place_tensors(struct sfr_py_collector *c)
 		return -1;
 	c->nr_placed = c->nr_found; /* the bridge may run Python code that comes back here */
 	if (PyList_Size(tensors) != 0) {
-		row = ask_bridge(c, tensors);
+		row = describe(c, tensors);
 		rc = row == NULL ? -1 : 0;
 	}
 	Py_DECREF(tensors);
@@ -260,7 +297,7 @@ int sfr_py_place_tensors(struct sfr_py_collector *c)
 
 		if (!tensor->plain)
 			continue;
-		rc = read_row(c, tensor, row);
+		rc = check_tensor(c, tensor);
 		tensor->row = row;
 		row += SFR_ROW_HEADER + 2 * (size_t)row[SFR_ROW_NDIM];
 	}

@@ -54,7 +54,11 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 
 def key(path: object, *, follow_link: bool) -> bytes:
     """The path's name in the log: real path of the parent, a slash, the last component."""
-    parent, name = _split(as_text(path), follow_link)
+    text = as_text(path)
+    place = _core.look(os.fsencode(text), follow_link)
+    if place is not None:
+        return os.path.join(*place[:2])
+    parent, name = _split(text, follow_link)
     return os.fsencode(os.path.join(parent, name))
 
 
@@ -72,6 +76,10 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
             that cannot be synced.
     """
     text = as_text(path)
+    # Everything at once, with the interpreter lock let go of once: mostly all is well.
+    place = _core.look(os.fsencode(text), follow_link)
+    if place is not None and place[1] and _can_stand(place[2], follow_link):
+        return Target(text, *place[:2])
     parent, name = _split(text, follow_link)
     try:
         if create_parents:
@@ -89,8 +97,15 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
             strerror = f"{strerror}: the parent directory {parent} is missing"
+            if text.startswith("~"):
+                strerror += " ('~' is not expanded: give os.path.expanduser(path))"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name))
+
+
+def _can_stand(mode: int, follow_link: bool) -> bool:
+    """Whether a file can take the place of what has this mode (0: nothing)."""
+    return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
 
 
 def _check_name(parent: str, name: str, follow_link: bool) -> None:
@@ -101,7 +116,7 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
         mode = os.lstat(full).st_mode
     except FileNotFoundError:
         return
-    if stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link):
+    if _can_stand(mode, follow_link):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
         return  # a remove of it stands in the log before this save

@@ -37,7 +37,8 @@ from typing import Any
 from stillframe._lightning import ranks as _ranks
 from stillframe._lightning import strategies as _strategies
 from stillframe._lightning.caller import note_signal_handlers
-from stillframe._lightning.plugin import CheckpointPlugin, plugin_of
+from stillframe._lightning.checkpoints import Checkpoints
+from stillframe._lightning.plugin import checkpoints_of
 from stillframe._lightning.publish import listens
 from stillframe._lightning.wraps import Wraps
 from stillframe._save import gate
@@ -47,23 +48,23 @@ class CompanionHooks:
     """The hooks; mixed in before the package's Callback."""
 
     def _wait(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
             gate.wait()
-            plugin.tend()
+            checkpoints.tend()
 
     def _tend(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
-            plugin.tend()
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
+            checkpoints.tend()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is None:
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is None:
             return
         _strategies.refuse(trainer.strategy)
         gate.wait()
-        wraps = plugin.attach(trainer)
+        wraps = checkpoints.attach(trainer)
         if trainer.callbacks[0] is not self:
             # A new list: Lightning is iterating the old one, and changing that would skip a
             # callback.
@@ -73,30 +74,30 @@ class CompanionHooks:
                 [self, *(each for each in trainer.callbacks if each is not self)],
             )
         if stage == "fit" and trainer.is_global_zero:
-            _strategies.warn_if_bypassed(trainer.strategy, type(plugin).__name__)
-        _stand_over(wraps, plugin, trainer)
+            _strategies.warn_if_bypassed(trainer.strategy, checkpoints.name)
+        _stand_over(wraps, checkpoints, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
             gate.wait()
             note_signal_handlers()
-            plugin.training_starts(trainer)
-            plugin.tend()
+            checkpoints.training_starts(trainer)
+            checkpoints.tend()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
             gate.wait()
             note_signal_handlers()
-            plugin.tend()
+            checkpoints.tend()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
-            plugin.training_ends(trainer)
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
+            checkpoints.training_ends(trainer)
             gate.wait()
-            plugin.tend()
+            checkpoints.tend()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Callbacks are not torn down after an exception, and loggers are finalised next. What is
@@ -107,13 +108,13 @@ class CompanionHooks:
         self._end(trainer)
 
     def _end(self, trainer: Any) -> None:
-        plugin = plugin_of(trainer)
-        if plugin is not None:
+        checkpoints = checkpoints_of(trainer)
+        if checkpoints is not None:
             gate.wait()
             try:
-                plugin.finish(trainer)
+                checkpoints.finish(trainer)
             finally:
-                plugin.detach(trainer)
+                checkpoints.detach(trainer)
 
     on_train_batch_start = on_train_batch_end = _tend
     on_fit_start = on_fit_end = _wait
@@ -130,42 +131,44 @@ class CompanionHooks:
     on_predict_batch_start = on_predict_batch_end = _wait
 
 
-def _stand_over(wraps: Wraps, plugin: CheckpointPlugin, trainer: Any) -> None:
+def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     for callback in trainer.callbacks:
         if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
-            wraps.put(callback, "file_exists", _file_exists(plugin, callback))
+            wraps.put(callback, "file_exists", _file_exists(checkpoints, callback))
         if hasattr(callback, "_link_checkpoint"):
-            wraps.put(callback, "_link_checkpoint", _link_checkpoint(plugin, callback))
+            wraps.put(callback, "_link_checkpoint", _link_checkpoint(checkpoints, callback))
     for logger in trainer.loggers:
         if listens(logger):
-            wraps.put(logger, "after_save_checkpoint", _after_save_checkpoint(plugin))
-        wraps.put(logger, "finalize", _finalize(plugin, trainer))
+            wraps.put(logger, "after_save_checkpoint", _after_save_checkpoint(checkpoints))
+        wraps.put(logger, "finalize", _finalize(checkpoints, trainer))
     if trainer.world_size > 1:
-        wraps.put(trainer, "save_checkpoint", _save_together(plugin, trainer))
-        wraps.put(trainer._checkpoint_connector, "resume_start", _load_together(plugin, trainer))
+        wraps.put(trainer, "save_checkpoint", _save_together(checkpoints, trainer))
+        wraps.put(
+            trainer._checkpoint_connector, "resume_start", _load_together(checkpoints, trainer)
+        )
 
 
 class _LogView:
     """A file system whose `exists` sees what is in flight."""
 
-    def __init__(self, plugin: CheckpointPlugin, file_system: Any) -> None:
-        self._plugin = plugin
+    def __init__(self, checkpoints: Checkpoints, file_system: Any) -> None:
+        self._checkpoints = checkpoints
         self._file_system = file_system
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file_system, name)
 
     def exists(self, path: Any, *args: Any, **kwargs: Any) -> bool:
-        return self._plugin.will_exist(
+        return self._checkpoints.will_exist(
             path, lambda path: bool(self._file_system.exists(path, *args, **kwargs))
         )
 
 
-def _file_exists(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
+def _file_exists(checkpoints: Checkpoints, callback: Any) -> Callable[..., Any]:
     # Each version has its own way to tell the other ranks: its method is kept, over another view.
     def file_exists(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         file_system = callback._fs
-        callback._fs = _LogView(plugin, file_system)
+        callback._fs = _LogView(checkpoints, file_system)
         try:
             return original(*args, **kwargs)
         finally:
@@ -174,56 +177,56 @@ def _file_exists(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
     return file_exists
 
 
-def _link_checkpoint(plugin: CheckpointPlugin, callback: Any) -> Callable[..., Any]:
+def _link_checkpoint(checkpoints: Checkpoints, callback: Any) -> Callable[..., Any]:
     method = getattr(type(callback), "_link_checkpoint", None)
     stock = getattr(method, "__module__", "").endswith("callbacks.model_checkpoint")
 
     def link(original: Callable[..., Any], trainer: Any, filepath: Any, linkpath: Any) -> None:
         if not stock:  # somebody's own way of linking needs the file
             if trainer.is_global_zero:
-                plugin.wait_for(filepath)
+                checkpoints.wait_for(filepath)
             original(trainer, filepath, linkpath)
             return
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            plugin.link(trainer, filepath, linkpath)
+            checkpoints.link(trainer, filepath, linkpath)
         trainer.strategy.barrier()
 
     return link
 
 
-def _after_save_checkpoint(plugin: CheckpointPlugin) -> Callable[..., Any]:
+def _after_save_checkpoint(checkpoints: Checkpoints) -> Callable[..., Any]:
     def after_save_checkpoint(original: Callable[..., Any], checkpoint_callback: Any) -> None:
-        plugin.publish(original, checkpoint_callback)
+        checkpoints.publish(original, checkpoint_callback)
 
     return after_save_checkpoint
 
 
-def _finalize(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+def _finalize(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
     def finalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        plugin.settle()
+        checkpoints.settle()
         return original(*args, **kwargs)
 
     return finalize
 
 
-def _save_together(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+def _save_together(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
     def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not _ranks.several(trainer):
             original(*args, **kwargs)
             return
-        with plugin.group(trainer):
+        with checkpoints.group(trainer):
             original(*args, **kwargs)
 
     return save_checkpoint
 
 
-def _load_together(plugin: CheckpointPlugin, trainer: Any) -> Callable[..., Any]:
+def _load_together(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
     def resume_start(
         original: Callable[..., Any], checkpoint_path: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if checkpoint_path and _ranks.several(trainer):
             if trainer.is_global_zero:
-                plugin.wait_for(checkpoint_path)
+                checkpoints.wait_for(checkpoint_path)
             trainer.strategy.barrier()
         return original(checkpoint_path, *args, **kwargs)
 

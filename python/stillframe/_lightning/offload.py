@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from stillframe._lightning.caller import io_chain
-from stillframe._lightning.plugin import CheckpointPlugin
+from stillframe._base import sizes
+from stillframe._lightning.plugin import saves_by_itself
 from stillframe._snapshot.snapshot import ordinary_copy, snapshot_at_once
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import PoolExhaustedError
@@ -62,7 +62,8 @@ class OffloadHooks:
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
-            `optimizer_states` and `lr_schedulers`. One that a checkpoint lacks is skipped.
+            `optimizer_states` and `lr_schedulers`. One that a checkpoint lacks is skipped; a
+            warning says so once, where no checkpoint before had it.
         log_skipped: Log every object that is neither a tensor nor a container nor a plain value,
             and so is left as it is. By default the first and last 10, at level DEBUG.
 
@@ -96,6 +97,8 @@ class OffloadHooks:
         self._total_memory_freed = 0.0
         self._is_enabled = True
         self._decided = False  # by a strategy of this process
+        self._found: set[str] = set()  # keys that a checkpoint had
+        self._missing: set[str] = set()  # keys that were warned of
 
     @property
     def is_enabled(self) -> bool:
@@ -127,8 +130,8 @@ class OffloadHooks:
             " %s%s",
             f"{sum(each.numel() for each in parameters):,}",
             f"{sum(each.numel() for each in parameters if each.requires_grad):,}",
-            _size(model_bytes),
-            _size(model_bytes + optimizer_bytes),
+            sizes.decimal(model_bytes),
+            sizes.decimal(model_bytes + optimizer_bytes),
             f" and the state of {', '.join(unknown)}" if unknown else "",
         )
 
@@ -139,20 +142,23 @@ class OffloadHooks:
             return
         self._checkpoint_count += 1
         count = self._checkpoint_count
-        if _saves_by_itself(trainer):
+        if saves_by_itself(trainer):
             log.info(
                 "CPUOffloadCallback: checkpoint %d: left to stillframe's AsyncCheckpointIO", count
             )
             return
         entered = time.perf_counter()
         before = _gpu_bytes()
-        log.debug("CPUOffloadCallback: checkpoint %d: GPU memory before: %s", count, _size(before))
+        log.debug(
+            "CPUOffloadCallback: checkpoint %d: GPU memory before: %s", count, sizes.decimal(before)
+        )
         wanted = {}
         for key in self.offload_keys:
             if key in checkpoint:
                 wanted[key] = checkpoint[key]
+                self._found.add(key)
             else:
-                log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
+                self._tell_missing(key, checkpoint)
         moved, tensors, nbytes = _offload(wanted)
         checkpoint.update(moved)
         del wanted
@@ -166,14 +172,14 @@ class OffloadHooks:
             "CPUOffloadCallback: checkpoint %d: %d tensors, %s in host memory after %.3f s",
             count,
             tensors,
-            _size(nbytes),
+            sizes.decimal(nbytes),
             spent,
         )
         log.debug(
             "CPUOffloadCallback: GPU memory after: %s, freed: %s; in all %d checkpoints, %.3f s,"
             " %.2f GB freed",
-            _size(after),
-            _size(freed),
+            sizes.decimal(after),
+            sizes.decimal(freed),
             count,
             self._total_time_saved,
             self._total_memory_freed,
@@ -244,6 +250,19 @@ class OffloadHooks:
             " memory freed"
         )
 
+    def _tell_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
+        """A key of the user's own that no checkpoint has is a slip of the keyboard, most likely."""
+        if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
+            log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
+            return
+        self._missing.add(key)
+        log.warning(
+            "CPUOffloadCallback: offload_keys has %r, and the checkpoint does not: nothing is"
+            " offloaded for it. The checkpoint has %s",
+            key,
+            ", ".join(map(repr, checkpoint)),
+        )
+
     def _tell_skipped(self, moved: dict[str, Any]) -> None:
         level = logging.INFO if self.log_skipped else logging.DEBUG
         if not log.isEnabledFor(level):
@@ -261,12 +280,6 @@ class OffloadHooks:
             len(skipped),
             "; ".join(shown),
         )
-
-
-def _saves_by_itself(trainer: Any) -> bool:
-    """Whether the Trainer saves with our plugin, and that by itself."""
-    outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
-    return isinstance(outermost, CheckpointPlugin) and outermost._inner is None
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
@@ -314,14 +327,6 @@ def _skipped(moved: dict[str, Any]) -> Iterable[str]:
 
 def _gpu_bytes() -> int:
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} GB"
 
 
 def _nbytes(tree: Any) -> int:

@@ -10,12 +10,12 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stillframe._save.handle import SaveHandle, is_collected
 from stillframe.errors import StillframeError
 
 if TYPE_CHECKING:
     from stillframe._lightning.rotation import Rotation
     from stillframe._save.engine import Engine
-    from stillframe._save.handle import SaveHandle
 
 log = logging.getLogger("stillframe")
 
@@ -126,7 +126,7 @@ class Work:
 
 def error_of(handle: SaveHandle) -> BaseException | None:
     """Waits for the save and collects its error. None too if `wait_all` has raised that already."""
-    if handle.done() and handle._failure is not None and handle._failure.collected:
+    if handle.done() and is_collected(handle):
         return None
     try:
         return handle.exception()

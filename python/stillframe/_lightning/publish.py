@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from stillframe._save.handle import SaveHandle, SaveReport
+from stillframe._save.handle import SaveHandle, report_of
+from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
 
@@ -54,7 +54,7 @@ class Publication:
         call, self._call = self._call, None
         if call is None:
             return
-        report = self.handle._report
+        report = report_of(self.handle)
         if report is not None:
             call(report)
         elif self.path is not None:

@@ -23,7 +23,7 @@ from stillframe._base import paths
 from stillframe._lightning import links as _links
 from stillframe._lightning.pending import absolute, is_remote
 from stillframe._save import ordered as _ordered
-from stillframe._save.engine import exists, remove
+from stillframe._save.api import exists, remove
 from stillframe._save.ordered import submit_remove
 
 if TYPE_CHECKING:

@@ -4,18 +4,17 @@
     remove  `other` removes, on the same thread
     load    `other` loads, once what was submitted before has ended
 
-All of it has its place in the process's log (`_ordered.py`), so removes run after the saves before
-them and only if the last one did well, and whoever asks for a name sees what is in flight. The
-snapshot's memory is held until `other` has returned. How durable the result is, is up to `other`.
+All of it has its place in the process's log (`_save/ordered.py`), so removes run after the saves
+before them and only if the last one did well, and whoever asks for a name sees what is in flight.
+The snapshot's memory is held until `other` has returned. How durable the result is, is up to
+`other`.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,74 +25,50 @@ import torch
 
 from stillframe import _core
 from stillframe._base.calls import inside
+from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine
-from stillframe._save.handle import SaveHandle, SaveReport, note_failure
-from stillframe._snapshot.snapshot import Snapshot, snapshot
+from stillframe._save.handle import SaveHandle, wait_for_end
+from stillframe._save.options import SaveOptions, WhenBusy
+from stillframe._save.report import IoMode
+from stillframe._snapshot.snapshot import Snapshot, snapshot, tree_now
 from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
 
 _MAX_WRAPPERS = 16
-# Below zero, where no ticket's is.
-_numbers = itertools.count(-1, -1)
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
 
 
-class InnerSave(SaveHandle):
-    """A save that another CheckpointIO makes."""
+class Slots:
+    """How many saves of a plugin may be under way.
 
-    def __init__(self, path: str, taken: Snapshot[Any] | None) -> None:
-        super().__init__(path)
-        self._number = next(_numbers)
-        self._taken = taken
-        self._over = threading.Event()
-        self._nbytes = 0 if taken is None else taken.nbytes
+    Args:
+        pending: Its saves, oldest first; those that have ended may be among them.
+    """
 
-    @property
-    def state(self) -> str:
-        if not self._settled:
-            return "writing"
-        return "durable" if self._error is None else "failed"
+    def __init__(self, pending: list[SaveHandle], max_in_flight: int, when_busy: WhenBusy) -> None:
+        self.pending = pending
+        self._max_in_flight = max_in_flight
+        self._when_busy = when_busy
 
-    def done(self) -> bool:
-        return self._settled
-
-    def progress(self) -> tuple[int, int]:
-        """Nobody counts what another CheckpointIO has written: all of it or nothing."""
-        return (self._nbytes if self._settled else 0), self._nbytes
-
-    def cancel(self) -> bool:
-        return False
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        if self._taken is not None and not self._settled:
-            self._taken.wait(timeout)
-
-    def _finish(self, deadline: float | None) -> None:
-        if self._settled:
-            return
-        _ordered.refuse_inside()
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._over.wait(left):
-            raise TimeoutError(f"the save of {self.path} has not ended yet")
-
-    def end(self, report: SaveReport | None, error: BaseException | None) -> None:
-        with self._lock:
-            self._report, self._error = report, error
-            if error is not None:
-                self._failure = note_failure(self.path, error)
-            self._settled = True
-            self._taken = None
-            waiting, self._callbacks = self._callbacks, []
-            on_durable, self._on_durable = self._on_durable, None
-        completion.in_flight.pop(self._number, None)
-        self._over.set()
-        if on_durable is not None and report is not None:
-            completion.callbacks.put(lambda: on_durable(self._given_path, report))
-        for function in waiting:
-            completion.callbacks.put(lambda function=function: function(self))  # type: ignore[misc]
+    def wait(self) -> None:
+        """
+        Raises:
+            BusyError: None is free, and nobody is to wait for one.
+        """
+        while True:
+            under_way = [save for save in list(self.pending) if not save.done()]
+            if len(under_way) < self._max_in_flight:
+                return
+            if self._when_busy == "raise":
+                names = ", ".join(save.path for save in under_way)
+                raise BusyError(
+                    f"as many saves are under way as max_in_flight={self._max_in_flight} allows"
+                    f" ({names})"
+                )
+            wait_for_end(under_way[0])
 
 
 class Inner:
@@ -111,7 +86,7 @@ class Inner:
         io: Any,
         reader: type[Any],
         sentence: str | None = None,
-        io_mode: str = "wrapped",
+        io_mode: IoMode = "wrapped",
     ) -> None:
         self.io = io
         self._sentence = sentence or f"It was written by {type(io).__name__}, in its own way."
@@ -126,14 +101,11 @@ class Inner:
         key: bytes,
         *,
         storage_options: Any,
-        overlap: bool,
+        options: SaveOptions,
         engine: Engine,
-        pending: list[SaveHandle],
-        max_in_flight: int,
-        when_busy: str,
-        on_durable: Callable[[Any, SaveReport], object] | None,
-    ) -> InnerSave:
-        """Takes the snapshot and returns; waits while `max_in_flight` of `pending` have not ended.
+        slots: Slots,
+    ) -> WrappedSave:
+        """Takes the snapshot and returns; waits while all of `slots` are taken.
 
         A checkpoint that no pool is large enough for is saved as it is, and waited for.
 
@@ -144,80 +116,65 @@ class Inner:
         with inside() as nested:
             _ordered.refuse_inside()
             if not nested:
-                _wait_for_slot(pending, max_in_flight, when_busy)
+                slots.wait()
             fallbacks = [self._sentence]
-            waited = time.perf_counter() - entered
-            taken = _take(checkpoint, overlap, engine, pending)
+            waited_s = time.perf_counter() - entered
+            taken = _take(checkpoint, options.overlap, engine, slots.pending)
             if taken is None:
                 sentence = "It does not fit into the pool: it was written inside the call."
                 log.warning("stillframe: %s: %s", path, sentence)
                 fallbacks.append(sentence)
             else:
-                _make_own(taken.tree if not overlap else taken._tree, {})
-            save = InnerSave(os.fsdecode(path), taken)
-            save._given_path, save._on_durable = path, on_durable
-            save._num_tensors = 0 if taken is None else taken.num_tensors
-            save._fallbacks = fallbacks
-            held: Future[None] = Future()
+                _make_own(tree_now(taken) if options.overlap else taken.tree, {})
+            save = WrappedSave(
+                os.fsdecode(path),
+                path,
+                options.on_durable,
+                taken,
+                fallbacks=fallbacks,
+                entered=entered,
+                waited_s=waited_s,
+            )
             live = checkpoint if taken is None else None
-            # Who takes this has the snapshot: the thread that saves it, or the lines below after
-            # an exception, which Ctrl-C may be at any moment.
-            owner = [save]
-
-            def work(after_good: bool) -> bool:
-                if not _take_one(owner):
-                    return False
-                return self._work(save, live, held, storage_options, entered, waited)
-
-            try:
-                if taken is not None and taken.nbytes:
-                    taken.hold_until(held)
-                completion.in_flight[save._number] = save
-                _ordered.submit(key, _core.WORK_SAVE, work)
-            except BaseException:
-                if _take_one(owner):
-                    completion.in_flight.pop(save._number, None)
-                    held.set_result(None)
-                raise
-            save._blocked_s = time.perf_counter() - entered
+            self._submit(save, key, live, storage_options)
+            save.call_is_over()
             if taken is None:
-                save._finish(None)
-                save._blocked_s = time.perf_counter() - entered
+                wait_for_end(save)
             return save
 
-    def _work(
-        self,
-        save: InnerSave,
-        live: Any,
-        held: Future[None],
-        storage_options: Any,
-        entered: float,
-        waited: float,
-    ) -> bool:
+    def _submit(self, save: WrappedSave, key: bytes, live: Any, storage_options: Any) -> None:
+        """Puts the save into the log; what it holds is given back at its end, or here after an
+        exception."""
+        held: Future[None] = Future()
+        # Who takes this has the snapshot: the thread that saves it, or the lines below after an
+        # exception, which Ctrl-C may be at any moment.
+        owner = [save]
+
+        def work(after_good: bool) -> bool:
+            return _take_one(owner) and self._work(save, live, held, storage_options)
+
+        try:
+            taken = save.take()
+            if taken is not None and taken.nbytes:
+                taken.hold_until(held)
+            completion.in_flight[save.number] = save
+            _ordered.submit(key, _core.WORK_SAVE, work)
+        except BaseException:
+            if _take_one(owner):
+                completion.in_flight.pop(save.number, None)
+                held.set_result(None)
+            raise
+
+    def _work(self, save: WrappedSave, live: Any, held: Future[None], storage_options: Any) -> bool:
         """On the thread that works in the log's order."""
-        taken = save._taken
-        staged = 0.0
-        report: SaveReport | None = None
+        taken = save.take()
+        nbytes = 0
         failed: BaseException | None = None
         try:
             tree = live if taken is None else taken.tree
-            staged = time.perf_counter() - entered
-            self.io.save_checkpoint(tree, save._given_path, storage_options=storage_options)
-            report = SaveReport(
-                path=save.path,
-                nbytes=_size(save.path, save._nbytes, self._io_mode),
-                num_tensors=save._num_tensors,
-                captured_nbytes=save._nbytes,
-                deferred_nbytes=0,
-                blocked_s=save._blocked_s,
-                gate_wait_s=0.0,
-                backpressure_s=waited,
-                staged_after_s=staged,
-                durable_after_s=time.perf_counter() - entered,
-                peak_pool_bytes=save._nbytes,
-                io_mode=self._io_mode,
-                fallbacks=tuple(save._fallbacks),
-            )
+            save.copied()
+            self.io.save_checkpoint(tree, save.given, storage_options=storage_options)
+            nbytes = _size(save.path, 0 if taken is None else taken.nbytes, self._io_mode)
         except BaseException as error:  # whatever the other code raises is the save's
             # Its frames hold the tree.
             failed = error.with_traceback(None)
@@ -226,7 +183,10 @@ class Inner:
             if taken is not None:
                 taken.release()
             held.set_result(None)
-        save.end(report, failed)
+        if failed is None:
+            save.end_well(nbytes, self._io_mode)
+        else:
+            save.fail(failed)
         return failed is None
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
@@ -252,18 +212,6 @@ def wraps_ours(io: Any, ours: type[Any]) -> bool:
     return False
 
 
-def _wait_for_slot(pending: list[SaveHandle], max_in_flight: int, when_busy: str) -> None:
-    while True:
-        under_way = [save for save in list(pending) if not save.done()]
-        if len(under_way) < max_in_flight:
-            return
-        if when_busy == "raise":
-            raise BusyError(
-                f"{len(under_way)} saves are under way, as many as max_in_flight allows"
-            )
-        under_way[0]._finish(None)
-
-
 def _take(
     checkpoint: Any, overlap: bool, engine: Engine, pending: list[SaveHandle]
 ) -> Snapshot[Any] | None:
@@ -276,7 +224,7 @@ def _take(
             under_way = [save for save in list(pending) if not save.done()]
             if not under_way:
                 return None
-            under_way[0]._finish(None)
+            wait_for_end(under_way[0])
 
 
 def _make_own(node: Any, memo: dict[int, Any]) -> Any:

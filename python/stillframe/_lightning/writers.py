@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stillframe._lightning import rotation as _rotation
-from stillframe._lightning import wrapped as _inner
+from stillframe._lightning import rotation
+from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work, is_remote
-from stillframe._lightning.wrapped import Inner
-from stillframe._save.engine import Engine, default_engine
-from stillframe._save.handle import SaveHandle, SaveReport
+from stillframe._lightning.wrapped import Inner, Slots, wraps_ours
+from stillframe._save.api import engine_or_default
+from stillframe._save.engine import Engine, limits_of, submit
+from stillframe._save.handle import SaveHandle
+from stillframe._save.report import IoMode
 
 log = logging.getLogger("stillframe")
-
-DEFAULT_IN_FLIGHT = 2
 
 _REMOTE = (
     "Lightning's TorchCheckpointIO wrote it through fsspec, as its path is remote: that a"
@@ -44,56 +43,23 @@ class Writers:
 
     Args:
         reader: TorchCheckpointIO of the package.
-        others: See `CheckpointPlugin`.
+        checkpoint_io: See `CheckpointPlugin`.
 
     Attributes:
         inner: The CheckpointIO that was given.
-        engine: The engine that was given.
 
     Raises:
-        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine`
-            together with an option of the engine, or objects of the wrong kind.
+        TypeError: `checkpoint_io` is none.
     """
 
     def __init__(
-        self,
-        reader: type[Any],
-        checkpoint_io: Any | None,
-        *,
-        engine: Engine | None,
-        pool_bytes: int | None,
-        max_in_flight: int,
-        when_busy: str,
-        durable: bool,
-        check_mutation: bool,
-        on_durable: Callable[[Any, SaveReport], object] | None,
+        self, reader: type[Any], checkpoint_io: Any | None, options: PluginOptions
     ) -> None:
-        _refuse_others(checkpoint_io, engine, on_durable)
-        _refuse_skipping(when_busy if engine is None else engine._when_busy)
-        own = pool_bytes is not None or max_in_flight != DEFAULT_IN_FLIGHT or when_busy != "wait"
-        if engine is not None and own:
-            raise ValueError(
-                "engine= has its own pool and its own limits: give pool_bytes, max_in_flight and"
-                " when_busy to the Engine, not to the plugin."
-            )
+        if checkpoint_io is not None:
+            _refuse_no_io(checkpoint_io)
         self._reader = reader
+        self._options = options
         self.inner = None if checkpoint_io is None else Inner(checkpoint_io, reader)
-        self.engine = engine
-        self._max_in_flight, self._when_busy = max_in_flight, when_busy
-        if engine is not None:
-            self._max_in_flight = engine._max_in_flight
-            self._when_busy = engine._when_busy
-        self._engine_options: dict[str, Any] | None = None
-        if own:
-            self._engine_options = {
-                "pool_bytes": pool_bytes,
-                "max_in_flight": max_in_flight,
-                "when_busy": when_busy,
-            }
-            Engine(**self._engine_options).close()  # refuses now what it would refuse at a save
-        self._durable = durable
-        self._check_mutation = check_mutation
-        self._on_durable = on_durable
         self._told: set[str] = set()
 
     def submit(
@@ -102,28 +68,17 @@ class Writers:
         """Starts the save of `checkpoint`."""
         engine = self._engine_of(work)
         inner = self._writer_of(path)
-        if inner is not None:
-            return inner.save(
-                checkpoint,
-                path,
-                _rotation.key(path),
-                storage_options=storage_options,
-                overlap=overlap,
-                engine=engine,
-                pending=work.pending,
-                max_in_flight=self._max_in_flight,
-                when_busy=self._when_busy,
-                on_durable=self._on_durable,
-            )
-        return engine._submit(
+        options = self._options.save_options(overlap=overlap)
+        if inner is None:
+            return submit(engine, checkpoint, path, options)
+        return inner.save(
             checkpoint,
             path,
-            overlap=overlap,
-            durable=self._durable,
-            check_mutation=self._check_mutation,
-            on_durable=self._on_durable,
-            follow_link=False,
-            create_parents=True,
+            rotation.key(path),
+            storage_options=storage_options,
+            options=options,
+            engine=engine,
+            slots=Slots(work.pending, *self._options.slots()),
         )
 
     def remover_of(self, path: Any) -> Inner | None:
@@ -152,7 +107,7 @@ class Writers:
             return self._lightnings(_REPLACED, "wrapped")
         return None
 
-    def _lightnings(self, sentence: str, io_mode: str) -> Inner:
+    def _lightnings(self, sentence: str, io_mode: IoMode) -> Inner:
         return Inner(self._reader(), self._reader, sentence, io_mode)
 
     def _tell_once(self, sentence: str, path: Any) -> None:
@@ -161,48 +116,35 @@ class Writers:
             log.warning("stillframe: %s: %s", os.fsdecode(path), sentence)
 
     def _engine_of(self, work: Work) -> Engine:
-        if self.engine is not None:
-            return self.engine
-        if self._engine_options is None:
-            engine = default_engine()
-            _refuse_skipping(engine._when_busy)
+        options = self._options.engine_options()
+        if options is None:
+            engine = engine_or_default(self._options.engine)
+            refuse_skipping(limits_of(engine).when_busy)
             return engine
         if work.engine is not None:
             return work.engine
-        return work.use(Engine(**self._engine_options))
+        return work.use(Engine(**options))
 
 
-def refuse_ours(checkpoint_io: Any, ours: type[Any]) -> None:
+def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
     """
+    Args:
+        name: Of the class that its user wrote.
+
     Raises:
         ValueError: `checkpoint_io` is an `ours`, or has one inside.
     """
-    if _inner.wraps_ours(checkpoint_io, ours):
+    if wraps_ours(checkpoint_io, ours):
         raise ValueError(
-            f"{ours.__name__}(checkpoint_io=...) takes another CheckpointIO, not one of"
-            " stillframe's: it would wait for itself."
+            f"{name}(checkpoint_io=...) takes another CheckpointIO, not one of stillframe's: it"
+            " would wait for itself."
         )
 
 
-def _refuse_others(checkpoint_io: Any, engine: Any, on_durable: Any) -> None:
-    """Objects of the wrong kind would only be noticed when a training is under way."""
-    if checkpoint_io is not None and (
-        isinstance(checkpoint_io, type)
-        or not all(
-            callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
-            for what in ("save", "load", "remove")
-        )
+def _refuse_no_io(checkpoint_io: Any) -> None:
+    """What is none would only be noticed when a training is under way."""
+    if isinstance(checkpoint_io, type) or not all(
+        callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
+        for what in ("save", "load", "remove")
     ):
         raise TypeError(f"checkpoint_io has to be a CheckpointIO, not {checkpoint_io!r}")
-    if engine is not None and not isinstance(engine, Engine):
-        raise TypeError(f"engine has to be a stillframe.Engine, not {engine!r}")
-    if on_durable is not None and not callable(on_durable):
-        raise TypeError(f"on_durable has to be callable, not {on_durable!r}")
-
-
-def _refuse_skipping(when_busy: str) -> None:
-    if when_busy == "skip":
-        raise ValueError(
-            "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
-            " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
-        )

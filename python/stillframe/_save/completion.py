@@ -24,7 +24,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from stillframe import _core
 from stillframe.errors import StillframeError
@@ -37,6 +37,14 @@ log = logging.getLogger("stillframe")
 # Saves that have not ended, by their ticket's number: the only strong reference the package keeps
 # to a handle.
 in_flight: dict[int, SaveHandle] = {}
+
+
+class Noticed(Protocol):
+    """A save that has a ticket."""
+
+    def after_copy(self) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 class Copying(Protocol):
@@ -156,6 +164,11 @@ class _Completion:
     def exiting(self) -> bool:
         return self._exiting is not None or self.over
 
+    @property
+    def draining(self) -> bool:
+        """The exit has begun, and has yet to say what failed."""
+        return self._exiting is not None and not self.over
+
     def begin_exit(self) -> None:
         self._exiting = threading.current_thread()
 
@@ -182,13 +195,14 @@ def _take_notices() -> None:
                     snapshot.after_copy()
                     del snapshot
                 continue
-            handle = in_flight.get(number)
+            # Only tickets have notices.
+            handle = cast(Noticed | None, in_flight.get(number))
             if handle is None:
                 continue  # given up in the call
             if what == _core.NOTICE_COPIED:
-                handle._after_copy()
+                handle.after_copy()
             else:
-                handle._settle()  # and only then it leaves in_flight: wait_all looks there
+                handle.settle()  # and only then it leaves in_flight: wait_all looks there
             del handle
         except Exception:
             log.exception("stillframe: settling a save failed")

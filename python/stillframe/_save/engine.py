@@ -1,6 +1,6 @@
-"""Engines and the functions around them: the way from a call to a ticket in the core.
+"""Engines, and the way of one save: from a call to a ticket in the core.
 
-async_save(obj, path)
+submit(engine, obj, path, options)
   paths.target     where the file goes; refuses what is no place for one
   skeleton.build   the pickle, and the storages it refers to
   gate.defer       which of them may be copied later
@@ -10,83 +10,52 @@ async_save(obj, path)
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import cast
 
 from stillframe import _core
-from stillframe._base import device as _device
-from stillframe._base import paths
+from stillframe._base import device, paths, sizes
+from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
-from stillframe._base.trace import end_at_exit
-from stillframe._save import completion, gate
-from stillframe._save import ordered as _ordered
-from stillframe._save.handle import SaveHandle, SaveReport, take_failures
+from stillframe._save import completion, gate, ordered
+from stillframe._save.core_save import CoreSave
+from stillframe._save.handle import SaveHandle, SkippedSave, wait_for_end
+from stillframe._save.options import (
+    DEFAULT_BLOCK,
+    DEFAULT_IN_FLIGHT,
+    EngineStats,
+    Limits,
+    SaveOptions,
+    Size,
+    WhenBusy,
+)
 from stillframe._tree import skeleton
-from stillframe.errors import BusyError, StillframeError
+from stillframe.errors import BusyError, PoolExhaustedError, StillframeError
 
 log = logging.getLogger("stillframe")
 
 Path = str | os.PathLike[str]
 
-_PAGE = 4096
-_DEFAULT_BLOCK = 16 << 20
-_DEFAULT_WRITERS = 2
 _WARM_UP_PIECE = 1 << 30
-_WHEN_BUSY = ("wait", "skip", "raise")
-_POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-# What an option may be at most: beyond, it is a slip of the keyboard, and would wrap in the core.
-_MOST_BYTES = 1 << 46  # half of the address space that Linux gives a process
-_MOST_BLOCKS = 1 << 28
-_MOST_WRITERS = 256
-_MOST_IN_FLIGHT = 1 << 16
-
-
-def _positive(name: str, value: object, most: int = _MOST_BYTES) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} has to be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} has to be at least 1, not {value}")
-    if value > most:
-        raise ValueError(f"{name} has to be at most {most}, not {value}")
-    return value
-
-
-def _pool_bytes_from_environment() -> int | None:
-    text = os.environ.get(_POOL_VARIABLE, "").strip()
-    if not text:
-        return None
-    digits = text.rstrip("BKMGTi ").strip()
-    unit = text[len(digits) :].strip()
-    if not digits.isdigit() or unit not in _UNITS:
-        raise ValueError(
-            f"{_POOL_VARIABLE}={text!r} is no size: give bytes, or a number with KiB, MiB or GiB"
-        )
-    return _positive(_POOL_VARIABLE, int(digits) * _UNITS[unit])
 
 
 class Engine:
     """A pool of staging memory, a copying lane, writer threads, and the bounds on their use.
 
+    Sizes are bytes: an int, or a string such as "300MB" or "4GiB".
+
     Args:
-        pool_bytes: Most memory the pool may take, in bytes. By default `STILLFRAME_POOL_BYTES`,
-            else half of what the machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`.
-            Memory is taken when it is first needed and kept for the next save.
+        pool_bytes: Most memory the pool may take. By default `STILLFRAME_POOL_BYTES`, else half of
+            what the machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`. Memory is taken
+            when it is first needed and kept for the next save.
         block_bytes: Size of the pool's blocks, a multiple of 4096.
         writer_threads: Threads that checksum and write; 2 by default.
         max_in_flight: Saves that may be not yet durable.
-        when_busy: What a save does when that many are: "wait", "skip" (the handle's state is
-            "skipped"), or "raise" `BusyError`.
+        when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
+            "skipped"), or "raise" `BusyError`. `save` always waits.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
@@ -97,48 +66,25 @@ class Engine:
     def __init__(
         self,
         *,
-        pool_bytes: int | None = None,
-        block_bytes: int = _DEFAULT_BLOCK,
+        pool_bytes: Size | None = None,
+        block_bytes: Size = DEFAULT_BLOCK,
         writer_threads: int | None = None,
-        max_in_flight: int = 2,
-        when_busy: str = "wait",
+        max_in_flight: int = DEFAULT_IN_FLIGHT,
+        when_busy: WhenBusy = "wait",
     ) -> None:
-        source = "pool_bytes"
-        if pool_bytes is None:
-            pool_bytes, source = _pool_bytes_from_environment(), _POOL_VARIABLE
-        else:
-            _positive("pool_bytes", pool_bytes)
-        if _positive("block_bytes", block_bytes) % _PAGE:
-            raise ValueError(f"block_bytes has to be a multiple of {_PAGE}, not {block_bytes}")
-        if pool_bytes is not None and pool_bytes < block_bytes:
-            raise ValueError(
-                f"{source} ({pool_bytes} bytes) is less than one block: give at least block_bytes"
-                f" ({block_bytes} bytes)"
-            )
-        if pool_bytes is not None and pool_bytes // block_bytes > _MOST_BLOCKS:
-            raise ValueError(
-                f"{source} ({pool_bytes} bytes) is more than {_MOST_BLOCKS} blocks of"
-                f" {block_bytes} bytes: give larger block_bytes"
-            )
-        if when_busy not in _WHEN_BUSY:
-            raise ValueError(
-                f"when_busy has to be one of {', '.join(map(repr, _WHEN_BUSY))}, not {when_busy!r}"
-            )
-        writers = (
-            _DEFAULT_WRITERS
-            if writer_threads is None
-            else _positive("writer_threads", writer_threads, _MOST_WRITERS)
-        )
-        in_flight = _positive("max_in_flight", max_in_flight, _MOST_IN_FLIGHT)
-        self._when_busy = when_busy
-        self._max_in_flight = max_in_flight
+        limits = Limits.of(pool_bytes, block_bytes, writer_threads, max_in_flight, when_busy)
+        self._birth = Birth("this Engine")
+        self._limits = limits
         self._closed = False
+        self._used = False
         try:
-            self._core = _core.Engine(pool_bytes or 0, block_bytes, writers, in_flight)
+            self._core = _core.Engine(
+                limits.pool_bytes, limits.block_bytes, limits.writer_threads, limits.max_in_flight
+            )
         except MemoryError:
             raise MemoryError(
-                f"the system has no address space for a pool of {pool_bytes or block_bytes} bytes:"
-                " give a smaller pool_bytes"
+                "the system has no address space for a pool of"
+                f" {limits.pool_bytes or limits.block_bytes} bytes: give a smaller pool_bytes"
             ) from None
 
     def __enter__(self) -> Engine:
@@ -152,29 +98,49 @@ class Engine:
     ) -> None:
         self.close()
 
-    def warm_up(self, nbytes: int) -> None:
+    def __repr__(self) -> str:
+        if self._birth.foreign():
+            return "<Engine of the parent process>"
+        if self._closed:
+            return "<Engine closed>"
+        stats = self._core.stats()
+        return (
+            f"<Engine pool {sizes.binary(stats['pool_bytes'])} in blocks of"
+            f" {sizes.binary(stats['block_bytes'])},"
+            f" {sizes.binary(stats['committed_bytes'])} committed,"
+            f" {sizes.binary(stats['leased_bytes'])} in use;"
+            f" {stats['saves_in_flight']} of {self._limits.max_in_flight} saves in flight>"
+        )
+
+    def warm_up(self, nbytes: Size) -> None:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
         In a process that has used CUDA the memory is pinned too, and the lanes of the devices it
         has used are made. What cannot be pinned is logged, and in the reports of later saves.
 
+        Args:
+            nbytes: An int, or a string such as "4GiB".
+
         Raises:
             MemoryError: The system has not that much.
             StillframeError: The engine is closed.
         """
-        nbytes = _positive("nbytes", nbytes)
-        for device in _device.in_use():
-            if why := self._core.use_device(device):
+        wanted = sizes.parse(nbytes, "nbytes")
+        core = core_of(self)
+        self._used = True
+        for number in device.in_use():
+            if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
         # A piece at a time: between two of them signals are answered. What has memory is skipped.
-        for upto in range(_WARM_UP_PIECE, nbytes, _WARM_UP_PIECE):
-            if self._core.stats()["pool_bytes"] < upto:
+        for upto in range(_WARM_UP_PIECE, wanted, _WARM_UP_PIECE):
+            if core.stats()["pool_bytes"] < upto:
                 break
-            self._core.warm_up(upto)
-        self._core.warm_up(nbytes)
+            core.warm_up(upto)
+        core.warm_up(wanted)
 
     def trim(self) -> None:
         """Gives the memory of blocks that are not in use back to the system."""
+        self._birth.refuse_child()
         self._core.trim()
 
     def close(self) -> None:
@@ -184,330 +150,155 @@ class Engine:
         Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
 
         Raises:
-            StillframeError: A CheckpointIO that stillframe wraps calls it in the middle of its work.
+            StillframeError: A CheckpointIO that stillframe wraps calls it from inside its work.
         """
-        _ordered.refuse_inside()
+        self._birth.refuse_child()
+        ordered.refuse_inside()
         with inside():
             self._closed = True
             self._core.close(None)
 
-    def stats(self) -> dict[str, int | str]:
+    def stats(self) -> EngineStats:
         """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool
         holds), `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
         `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
-        return {**self._core.stats(), "driver": self._core.driver()}
-
-    def _submit(
-        self,
-        obj: object,
-        path: Path,
-        *,
-        overlap: bool = True,
-        durable: bool = True,
-        check_mutation: bool = False,
-        on_durable: Callable[[Any, SaveReport], object] | None = None,
-        follow_link: bool = True,
-        create_parents: bool = False,
-    ) -> SaveHandle:
-        entered = time.perf_counter()
-        began = _core.trace_begin()
-        if on_durable is not None and not callable(on_durable):
-            raise TypeError(f"on_durable has to be callable, not {type(on_durable).__name__}")
-        _ordered.refuse_inside()  # it might wait for a slot
-        with inside() as nested:
-            self._core.stats()  # refuses a child's use of its parent's engine
-            target = paths.target(
-                path, follow_link=follow_link, create_parents=create_parents, durable=durable
-            )
-            with no_collection():
-                tree = skeleton.build(obj)
-                deferral = gate.defer(tree, overlap=overlap)
-            flags = (
-                (_core.SAVE_DURABLE if durable else 0)
-                | (_core.SAVE_NESTED if nested else 0)
-                | (_core.SAVE_CHECK_BYTES if check_mutation else 0)
-                | (_core.SAVE_NO_WAIT if self._when_busy != "wait" else 0)
-            )
-            handle = SaveHandle(target.shown)
-            handle._given_path = path
-            handle._on_durable = on_durable
-            handle._skeleton = tree
-            handle._num_tensors = tree.num_tensors
-            handle._devices = tree.devices
-            handle._fallbacks = list(tree.fallbacks)
-            handle._entered_to_ticket_s = time.perf_counter() - entered
-            completion.completion.start()
-            ticket = _core.Ticket(
-                self._core, target.directory, target.name, tree.data, tree.rows, flags
-            )
-            handle._ticket = ticket
-            _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
-            if deferral.indices:
-                handle._deferral = deferral
-            try:
-                completion.in_flight[ticket.number] = handle
-                ticket.submit(_device.streams(tree.devices))
-            except BaseException as error:
-                if ticket.report()["launched_after_ns"] >= 0:
-                    # Ctrl-C came just after. The save goes on; its verdict and its sources are
-                    # the handle's business, and later saves stand behind it.
-                    _after_launch(handle, tree, deferral)
-                    raise
-                completion.in_flight.pop(ticket.number, None)
-                deferral.close()
-                handle._ticket = None
-                if isinstance(error, BusyError) and self._when_busy == "skip":
-                    handle._settled = True
-                    handle._skeleton = handle._on_durable = None
-                    return handle
-                raise
-            _after_launch(handle, tree, deferral)
-            handle._blocked_s = time.perf_counter() - entered
-            _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
-            if completion.completion.over:
-                handle.settle_here()
-            for sentence in tree.fallbacks:
-                log.info("stillframe: %s: %s", target.shown, sentence)
-            return handle
+        self._birth.refuse_child()
+        figures = {**self._core.stats(), "driver": self._core.driver()}
+        return cast(EngineStats, {name: figures[name] for name in EngineStats.__annotations__})
 
 
-def _after_launch(handle: SaveHandle, tree: skeleton.Skeleton, deferral: gate.Deferral) -> None:
-    """Steps wait for what is still to be copied; what is not is let go of."""
-    if deferral.indices:
-        gate.track(handle)
-        if handle._copied:  # the completion thread said so before this line
-            gate.untrack(handle)
-    else:
-        deferral.close()
-        if not tree.devices:  # those are still being copied
-            handle._release_sources()
+# ---- what the package asks of an engine ----
 
 
-# ---- the default engine ----
-
-_lock = threading.RLock()
-_default: Engine | None = None
-_default_options: dict[str, Any] = {}
-
-
-def default_engine() -> Engine:
-    """The process's own engine, made at its first use. A forked child gets one of its own."""
-    global _default
-    with _lock:
-        if _default is None or _default._closed:
-            _default = Engine(**_default_options)
-        return _default
-
-
-def configure(**engine_options: Any) -> None:
-    """Sets the options of the default engine (those of `Engine`) before its first use.
+def core_of(engine: Engine) -> _core.Engine:
+    """The core's engine, for a call that needs it open.
 
     Raises:
-        StillframeError: The default engine is in use already.
-        TypeError, ValueError: As `Engine` does.
+        ForkError: In a child of the process that made it.
+        StillframeError: It was closed.
     """
-    with _lock:
-        if _default is not None and not _default._closed:
-            raise StillframeError(
-                "configure() has to come before the first use of the default engine"
-            )
-        Engine(**engine_options).close()  # refuses what an engine would refuse
-        _default_options.clear()
-        _default_options.update(engine_options)
+    engine._birth.refuse_child()
+    if engine._closed:
+        raise StillframeError(
+            "the engine was closed: make another one, or give no engine= to use"
+            " stillframe.default_engine()"
+        )
+    return engine._core
 
 
-# ---- the functions ----
+def limits_of(engine: Engine) -> Limits:
+    return engine._limits
 
 
-def async_save(
-    obj: object,
-    path: Path,
-    *,
-    overlap: bool = True,
-    durable: bool = True,
-    check_mutation: bool = False,
-    on_durable: Callable[[Any, SaveReport], object] | None = None,
-    engine: Engine | None = None,
-) -> SaveHandle:
-    """Saves `obj` to `path` as `torch.save` would, without stopping training. The file holds the
-    state as it is now.
+def is_closed(engine: Engine) -> bool:
+    return engine._closed
 
-    What only an optimizer's step changes is copied after the call, under the next forward and
-    backward; the next step waits for the copy by itself. Everything else is copied before the call
-    returns. See "What a save promises" in README.
 
-    Args:
-        obj: Anything `torch.save` takes.
-        path: A local path. A link is followed, a parent directory has to be there.
-        overlap: False copies everything inside the call.
-        durable: Sync the file and its directory. False gives up power failures: after one the path
-            holds the old file, the new one, or a damage that `load` notices.
-        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to
-            find code that writes at the wrong time. Slow.
-        on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
-            durable.
-        engine: The engine to use, `default_engine()` by default.
+def is_used(engine: Engine) -> bool:
+    """Whether it has saved, taken a snapshot or been warmed up; what it refused does not count."""
+    return engine._used
 
+
+def note_use(engine: Engine) -> None:
+    engine._used = True
+
+
+def refuse_no_engine(engine: object) -> None:
+    """
     Raises:
-        TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
-        SaveError: (phase "open") The parent is missing, or the path is a directory or no regular
-            file.
-        BusyError, ForkError, StillframeError: See `Engine`.
-        Exception: What `torch.save` raises for an object it cannot save.
+        TypeError: It is no `Engine`.
     """
-    return (engine or default_engine())._submit(
-        obj,
-        path,
-        overlap=overlap,
-        durable=durable,
-        check_mutation=check_mutation,
-        on_durable=on_durable,
+    if isinstance(engine, Engine):
+        return
+    if engine is Engine:
+        raise TypeError(
+            "engine has to be an Engine that was made, as in engine=Engine(): not the class"
+        )
+    raise TypeError(
+        f"engine has to be a stillframe.Engine, not {engine!r}: tensors of every device go through"
+        " any of them"
     )
 
 
-def save(
-    obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None
-) -> SaveReport | None:
-    """Saves `obj` to `path` and waits until it is durable. Raises and returns what
-    `async_save(...).result()` does."""
-    handle = async_save(obj, path, overlap=False, durable=durable, engine=engine)
-    return handle.result()
+def usage(engine: Engine) -> str:
+    """Who holds how much of the pool, and what can be done."""
+    stats = engine._core.stats()
+    by_saves, leased = stats["save_bytes"], stats["leased_bytes"]
+    return (
+        f"The pool has {sizes.binary(stats['pool_bytes'])} in blocks of"
+        f" {sizes.binary(stats['block_bytes'])}: snapshots hold"
+        f" {sizes.binary(max(0, leased - by_saves))} of it, saves under way"
+        f" {sizes.binary(by_saves)}. Release snapshots (and the tensors of their trees), or give"
+        " the pool more memory: Engine(pool_bytes=...), or STILLFRAME_POOL_BYTES for the default"
+        " engine."
+    )
 
 
-def remove(path: Path) -> None:
-    """Removes a file, link or directory tree, in the order of submission; returns at once.
-
-    It runs when every save submitted before it has ended, and only if the last of them became
-    durable: otherwise the name stays and a warning is logged. So removing an old checkpoint after
-    saving a new one never leaves fewer than one. A missing name is no error.
-    """
-    key = paths.key(path, follow_link=False)
-    completion.completion.start()
-    _core.log_remove(key)
-    if completion.completion.over and not _ordered.is_inside():
-        _core.log_drain(None)
+# ---- one save ----
 
 
-def exists(path: Path) -> bool:
-    """Whether `path` will be there when the saves and removes submitted so far have ended."""
-    known = _core.log_exists(paths.key(path, follow_link=False))
-    if known < 0 and os.path.islink(path):
-        known = _core.log_exists(paths.key(path, follow_link=True))
-    return os.path.exists(path) if known < 0 else bool(known)
-
-
-def wait_all(timeout: float | None = None) -> None:
-    """Waits until every save and remove of the process has ended; raises the first error nobody has
-    collected.
-
-    Raises:
-        TimeoutError: `timeout` seconds passed.
-    """
-    _ordered.refuse_inside()
-    with inside():
-        if not _core.log_drain(timeout):
-            raise TimeoutError(f"{_core.log_pending()} saves and removes have not ended yet")
-        _settle_all()
-    for error in take_failures():
-        raise error
-
-
-def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
-    """Waits until no save or remove of `path` that was submitted before is pending."""
-    with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
-        os.close(open_in_order(path, follow_link=follow_link))
-
-
-def open_in_order(path: Path, *, follow_link: bool = True) -> int:
-    """Waits as `wait_for_path` does and returns a descriptor of what the path is at that point of
-    the log.
-
-    Raises:
-        OSError: As `os.open`.
-    """
-    _ordered.refuse_inside()
-    with inside():
-        if follow_link and os.path.islink(path):
-            # It may be about to become another link.
-            with contextlib.suppress(OSError):
-                os.close(_core.LogLoad(paths.key(path, follow_link=False)).open())
-        load = _core.LogLoad(paths.key(path, follow_link=follow_link))
+def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> SaveHandle:
+    """Starts a save: see `stillframe.async_save`."""
+    entered = time.perf_counter()
+    began = _core.trace_begin()
+    ordered.refuse_inside()  # it might wait for a slot
+    _refuse_swapped(obj, path)
+    with inside() as nested:
+        core = core_of(engine)
+        target = paths.target(
+            path,
+            follow_link=options.follow_link,
+            create_parents=options.create_parents,
+            durable=options.durable,
+        )
+        with no_collection():
+            tree = skeleton.build(obj)
+            deferral = gate.defer(tree, overlap=options.overlap)
+        flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
+        completion.completion.start()
+        ticket = _core.Ticket(core, target.directory, target.name, tree.data, tree.rows, flags)
+        save = CoreSave(
+            ticket,
+            tree,
+            deferral,
+            path=target.shown,
+            given=path,
+            on_durable=options.on_durable,
+            entered=entered,
+        )
+        _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
         try:
-            return load.open()
-        except OSError as error:
-            raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+            save.launch(deferral)
+        except BusyError:
+            if engine._limits.when_busy == "skip":
+                return SkippedSave(target.shown)
+            raise _busy(engine) from None
+        except PoolExhaustedError:
+            raise PoolExhaustedError(
+                f"{target.shown} was not saved: the save needs memory of the pool that only"
+                f" snapshots could give back. {usage(engine)}"
+            ) from None
+        engine._used = True
+        _core.trace_end(_core.TRACE_CALL, began, ticket.number, tree.num_tensors)
+        if completion.completion.over:
+            wait_for_end(save)
+        for sentence in tree.fallbacks:
+            log.info("stillframe: %s: %s", target.shown, sentence)
+        return save
 
 
-# ---- the end of the process ----
+def _refuse_swapped(obj: object, path: object) -> None:
+    if isinstance(obj, (str, os.PathLike)) and not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"a path has to be a str or os.PathLike, not {type(path).__name__}: the arguments seem"
+            " to be swapped, the object comes first, then the path"
+        )
 
 
-def _announce_wait() -> None:
-    handles = [handle for handle in list(completion.in_flight.values()) if not handle.done()]
-    if handles:
-        names = ", ".join(handle.path for handle in handles)
-        _say(f"stillframe: waiting for {names} to reach the disk")
-    elif not _core.log_drain(0.2):  # an entry leaves the log a moment after its save has ended
-        _say("stillframe: waiting for removes of checkpoints")
-
-
-def _warn_once() -> None:
-    _say("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
-
-
-def _give_up() -> None:
-    for handle in list(completion.in_flight.values()):
-        handle.cancel()
-    _say("stillframe: given up")
-
-
-def _drain_at_exit() -> None:
-    """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up."""
-    interrupts = 1 if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else 0
-    steps: list[Callable[[], object]] = [
-        completion.completion.begin_exit,
-        _announce_wait,
-        lambda: _core.log_drain(None),
-        _settle_all,
-        completion.callbacks.finish,
-        lambda: _core.log_drain(None),  # what the callbacks saved
-        _close_default,
-        _core.log_stop,
-        completion.completion.stop,
-        end_at_exit,  # saves that finish here are still in the timeline
-    ]
-    while steps:
-        try:
-            steps[0]()
-            del steps[0]
-        except KeyboardInterrupt:
-            interrupts += 1
-            steps.insert(0, _give_up if interrupts > 1 else _warn_once)
-    _settle_all()
-    for error in take_failures(first_only=False):
-        _say(f"stillframe: a save failed: {error}")
-
-
-def _settle_all() -> None:
-    for handle in list(completion.in_flight.values()):
-        handle.done()
-
-
-def _close_default() -> None:
-    if _default is not None:
-        _default.close()
-
-
-def _say(sentence: str) -> None:
-    if sys.stderr is not None:
-        print(sentence, file=sys.stderr, flush=True)
-
-
-def _forked() -> None:
-    """In the child: a new default engine at its first use; the parent's is left alone."""
-    global _default, _lock
-    _lock = threading.RLock()
-    _default = None
-
-
-atexit.register(_drain_at_exit)
-os.register_at_fork(after_in_child=_forked)
+def _busy(engine: Engine) -> BusyError:
+    most = engine._limits.max_in_flight
+    names = ", ".join(save.path for save in list(completion.in_flight.values()))
+    return BusyError(
+        f"as many saves are under way as max_in_flight={most} allows ({names}). Wait for one with"
+        " handle.result(), or make the engine with a larger max_in_flight or when_busy='wait'."
+    )

@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,8 +35,9 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import ownership
-from stillframe._save.ownership import Owner, register_optimizer
+from stillframe._save import ownership, steps
+from stillframe._save.ownership import Owner, bookkeeping
+from stillframe._save.steps import register_optimizer
 
 __all__ = [
     "Deferral",
@@ -71,6 +73,7 @@ class Sources(Protocol):
 
 
 _pendings: dict[int, Pending] = {}  # by id
+_late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -88,20 +91,27 @@ class Deferral:
 
     Attributes:
         indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
+        fallbacks: Sentences for the report: whose storages are not among them, and why.
     """
 
     __slots__ = (
         "__weakref__",
+        "_identities",
+        "_late",
         "_numbers",
         "_overtaken",
         "_parts",
         "_tensors",
         "_versions",
+        "fallbacks",
         "indices",
     )
 
     def __init__(self) -> None:
         self.indices: list[int] = []
+        self.fallbacks: list[str] = []
+        self._identities: list[int] = []  # of all storages of the save
+        self._late: set[int] | None = None  # of those copied after the call, once asked for
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -127,8 +137,14 @@ class Deferral:
         place = self.indices.index(index) if index in self.indices else len(self.indices)
         for end, owner in self._parts:
             if place < end:
-                owner.distrusted = True
+                owner.distrust("something beside its step changed it while it was copied")
                 return
+
+    def holds(self, identity: int) -> bool:
+        """Whether the storage with this StorageImpl is copied after the call."""
+        if self._late is None:
+            self._late = {self._identities[index] for index in self.indices}
+        return identity in self._late
 
     def release(self) -> None:
         """Lets go of the tensors once the verdict is given; `distrust` still works."""
@@ -143,6 +159,13 @@ class Deferral:
         owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
         if len(self.indices) > before:
             self._parts.append((len(self.indices), owner))
+
+    def _explain(self, owners: Iterable[Owner], numbers: dict[int, int]) -> None:
+        deferred = set(self.indices)
+        for owner in owners:
+            sentence = owner.captured(numbers, deferred)
+            if sentence is not None and sentence not in self.fallbacks:
+                self.fallbacks.append(sentence)
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
@@ -165,13 +188,18 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         if not ownership.active():
             numbers = dict(zip(skeleton.identities, range(len(skeleton.identities)), strict=True))
             with torch._C.DisableTorchFunction():
-                for owner in ownership.living():
+                owners = list(ownership.living())
+                for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
+                deferral._identities = skeleton.identities
+                deferral._explain(owners, numbers)
     except BaseException:
         deferral.close()
         raise
     if not deferral.indices:
         deferral.close()
+    for sentence in deferral.fallbacks:
+        ownership.tell_once(sentence)
     return deferral
 
 
@@ -190,12 +218,14 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
                 deferral = ref()
                 break
     if deferral is not None:
+        _late[id(pending)] = deferral
         deferral.close()
 
 
 def untrack(pending: Pending) -> None:
     """Nobody needs to wait for the save any more: it is staged or has ended. Idempotent."""
     _pendings.pop(id(pending), None)
+    _late.pop(id(pending), None)
 
 
 def wait() -> None:
@@ -213,14 +243,35 @@ def wait() -> None:
                 untrack(pending)
 
 
+def anything_copied() -> bool:
+    """Whether a storage may be being copied behind a call, or is about to be."""
+    return bool(_late or _calls)
+
+
+def wait_for_storage(identity: int) -> None:
+    """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
+    the calling thread's current stream wait. Raises as `wait` does."""
+    for key, (thread, _) in _calls.copy().items():
+        _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
+    for key, deferral in _late.copy().items():
+        pending = _pendings.get(key)
+        if pending is not None and deferral.holds(identity) and pending.gate() is not False:
+            untrack(pending)
+
+
+def _is_over(key: int, thread: int, end: float) -> bool:
+    """Whether a call is over, waiting for it unless it is this thread's own."""
+    mine = threading.get_ident()
+    while thread != mine and key in _calls and time.monotonic() < end:
+        time.sleep(_CALL_POLL_S)
+    return key not in _calls
+
+
 def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
-    mine = threading.get_ident()
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in _calls.copy().items():
-        while thread != mine and key in _calls and time.monotonic() < end:
-            time.sleep(_CALL_POLL_S)
-        if key in _calls:
+        if not _is_over(key, thread, end):
             # A step inside this thread's own call, or a call that never ends: that save cannot
             # hold what it promised.
             deferral = ref()
@@ -230,9 +281,11 @@ def _wait_for_calls() -> None:
 
 
 @_eager
-def _gate(owner: Owner) -> None:
-    """The last moment before a step writes."""
-    owner.compare()
+def _gate(owner: Owner | None) -> None:
+    """The last moment before a step writes. It holds the step back whatever became of the
+    bookkeeping, and raises only what a signal handler does."""
+    if owner is not None:
+        owner.compare()
     if _calls:
         _wait_for_calls()
     if _pendings:
@@ -253,42 +306,96 @@ def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
     return gated
 
 
-@_eager
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The pre-hook: gates at once, or passes on a closure that gates."""
-    _core.trace_step_begins(optimizer)
-    owner = ownership.meet(optimizer)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@bookkeeping
+def _begin(optimizer: Optimizer) -> Owner:
+    owner = ownership.find(optimizer)
+    if owner is None:
+        owner = ownership.meet(optimizer)
+        _gate_writers(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():
         # The graph's replays will change everything with no hook to say so.
-        owner.distrusted = True
+        owner.distrust("its step was captured in a CUDA graph")
+    return owner
+
+
+@bookkeeping
+def _passed_on(
+    optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The step's arguments with a closure that gates, where the gate may stand behind it."""
     known = owner.qualifies(optimizer) and not owner.ungated
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     # Another pre-hook may write, and runs before the closure does.
     others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
-    if closure is None or others or not known:
-        _gate(owner)
+    if others or not known:
         return None
-    gated = _behind(closure, owner)
-    if len(args) > 1:
-        return (args[0], gated, *args[2:]), kwargs
-    return args, {**kwargs, "closure": gated}
+    closure, place = kwargs.get("closure"), owner.closure_place
+    if callable(closure):
+        return args, {**kwargs, "closure": _behind(closure, owner)}
+    if place is not None and len(args) > place and callable(args[place]):
+        return (*args[:place], _behind(args[place], owner), *args[place + 1 :]), kwargs
+    return None
+
+
+@bookkeeping
+def _end(optimizer: Optimizer) -> bool:
+    """False inside another step of the optimizer."""
+    owner = ownership.find(optimizer)
+    return owner is None or owner.end(optimizer)
+
+
+def _gate_writers(kind: type[Any]) -> None:
+    """Makes steps of the methods in which listed classes write beside `step`."""
+    for each in kind.__mro__:
+        for name in steps.writers(each):
+            method = each.__dict__.get(name)
+            if isinstance(method, FunctionType) and method.__code__ not in ownership.step_codes:
+                setattr(each, name, _as_step(method))
+
+
+def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ownership.enter(self)
+        _gate(_begin(self))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if _end(self) is not False:
+                ownership.leave(self)
+
+    ownership.step_codes.add(writing.__code__)
+    return functools.wraps(method)(writing)
+
+
+@_eager
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The pre-hook: gates at once, or passes on a closure that gates."""
+    _core.trace_step_begins(optimizer)
+    ownership.enter(optimizer)
+    owner = _begin(optimizer)
+    passed_on = None if owner is None else _passed_on(optimizer, owner, args, kwargs)
+    if passed_on is None:
+        _gate(owner)
+    return passed_on
 
 
 @_eager
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The post-hook."""
-    owner = ownership.find(optimizer)
-    if owner is not None:
-        owner.end(optimizer)
+    if _end(optimizer) is not False:
+        ownership.leave(optimizer)
     _core.trace_step_ends(optimizer)
 
 
 def forked() -> None:
     """Runs in a forked child: the parent's saves are not waited for here."""
     _pendings.clear()
+    _late.clear()
     _calls.clear()
 
 

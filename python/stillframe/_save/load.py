@@ -12,7 +12,7 @@ import torch
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import no_collection
-from stillframe._save import engine
+from stillframe._save import ordered
 from stillframe.errors import CorruptCheckpointError
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -61,7 +61,7 @@ def load(
 
 def _open(path: str) -> int:
     """A descriptor of what `path` is once earlier saves and removes of it have ended."""
-    return engine.open_in_order(path)
+    return ordered.open_in_order(path)
 
 
 def _load_fd(

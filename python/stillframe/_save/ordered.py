@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 
 from stillframe import _core
+from stillframe._base import paths
+from stillframe._base.calls import inside
 from stillframe._save import completion
 from stillframe.errors import StillframeError
 
@@ -153,6 +155,35 @@ def wait_for_key(key: bytes) -> None:
     refuse_inside()
     with contextlib.suppress(OSError):  # the name need not be there, nor be a local one
         os.close(_core.LogLoad(key).open())
+
+
+Path = str | os.PathLike[str]
+
+
+def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
+    """Waits until no save or remove of `path` that was submitted before is pending."""
+    with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
+        os.close(open_in_order(path, follow_link=follow_link))
+
+
+def open_in_order(path: Path, *, follow_link: bool = True) -> int:
+    """Waits as `wait_for_path` does and returns a descriptor of what the path is at that point of
+    the log.
+
+    Raises:
+        OSError: As `os.open`.
+    """
+    refuse_inside()
+    with inside():
+        if follow_link and os.path.islink(path):
+            # It may be about to become another link.
+            with contextlib.suppress(OSError):
+                os.close(_core.LogLoad(paths.key(path, follow_link=False)).open())
+        load = _core.LogLoad(paths.key(path, follow_link=follow_link))
+        try:
+            return load.open()
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def _forked() -> None:

@@ -1,9 +1,12 @@
 """Who owns which storage: what is known of every optimizer that has stepped.
 
 An `Owner` stands for one optimizer, found by a weak reference. It knows whether the optimizer
-`qualifies` (its step is torch's own, or was vouched for with `register_optimizer`), whether a
-step of it is going on, and through its ``Observer`` (C) which of its storages change in steps
-only. Nothing here keeps an optimizer or a tensor alive.
+`qualifies` (its step is known, see `stillframe._save.steps`), whether a step of it is going on, and
+through its ``Observer`` (C) which of its storages change in steps only. Nothing here keeps an
+optimizer or a tensor alive.
+
+What looks at an optimizer does so as `bookkeeping`: it may fail there, and then everything of that
+optimizer is captured. One for which there can be no owner is only marked while it steps.
 
 Several threads may step different optimizers, and a signal handler may come in anywhere. So
 there is no lock: shared state is changed by single dict and set operations, which the interpreter
@@ -13,95 +16,66 @@ lock makes atomic, and one owner is only ever changed by the thread that steps i
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from stillframe import _core
+from stillframe._save import steps
+from stillframe._save.guard import guarded
 
-# The code of the wrapper in which torch runs the hooks of a step.
-_HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
-_MAX_LAYERS = 32
+log = logging.getLogger("stillframe")
+
+_MIN_NBYTES = 4096  # smaller storages are captured whoever owns them
+_MOST_LOOKS = 64  # at parameters, to see whether a save has an optimizer's
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
-_active: set[int] = set()  # serials of optimizers between a step's start and its end
+_active: set[int] = set()  # ids of optimizers between a step's start and its end
 _claimed: dict[int, int] = {}  # storage -> serial of the first owner; kept by the observers
-_vouched: set[Any] = set()  # the step functions of registered classes
 _serials = itertools.count(1)
+_told: set[str] = set()  # what was logged, once
+# The frames of these are steps: the hooks' wrapper, and `gate`'s around methods that write as well.
+step_codes: set[CodeType] = {steps.HOOKED}
 
 
-def _layers(step: Any) -> list[Any]:
-    """The functions between a step's hooks, outermost first.
-
-    What is wrapped around the hooks (an LR scheduler, Lightning, a compiled step) runs before or
-    after the step as far as the gate is concerned, and is left out.
-    """
-    layers: list[Any] = []
-    inside = False
-    for _ in range(_MAX_LAYERS):
-        if step is None:
-            break
-        step = getattr(step, "__func__", step)
-        if not inside and getattr(step, "__code__", None) is _HOOKED:
-            inside = True
-            layers.clear()
-        else:
-            layers.append(step)
-        inner = getattr(step, "__wrapped__", None)
-        step = inner if inner is not None else getattr(step, "_torchdynamo_orig_callable", None)
-    return layers
+def tell_once(sentence: str) -> None:
+    """Logs what costs a user overlap."""
+    if sentence not in _told:
+        _told.add(sentence)
+        log.info("stillframe: %s", sentence)
 
 
-def _module(function: Any) -> str:
-    # `__module__` is copied by functools.wraps; the globals are the function's own.
-    name = getattr(function, "__globals__", {}).get("__name__", "")
-    return name if isinstance(name, str) else ""
-
-
-def _is_known(step: Any) -> bool:
-    layers = _layers(step)
-    if not layers:
-        return False
-    if layers[0] in _vouched:
-        return True
-    return _module(layers[-1]).startswith("torch.optim.") and all(
-        _module(layer).startswith("torch.") for layer in layers
+def _give_up(subject: Any, error: Exception) -> None:
+    """Bookkeeping of an optimizer, or of its owner, has failed."""
+    owner = subject if isinstance(subject, Owner) else _owners.get(id(subject))
+    if owner is not None:
+        owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
+    kind = type(subject) if owner is None else owner.kind
+    log.debug("stillframe: a %s cannot be watched", kind.__qualname__, exc_info=error)
+    tell_once(
+        f"a {steps.name_of(kind)} cannot be watched ({type(error).__name__}), so its parameters and"
+        " state are copied inside the call of each save"
     )
 
 
-def register_optimizer(optimizer_class: type[Optimizer]) -> None:
-    """Vouches for an optimizer class, so that saves may overlap training with it.
-
-    By this call you promise that the class's ``step`` calls the closure, if it is given one,
-    before it changes anything, and that nothing outside ``step`` writes the optimizer's
-    parameters and state. Subclasses count only if they inherit ``step`` unchanged.
-
-    Args:
-        optimizer_class: A subclass of ``torch.optim.Optimizer``.
-
-    Raises:
-        TypeError: It is not one.
-    """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"expected a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
-    layers = _layers(optimizer_class.step)
-    if layers:
-        _vouched.add(layers[0])
+bookkeeping = guarded(_give_up)
 
 
 class Owner:
     """One optimizer, as far as saves are concerned.
 
     Attributes:
-        distrusted: Everything of it is captured, for as long as it lives.
+        closure_place: Where in a step's positional arguments the closure stands, if it does.
         ungated: A step of it did not call the closure it was given, so the gate never waits for
             the closure again.
         gated: The closure passed on in the present step has been called.
+        kind: The optimizer's class.
     """
 
     __slots__ = (
@@ -111,8 +85,10 @@ class Owner:
         "_rivals",
         "_seen",
         "_serial",
-        "distrusted",
+        "_why",
+        "closure_place",
         "gated",
+        "kind",
         "observer",
         "ref",
         "ungated",
@@ -124,52 +100,65 @@ class Owner:
         self._known = False
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
-        self.distrusted = False
+        self._why = ""
+        self.closure_place: int | None = None
         self.ungated = False
         self.gated = True
+        self.kind = type(optimizer)
         self.observer = _core.Observer(_claimed, self._serial)
         self.ref = weakref.ref(optimizer, _Burial(id(optimizer)))
 
+    @property
+    def distrusted(self) -> bool:
+        """Everything of it is captured, for as long as it lives."""
+        return bool(self._why)
+
+    def distrust(self, why: str) -> None:
+        """Has everything captured from now on; the first reason stays."""
+        self._why = self._why or why
+
     def qualifies(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's step is torch's own or that of a registered class."""
+        """Whether the optimizer's step is torch's own, a listed or a registered class's."""
         own = optimizer.__dict__.get("step")  # where LR schedulers put their wrapper
         step = type(optimizer).step if own is None else own
         seen, vouched = self._seen
-        if seen is None or seen() is not step or vouched != len(_vouched):
-            self._known = _is_known(step)
+        if seen is None or seen() is not step or vouched != len(steps.vouched):
+            self._known = steps.is_known(type(optimizer), step)
+            self.closure_place = steps.closure_place(step)
             # A bound method dies at once and is looked at each time; held, it would keep the
             # optimizer alive.
             try:
-                self._seen = (weakref.ref(step), len(_vouched))
+                self._seen = (weakref.ref(step), len(steps.vouched))
             except TypeError:
                 self._seen = (None, 0)
         return self._known
 
     def begin(self, optimizer: Optimizer) -> None:
-        """A step begins. Until it ends, every save captures everything.
+        """A step begins.
 
-        A step that raised has left its mark, since torch then runs no hook. So a mark counts as
-        a step around this one only where that step is found on the stack.
+        One that raised has left its mark, since torch then runs no hook. So a mark counts as a
+        step around this one only where that step is found on the stack.
         """
-        _active.add(self._serial)
         nested = self._depth > 0 and _steps_on_stack(optimizer) > 1
         self._depth = self._depth + 1 if nested else 1
         if not nested:
             self.gated = True
 
-    def end(self, optimizer: Optimizer) -> None:
-        """A step has ended: looks at what only the next one should change."""
+    def end(self, optimizer: Optimizer) -> bool:
+        """A step has ended: looks at what only the next one should change. False inside a step
+        around it."""
         if self._depth > 1:
             self._depth -= 1
-            return
+            return False
         if not self.gated:
-            self.distrusted = self.ungated = True
+            self.ungated = True
+            self.distrust("its step did not call the closure it was given")
         try:
             if self._known and not self.distrusted:
                 self._record(optimizer)
         finally:
             self._depth = 0
-            _active.discard(self._serial)
+        return True
 
     def _record(self, optimizer: Optimizer) -> None:
         groups, state = optimizer.param_groups, optimizer.state
@@ -188,11 +177,13 @@ class Owner:
                     rival._rivals.add(self)
                     self._rivals.add(rival)
 
+    @bookkeeping
     def compare(self) -> None:
         """The gate of the next step is reached."""
         with torch._C.DisableTorchFunction():
             self.observer.compare()
 
+    @bookkeeping
     def defer(
         self,
         numbers: dict[int, int],
@@ -204,14 +195,46 @@ class Owner:
     ) -> None:
         """Marks what of a save may be copied late; see ``Observer.defer``."""
         optimizer = self.ref()
-        if optimizer is None or self.distrusted or not self.qualifies(optimizer):
+        if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         groups, state = optimizer.param_groups, optimizer.state
         self.observer.defer(groups, state, numbers, rows, indices, owners, tensors, versions)
 
+    @bookkeeping
+    def captured(self, numbers: dict[int, int], deferred: set[int]) -> str | None:
+        """Says why nothing of the optimizer is copied late in a save that has something of it;
+        None where it is, or has not.
+
+        Args:
+            numbers: As for `defer`.
+            deferred: What is copied late of the save, whoever owns it.
+        """
+        if self._known and not self._why:
+            return None
+        optimizer = self.ref()
+        if optimizer is None or not self._is_in(optimizer, numbers, deferred):
+            return None
+        name = steps.name_of(self.kind)
+        if self._why:
+            return f"what belongs to a {name} was copied inside the call, since {self._why}"
+        return (
+            f"what belongs to a {name} was copied inside the call, since its step is not known: if"
+            " it calls the closure first, and nothing but the step writes parameters and state, say"
+            f" stillframe.register_optimizer({self.kind.__name__}) and it is copied beside training"
+        )
+
+    def _is_in(self, optimizer: Optimizer, numbers: dict[int, int], deferred: set[int]) -> bool:
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        for p in itertools.islice(params, _MOST_LOOKS):
+            if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
+                storage = p.untyped_storage()
+                number = numbers.get(storage._cdata)
+                if number is not None and storage.nbytes() > _MIN_NBYTES:
+                    return number not in deferred
+        return False
+
     def bury(self) -> None:
         """The optimizer is gone. Storages it shared with another belong to that one alone."""
-        _active.discard(self._serial)
         for rival in tuple(self._rivals):
             rival.observer.forget()
 
@@ -228,6 +251,7 @@ class _Burial:
         owner = _owners.get(self._key)
         if owner is not None and owner.ref is ref:
             del _owners[self._key]
+            _active.discard(self._key)
             owner.bury()
 
 
@@ -235,12 +259,13 @@ def _steps_on_stack(optimizer: Optimizer) -> int:
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None:
-        if frame.f_code is _HOOKED and frame.f_locals.get("self") is optimizer:
+        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer:
             count += 1
         frame = frame.f_back
     return count
 
 
+@bookkeeping
 def _loaded(optimizer: Optimizer) -> None:
     """``load_state_dict`` has run: whatever was learned is learned again."""
     owner = find(optimizer)
@@ -260,8 +285,10 @@ def meet(optimizer: Optimizer) -> Owner:
     if owner is None:
         owner = Owner(optimizer)
         _owners[id(optimizer)] = owner
-        register: Callable[..., Any] = optimizer.register_load_state_dict_post_hook
-        register(_loaded)
+        # What was made without Optimizer.__init__ may lack these hooks: then nothing is learned
+        # anew after load_state_dict.
+        if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            optimizer.register_load_state_dict_post_hook(_loaded)
     return owner
 
 
@@ -270,6 +297,17 @@ def living() -> Iterator[Owner]:
     # A list is filled in one piece. A tuple of a view is made between two looks at the dict, and a
     # collection of garbage there takes out the owners of optimizers that it finds.
     return iter(list(_owners.values()))
+
+
+def enter(optimizer: Any) -> None:
+    """A step begins. Until it ends, every save captures everything: what else is known of the
+    optimizer does not matter."""
+    _active.add(id(optimizer))
+
+
+def leave(optimizer: Any) -> None:
+    """A step, and every one around it, has ended."""
+    _active.discard(id(optimizer))
 
 
 def active() -> bool:

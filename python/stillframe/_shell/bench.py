@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stillframe._base.sizes import argument, decimal
 from stillframe._shell import bench_raw as raw
 
 GOOD, UNUSABLE = 0, 2
@@ -37,7 +38,6 @@ _DISK_TIMES = 3
 _TENSOR_NUMEL = 512 << 10
 _SLOW_SHARE = 0.6
 _BUSY_SHARE = 0.1
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class BenchError(Exception):
@@ -114,8 +114,8 @@ def advice(result: Result) -> list[str]:
         )
     if result.pool_bytes < result.nbytes:
         found.append(
-            f"The pool ({_size(result.pool_bytes)}) is smaller than this state"
-            f" ({_size(result.nbytes)}), so optimizer steps wait for the disk. Give it more with"
+            f"The pool ({decimal(result.pool_bytes)}) is smaller than this state"
+            f" ({decimal(result.nbytes)}), so optimizer steps wait for the disk. Give it more with"
             f" STILLFRAME_POOL_BYTES or stillframe.configure(pool_bytes=...)."
         )
     shares = result.shares()
@@ -237,7 +237,7 @@ class _Bench:
         self._load()
 
     def _save(self) -> Any:
-        from stillframe._save.engine import async_save
+        from stillframe._save.api import async_save
 
         path = self._directory / "save.pt"
         path.unlink(missing_ok=True)
@@ -277,13 +277,13 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
         asked = int(min(max(_PROBE_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
     elif asked > memory:
         raise BenchError(
-            f"a state of {_size(asked)} needs {_size(asked * _MEMORY_TIMES)} of memory and"
-            f" {_size(memory * _MEMORY_TIMES)} are free: ask for a smaller --size"
+            f"a state of {decimal(asked)} needs {decimal(asked * _MEMORY_TIMES)} of memory and"
+            f" {decimal(memory * _MEMORY_TIMES)} are free: ask for a smaller --size"
         )
     elif asked > room:
         raise BenchError(
-            f"a state of {_size(asked)} needs {_size(asked * _DISK_TIMES)} on the disk and"
-            f" {_size(room * _DISK_TIMES)} are free: ask for a smaller --size"
+            f"a state of {decimal(asked)} needs {decimal(asked * _DISK_TIMES)} on the disk and"
+            f" {decimal(room * _DISK_TIMES)} are free: ask for a smaller --size"
         )
     return max(asked // raw.PAGE_BYTES, 1) * raw.PAGE_BYTES
 
@@ -376,26 +376,6 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
 # ---- showing ---------------------------------------------------------------------------------
 
 
-def parse_size(text: str) -> int:
-    """`160MB`, `4GiB`, `1000000` as bytes; argparse's error otherwise."""
-    digits = text.strip().lower().rstrip("kmgib ")
-    unit = text.strip().lower()[len(digits) :].strip()
-    try:
-        nbytes = int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        nbytes = 0
-    if nbytes <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size (try 500MB or 4GiB)")
-    return nbytes
-
-
-def _size(nbytes: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
@@ -431,15 +411,17 @@ def show(result: Result) -> None:
         console = Console(width=max(100, len(result.directory) + 80))
     rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
     print(
-        f"{_size(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
-        f" pool of at most {_size(result.pool_bytes)}"
+        f"{decimal(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
+        f" pool of at most {decimal(result.pool_bytes)}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("", "time", "rate", "share"):
         table.add_column(column, justify="left" if column in ("", "share") else "right")
     for name, seconds, share in rows:
         rate = (
-            "" if name.endswith("the call returns after") else f"{_size(result.nbytes / seconds)}/s"
+            ""
+            if name.endswith("the call returns after")
+            else f"{decimal(result.nbytes / seconds)}/s"
         )
         table.add_row(Text(name), _time(seconds), rate, share)
     console.print(table)
@@ -473,9 +455,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
     parser.add_argument(
         "--size",
-        type=parse_size,
+        type=argument(),
         help="bytes of the state, such as 500MB (default: what the disk writes in a second,"
-        f" {_size(_LEAST_NBYTES)} to {_size(_MOST_NBYTES)})",
+        f" {decimal(_LEAST_NBYTES)} to {decimal(_MOST_NBYTES)})",
     )
     parser.add_argument("--json", action="store_true", help="print an object, not a table")
     parser.set_defaults(run=run)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+from stillframe._base.sizes import argument, decimal
 
 if TYPE_CHECKING:
     from stillframe._shell.demo_story import Story
@@ -35,8 +36,6 @@ MIN_BYTES = 1 << 20
 # gradients, AdamW's moments and what the step itself needs.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
 class CannotRun(Exception):
@@ -90,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--size",
-        type=_size,
+        type=argument(least=MIN_BYTES),
         default=300_000_000,
         metavar="BYTES",
         help="bytes of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
@@ -109,16 +108,6 @@ def _parser() -> argparse.ArgumentParser:
         f"{MOST_STEPS}, fewer where they are slow)",
     )
     return parser
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give bytes, 300MB or 2GiB")
-    nbytes = int(float(match[1]) * _UNITS[match[2] or ""])
-    if nbytes < MIN_BYTES:
-        raise argparse.ArgumentTypeError(f"{text} is too small to measure: give 1MiB or more")
-    return nbytes
 
 
 def _steps(text: str) -> int:
@@ -190,23 +179,16 @@ def _check_room(nbytes: int, directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if free < need:
         raise CannotRun(
-            f"{directory} has {in_bytes(free)} free, and checkpoints of {in_bytes(nbytes)} need "
-            f"{in_bytes(need)}: give a smaller --size, or a --dir with more room"
+            f"{directory} has {decimal(free)} free, and checkpoints of {decimal(nbytes)} need "
+            f"{decimal(need)}: give a smaller --size, or a --dir with more room"
         )
     need = MEMORY_BASE + MEMORY_FACTOR * nbytes
     memory = _free_memory()
     if memory is not None and memory < need:
         raise CannotRun(
-            f"{in_bytes(memory)} of memory are free, and checkpoints of {in_bytes(nbytes)} need "
-            f"{in_bytes(need)} here, most of it for Lightning's copies: give a smaller --size"
+            f"{decimal(memory)} of memory are free, and checkpoints of {decimal(nbytes)} need "
+            f"{decimal(need)} here, most of it for Lightning's copies: give a smaller --size"
         )
-
-
-def in_bytes(nbytes: float) -> str:
-    """A size for people: "300 MB", "1.52 GB"."""
-    if nbytes >= 1e9:
-        return f"{nbytes / 1e9:.3g} GB"
-    return f"{nbytes / 1e6:.0f} MB" if nbytes >= 9.5e6 else f"{nbytes / 1e6:.1f} MB"
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stillframe._shell.demo import LEAST_STEPS, MOST_STEPS, SAVES, in_bytes
+from stillframe._base.sizes import decimal
+from stillframe._shell.demo import LEAST_STEPS, MOST_STEPS, SAVES
 from stillframe._shell.demo_model import BATCH, HIDDEN_LAYERS, accuracy, width_for
 from stillframe._shell.demo_runs import (
     Figures,
@@ -137,7 +138,7 @@ class Story:
         weights = self.nbytes / 12e6
         facts = {
             "model": f"{HIDDEN_LAYERS} hidden layers of {self.width}, {weights:.3g} million "
-            f"weights, AdamW: checkpoints of {in_bytes(self.nbytes)}",
+            f"weights, AdamW: checkpoints of {decimal(self.nbytes)}",
             "data": f"1,797 handwritten digits (scikit-learn), batches of {BATCH}",
             "machine": f"{os.cpu_count()} cores; Python {platform.python_version()}, "
             f"torch {torch.__version__}, Lightning {metadata.version('lightning')}",
@@ -236,7 +237,7 @@ class Story:
     def _memory(self, of: Figures) -> str:
         if of.memory_bytes is None:
             return "not measured"
-        return f"{in_bytes(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
+        return f"{decimal(of.memory_bytes)}, {of.memory_bytes / self.nbytes:.1f} x"
 
     def _check(self, holds: bool, said: str) -> None:
         self.failed = self.failed or not holds
@@ -278,7 +279,7 @@ class Story:
         self._check(
             same and loaded["global_step"] == self.steps,
             f"plain torch.load(weights_only=True) reads {path.name} "
-            f"({in_bytes(path.stat().st_size)}): the weights at the end, which name "
+            f"({decimal(path.stat().st_size)}): the weights at the end, which name "
             f"{accuracy(run.model):.1%} of the digits rightly",
         )
 

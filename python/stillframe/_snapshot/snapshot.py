@@ -29,9 +29,12 @@ import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._base import sizes
+from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._save import completion, gate
-from stillframe._save.engine import Engine, default_engine
+from stillframe._save.api import engine_or_default
+from stillframe._save.engine import Engine, core_of, note_use, usage
 from stillframe._save.gate import Deferral
 from stillframe._snapshot.holds import call_at_end
 from stillframe._tree.walk import Tree, paths
@@ -150,7 +153,7 @@ class Snapshot(Generic[T]):
         self._tree: T | None = tree
         self._identities = identities  # of the new storages, by number
         self._shared = shared
-        self._generation = _core.fork_generation()
+        self._birth = Birth("this Snapshot")
         self._released = False
         self.num_tensors = 0  # for the callback
         self.nbytes = 0
@@ -171,7 +174,12 @@ class Snapshot(Generic[T]):
 
     def __del__(self) -> None:
         copy = getattr(self, "_copy", None)
-        if copy is not None and copy.error is not None and not copy.seen and not self._foreign():
+        if (
+            copy is not None
+            and copy.error is not None
+            and not copy.seen
+            and not self._birth.foreign()
+        ):
             log.error("stillframe: a snapshot failed and nobody asked: %s", copy.error)
 
     @property
@@ -184,12 +192,12 @@ class Snapshot(Generic[T]):
             ForkError: In a child of fork, where private memory does not exist.
             StillframeError: `release()` was called.
         """
-        if self._foreign():
+        if self._birth.foreign():
             # Shared memory was complete before the fork.
             if not self._shared:
                 raise ForkError(
-                    "the snapshot's memory does not exist in a forked child: take it with"
-                    " shared=True"
+                    "this Snapshot's memory does not exist in a forked child: take it with"
+                    " snapshot(..., shared=True)"
                 )
         else:
             self.wait()
@@ -206,10 +214,11 @@ class Snapshot(Generic[T]):
             StillframeError: A CUDA device failed. The snapshot is of no use.
             TimeoutError: `timeout` seconds passed.
         """
+        self._birth.refuse_child()
         with inside():
             copied, _ = self._copy.core.wait(timeout)
             if not copied:
-                raise TimeoutError("the snapshot is not copied yet")
+                raise TimeoutError(f"the snapshot after {timeout:g} s: not copied yet")
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
@@ -224,7 +233,7 @@ class Snapshot(Generic[T]):
         Raises:
             ForkError: In a child of fork.
         """
-        self._copy.core.leased()  # refuses a child
+        self._birth.refuse_child()
         self._released = True
         self._tree = None
 
@@ -240,6 +249,7 @@ class Snapshot(Generic[T]):
             StillframeError: The memory has gone back already.
             ForkError: In a child of fork.
         """
+        self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
             raise StillframeError("the snapshot's memory has gone back to the pool already")
@@ -248,9 +258,6 @@ class Snapshot(Generic[T]):
         except BaseException:
             core.unhold()
             raise
-
-    def _foreign(self) -> bool:
-        return self._generation != _core.fork_generation()
 
     def _names(self, index: int) -> list[str]:
         """Key paths of the tensors over a storage."""
@@ -265,6 +272,17 @@ class Snapshot(Generic[T]):
                 return False
 
         return [path for path, _ in paths(self._tree, over)]
+
+
+def is_copied(taken: Snapshot[Any]) -> bool:
+    """Whether `wait` would return at once, and raise nothing."""
+    copied, _ = taken._copy.core.wait(0)
+    return copied and taken._copy.error is None
+
+
+def tree_now(taken: Snapshot[T]) -> T:
+    """The tree, whose bytes may still be on their way."""
+    return taken._tree  # type: ignore[return-value]
 
 
 def _unhold_once(held: list[_core.Snapshot]) -> None:
@@ -318,7 +336,7 @@ def snapshot(
     until then. Tensors on other devices are copied by torch inside the call.
     """
     with inside():
-        return _take(tree, overlap, shared, engine or default_engine())
+        return _take(tree, overlap, shared, engine_or_default(engine))
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
@@ -328,13 +346,13 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
         PoolExhaustedError: The tree does not fit beside what is in use at the moment.
     """
     with inside():
-        return _take(tree, False, False, default_engine(), wait=False)
+        return _take(tree, False, False, engine_or_default(None), wait=False)
 
 
 def _take(
     tree: T, overlap: bool, shared: bool, engine: Engine, *, wait: bool = True
 ) -> Snapshot[T]:
-    engine._core.stats()  # refuses a child's use of its parent's engine
+    engine_core = core_of(engine)
     source = Tree(tree)
     for node in source.left_whole:
         if isinstance(node, torch.nn.Module):
@@ -346,13 +364,17 @@ def _take(
     # At exit nobody would come to give the verdict.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
-        core = _core.Snapshot(engine._core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
+        core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
         try:
             memory = core.lease(wait)
         except PoolExhaustedError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # a signal handler's, whose snapshot did not fit
-            raise _exhausted(source, engine) from None
+            raise PoolExhaustedError(
+                f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
+                f" {usage(engine)}"
+            ) from None
+        note_use(engine)
         copy = _Copy(core, source, deferral)
         copy.shared = shared
         later = bool(deferral.indices or source.devices)
@@ -396,18 +418,6 @@ def _take(
         taken.wait()
     source.forget()
     return taken
-
-
-def _exhausted(source: Tree, engine: Engine) -> PoolExhaustedError:
-    stats = engine.stats()
-    return PoolExhaustedError(
-        f"a snapshot of {source.nbytes() / 1e6:.1f} MB does not fit into the pool: it has"
-        f" {int(stats['pool_bytes']) / 1e6:.1f} MB in blocks of"
-        f" {int(stats['block_bytes']) / 1e6:.1f} MB, of which"
-        f" {int(stats['leased_bytes']) / 1e6:.1f} MB are in use. Release other snapshots (and the"
-        " tensors of their trees), or give the pool more memory: Engine(pool_bytes=...), or"
-        " STILLFRAME_POOL_BYTES for the default engine."
-    )
 
 
 def ordinary_copy(tree: T) -> tuple[T, int, int]:

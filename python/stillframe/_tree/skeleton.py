@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import _pickle
 import copyreg
-import importlib.util
 import io
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from stillframe import _core
+from stillframe import _bridge, _core
 from stillframe._base import device as _device
+from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
@@ -81,18 +80,6 @@ class _Pickler(_pickle.Pickler):
     """
 
 
-def _load_bridge() -> tuple[Callable[..., int], Callable[..., list[Tensor]] | None]:
-    """Loads the extension next to the package and returns its operators: the one that describes
-    tensors, and the one that makes them where torch can do that (from 2.11 on)."""
-    spec = importlib.util.find_spec("stillframe._bridge")
-    if spec is None or spec.origin is None:
-        raise ImportError("stillframe._bridge is missing: stillframe was not built completely")
-    torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
-    operators = torch.ops.stillframe
-    describe: Callable[..., int] = operators.describe.default
-    return describe, operators.make.default if operators.can_make.default() else None
-
-
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
     """The persistent id of a storage object, as ``torch.save`` gives it."""
     if isinstance(obj, TypedStorage):
@@ -124,7 +111,7 @@ def _make_kinds(**other: Any) -> _core.Kinds:
     """Collects the parts of torch that the C side needs; `other` ones take their place."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
-        (dtype, name, dtype.itemsize, dtype.is_complex)
+        (dtype, name, dtype.itemsize)
         for dtype, name in torch.storage._dtype_to_storage_type_map().items()
         if not name.startswith("Q")  # quantized tensors carry more than a storage
     ]
@@ -135,16 +122,17 @@ def _make_kinds(**other: Any) -> _core.Kinds:
         "storage_classes": torch._storage_classes,
         "strided": torch.strided,
         "getstate": object.__getstate__,
-        "is_neg": attributes["is_neg"],
-        "is_conj": attributes["is_conj"],
-        "is_zero": attributes["_is_zerotensor"],
         "has_names": attributes.get("has_names"),
         "untyped_storage": attributes["untyped_storage"],
+        "metadata": torch._C._get_tensor_metadata,  # type: ignore[attr-defined]
         "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
         "nbytes": torch._C.StorageBase.__dict__["nbytes"],
         "storage_tuple": _storage_tuple,
         "location": _location,
         "device_index": _device.index_of,
+        "to_handles": torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
+        "from_handles": torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
+        "bridge": _bridge.functions,
         "layout": attributes["layout"],
         "is_cpu": attributes["is_cpu"],
         "is_cuda": attributes["is_cuda"],
@@ -160,20 +148,18 @@ def _make_kinds(**other: Any) -> _core.Kinds:
     return _core.Kinds(**{**parts, **other})
 
 
-def _whole_dtypes() -> list[tuple[torch.dtype, str, int, bool]]:
+def _whole_dtypes() -> list[tuple[torch.dtype, str, int]]:
     """Dtypes whose elements are some bytes and nothing else, as `Kinds` takes them."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
     names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
     dtypes = [(name, getattr(torch, name, None)) for name in names.split()]
-    return [
-        (dtype, name, dtype.itemsize, dtype.is_complex)
-        for name, dtype in dtypes
-        if dtype is not None
-    ]
+    return [(dtype, name, dtype.itemsize) for name, dtype in dtypes if dtype is not None]
 
 
-_describe, make_tensors = _load_bridge()
+make_tensors = True
+"""Whether the bridge makes the tensors of a snapshot, where torch has a function for it (2.11)."""
+
 _kinds = _make_kinds()
 # Trees have a trail of their own, and may have tensors of any dtype.
 _tree_kinds = _make_kinds(dtypes=_whole_dtypes())
@@ -213,7 +199,7 @@ def tree_collector() -> _core.Collector:
     """A collector for `stillframe._tree.walk`, which has a walk of its own, saves nothing, and lets
     no function mode interfere."""
     return _core.Collector(
-        _tree_kinds, _describe, plain_road=not _transformed(), plain_cpu=True, any_dtypes=True
+        _tree_kinds, plain_road=not _transformed(), plain_cpu=True, any_dtypes=True
     )
 
 
@@ -236,7 +222,7 @@ def build(obj: object) -> Skeleton:
     Raises:
         Whatever ``torch.save`` raises for ``obj``.
     """
-    collector = _core.Collector(_kinds, _describe, plain_road=_plain_road(), plain_cpu=_plain_cpu())
+    collector = _core.Collector(_kinds, plain_road=_plain_road(), plain_cpu=_plain_cpu())
     try:
         pickle = _pickle_object(obj, collector)
     except MemoryError:
@@ -248,6 +234,7 @@ def build(obj: object) -> Skeleton:
             collector.finish()
         except Exception as earlier:
             raise earlier from None
+        culprit.note(error, obj)
         raise error
     storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)

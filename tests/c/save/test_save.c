@@ -356,6 +356,27 @@ static void a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock(void
 	free_engine(engine);
 }
 
+/* A writer ends it, and the log's thread may be quicker to let go. */
+static void a_failed_save_that_the_log_has_let_go_of_has_ended(void)
+{
+	struct sfr_engine *engine = new_engine(8, 1, 1);
+
+	for (unsigned i = 0; i < 500; i++) {
+		struct sfr_ticket *t;
+
+		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+		CHECK_EQ(saving_submit(t), 0);
+		CHECK_EQ(sfr_save_cancel(t), 1);
+		while (sfr_log_pending() > 0) /* without a sleep: it is about the moment after */
+			;
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), 0);
+		while (saving_notice() != SFR_NOTICE_ENDED)
+			;
+		sfr_ticket_put(t);
+	}
+	free_engine(engine);
+}
+
 static void bad_options_are_refused(void)
 {
 	struct sfr_engine_opts opts = {
@@ -521,6 +542,7 @@ int main(void)
 	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
 	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);
 	RUN(a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock);
+	RUN(a_failed_save_that_the_log_has_let_go_of_has_ended);
 	RUN(bad_options_are_refused);
 	RUN(a_failed_open_is_the_handles_own_error);
 	RUN(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes);

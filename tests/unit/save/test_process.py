@@ -50,7 +50,7 @@ def temporaries(path: Path) -> list[str]:
 def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
     done = run(
         """
-        hold(slow("fdatasync", 0.3))
+        hold(slow("fdatasync", 1.5))
         stillframe.async_save(STATE, "a.pt", on_durable=lambda path, report: print("durable", path))
         """,
         tmp_path,
@@ -58,6 +58,12 @@ def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_p
     assert done.returncode == 0, done.stderr
     assert "waiting for a.pt" in done.stderr and "durable a.pt" in done.stdout
     assert whole(tmp_path / "a.pt") and not temporaries(tmp_path)
+
+
+def test_nothing_is_said_at_exit_where_the_wait_is_short(tmp_path: Path) -> None:
+    done = run('hold(slow("fdatasync", 0.1)); stillframe.async_save(STATE, "a.pt")', tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+    assert whole(tmp_path / "a.pt")
 
 
 def test_nothing_is_said_at_exit_when_nothing_is_in_flight(tmp_path: Path) -> None:
@@ -375,7 +381,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
         """
         import atexit, os
         # Handlers run last first: one registered before the import would run after ours.
-        atexit.unregister(stillframe._save.engine._drain_at_exit)
+        atexit.unregister(stillframe._save.exit._drain)
         def last():
             handle = stillframe.async_save(
                 STATE, "b.pt", on_durable=lambda *_: print("called", flush=True)
@@ -384,7 +390,7 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
             stillframe.remove("a.pt")
             print(os.path.exists("a.pt"), flush=True)
         atexit.register(last)
-        atexit.register(stillframe._save.engine._drain_at_exit)
+        atexit.register(stillframe._save.exit._drain)
         stillframe.async_save(STATE, "a.pt")
         """,
         tmp_path,

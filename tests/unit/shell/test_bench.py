@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -253,20 +252,6 @@ sys.exit(cli.main(["bench", sys.argv[1], "--size", "8MiB"]))
     # A very fast machine may be through before the signal comes.
     assert process.returncode in (cli.INTERRUPTED, 0)
     assert list(disk_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("160MB", 160_000_000), ("4GiB", 4 << 30), ("1.5 kib", 1536), ("4096", 4096)],
-)
-def test_sizes_are_read(text, nbytes):
-    assert bench.parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1MB", "MB", "10XB", "nan", "1e400"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-        bench.parse_size(text)
 
 
 def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, monkeypatch):

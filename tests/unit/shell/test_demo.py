@@ -14,27 +14,6 @@ from stillframe._shell import demo
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("300MB", 300_000_000),
-        ("2GiB", 2 * GIB),
-        ("1.5 gb", 1_500_000_000),
-        ("2000000", 2_000_000),
-        ("5M", 5_000_000),
-        ("4096KiB", 4 << 20),
-    ],
-)
-def test_a_size_is_bytes_with_or_without_a_unit(text, nbytes):
-    assert demo._size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "much", "-1", "300XB", "1.2.3MB", "10KB", "MB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        demo._size(text)
-
-
 @pytest.mark.parametrize(("text", "steps"), [("24", 24), ("100", 96)])
 def test_steps_are_rounded_down_to_whole_windows(text, steps):
     assert demo._steps(text) == steps

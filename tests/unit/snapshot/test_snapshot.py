@@ -20,7 +20,7 @@ __all__ = ["engine"]  # a fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.11 there is no function that makes tensors over given memory."""
     if request.param == "made one by one":
-        monkeypatch.setattr("stillframe._tree.skeleton.make_tensors", None)
+        monkeypatch.setattr("stillframe._tree.skeleton.make_tensors", False)
 
 
 class Pair(NamedTuple):

@@ -14,13 +14,15 @@ from stillframe import _core
 from stillframe._tree import skeleton
 
 pytestmark = pytest.mark.skipif(
-    skeleton.make_tensors is None, reason="torch before 2.11 makes no tensors over given memory"
+    torch.__version__ < "2.11", reason="torch before 2.11 makes no tensors over given memory"
 )
 
 
-def copied(tensors: list[torch.Tensor]) -> tuple[_core.Collector, bytearray, list[int]]:
+def copied(
+    tensors: list[torch.Tensor], collector: _core.Collector | None = None
+) -> tuple[_core.Collector, bytearray, list[int]]:
     """A collector that has met the tensors, and the bytes of their storages."""
-    collector = skeleton.tree_collector()
+    collector = collector or skeleton.tree_collector()
     assert collector.meet(tensors) == []
     memory, offsets = bytearray(), []
     for storage in collector.finish()[0]:
@@ -32,7 +34,7 @@ def copied(tensors: list[torch.Tensor]) -> tuple[_core.Collector, bytearray, lis
 
 def made(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     collector, memory, offsets = copied(tensors)
-    news, _, left = collector.copies(memory, offsets, skeleton.make_tensors)
+    news, _, left = collector.copies(memory, offsets, True)
     assert left == []
     return [news[id(tensor)] for tensor in tensors]
 
@@ -53,7 +55,7 @@ def test_views_of_a_storage_are_views_of_one_copy() -> None:
 def test_the_memory_lives_as_long_as_a_storage_over_it() -> None:
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2, 3)])
     before = sys.getrefcount(memory)
-    news, firsts, _ = collector.copies(memory, offsets, skeleton.make_tensors)
+    news, firsts, _ = collector.copies(memory, offsets, True)
     assert sys.getrefcount(memory) == before + 1  # one for all
     last = firsts[0]
     assert last is not None
@@ -78,39 +80,53 @@ def test_a_copy_that_is_not_within_the_memory_is_refused(offset: int) -> None:
     memory = bytearray(64)
     before = sys.getrefcount(memory)
     with pytest.raises(ValueError, match="not within the memory"):
-        collector.copies(memory, [offset], skeleton.make_tensors)
+        collector.copies(memory, [offset], True)
     assert sys.getrefcount(memory) == before
 
 
 def test_wrong_arguments_are_refused() -> None:
     collector, memory, offsets = copied([torch.ones(4)])
     with pytest.raises(ValueError, match="an offset for each storage"):
-        collector.copies(memory, [], skeleton.make_tensors)
+        collector.copies(memory, [], True)
     with pytest.raises(BufferError):
-        collector.copies(bytes(memory), offsets, skeleton.make_tensors)
+        collector.copies(bytes(memory), offsets, True)
     with pytest.raises(TypeError):
-        collector.copies(memory, ["0"], skeleton.make_tensors)  # type: ignore[list-item]
+        collector.copies(memory, ["0"], True)  # type: ignore[list-item]
     unfinished = skeleton.tree_collector()
     with pytest.raises(ValueError, match="after finish"):
-        unfinished.copies(memory, [], skeleton.make_tensors)
+        unfinished.copies(memory, [], True)
 
 
 @pytest.mark.parametrize(
-    ("make", "error"),
+    ("answer", "error"),
     [
-        (lambda *_: 1 / 0, ZeroDivisionError),
-        (lambda *_: [], SystemError),
-        (lambda *_: None, SystemError),
+        (lambda: 1 / 0, ZeroDivisionError),
+        (list, SystemError),
+        (lambda: None, SystemError),
     ],
 )
 def test_a_bridge_that_fails_keeps_nothing(
-    make: Callable[..., Any], error: type[Exception]
+    answer: Callable[[], Any], error: type[Exception]
 ) -> None:
-    collector, memory, offsets = copied([torch.ones(4)])
+    def take(handles: list[Any]) -> Any:
+        assert len(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)) == 1
+        return answer()
+
+    kinds = skeleton._make_kinds(dtypes=skeleton._whole_dtypes(), from_handles=take)
+    collector, memory, offsets = copied([torch.ones(4)], _core.Collector(kinds, True, True, True))
     before = sys.getrefcount(memory)
     with pytest.raises(error):
-        collector.copies(memory, offsets, make)
+        collector.copies(memory, offsets, True)
     assert sys.getrefcount(memory) == before
+
+
+def test_torch_that_gives_other_handles_is_refused() -> None:
+    for answer in (None, [], [1], [[]]):
+        kinds = skeleton._make_kinds(to_handles=lambda _, answer=answer: answer)
+        collector = _core.Collector(kinds, True, True)
+        collector.meet([torch.ones(4)])
+        with pytest.raises((RuntimeError, ValueError)):
+            collector.finish()
 
 
 def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
@@ -123,7 +139,7 @@ def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
     shrunk.untyped_storage().resize_(16)
     tensors = [floats, other, empty, odd, shrunk]
     collector, memory, offsets = copied(tensors)
-    news, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
+    news, firsts, left = collector.copies(memory, offsets, True)
     assert list(news) == [id(floats)]
     expected = [(id(other), 0), (id(empty), 1), (id(odd), 2), (id(shrunk), 3)]
     assert [(id(tensor), number) for tensor, number in left] == expected
@@ -132,7 +148,7 @@ def test_what_cannot_be_made_is_left_out_and_said_so() -> None:
 
 def test_without_the_function_everything_is_left_out() -> None:
     collector, memory, offsets = copied([torch.ones(4), torch.zeros(2)])
-    news, firsts, left = collector.copies(memory, offsets, None)
+    news, firsts, left = collector.copies(memory, offsets, False)
     assert (news, firsts) == ({}, [None, None])
     assert [number for _, number in left] == [0, 1]
 

@@ -1,0 +1,40 @@
+/* Queues, first in, first out, of structs that are linked through a member `next`.
+ *
+ *     SFR__QUEUE(struct job) jobs;    all zero is empty
+ *     sfr__queue_push(&jobs, job);
+ *     job = sfr__queue_pop(&jobs);    NULL when there is none
+ *
+ * What is in a queue is in no other. Whoever has the queue guards it.
+ */
+#ifndef SFR_QUEUE_H
+#define SFR_QUEUE_H
+
+#include <stddef.h>
+
+#define SFR__QUEUE(type)                                                                           \
+	struct {                                                                                   \
+		type *head, *tail;                                                                 \
+	}
+
+#define sfr__queue_push(queue, item)                                                               \
+	__extension__({                                                                            \
+		(item)->next = NULL;                                                               \
+		if ((queue)->tail)                                                                 \
+			(queue)->tail->next = (item);                                              \
+		else                                                                               \
+			(queue)->head = (item);                                                    \
+		(queue)->tail = (item);                                                            \
+	})
+
+#define sfr__queue_pop(queue)                                                                      \
+	__extension__({                                                                            \
+		__typeof__((queue)->head) sfr__first = (queue)->head;                              \
+		if (sfr__first) {                                                                  \
+			(queue)->head = sfr__first->next;                                          \
+			if (!(queue)->head)                                                        \
+				(queue)->tail = NULL;                                              \
+		}                                                                                  \
+		sfr__first;                                                                        \
+	})
+
+#endif

@@ -1,0 +1,65 @@
+/* Removes: entries of the log that take a file, a link or a directory tree away.
+ *
+ * A remove never leaves fewer durable checkpoints than before: where the last save in front of it did
+ * not become durable, it is dropped, and a notice says so. What cannot be removed is a notice, too:
+ * nobody waits for a remove.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "commit/log.h"
+#include "file/file.h"
+#include "trace/trace.h"
+
+static void remove_or_tell(const char *path, bool after_good)
+{
+	struct sfr_err err = { .index = -1 };
+
+	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
+	if (!after_good)
+		sfr__notice_text("%s was not removed: the save before it did not become durable",
+				 path);
+	else if (sfr__file_remove(path, &err) < 0)
+		sfr__notice_text("%s could not be removed: %s", path,
+				 err.code <= -1000 ? sfr_code_message(err.code) :
+						     strerror(-err.code));
+}
+
+static void run(struct sfr__log_entry *entry, bool after_good)
+{
+	remove_or_tell(entry->key, after_good);
+	sfr__log_ended(entry, true); /* what is still there stops nobody */
+}
+
+static void left(struct sfr__log_entry *entry)
+{
+	sfr_sys.free(entry->key);
+	sfr_sys.free(entry);
+}
+
+int sfr_log_remove(const char *key, uint64_t *seq_out)
+{
+	static const struct sfr__log_ops ops = { .close_waits = true, .run = run, .left = left };
+	struct sfr__log_entry *entry;
+	uint64_t seq;
+	int rc = sfr_fork_init();
+
+	if (rc == 0)
+		rc = sfr__log_start();
+	if (rc < 0)
+		return rc;
+	entry = sfr_sys.calloc(1, sizeof(*entry));
+	if (!entry)
+		return -ENOMEM;
+	entry->ops = &ops;
+	entry->state = SFR__LOG_READY;
+	entry->key = sfr__log_key(key);
+	if (!entry->key) {
+		sfr_sys.free(entry);
+		return -ENOMEM;
+	}
+	seq = sfr__log_append(entry);
+	if (seq_out)
+		*seq_out = seq;
+	return 0;
+}

@@ -1,0 +1,161 @@
+/* The engine's threads: a lane, and writers, which serve tasks that they know nothing of.
+ *
+ * All run one loop over queues that the engine's mutex guards. A thread that has no task, and would
+ * sleep, first makes memory for the pool as long as saves could use some (memory/supply.c).
+ */
+#include <errno.h>
+
+#include "engine/engine.h"
+
+void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task)
+{
+	sfr__queue_push(&engine->tasks[crew], task);
+	pthread_cond_signal(crew == SFR__WRITERS ? &engine->cv_writer : &engine->cv_lane);
+}
+
+void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
+{
+	if (!sfr__pool_lacks(engine->pool))
+		return;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+}
+
+/* Which queues a thread serves, the first before the others. */
+struct crew {
+	struct sfr_engine *engine;
+	enum sfr__crew first, last;
+	pthread_cond_t *cv;
+};
+
+static bool is_idle_locked(const struct crew *crew)
+{
+	for (unsigned q = crew->first; q <= crew->last; q++)
+		if (crew->engine->tasks[q].head)
+			return false;
+	return !crew->engine->stopping;
+}
+
+static bool is_idle(void *arg)
+{
+	struct crew *crew = arg;
+	bool idle;
+
+	sfr__lock(&crew->engine->mu);
+	idle = is_idle_locked(crew);
+	sfr__unlock(&crew->engine->mu);
+	return idle;
+}
+
+static struct sfr__task *pop_locked(const struct crew *crew)
+{
+	struct sfr__task *task = NULL;
+
+	for (unsigned q = crew->first; q <= crew->last && !task; q++)
+		task = sfr__queue_pop(&crew->engine->tasks[q]);
+	return task;
+}
+
+/* Makes memory until there is a task. Whether there was any to make. */
+static bool supply_locked(struct crew *crew)
+{
+	struct sfr_engine *engine = crew->engine;
+	bool made;
+
+	if (!sfr__pool_lacks(engine->pool))
+		return false;
+	sfr__unlock(&engine->mu);
+	made = sfr__pool_supply(engine->pool, is_idle, crew);
+	sfr__lock(&engine->mu);
+	return made;
+}
+
+static void serve(struct crew *crew)
+{
+	struct sfr_engine *engine = crew->engine;
+
+	sfr__lock(&engine->mu);
+	for (;;) {
+		struct sfr__task *task = pop_locked(crew);
+
+		if (task) {
+			sfr__unlock(&engine->mu);
+			task->run(task);
+			sfr__lock(&engine->mu);
+		} else if (engine->stopping) {
+			break;
+		} else if (!supply_locked(crew) && is_idle_locked(crew)) {
+			(void)sfr__cond_wait(crew->cv, &engine->mu, SFR_FOREVER);
+		}
+	}
+	sfr__unlock(&engine->mu);
+}
+
+static void *lane_main(void *engine)
+{
+	struct crew crew = { engine, SFR__LANE_FIRST, SFR__LANE, NULL };
+
+	crew.cv = &crew.engine->cv_lane;
+	serve(&crew);
+	return NULL;
+}
+
+static void *writer_main(void *engine)
+{
+	struct crew crew = { engine, SFR__WRITERS, SFR__WRITERS, NULL };
+
+	crew.cv = &crew.engine->cv_writer;
+	serve(&crew);
+	return NULL;
+}
+
+int sfr__engine_start_locked(struct sfr_engine *engine)
+{
+	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2",
+					     "sfr-writer3", "sfr-writer4", "sfr-writer5",
+					     "sfr-writer6", "sfr-writer7" };
+	const uint32_t nr_names = sizeof(names) / sizeof(names[0]);
+	int rc;
+
+	if (engine->started)
+		return 0;
+	if (!engine->writers) {
+		engine->writers = sfr_sys.calloc(engine->opts.nr_writers, sizeof(*engine->writers));
+		if (!engine->writers)
+			return -ENOMEM;
+	}
+	/* A start that fails half-way keeps what runs; the next save goes on from there. */
+	while (engine->nr_writers < engine->opts.nr_writers) {
+		uint32_t i = engine->nr_writers;
+
+		rc = sfr__thread_start(&engine->writers[i], names[i < nr_names ? i : nr_names - 1],
+				       writer_main, engine);
+		if (rc < 0)
+			return rc;
+		engine->nr_writers++;
+	}
+	rc = sfr__thread_start(&engine->lane, "sfr-lane0", lane_main, engine);
+	if (rc < 0)
+		return rc;
+	engine->started = true;
+	return 0;
+}
+
+void sfr__workers_stop(struct sfr_engine *engine)
+{
+	bool lane;
+
+	sfr__lock(&engine->mu);
+	engine->stopping = true;
+	lane = engine->started;
+	pthread_cond_broadcast(&engine->cv_lane);
+	pthread_cond_broadcast(&engine->cv_writer);
+	sfr__unlock(&engine->mu);
+	/* Joining cannot fail: the threads are ours and joinable. */
+	if (lane)
+		(void)sfr_sys.thread_join(engine->lane, NULL);
+	for (uint32_t i = 0; i < engine->nr_writers; i++)
+		(void)sfr_sys.thread_join(engine->writers[i], NULL);
+	engine->nr_writers = 0;
+	engine->started = false;
+}

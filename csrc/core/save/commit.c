@@ -1,0 +1,37 @@
+/* A save's entry in the log: its rename, when its turn has come. See commit/log.c. */
+#include "save/save.h"
+#include "trace/trace.h"
+
+static struct sfr_ticket *ticket_of(struct sfr__log_entry *entry)
+{
+	return sfr__container(entry, struct sfr_ticket, log);
+}
+
+/* A span of its own: it has ended before anybody hears of the save's end. */
+static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
+{
+	SFR__TRACE(SFR_TRACE_COMMIT, t->number, 0);
+	(void)sfr__file_commit(&t->file, err); /* err holds what it returns */
+	sfr__file_fini(&t->file);
+}
+
+static void run(struct sfr__log_entry *entry, bool after_good)
+{
+	struct sfr_ticket *t = ticket_of(entry);
+	struct sfr_err err = { .index = -1 };
+
+	(void)after_good; /* a save takes nothing away */
+	if (!sfr__ticket_begin_commit(t))
+		return; /* cancelled in time: it ends as any failed save does */
+	rename_file(t, &err);
+	sfr__ticket_finish(t, &err);
+}
+
+static void left(struct sfr__log_entry *entry)
+{
+	sfr_ticket_put(ticket_of(entry));
+}
+
+const struct sfr__log_ops sfr__save_log_ops = {
+	.creates = true, .is_save = true, .run = run, .left = left
+};

@@ -1,0 +1,32 @@
+/* _core.look: where a path leads. */
+#include "module.h"
+
+/* look(path, follow_link) -> (real path of the parent, last component, mode of what is there or 0), or
+ * None where something of the path is missing or cannot be looked at. */
+static PyObject *look(PyObject *module, PyObject *args)
+{
+	struct sfr_place place;
+	const char *path;
+	int follow_link, rc;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "yp:look", &path, &follow_link))
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_look(path, follow_link, &place);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		Py_RETURN_NONE;
+	return Py_BuildValue("yyI", place.parent, place.name, (unsigned int)place.mode);
+}
+
+static PyMethodDef functions[] = {
+	{ "look", look, METH_VARARGS,
+	  "look(path, follow_link) -> (parent, name, mode or 0), or None: look closer." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_look(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,92 @@
+"""Sizes as people write and read them: the one parser and the two ways of showing."""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import re
+from collections.abc import Callable
+
+# Beyond it is a slip of the keyboard, and would wrap in the core: half of the address space that
+# Linux gives a process.
+MOST_BYTES = 1 << 46
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse(value: object, name: str, *, least: int = 1, most: int = MOST_BYTES) -> int:
+    """A number of bytes: an int, or a string such as "300MB" (1000²) or "4GiB" (1024³).
+
+    Args:
+        name: What the messages call it.
+        least, most: Bounds, in bytes.
+
+    Raises:
+        TypeError: It is neither an int nor a string.
+        ValueError: It is no size, or out of bounds.
+    """
+    nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
+    return bounded(nbytes, name, least, most, shown=value)
+
+
+def argument(*, least: int = 1) -> Callable[[str], int]:
+    """The same as a `type=` of argparse."""
+
+    def size(text: str) -> int:
+        try:
+            return parse(text, "the size", least=least)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return size
+
+
+def _from_text(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"{name}={text!r} is no size: give bytes, or a number with a unit, as in"
+            " '300MB' (of 1000) or '4GiB' (of 1024)"
+        )
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** _POWERS[prefix.lower()] if prefix else 1
+    return round(float(number) * unit) if "." in number else int(number) * unit
+
+
+def whole_number(value: object, name: str) -> int:
+    """What is an int and no bool; NumPy's ints are taken too."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} has to be an int, not {type(value).__name__}") from None
+
+
+def bounded(number: int, name: str, least: int, most: int, *, shown: object = None) -> int:
+    shown = number if shown is None else shown
+    if number < least:
+        raise ValueError(f"{name} has to be at least {least}, not {shown}")
+    if number > most:
+        raise ValueError(f"{name} has to be at most {most}, not {shown}")
+    return number
+
+
+def decimal(nbytes: float) -> str:
+    """For people, in units of 1000: "300 MB", "1.52 GB"."""
+    return _show(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def binary(nbytes: float) -> str:
+    """For people, in units of 1024, as pools and blocks are measured: "16 MiB", "1.5 GiB"."""
+    return _show(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _show(nbytes: float, base: int, units: tuple[str, ...]) -> str:
+    step = 0
+    while nbytes >= 0.9995 * base and step < len(units) - 1:
+        nbytes /= base
+        step += 1
+    digits = f"{nbytes:.0f}" if step == 0 or nbytes >= 99.95 else f"{nbytes:.3g}"
+    return f"{digits} {units[step]}"

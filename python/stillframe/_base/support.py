@@ -1,0 +1,89 @@
+"""What stillframe runs with, told in one sentence where something else is there.
+
+`setup.py` runs this file by its path before it builds, so it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+
+TORCH = (2, 10)
+LIGHTNING = (2, 4)
+
+
+def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
+    """What is wrong with the system and its Python; None where nothing is."""
+    if not platform.startswith("linux"):
+        name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
+        return f"stillframe runs on Linux only, and this is {name}"
+    if free_threaded:
+        return (
+            "stillframe does not support free-threaded builds of CPython: use an ordinary one"
+            " (python3.13 in place of python3.13t)"
+        )
+    return None
+
+
+def complaint_of_torch(version: str | None) -> str | None:
+    """The same of torch; `version` is None where there is none."""
+    if version is None:
+        return "stillframe needs torch 2.10 or later, and there is none here: pip install torch"
+    if parsed(version) < TORCH:
+        return f"stillframe needs torch 2.10 or later, and this is {version}: pip install -U torch"
+    return None
+
+
+def complaint_of_lightning(package: str, version: str | None) -> str | None:
+    """The same of a package of Lightning's: "lightning", or "pytorch_lightning"."""
+    name = package.replace("_", "-")
+    needs = f"stillframe.{package} needs {name} 2.4 or later"
+    if version is None:
+        return f"{needs}, and there is none here: pip install {name}"
+    if parsed(version) < LIGHTNING:
+        return f"{needs}, and this is {version}: pip install -U {name}"
+    return None
+
+
+def parsed(version: str) -> tuple[int, int]:
+    """(2, 10) of "2.10.0a0+git1"."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where there is none. What it raises itself comes through."""
+    try:
+        return str(importlib.import_module(package).__version__)
+    except ModuleNotFoundError as error:
+        if error.name == package:
+            return None
+        raise
+
+
+def is_free_threaded() -> bool:
+    return "t" in getattr(sys, "abiflags", "")
+
+
+def refuse_elsewhere() -> None:
+    """When the package is imported.
+
+    Raises:
+        ImportError: It cannot run here.
+    """
+    complaint = complaint_of_python(sys.platform, is_free_threaded())
+    complaint = complaint or complaint_of_torch(installed("torch"))
+    if complaint is not None:
+        raise ImportError(complaint)
+
+
+def refuse_lightning(package: str) -> None:
+    """When the plugin for `package` is imported.
+
+    Raises:
+        ImportError: That is missing, or too old.
+    """
+    complaint = complaint_of_lightning(package, installed(package))
+    if complaint is not None:
+        raise ImportError(complaint)

@@ -1,0 +1,3 @@
+# What `_core` asks of many tensors in one call: see csrc/torch/bridge.h.
+
+functions: object

@@ -1,0 +1,354 @@
+"""The checkpoints of one plugin: when a save returns, who raises what, what the companion tells.
+
+When a save returns:
+
+    called by                                        the save returns
+    a Trainer, from on_train_start to on_train_end   once the state is captured
+    a Trainer at any other time                      once it is durable
+    a signal handler                                 once it is durable
+    a Trainer that saves a `hpc_ckpt_*`              once it is durable
+    Fabric                                           once the state is captured
+    your own code                                    as by the Trainers that use the plugin, if
+                                                     there are any, otherwise as by Fabric
+
+A Trainer's saves outside training are followed by something that needs the file at once: the
+learning rate finder and the batch size scaler read it back, a spawned worker names it to its
+parent, a script uploads it, a job is requeued. The companion callback tells the plugin when
+training starts and ends, and `Trainer.state` when it broke off. A Trainer without the companion
+never has an asynchronous save, since nothing would hold its hooks back while the state is being
+copied.
+
+When an error is raised: once, by the next save (which is made all the same), or by `teardown`;
+the oldest first. A save that is durable on return raises its own. While Lightning handles an
+exception of the training, errors are logged instead: they must not take its place. Where a Trainer
+has several ranks, all of them raise, behind the barrier of the save (`ranks.py`).
+
+A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
+right after) and while loggers are still to be told of it (`rotation.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from stillframe import _core
+from stillframe._lightning import ranks, rotation, strategies
+from stillframe._lightning.caller import inside_signal_handler, meets_others_later
+from stillframe._lightning.options import PluginOptions
+from stillframe._lightning.pending import (
+    Work,
+    absolute,
+    error_of,
+    is_failure,
+    is_remote,
+    log_error,
+    warn,
+)
+from stillframe._lightning.publish import Publication, logger_call, metrics_call
+from stillframe._lightning.rotation import Rotation
+from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
+from stillframe._lightning.waiting import WaitingLine
+from stillframe._lightning.wraps import Wraps
+from stillframe._lightning.writers import Writers
+from stillframe._save import gate, ordered
+
+if TYPE_CHECKING:
+    from stillframe._lightning.wrapped import Inner
+
+log = logging.getLogger("stillframe")
+
+
+class _Group:
+    """A save of a Trainer with several ranks, whose error is raised behind their barrier."""
+
+    error: BaseException | None = None
+
+
+class Checkpoints:
+    """
+    Args:
+        name: Of the plugin's class, as its user wrote it.
+        writers: Who writes them.
+        options: Of the plugin.
+    """
+
+    def __init__(self, name: str, writers: Writers, options: PluginOptions) -> None:
+        self.name = name
+        self._writers = writers
+        self._options = options
+        self._begin()
+
+    def _begin(self) -> None:
+        self._work = self._new_work()
+        self._trainers = Trainers()
+        self._groups: list[_Group] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._options.engine is not None:
+            raise TypeError(
+                f"{self.name}(engine=...) cannot be pickled: an engine belongs to its"
+                " process. With a strategy that spawns its workers give the plugin pool_bytes,"
+                " max_in_flight or when_busy instead of an engine."
+            )
+        state = self.__dict__.copy()
+        for name in ("_work", "_trainers", "_groups"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    # ---- for the plugin: what Lightning calls; see there ----
+
+    def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
+        # Looked at before anything of ours can fail, which would be an exception being handled too.
+        quiet = self._trainers.failed(trainer)
+        group = self._groups[-1] if self._groups else None
+        work = self._current_work()
+        in_handler = inside_signal_handler()
+        interrupted = work.newest, work.failed
+        work.newest, work.failed = None, True
+        save = functools.partial(
+            self._save, work, trainer, checkpoint, path, storage_options, in_handler
+        )
+        try:
+            error = self._outcome(work, save, path, quiet)
+        finally:
+            if in_handler:  # the call that it interrupted goes on with its own
+                work.newest, work.failed = interrupted
+        if error is None:
+            return
+        if group is not None:
+            group.error = error
+            return
+        if is_trainer(trainer) and ranks.several(trainer) and meets_others_later(trainer):
+            trainer.strategy.barrier("Trainer.save_checkpoint")
+        raise error
+
+    def _outcome(
+        self, work: Work, save: Callable[[], None], path: Any, quiet: bool
+    ) -> BaseException | None:
+        """Saves; the error to be raised: the save's own, or the oldest that was not raised yet.
+        What is only to be told of is told."""
+        error: BaseException | None = None
+        of_save = True
+        try:
+            save()
+        except Exception as caught:
+            error, of_save = caught, work.newest is not None
+        work.collect_ended(but=work.newest)
+        if error is not None and (quiet or self._warns(error, of_save)):
+            if not of_save:
+                rotation.note_unmade(path)
+            self._tell(error, quiet)
+            error = None
+        if quiet or self._options.on_error == "warn":
+            while (earlier := work.next_error()) is not None:
+                self._tell(earlier, quiet)
+        return work.next_error() if error is None else error
+
+    def _save(
+        self,
+        work: Work,
+        trainer: Any,
+        checkpoint: Any,
+        path: Any,
+        storage_options: Any | None,
+        in_handler: bool,
+    ) -> None:
+        if storage_options is not None and self._writers.inner is None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
+                f" is not supported for `{self.name}`. Please implement your custom"
+                " `CheckpointIO` to define how you'd like to use `storage_options`."
+            )
+        if is_trainer(trainer):
+            strategies.refuse(trainer.strategy)
+        asynchronous = not in_handler and self._trainers.may_save_early(trainer)
+        asynchronous = asynchronous and not _for_requeue(path)
+        work.rotation.make_room(absolute(path))
+        overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
+        handle = self._writers.submit(work, checkpoint, path, storage_options, overlap)
+        work.pending.append(handle)
+        work.newest, work.failed = handle, False
+        if self._options.log_metrics and is_trainer(trainer):
+            work.rotation.publications.append(Publication(handle, None, metrics_call(trainer)))
+        if not asynchronous:
+            error = error_of(handle)
+            work.discard(handle)
+            if error is not None:
+                work.failed = True
+                raise error
+
+    def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.wait_for(path)
+        # What was loaded is about to be written over the state that saves in flight may still
+        # be copying.
+        gate.wait()
+        loaded: dict[str, Any] = self._writers.load(path, *args, **kwargs)
+        return loaded
+
+    def remove(self, trainer: Any, path: Any) -> None:
+        asynchronous = not inside_signal_handler() and self._trainers.may_save_early(trainer)
+        rotation = self._current_work().rotation
+        rotation.remove(absolute(path))
+        if not asynchronous:
+            # While a Trainer is set up, what a link names goes once that is made anew.
+            rotation.release(all_of_them=not self._trainers.is_set_up(trainer))
+            rotation.wait()
+
+    def tear_down(self, trainer: Any) -> None:
+        quiet = self._trainers.failed(trainer) or (
+            # Called by hand in a `finally` or `except`, with no Trainer there to ask.
+            not self._trainers.behind(trainer) and sys.exc_info()[0] is not None
+        )
+        try:
+            self._finish(trainer, quiet)
+        finally:
+            try:
+                self._writers.tear_down()
+            except Exception as error:
+                if not quiet:
+                    raise
+                log.error("the wrapped CheckpointIO was not torn down: %s", error, exc_info=error)
+
+    # ---- for the companion ----
+
+    def adopt(self, trainer: Any) -> None:
+        """`trainer` was made with this plugin and has the companion."""
+        self._trainers.add(trainer)
+        if self._current_work().pending:
+            # It may look for the newest checkpoint in a directory before any hook of it runs.
+            _core.log_drain(None)
+
+    def attach(self, trainer: Any) -> Wraps:
+        """`trainer` is being set up. Returns where to put what goes over methods."""
+        return self._trainers.set_up(trainer)
+
+    def detach(self, trainer: Any) -> None:
+        """Takes everything off that was put over methods for `trainer`."""
+        self._trainers.tear_down(trainer)
+
+    def training_starts(self, trainer: Any) -> None:
+        self._trainers.starts(trainer)
+
+    def training_ends(self, trainer: Any) -> None:
+        self._trainers.ends(trainer)
+
+    def tend(self) -> None:
+        """Tells loggers what is due, and lets go of removes that waited for it."""
+        self._current_work().rotation.tell()
+
+    def finish(self, trainer: Any) -> None:
+        """As `tear_down`; some strategies never call that."""
+        self._finish(trainer, self._trainers.failed(trainer))
+
+    def settle(self) -> None:
+        """Waits for everything and tells loggers; errors are left for the next save or the end."""
+        work = self._current_work()
+        if work.under_way():
+            with WaitingLine(work.pending):
+                error = work.drain(close=False)
+            if error is not None:
+                work.errors.insert(0, error)
+
+    def publish(self, tell: Callable[[Any], object], callback: Any) -> None:
+        """`tell(callback)` once the last checkpoint is durable; at once if it was not ours."""
+        work = self._current_work()
+        if work.newest is None:
+            if not work.failed:
+                tell(callback)
+            return
+        handle = work.newest
+        work.rotation.publications.append(
+            Publication(handle, absolute(handle.path), logger_call(tell, callback))
+        )
+        work.rotation.tell()
+
+    def link(self, trainer: Any, target: Any, path: Any) -> None:
+        """Makes `path` a link to `target` when all saves submitted before have ended."""
+        rotation = self._current_work().rotation
+        rotation.link(absolute(target), absolute(path))
+        if inside_signal_handler() or not self._trainers.may_save_early(trainer):
+            rotation.wait()
+
+    def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
+        """Whether `path` will be there when the log has run out."""
+        return self._current_work().rotation.will_exist(path, otherwise)
+
+    def wait_for(self, path: Any) -> None:
+        """Waits for the saves, links and removes of `path` that were submitted before."""
+        if is_remote(path):
+            ordered.wait_for_key(rotation.key(path))
+        else:
+            ordered.wait_for_path(path)
+
+    @contextmanager
+    def group(self, trainer: Any) -> Iterator[None]:
+        """Around a save that all ranks of `trainer` make together: they raise together, too."""
+        group = _Group()
+        self._groups.append(group)
+        try:
+            yield
+        finally:
+            self._groups.remove(group)
+        error = ranks.agree(trainer, group.error)
+        if error is not None:
+            raise error
+
+    # ---- inside ----
+
+    def _current_work(self) -> Work:
+        if self._work.pid != os.getpid():
+            self._work = self._new_work()
+        return self._work
+
+    @property
+    def inner(self) -> Inner | None:
+        """The CheckpointIO that was given."""
+        return self._writers.inner
+
+    def _new_work(self) -> Work:
+        return Work(Rotation(self._writers.remover_of, durable=self._options.durable))
+
+    def _finish(self, trainer: Any, quiet: bool) -> None:
+        work = self._current_work()
+        error: BaseException | None = None
+        if work.under_way():
+            with WaitingLine(work.pending):
+                error = work.drain(close=True)
+        if error is not None:
+            work.errors.insert(0, error)
+        if quiet:
+            work.log_errors()
+            return
+        error = work.take_error()
+        if error is not None and self._warns(error):
+            self._tell(error, quiet)
+            error = None
+        if self._trainers.is_set_up(trainer) and ranks.several(trainer):
+            error = ranks.agree(trainer, error)
+        if error is not None:
+            raise error
+
+    def _warns(self, error: BaseException, of_save: bool = True) -> bool:
+        """Whether it is warned of; not a mistake in how a save was asked for."""
+        return self._options.on_error == "warn" and (of_save or is_failure(error))
+
+    def _tell(self, error: BaseException, quiet: bool) -> None:
+        if quiet:
+            log_error(error)
+        else:
+            warn(error)
+
+
+def _for_requeue(path: Any) -> bool:
+    """A checkpoint that SLURM's requeue comes right after."""
+    return os.path.basename(os.fsdecode(path)).startswith("hpc_ckpt_")

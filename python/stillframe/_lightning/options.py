@@ -1,0 +1,96 @@
+"""What the checkpoint plugin may be asked for, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from stillframe._save.engine import Engine, limits_of, refuse_no_engine
+from stillframe._save.options import (
+    DEFAULT_IN_FLIGHT,
+    EngineOptions,
+    OnDurable,
+    SaveOptions,
+    Size,
+    WhenBusy,
+)
+
+OnError = Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOptions:
+    """Those of `CheckpointPlugin`, without the other CheckpointIO.
+
+    Raises:
+        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, or `engine`
+            together with an option of the engine.
+    """
+
+    engine: Engine | None
+    pool_bytes: Size | None
+    max_in_flight: int
+    when_busy: WhenBusy
+    durable: bool
+    overlap: bool
+    check_mutation: bool
+    on_durable: OnDurable | None
+    on_error: OnError
+    log_metrics: bool
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
+        self.save_options(overlap=True)  # refuses what a save would refuse
+        own = self.engine_options()
+        if self.engine is not None:
+            refuse_no_engine(self.engine)
+            refuse_skipping(limits_of(self.engine).when_busy)
+            if own is not None:
+                raise ValueError(
+                    "engine= has its own pool and its own limits: give pool_bytes, max_in_flight"
+                    " and when_busy to the Engine, not to the plugin."
+                )
+        elif own is not None:
+            refuse_skipping(self.when_busy)
+            Engine(**own).close()  # refuses now what it would refuse at a save
+
+    def engine_options(self) -> EngineOptions | None:
+        """Of an engine of the plugin's own; None where another engine serves."""
+        given = (self.pool_bytes, self.max_in_flight, self.when_busy)
+        if given == (None, DEFAULT_IN_FLIGHT, "wait"):
+            return None
+        return {
+            "pool_bytes": self.pool_bytes,
+            "max_in_flight": self.max_in_flight,
+            "when_busy": self.when_busy,
+        }
+
+    def slots(self) -> tuple[int, WhenBusy]:
+        """How many saves may be under way, and what happens then."""
+        if self.engine is None:
+            return self.max_in_flight, self.when_busy
+        limits = limits_of(self.engine)
+        return limits.max_in_flight, limits.when_busy
+
+    def save_options(self, *, overlap: bool) -> SaveOptions:
+        return SaveOptions(
+            overlap=overlap,
+            durable=self.durable,
+            check_mutation=self.check_mutation,
+            on_durable=self.on_durable,
+            follow_link=False,
+            create_parents=True,
+        )
+
+
+def refuse_skipping(when_busy: WhenBusy) -> None:
+    """
+    Raises:
+        ValueError: Saves may be skipped.
+    """
+    if when_busy == "skip":
+        raise ValueError(
+            "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
+            " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
+        )

@@ -1,0 +1,256 @@
+"""The functions around engines, and the process's own engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Unpack
+
+from stillframe import _core
+from stillframe._base import paths
+from stillframe._base.calls import inside
+from stillframe._save import completion, ordered
+from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
+from stillframe._save.handle import SaveHandle
+from stillframe._save.options import EngineOptions, OnDurable, SaveOptions
+from stillframe._save.outcome import take_failures
+from stillframe._save.report import SaveReport
+from stillframe.errors import StillframeError
+
+
+class _Default:
+    """The default engine of one process.
+
+    Attributes:
+        given: `default_engine()` has handed it out, so anything may be done with it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.engine: Engine | None = None
+        self.options: EngineOptions = {}
+        self.given = False
+
+    def get(self) -> Engine:
+        with self.lock:
+            if self.engine is None or is_closed(self.engine):
+                self.engine = Engine(**self.options)
+                self.given = False
+            return self.engine
+
+    def configure(self, options: EngineOptions) -> None:
+        with self.lock:
+            engine = self.engine
+            if engine is not None and not is_closed(engine) and (self.given or is_used(engine)):
+                raise StillframeError(
+                    "configure() comes too late: the default engine is in use. Call it before the"
+                    " first save, snapshot or default_engine(), or save with an Engine of your own."
+                    f" In use is {engine!r}"
+                )
+            Engine(**options).close()  # refuses what an engine would refuse
+            self.options = options
+            self.engine = None
+            if engine is not None:
+                engine.close()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+_default = _Default()
+
+
+def default_engine() -> Engine:
+    """The process's own engine, made at its first use. A forked child gets one of its own."""
+    engine = _default.get()
+    _default.given = True
+    return engine
+
+
+def engine_or_default(engine: Engine | None) -> Engine:
+    """What an argument `engine=` stands for.
+
+    Raises:
+        TypeError: It is no engine.
+    """
+    if engine is None:
+        return _default.get()
+    refuse_no_engine(engine)
+    return engine
+
+
+def configure(**engine_options: Unpack[EngineOptions]) -> None:
+    """Sets the options of the default engine before its first use: that is the first save or
+    snapshot that is not refused, a `warm_up`, or `default_engine()`.
+
+    Args:
+        **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
+            `max_in_flight`, `when_busy`. What is not given has `Engine`'s default, whatever an
+            earlier call said.
+
+    Raises:
+        StillframeError: The default engine is in use already.
+        TypeError, ValueError: As `Engine` does.
+    """
+    _default.configure(engine_options)
+
+
+def close_default() -> None:
+    """At the end of the process."""
+    _default.close()
+
+
+def async_save(
+    obj: object,
+    path: Path,
+    *,
+    overlap: bool = True,
+    durable: bool = True,
+    check_mutation: bool = False,
+    on_durable: OnDurable | None = None,
+    engine: Engine | None = None,
+) -> SaveHandle:
+    """Saves `obj` to `path` as `torch.save` would, without stopping training. The file holds the
+    state as it is now.
+
+    What only an optimizer's step changes is copied after the call, under the next forward and
+    backward; the next step waits for the copy by itself. Everything else is copied before the call
+    returns. See "What a save promises" in README.
+
+    Args:
+        obj: Anything `torch.save` takes.
+        path: A local path. A link is followed, a parent directory has to be there.
+        overlap: False copies everything inside the call.
+        durable: Sync the file and its directory. False gives up power failures: after one the path
+            holds the old file, the new one, or a damage that `load` notices.
+        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to
+            find code that writes at the wrong time. Slow.
+        on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
+            durable.
+        engine: The engine to use, `default_engine()` by default.
+
+    Raises:
+        TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
+        SaveError: (phase "open") The parent is missing, or the path is a directory or no regular
+            file.
+        BusyError, ForkError, StillframeError: See `Engine`.
+        Exception: What `torch.save` raises for an object it cannot save; a note says where in
+            `obj` that sits.
+    """
+    options = SaveOptions(
+        overlap=overlap, durable=durable, check_mutation=check_mutation, on_durable=on_durable
+    )
+    return submit(engine_or_default(engine), obj, path, options)
+
+
+def save(
+    obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None
+) -> SaveReport:
+    """Saves `obj` to `path` as `torch.save` would and returns when the file is durable.
+
+    It always saves: where as many saves are under way as the engine allows, it waits for one,
+    whatever the engine's `when_busy` says.
+
+    Args:
+        obj: Anything `torch.save` takes. It is copied inside the call.
+        path: A local path. A link is followed, a parent directory has to be there.
+        durable: Sync the file and its directory. False gives up power failures, see `async_save`.
+        engine: The engine to use, `default_engine()` by default.
+
+    Returns:
+        What the save did, and what it cost.
+
+    Raises:
+        SaveError: The operating system refused a step; the old file is untouched.
+        TypeError, ValueError, ForkError, StillframeError, Exception: As `async_save`.
+    """
+    # Nothing is deferred: no step can come in between.
+    options = SaveOptions(overlap=False, durable=durable, wait_for_slot=True)
+    report: SaveReport = submit(engine_or_default(engine), obj, path, options).result()
+    return report
+
+
+def remove(path: Path) -> None:
+    """Removes a file, link or directory tree, in the order of submission; returns at once.
+
+    It runs when every save submitted before it has ended, and only if the last of them became
+    durable: otherwise the name stays and a warning is logged. So removing an old checkpoint after
+    saving a new one never leaves fewer than one. An error of the operating system is logged.
+
+    Args:
+        path: A local path. A missing name is no error; a link is removed, not what it names; a
+            directory is removed with all that is in it.
+
+    Raises:
+        TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
+        StillframeError: The interpreter is exiting.
+    """
+    key = paths.key(path, follow_link=False)
+    completion.completion.start()
+    _core.log_remove(key)
+    if completion.completion.over and not ordered.is_inside():
+        _core.log_drain(None)
+
+
+def exists(path: Path) -> bool:
+    """Whether `path` will be there when the saves and removes submitted so far have ended.
+
+    Args:
+        path: A local path. A link counts as there when what it names is.
+
+    Raises:
+        TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
+    """
+    known = _core.log_exists(paths.key(path, follow_link=False))
+    if known < 0 and os.path.islink(path):
+        known = _core.log_exists(paths.key(path, follow_link=True))
+    return os.path.exists(path) if known < 0 else bool(known)
+
+
+def wait_all(timeout: float | None = None) -> None:
+    """Waits until every save and remove of the process has ended; raises the first error nobody has
+    collected.
+
+    Call it at the end of a training: without it, saves still finish and a failed one is printed,
+    but the process's exit status does not tell of it.
+
+    Args:
+        timeout: Seconds; None waits for ever.
+
+    Raises:
+        StillframeError, Exception: What a save failed with.
+        TimeoutError: `timeout` seconds passed.
+    """
+    ordered.refuse_inside()
+    with inside():
+        if not _core.log_drain(timeout):
+            raise TimeoutError(f"after {timeout:g} s: {_under_way()}")
+        settle_all()
+    for failure in take_failures(first_only=True):
+        raise failure.error
+
+
+def _under_way() -> str:
+    count = _core.log_pending()
+    saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]
+    what = "save or remove has" if count == 1 else "saves and removes have"
+    return f"{count} {what} not ended yet" + (f" ({', '.join(saves)})" if saves else "")
+
+
+def settle_all() -> None:
+    """Looks at every save that has ended."""
+    for handle in list(completion.in_flight.values()):
+        handle.done()
+
+
+def _forked() -> None:
+    """In the child: a new default engine at its first use, with the same options; the parent's is
+    left alone."""
+    global _default
+    options = _default.options
+    _default = _Default()
+    _default.options = options
+
+
+os.register_at_fork(after_in_child=_forked)

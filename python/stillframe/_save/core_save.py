@@ -1,0 +1,268 @@
+"""A save that stillframe makes: the Python side of a ticket of the core.
+
+The ticket knows everything that changes; here is only what Python has to add: the verdict on tensor
+versions, and the sentences of a report or an error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import CancelledError
+from typing import Any, cast
+
+from stillframe import _core
+from stillframe._base import device
+from stillframe._base.calls import inside
+from stillframe._save import completion, gate, ordered
+from stillframe._save.handle import Deadline, SaveHandle, State
+from stillframe._save.options import OnDurable
+from stillframe._save.report import SaveReport
+from stillframe._tree.skeleton import Skeleton
+from stillframe.errors import (
+    PoolExhaustedError,
+    SaveError,
+    StillframeError,
+    TornSnapshotError,
+)
+
+_FINAL = ("durable", "failed", "cancelled")
+
+
+class CoreSave(SaveHandle):
+    """
+    Args:
+        ticket: Of the save, laid out and not yet submitted.
+        skeleton: What is saved. It is let go of at the end, its storages once they are copied.
+        deferral: Which of them are copied after the call.
+        path: To be shown.
+        given: For `on_durable`.
+        entered: `time.perf_counter()` at the call's entry.
+    """
+
+    def __init__(
+        self,
+        ticket: _core.Ticket,
+        skeleton: Skeleton,
+        deferral: gate.Deferral,
+        *,
+        path: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        entered: float,
+    ) -> None:
+        super().__init__(path, given, on_durable)
+        self._ticket = ticket
+        self._skeleton: Skeleton | None = skeleton
+        self._deferral: gate.Deferral | None = deferral if deferral.indices else None
+        self._devices = skeleton.devices
+        self._num_tensors = skeleton.num_tensors
+        self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
+        self._confirmed = False
+        self._copied = False
+        self._entered = entered
+        self._entered_to_ticket_s = time.perf_counter() - entered
+        self._blocked_s = 0.0
+        self._gate_wait_s = 0.0
+
+    # ---- the call ----
+
+    def launch(self, deferral: gate.Deferral) -> None:
+        """Takes a slot, captures, and hands the rest over; `deferral` is closed.
+
+        Raises:
+            BusyError, PoolExhaustedError, StillframeError: The save is refused.
+        """
+        number = self._ticket.number
+        completion.in_flight[number] = self
+        try:
+            self._ticket.submit(device.streams(self._devices))
+        except BaseException:
+            if self._ticket.report()["launched_after_ns"] >= 0:
+                # Ctrl-C came just after. The save goes on; its verdict and its sources are its
+                # own business, and later saves stand behind it.
+                self._go_on(deferral)
+            else:
+                completion.in_flight.pop(number, None)
+                deferral.close()
+            raise
+        self._go_on(deferral)
+        self._blocked_s = time.perf_counter() - self._entered
+
+    def _go_on(self, deferral: gate.Deferral) -> None:
+        """Steps wait for what is still to be copied; what is not is let go of."""
+        if deferral.indices:
+            gate.track(self)
+            if self._copied:  # the completion thread said so before this line
+                gate.untrack(self)
+        else:
+            deferral.close()
+            if not self._devices:  # those are still being copied
+                self._release_sources()
+
+    # ---- what the completion thread and the gate call ----
+
+    def after_copy(self) -> None:
+        """The verdict; then the sources are nobody's business any more."""
+        self._verdict()
+        self._release_sources()
+        if self._is_staged():
+            self._outcome.tell_staged()
+
+    def settle(self) -> None:
+        """The save has ended."""
+        self._settle()
+
+    def gate(self) -> bool:
+        """Returns when every byte of host memory is copied, and the calling thread's current
+        streams wait for those of devices, or when the save has ended. See
+        `stillframe._save.gate.Pending`."""
+        if self._outcome.settled:
+            return True
+        entered, began = time.perf_counter(), _core.trace_begin()
+        with inside():
+            if self._devices:
+                copied = self._ticket.gate(device.streams(self._devices))
+            else:
+                copied = self._ticket.wait(_core.WAIT_COPIED, None)
+            self._verdict(copied)
+        self._gate_wait_s += time.perf_counter() - entered
+        _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
+        return copied
+
+    def _verdict(self, copied: bool = True) -> None:
+        """The version detector. Whoever comes first decides: the core ignores every later
+        verdict. `copied`: no step needs to wait for this save any more."""
+        deferral = self._deferral
+        if deferral is not None and not self._confirmed:
+            self._ticket.confirm(deferral.torn())
+            self._confirmed = True
+        if copied and not self._copied:
+            self._copied = True
+            gate.untrack(self)
+
+    def _release_sources(self) -> None:
+        skeleton, deferral = self._skeleton, self._deferral
+        if skeleton is not None:
+            skeleton.storages = []  # `data` stays: names for an error are read from it
+        if deferral is not None:
+            deferral.release()
+
+    # ---- what users call ----
+
+    @property
+    def state(self) -> State:
+        self._birth.refuse_child()
+        return cast(State, self._ticket.state())
+
+    def cancel(self) -> bool:
+        self._birth.refuse_child()
+        return self._ticket.cancel()
+
+    def progress(self) -> tuple[int, int]:
+        self._birth.refuse_child()
+        return self._ticket.progress()
+
+    def _has_ended(self) -> bool:
+        return self._outcome.settled or self._ticket.wait(_core.WAIT_ENDED, 0)
+
+    def _is_staged(self) -> bool:
+        return self._ticket.state() in ("staged", "writing", "durable") and not self._is_failing()
+
+    def _is_failing(self) -> bool:
+        return bool(self._ticket.report()["code"])
+
+    def _wait_until_staged(self, deadline: Deadline) -> bool:
+        self._birth.refuse_child()
+        if self._outcome.settled:
+            return self._outcome.error is None
+        self._wait(_core.WAIT_COPIED, deadline, "staged")
+        self._verdict()
+        self._wait(_core.WAIT_STAGED, deadline, "staged")
+        return not self._is_failing()
+
+    def _wait_until_ended(self, deadline: Deadline) -> None:
+        self._birth.refuse_child()
+        if not self._outcome.settled:
+            self._wait(_core.WAIT_COPIED, deadline, "durable")
+            self._verdict()
+            if not self._has_ended():
+                ordered.refuse_inside()  # what has not ended stands behind that work in the log
+            self._wait(_core.WAIT_ENDED, deadline, "durable")
+        self._settle()
+
+    def _wait(self, what: int, deadline: Deadline, wanted: str) -> None:
+        if not self._ticket.wait(what, deadline.left()):
+            raise self._late(deadline, wanted)
+
+    # ---- the end ----
+
+    def _settle(self) -> None:
+        with self._outcome.lock:
+            if not self._outcome.settled:
+                facts = self._ticket.report()
+                if facts["state"] not in _FINAL:
+                    return
+                if facts["code"]:
+                    self._outcome.settle(None, self._error_of(facts))
+                else:
+                    self._outcome.settle(self._report_of(facts), None)
+        gate.untrack(self)
+        self._skeleton = None
+        self._deferral = None
+        completion.in_flight.pop(self._ticket.number, None)
+        self._outcome.tell()
+
+    def _report_of(self, facts: dict[str, Any]) -> SaveReport:
+        offset = self._entered_to_ticket_s
+        fallbacks = [*self._fallbacks, *facts["fallbacks"]]
+        if facts["over_slots"]:
+            fallbacks.append(
+                "The save was made inside another call of its thread and took a slot beyond"
+                " max_in_flight."
+            )
+        return SaveReport(
+            path=self._path,
+            nbytes=facts["nbytes"],
+            num_tensors=self._num_tensors,
+            captured_nbytes=facts["captured_nbytes"],
+            deferred_nbytes=facts["deferred_nbytes"],
+            blocked_s=self._blocked_s,
+            gate_wait_s=self._gate_wait_s,
+            backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
+            staged_after_s=facts["staged_after_ns"] / 1e9 + offset,
+            durable_after_s=facts["ended_after_ns"] / 1e9 + offset,
+            peak_pool_bytes=facts["peak_pool_bytes"],
+            io_mode=facts["io_mode"],
+            fallbacks=tuple(fallbacks),
+        )
+
+    def _error_of(self, facts: dict[str, Any]) -> BaseException:
+        code = facts["code"]
+        if code == _core.ECANCELLED:
+            return CancelledError(f"the save of {self._path} was cancelled")
+        if code == _core.ETORN:
+            return self._torn_error(facts["index"])
+        if code == _core.EEXHAUSTED:
+            return PoolExhaustedError(
+                f"the save of {self._path} needs memory of the pool, and snapshots hold all of it"
+            )
+        if code <= -1000:
+            return StillframeError(f"the save of {self._path} failed: {facts['note'] or code}")
+        text = os.strerror(-code)
+        if facts["note"]:
+            text = f"{text}: {facts['note']}"
+        return SaveError(-code, text, self._path, facts["phase"])
+
+    def _torn_error(self, index: int) -> TornSnapshotError:
+        names = self._skeleton.names(index) if self._skeleton is not None else []
+        if self._deferral is not None:
+            self._deferral.distrust(index)
+        what = ", ".join(names) if names else f"storage {index}"
+        return TornSnapshotError(
+            f"{self._path}: {what} changed outside the optimizer's step while it was still being"
+            " copied. The old file is untouched. Call handle.wait_staged() before such a change, or"
+            " save with overlap=False. This optimizer's state is copied inside the call from now"
+            " on.",
+            names,
+        )

@@ -1,0 +1,159 @@
+"""What an engine and a save may be asked for: the options, checked once, and the types of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+from stillframe import _core
+from stillframe._base import sizes
+from stillframe._save.report import SaveReport
+
+WhenBusy = Literal["wait", "skip", "raise"]
+OnDurable = Callable[[Any, SaveReport], object]
+Size = int | str
+
+DEFAULT_BLOCK = 16 << 20
+DEFAULT_IN_FLIGHT = 2
+_DEFAULT_WRITERS = 2
+_POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
+_PAGE = 4096
+
+# What an option may be at most: beyond, it is a slip of the keyboard, and would wrap in the core.
+_MOST_BLOCKS = 1 << 28
+_MOST_WRITERS = 256
+_MOST_IN_FLIGHT = 1 << 16
+
+
+class EngineOptions(TypedDict, total=False):
+    """What `Engine` takes, for `configure`."""
+
+    pool_bytes: Size | None
+    block_bytes: Size
+    writer_threads: int | None
+    max_in_flight: int
+    when_busy: WhenBusy
+
+
+class EngineStats(TypedDict):
+    """What `Engine.stats` returns; bytes, but for the last three.
+
+    `pool_bytes` is the cap, `committed_bytes` the memory the pool holds, `leased_bytes` what of it
+    is in use, `retired_bytes` what is never to be used again. `driver` is a sentence.
+    """
+
+    pool_bytes: int
+    block_bytes: int
+    committed_bytes: int
+    leased_bytes: int
+    retired_bytes: int
+    saves_in_flight: int
+    saves_total: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """An engine's options, checked.
+
+    Attributes:
+        pool_bytes: 0 lets the core choose.
+    """
+
+    pool_bytes: int
+    block_bytes: int
+    writer_threads: int
+    max_in_flight: int
+    when_busy: WhenBusy
+
+    @classmethod
+    def of(
+        cls,
+        pool_bytes: Size | None,
+        block_bytes: Size,
+        writer_threads: int | None,
+        max_in_flight: int,
+        when_busy: WhenBusy,
+    ) -> Limits:
+        """
+        Raises:
+            TypeError, ValueError: An option makes no sense.
+        """
+        pool, source = _pool_bytes(pool_bytes)
+        block = sizes.parse(block_bytes, "block_bytes")
+        if block % _PAGE:
+            raise ValueError(f"block_bytes has to be a multiple of {_PAGE}, not {block_bytes}")
+        if pool and pool < block:
+            raise ValueError(
+                f"{source} ({pool} bytes) is less than one block: give at least block_bytes"
+                f" ({block} bytes)"
+            )
+        if pool // block > _MOST_BLOCKS:
+            raise ValueError(
+                f"{source} ({pool} bytes) is more than {_MOST_BLOCKS} blocks of {block} bytes: give"
+                " larger block_bytes"
+            )
+        if when_busy not in get_args(WhenBusy):
+            raise ValueError(
+                f"when_busy has to be one of {', '.join(map(repr, get_args(WhenBusy)))}, not"
+                f" {when_busy!r}"
+            )
+        writers = _DEFAULT_WRITERS if writer_threads is None else writer_threads
+        return cls(
+            pool,
+            block,
+            _count(writers, "writer_threads", _MOST_WRITERS),
+            _count(max_in_flight, "max_in_flight", _MOST_IN_FLIGHT),
+            when_busy,
+        )
+
+
+def _count(value: object, name: str, most: int) -> int:
+    return sizes.bounded(sizes.whole_number(value, name), name, 1, most)
+
+
+def _pool_bytes(given: Size | None) -> tuple[int, str]:
+    """(the cap, what the messages call it); 0 where nobody gave one."""
+    if given is not None:
+        return sizes.parse(given, "pool_bytes"), "pool_bytes"
+    text = os.environ.get(_POOL_VARIABLE, "").strip()
+    return (sizes.parse(text, _POOL_VARIABLE) if text else 0), _POOL_VARIABLE
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How one save is to be made.
+
+    Attributes:
+        overlap, durable, check_mutation, on_durable: See `async_save`.
+        follow_link: Write through a symbolic link rather than replace it.
+        create_parents: Make missing parent directories.
+        wait_for_slot: Wait while as many saves are under way as there may be, whatever the engine
+            does otherwise.
+    """
+
+    overlap: bool = True
+    durable: bool = True
+    check_mutation: bool = False
+    on_durable: OnDurable | None = None
+    follow_link: bool = True
+    create_parents: bool = False
+    wait_for_slot: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_durable is not None and not callable(self.on_durable):
+            raise TypeError(
+                f"on_durable has to be callable, not {type(self.on_durable).__name__}: it is"
+                " called as on_durable(path, report)"
+            )
+
+    def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
+        """As the core takes them."""
+        return (
+            (_core.SAVE_DURABLE if self.durable else 0)
+            | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)
+            | (_core.SAVE_NESTED if nested else 0)
+            | (0 if self.wait_for_slot or when_busy == "wait" else _core.SAVE_NO_WAIT)
+        )

@@ -1,0 +1,247 @@
+"""What became of a save, and who has been told: its report or error, futures, callbacks.
+
+A handle has one. It is `settled` once, by whoever sees the save's end first; telling those who wait
+for it comes after, and is gone on with by the next who asks where Ctrl-C came in between.
+
+An error counts as seen when somebody got it: from the handle, from a future's result, or from
+`wait_all`. One that nobody saw is logged when its handle dies, or printed when the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any
+
+from stillframe._save import completion, ordered
+from stillframe._save.options import OnDurable
+from stillframe._save.report import SaveReport
+
+if TYPE_CHECKING:
+    from stillframe._save.handle import SaveHandle
+
+log = logging.getLogger("stillframe")
+
+
+class Failure:
+    """An error of a save, until somebody has seen it.
+
+    Attributes:
+        collected: Somebody has it.
+        logged: Nobody asked, and the log has it.
+    """
+
+    __slots__ = ("collected", "error", "logged")
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.collected = False
+        self.logged = False
+
+
+# Errors nobody has collected, in the order in which their saves ended.
+_failures: list[Failure] = []
+
+
+def take_failures(*, first_only: bool) -> list[Failure]:
+    """Errors that nobody has collected, oldest first; they count as collected from now on."""
+    taken: list[Failure] = []
+    while _failures and not (taken and first_only):
+        failure = _failures.pop(0)
+        if not failure.collected:
+            failure.collected = True
+            taken.append(failure)
+    return taken
+
+
+class SaveFuture(Future[Any]):
+    """A future whose result counts as having seen the save's error. It keeps its handle, not the
+    other way round."""
+
+    def __init__(self, handle: SaveHandle, outcome: Outcome, upload: bool) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outcome = outcome
+        self._upload = upload
+
+    def _refuse_inside(self) -> None:
+        """Staging waits for nothing of the log."""
+        if self._upload and not self.done():
+            ordered.refuse_inside()
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._refuse_inside()
+        try:
+            return super().result(timeout)
+        finally:
+            if self.done():
+                self._outcome.collect()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse_inside()
+        error = super().exception(timeout)
+        self._outcome.collect()
+        return error
+
+
+class Outcome:
+    """
+    Args:
+        given: The path as it was given, for `on_durable`.
+
+    Attributes:
+        lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
+        settled: The save has ended, and the next two say how.
+        report: None where it failed or was skipped.
+        error: None where it did not fail.
+    """
+
+    def __init__(self, given: Any, on_durable: OnDurable | None) -> None:
+        self.lock = threading.RLock()
+        self.settled = False
+        self.report: SaveReport | None = None
+        self.error: BaseException | None = None
+        self._given = given
+        self._on_durable = on_durable
+        self._failure: Failure | None = None
+        self._told = False
+        self._wakers: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
+        self._staging: weakref.ref[SaveFuture] | None = None
+        self._upload: weakref.ref[SaveFuture] | None = None
+
+    def __del__(self) -> None:
+        failure = getattr(self, "_failure", None)
+        if failure is None or failure.collected:
+            return
+        if not completion.completion.draining:  # then the last lines of the process say so
+            failure.logged = True
+            log.error("stillframe: a save failed and nobody asked: %s", failure.error)
+
+    def settle(self, report: SaveReport | None, error: BaseException | None) -> None:
+        """The save has ended; both None where it was skipped. The first call counts."""
+        with self.lock:
+            if self.settled:
+                return
+            cancelled = isinstance(error, CancelledError)  # whoever did that knows
+            if error is not None and not cancelled and self._failure is None:
+                self._failure = Failure(error)
+                _failures.append(self._failure)
+            self.report, self.error = report, error
+            self.settled = True
+
+    def tell(self) -> None:
+        """Wakes, resolves and calls those who wait for the end. May be called again."""
+        if self._told:
+            return
+        with self.lock:
+            for reference, value in ((self._staging, None), (self._upload, self.report)):
+                future = _alive(reference)
+                if future is not None:
+                    _resolve(future, self.error, value)
+            on_durable, self._on_durable = self._on_durable, None
+        report = self.report
+        if on_durable is not None and report is not None:
+            completion.callbacks.put(lambda: on_durable(self._given, report))
+        while (waker := _pop(self._wakers)) is not None:
+            waker()
+        while (function := _pop(self._callbacks)) is not None:
+            completion.callbacks.put(function)
+        self._told = True
+
+    def tell_staged(self) -> None:
+        with self.lock:
+            future = _alive(self._staging)
+            if future is not None:
+                _resolve(future, None, None)
+
+    def call_at_end(self, function: Callable[[], object]) -> bool:
+        """Has `function()` called on the callback thread; False where the end has come already."""
+        return self._add(self._callbacks, function)
+
+    def wake_at_end(self, function: Callable[[], object]) -> bool:
+        """The same on the thread that settles, for one that never waits and raises nothing."""
+        return self._add(self._wakers, function)
+
+    def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
+        with self.lock:
+            if not self.settled:
+                functions.append(function)
+            return not self.settled
+
+    def wake_no_more(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(ValueError):  # it was woken
+            self._wakers.remove(function)
+
+    def staging(self, handle: SaveHandle, is_staged: Callable[[], bool]) -> SaveFuture:
+        """The future of being staged, the same one as long as somebody has it."""
+        with self.lock:
+            future = _alive(self._staging)
+            if future is None:
+                future = SaveFuture(handle, self, upload=False)
+                self._staging = weakref.ref(future)
+                if self.settled or is_staged():
+                    _resolve(future, self.error, None)
+            return future
+
+    def upload(self, handle: SaveHandle) -> SaveFuture:
+        """The future of the report, likewise."""
+        with self.lock:
+            future = _alive(self._upload)
+            if future is None:
+                future = SaveFuture(handle, self, upload=True)
+                self._upload = weakref.ref(future)
+                if self.settled:
+                    _resolve(future, self.error, self.report)
+            return future
+
+    def collect(self) -> None:
+        """Somebody has seen how it ended."""
+        failure = self._failure
+        if failure is not None and not failure.collected:
+            failure.collected = True
+            with contextlib.suppress(ValueError):  # taken by wait_all in the meantime
+                _failures.remove(failure)
+
+    def is_collected(self) -> bool:
+        return self._failure is not None and self._failure.collected
+
+
+def _alive(reference: weakref.ref[SaveFuture] | None) -> SaveFuture | None:
+    return None if reference is None else reference()
+
+
+def _pop(functions: list[Callable[[], object]]) -> Callable[[], object] | None:
+    """The first, in one step: two threads may tell at a time."""
+    try:
+        return functions.pop(0)
+    except IndexError:
+        return None
+
+
+def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
+    """Settles a future that may be settled already, or cancelled by its user."""
+    if future.done():
+        return
+    if isinstance(error, CancelledError):
+        future.cancel()
+    elif future.set_running_or_notify_cancel():
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+
+def _forked() -> None:
+    """In the child: what failed in the parent is the parent's to report."""
+    for failure in _failures:
+        failure.collected = True
+    _failures.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,65 @@
+"""`SaveReport`: what a save did, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stillframe._base import sizes
+
+IoMode = Literal["direct", "buffered", "fsspec", "wrapped"]
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did. Times are seconds from the call's entry, sizes are bytes. `print` shows it
+    in sentences.
+
+    Attributes:
+        path: The path as it was given.
+        nbytes: Length of the file.
+        num_tensors: Distinct tensor objects in the saved tree.
+        captured_nbytes: Bytes copied inside the call, the pickled skeleton included.
+        deferred_nbytes: Bytes copied after the call returned, held still by the gate.
+        blocked_s: How long the call took.
+        gate_wait_s: How long optimizer steps waited for this save's copies.
+        backpressure_s: Of `blocked_s`, the wait for a slot (`max_in_flight`) or for blocks of the
+            pool.
+        staged_after_s: When every byte was copied and both detectors had passed.
+        durable_after_s: When the file was durable (with `durable=False`: in place).
+        peak_pool_bytes: Most pool memory the save held at one time.
+        io_mode: "direct" (O_DIRECT), "buffered", "fsspec" (a remote path), or "wrapped" (another
+            CheckpointIO wrote it).
+        fallbacks: One sentence for each thing that did not go the best way.
+    """
+
+    path: str
+    nbytes: int
+    num_tensors: int
+    captured_nbytes: int
+    deferred_nbytes: int
+    blocked_s: float
+    gate_wait_s: float
+    backpressure_s: float
+    staged_after_s: float
+    durable_after_s: float
+    peak_pool_bytes: int
+    io_mode: IoMode
+    fallbacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        tensors = "1 tensor" if self.num_tensors == 1 else f"{self.num_tensors:,} tensors"
+        waits = [f"the call took {_seconds(self.blocked_s)}"]
+        if self.backpressure_s:
+            waits.append(f"{_seconds(self.backpressure_s)} of it for a slot or memory")
+        waits.append(f"steps waited {_seconds(self.gate_wait_s)}")
+        lines = [
+            f"{self.path}: {sizes.decimal(self.nbytes)} in {tensors}, done after"
+            f" {_seconds(self.durable_after_s)} ({self.io_mode}); {', '.join(waits)}",
+            *self.fallbacks,
+        ]
+        return "\n  ".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,125 @@
+"""Run by test_moves.py, one process for each way in which a storage gets other memory.
+
+``python moving.py WAY`` saves and snapshots parameters, gives their storages other memory in the
+next line, and compares what was written with the state at the call.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import stillframe
+import torch
+from stillframe.testing import slow
+from torch import multiprocessing
+from torch.multiprocessing.reductions import reduce_storage
+
+NUMEL = 1 << 20  # 4 MiB: memory that malloc gives back to the system at once
+WAYS: dict[str, Callable[[torch.nn.ParameterList], object]] = {}
+
+
+def way(function: Callable[[torch.nn.ParameterList], object]) -> Callable[..., object]:
+    WAYS[function.__name__] = function
+    return function
+
+
+@way
+def share_memory(model: torch.nn.ParameterList) -> None:
+    model.share_memory()
+
+
+@way
+def share_memory_by_name(model: torch.nn.ParameterList) -> None:
+    multiprocessing.set_sharing_strategy("file_system")
+    model.share_memory()
+
+
+@way
+def put_into_a_queue(model: torch.nn.ParameterList) -> None:
+    queue = multiprocessing.Queue()
+    queue.put(model.state_dict())  # its thread shares them
+    queue.get()
+
+
+@way
+def reduce_for_another_process(model: torch.nn.ParameterList) -> None:
+    for p in model.parameters():
+        reduce_storage(p.untyped_storage())
+
+
+@way
+def free(model: torch.nn.ParameterList) -> None:
+    for p in model.parameters():
+        p.untyped_storage().resize_(0)
+
+
+@way
+def free_as_fsdp_does(model: torch.nn.ParameterList) -> None:
+    for p in model.parameters():
+        p.data._typed_storage()._resize_(0)
+
+
+@way
+def grow(model: torch.nn.ParameterList) -> None:
+    for p in model.parameters():
+        p.untyped_storage().resize_(8 * NUMEL)
+
+
+@way
+def replace(model: torch.nn.ParameterList) -> None:
+    """These give a tensor another storage; the old one is held."""
+    first, second, third = list(model.parameters())[:3]
+    first.data = torch.empty(0)
+    second.data.set_()  # type: ignore[call-overload]
+    third.data.set_(torch.zeros(3))  # type: ignore[call-overload]
+    model.to_empty(device="cpu")
+    model.double()
+
+
+def trained() -> torch.nn.ParameterList:
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(NUMEL)) for _ in range(6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    optimizer.zero_grad()
+    model.optimizer = [optimizer]  # lives as long
+    return model
+
+
+def saved(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    path = Path(directory) / "state.pt"
+    handle = stillframe.async_save(state, path)
+    then()
+    report = handle.result()
+    assert report is not None and report.deferred_nbytes == 6 * 4 * NUMEL
+    return torch.load(path)
+
+
+def taken(state: dict[str, Any], then: Callable[[], object], directory: str) -> Any:
+    snapshot = stillframe.snapshot(state, overlap=True)
+    then()
+    return snapshot.tree
+
+
+def main(name: str) -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    for copied in (saved, taken):
+        model = trained()
+        state = dict(model.state_dict())
+        wanted = copy.deepcopy(state)
+        with tempfile.TemporaryDirectory() as directory, slow("lane_copy", 0.02):
+            got = copied(state, lambda model=model: WAYS[name](model), directory)  # type: ignore[misc]
+        assert all(torch.equal(got[key], wanted[key]) for key in wanted), copied
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

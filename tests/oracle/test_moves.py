@@ -1,0 +1,94 @@
+"""Memory that moves or is freed behind a save is not read any more by then."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+
+import moving
+import pytest
+import torch
+from fix_gate import FakePending, param, run_steps, skeleton_of
+from stillframe._save import gate, moves
+from torch.optim import SGD
+
+
+@pytest.mark.parametrize("name", moving.WAYS)
+def test_memory_that_goes_behind_the_call_is_copied_before(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", moving.__file__, name],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture
+def copied() -> torch.nn.Parameter:
+    """A parameter whose storage may be copied late."""
+    gate.wait()
+    p = param()
+    opt = SGD([p], lr=0.1)
+    run_steps(opt, 4)
+    p.optimizer = opt  # type: ignore[attr-defined]
+    return p
+
+
+def test_only_a_storage_that_is_being_copied_waits(copied: torch.nn.Parameter) -> None:
+    pending = FakePending()
+    gate.track(pending, gate.defer(skeleton_of([copied]), overlap=True))
+    param().untyped_storage().resize_(0)
+    torch.zeros(9).share_memory_()
+    assert pending.waits == 0
+    copied.untyped_storage().resize_(20000 * 4)
+    assert pending.waits == 1
+    copied.untyped_storage().resize_(30000 * 4)
+    assert pending.waits == 1
+
+
+def test_a_device_s_copies_are_asked_for_again(copied: torch.nn.Parameter) -> None:
+    class OnDevice(FakePending):
+        def gate(self) -> bool:  # type: ignore[override]
+            super().gate()
+            return False
+
+    pending = OnDevice()
+    gate.track(pending, gate.defer(skeleton_of([copied]), overlap=True))
+    copied.untyped_storage().resize_(20000 * 4)
+    copied.untyped_storage().resize_(30000 * 4)
+    assert pending.waits == 2
+    gate.untrack(pending)
+    assert not gate.anything_copied()
+
+
+def test_a_storage_waits_for_another_thread_s_call(copied: torch.nn.Parameter) -> None:
+    deferral = gate.defer(skeleton_of([copied]), overlap=True)
+    moved = threading.Event()
+
+    def move() -> None:
+        copied.data.share_memory_()
+        moved.set()
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    assert not moved.wait(0.2)
+    pending = FakePending()
+    gate.track(pending, deferral)
+    assert moved.wait(10)
+    thread.join()
+    assert pending.waits == 1
+
+
+def test_the_methods_look_as_they_did() -> None:
+    base = torch._C.StorageBase.resize_
+    assert torch.UntypedStorage.resize_.__doc__ == base.__doc__
+    for name in moves._MOVERS:
+        method = getattr(torch.UntypedStorage, name)
+        assert method.__name__ == name
+        assert method.__wrapped__ is not method
+    assert "self" in str(inspect.signature(torch.UntypedStorage._share_fd_cpu_))
+    with pytest.raises(RuntimeError, match="expects an int"):
+        torch.zeros(2).untyped_storage().resize_("many")  # type: ignore[arg-type]

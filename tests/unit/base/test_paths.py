@@ -1,0 +1,71 @@
+"""Where a path leads: one look in C says what Python's functions say one by one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from stillframe import _core
+from stillframe._base import paths
+from stillframe.testing import fault
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "dir" / "inner").mkdir(parents=True)
+    (tmp_path / "file.pt").touch()
+    (tmp_path / "dir" / "\udcff.pt").touch()
+    (tmp_path / "to-file").symlink_to("file.pt")
+    (tmp_path / "to-dir").symlink_to("dir")
+    (tmp_path / "to-link").symlink_to("to-file")
+    (tmp_path / "dangling").symlink_to("dir/nothing.pt")
+    (tmp_path / "round").symlink_to("round")
+    (tmp_path / "to-inner").symlink_to(tmp_path / "dir" / "inner" / "..")
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SEEN = [
+    *("file.pt", "./file.pt", "new.pt", "dir/new.pt", "dir//new.pt", "dir/../new.pt", "to-file"),
+    *("to-dir/new.pt", "to-dir", "to-dir/", "dir/", "dir/inner/..", "to-inner/new.pt", "to-inner"),
+    *("to-link", "fifo", "dir/\udcff.pt", "to-dir/../file.pt", ".", "..", "dir/.", "/", "//", "/x"),
+    *("dir/inner/../../file.pt", "x" * 255),
+]
+NOT_SEEN = ["no/new.pt", "file.pt/new.pt", "round/new.pt", "x" * 256, "no/", "y/" * 3000 + "new.pt"]
+LINKS = ["dangling", "round"]
+
+
+@pytest.mark.parametrize("follow_link", [True, False])
+@pytest.mark.parametrize("name", SEEN + LINKS)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_look_says_what_pythons_functions_say(
+    tree: Path, name: str, follow_link: bool, absolute: bool
+) -> None:
+    text = f"{tree}/{name}" if absolute else name
+    place = _core.look(os.fsencode(text), follow_link)
+    if place is None:
+        assert name in LINKS and follow_link  # of these the words are told
+        return
+    parent, last = paths._split(text, follow_link)
+    assert place[:2] == (os.fsencode(parent), os.fsencode(last))
+    there = os.path.join(parent, last)
+    assert place[2] == (os.lstat(there).st_mode if os.path.lexists(there) else 0)
+
+
+@pytest.mark.parametrize("follow_link", [True, False])
+@pytest.mark.parametrize("name", NOT_SEEN)
+def test_what_cannot_be_seen_is_looked_at_closer(tree: Path, name: str, follow_link: bool) -> None:
+    assert _core.look(os.fsencode(name), follow_link) is None
+
+
+@pytest.mark.parametrize("call", ["lstat", "realpath"])
+def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
+    with fault(call, err=errno.EIO, sticky=True):
+        assert _core.look(b"to-file", True) is None
+        target = paths.target("to-file", follow_link=True, create_parents=False, durable=True)
+    assert target.name == b"file.pt"
+    assert stat.S_ISREG(os.stat(os.path.join(target.directory, target.name)).st_mode)

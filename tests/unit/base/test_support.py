@@ -1,0 +1,127 @@
+"""What stillframe cannot run with is told in one sentence, when it is built and when it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from stillframe._base import support
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("platform", "free_threaded", "words"),
+    [
+        ("linux", False, None),
+        ("darwin", False, "runs on Linux only, and this is macOS"),
+        ("win32", False, "runs on Linux only, and this is Windows"),
+        ("linux", True, "does not support free-threaded builds"),
+    ],
+)
+def test_systems_and_pythons_that_do_not_do_are_named(platform, free_threaded, words):
+    said = support.complaint_of_python(platform, free_threaded)
+    assert said is None if words is None else words in said
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("2.10.0", None),
+        ("2.13.0+cu130", None),
+        ("3.0.0a0+git12", None),
+        ("2.9.1+cpu", "needs torch 2.10 or later, and this is 2.9.1+cpu"),
+        ("1.13.1", "this is 1.13.1"),
+        (None, "there is none here: pip install torch"),
+    ],
+)
+def test_an_old_torch_and_none_at_all_are_named(version, words):
+    said = support.complaint_of_torch(version)
+    assert said is None if words is None else words in said
+
+
+def run(code: str, path: Path) -> str:
+    """The last line on stderr of a Python that looks for modules in `path` first."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(path)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
+
+
+def fake(path: Path, package: str, version: str) -> None:
+    (path / package).mkdir()
+    (path / package / "__init__.py").write_text(f"__version__ = {version!r}\n")
+
+
+def test_importing_beside_an_old_torch_says_so(tmp_path):
+    fake(tmp_path, "torch", "2.9.1")
+    said = run("import stillframe", tmp_path)
+    assert said == (
+        "ImportError: stillframe needs torch 2.10 or later, and this is 2.9.1: pip install -U torch"
+    )
+
+
+def test_importing_without_torch_says_so(tmp_path):
+    said = run("sys.modules['torch'] = None; import stillframe", tmp_path)
+    assert said.startswith("ImportError: stillframe needs torch 2.10 or later, and there is none")
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_importing_the_plugin_beside_an_old_lightning_says_so(tmp_path, package):
+    fake(tmp_path, package, "2.3.3")
+    said = run(f"import stillframe.{package}", tmp_path)
+    assert f"needs {package.replace('_', '-')} 2.4 or later, and this is 2.3.3" in said
+    said = run(f"sys.modules[{package!r}] = None; import stillframe.{package}", tmp_path)
+    assert "and there is none here: pip install" in said
+
+
+def test_importing_elsewhere_says_so(tmp_path):
+    said = run("import torch; sys.platform = 'darwin'; import stillframe", tmp_path)
+    assert said == "ImportError: stillframe runs on Linux only, and this is macOS"
+
+
+def build(path: Path, before: str = "") -> str:
+    """The last line of a build that is refused; `path` has modules that stand before others."""
+    code = f"""
+        import runpy, sys
+        sys.path.insert(0, {str(path)!r})
+        {before}
+        sys.argv = ["setup.py", "build_ext", "--build-lib", {str(path)!r}]
+        runpy.run_path("setup.py", run_name="__main__")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_building_beside_an_old_torch_says_so(tmp_path):
+    fake(tmp_path, "torch", "2.9.1")
+    (tmp_path / "torch" / "utils").mkdir()
+    (tmp_path / "torch" / "utils" / "__init__.py").touch()
+    (tmp_path / "torch" / "utils" / "cpp_extension.py").write_text(
+        "import torch\n"
+        "from setuptools import Extension as CppExtension\n"
+        "from setuptools.command.build_ext import build_ext as BuildExtension\n"
+        "def include_paths(): return []\n"
+    )
+    assert "needs torch 2.10 or later, and this is 2.9.1" in build(tmp_path)
+
+
+def test_building_without_torch_and_elsewhere_says_so(tmp_path):
+    assert "finds none here" in build(tmp_path, "sys.modules['torch'] = None")
+    loaded = "import sysconfig, setuptools, torch; sysconfig.get_config_vars()"
+    said = build(tmp_path, f"{loaded}; sys.platform = 'win32'")
+    assert "runs on Linux only, and this is Windows" in said

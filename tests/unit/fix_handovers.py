@@ -1,0 +1,77 @@
+"""Counts how often a thread hands the interpreter lock over.
+
+Each time that a thread lets go of the lock, another one that computes may take it, and has it for a
+switch interval (5 ms). `count` runs in a process with handovers.c preloaded, which `start` makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_SOURCE = Path(__file__).with_name("handovers.c")
+_SLICE_S = 0.05  # SFR_PY_SLICE_NS
+_LIBRARY = "HANDOVERS_LIBRARY"
+
+
+def start(script: Path, directory: Path, *args: object) -> Any:
+    """Runs a script that counts, and returns what it prints, which is JSON."""
+    library = directory / "handovers.so"
+    if not library.exists():
+        compiler = os.environ.get("CC", "cc").split()
+        flags = ["-std=c11", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+        subprocess.run(
+            [*compiler, *flags, "-o", str(library), str(_SOURCE), "-ldl", "-pthread"], check=True
+        )
+    preloaded = [*filter(None, [os.environ.get("LD_PRELOAD")]), str(library)]
+    environment = {**os.environ, "LD_PRELOAD": " ".join(preloaded), _LIBRARY: str(library)}
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, args)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout)
+
+
+class Counter:
+    """Counts in a process that `start` has made."""
+
+    def __init__(self) -> None:
+        sys.setswitchinterval(1000)  # nobody is made to let go, only who wants to does
+        self._library = ctypes.PyDLL(os.environ[_LIBRARY])  # which keeps the lock itself
+        self._library.handovers_of.restype = ctypes.c_long
+        self._library.handovers_learn(1)
+        time.sleep(0)
+        assert self._library.handovers_learn(0) == 0, "the interpreter's lock was not found"
+        before = self.of(threading.get_native_id())
+        for _ in range(7):
+            time.sleep(0)
+        assert self.of(threading.get_native_id()) - before == 7, "that was not the lock"
+
+    def of(self, thread: int) -> int:
+        """Hand-overs of a thread so far, by its `native_id`."""
+        return int(self._library.handovers_of(thread))
+
+    def count(self, function: Callable[[], T]) -> tuple[int, T]:
+        """Hand-overs of this thread during a call, and what the call returned.
+
+        Who waits looks for signals once a slice. How often that is, the disk decides, so it is
+        left out.
+        """
+        mine = threading.get_native_id()
+        before, entered = self.of(mine), time.monotonic()
+        returned = function()
+        looks = int((time.monotonic() - entered) / _SLICE_S)
+        return max(0, self.of(mine) - before - looks), returned

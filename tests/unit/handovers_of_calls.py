@@ -1,0 +1,109 @@
+"""Prints how often each call hands the interpreter lock over: {call: hand-overs}. Run by
+test_handovers.py with the number of tensors and a directory."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import stillframe
+import torch
+from fix_handovers import Counter
+from stillframe._lightning.offload import OffloadHooks
+from stillframe._save import gate
+
+LENGTH = 2048  # elements of a parameter: storages up to 4 KiB are copied in the call
+
+
+def make_training(tensors: int) -> tuple[torch.nn.ParameterList, torch.optim.Optimizer]:
+    """A model and its AdamW, with so many tensors together."""
+    model = torch.nn.ParameterList([torch.randn(LENGTH) for _ in range(max(tensors // 4, 1))])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(24):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model:
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+
+
+def completion_thread() -> int:
+    (thread,) = [each for each in threading.enumerate() if each.name == "sf-completion"]
+    return int(thread.native_id or 0)
+
+
+def main(tensors: int, directory: Path) -> dict[str, int]:
+    counter, counts = Counter(), {}
+    model, optimizer = make_training(tensors)
+    optimizer.step()  # nothing has seen a gradient since: versions stay as they are
+
+    def tree() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def save(name: str, state: Any, **options: Any) -> stillframe.SaveHandle:
+        path = directory / f"{name.replace(' ', '-')}.pt"
+        counts[name], handle = counter.count(lambda: stillframe.async_save(state, path, **options))
+        return handle
+
+    state = tree()
+    save("first save", state).result()
+    before = counter.of(completion_thread())
+    handle = save("save", state)
+    counts["gate"], _ = counter.count(gate.wait)
+    report = handle.result()
+    assert report is not None
+    assert report.deferred_nbytes > 2 * LENGTH * len(model), "nothing was deferred"
+    time.sleep(0.2)  # the completion thread waits again
+    counts["completion of a save"] = counter.of(completion_thread()) - before
+    before = counter.of(completion_thread())
+    handle = save("save of what nobody else holds", tree())
+    del state
+    handle.result()
+    time.sleep(0.2)
+    counts["completion of what nobody else holds"] = counter.of(completion_thread()) - before
+    save("save in the call", tree(), overlap=False).result()
+    save("save of the parameters", list(model)).result()
+    views = [each[:2] for each in model] + [each.detach().view(2, -1) for each in model]
+    save("save of views and ties", [views, list(model), views]).result()
+
+    handle = stillframe.async_save(tree(), directory / "handle.pt")
+    counts["wait_staged"], _ = counter.count(handle.wait_staged)
+    counts["result"], _ = counter.count(handle.result)
+    for name in ("done", "exception", "progress", "cancel"):
+        counts[name], _ = counter.count(getattr(handle, name))
+    counts["state"], _ = counter.count(lambda: handle.state)
+
+    hooks = ((optimizer,), {})
+    counts["before a step"], _ = counter.count(lambda: gate._before_step(optimizer, *hooks))
+    counts["after a step"], _ = counter.count(lambda: gate._after_step(optimizer, *hooks))
+    optimizer.load_state_dict(optimizer.state_dict())
+    counts["enrolment"], _ = counter.count(lambda: gate._after_step(optimizer, *hooks))
+
+    state = tree()
+    counts["snapshot"], taken = counter.count(lambda: stillframe.snapshot(state))
+    del taken
+    counts["snapshot with overlap"], taken = counter.count(
+        lambda: stillframe.snapshot(state, overlap=True)
+    )
+    counts["its wait"], _ = counter.count(taken.wait)
+    del taken
+    parameters = list(model)
+    counts["snapshot of parameters"], taken = counter.count(lambda: stillframe.snapshot(parameters))
+    del taken
+    trainer = SimpleNamespace(global_rank=0, strategy=None)
+    checkpoint = {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]}
+    hook = OffloadHooks().on_save_checkpoint
+    counts["callback"], _ = counter.count(lambda: hook(trainer, None, checkpoint))
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,184 @@
+"""Handles beyond one thread that waits: coroutines, futures, timeouts, exits."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe.testing import fault, slow
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+def test_a_coroutine_awaits_the_report_while_others_run(tmp_path: Path) -> None:
+    async def main() -> int:
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        turns = 0
+        waiting = asyncio.ensure_future(handle)
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        assert (await waiting).nbytes == (await handle).nbytes == (tmp_path / "a.pt").stat().st_size
+        return turns
+
+    threads = threading.active_count()
+    with slow("fdatasync", 0.2):
+        assert asyncio.run(main()) > 3
+    assert threading.active_count() <= threads + 2  # completion and callbacks: none that polls
+
+
+def test_several_coroutines_await_one_save_and_all_have_its_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        results = await asyncio.gather(handle, handle, handle, return_exceptions=True)
+        assert len(results) == 3
+        assert all(isinstance(each, stillframe.SaveError) for each in results)
+
+    with slow("fdatasync", 0.1), fault("rename"):
+        asyncio.run(main())
+    stillframe.wait_all()  # somebody has seen it
+
+
+def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path: Path) -> None:
+    async def main() -> stillframe.SaveHandle:
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handle, 0.05)
+        assert not handle.done()
+        return handle
+
+    with slow("fdatasync", 0.3):
+        handle = asyncio.run(main())
+        assert handle.result().nbytes
+        assert not handle.upload_completion.cancelled()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
+def test_a_loop_that_was_closed_harms_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[object] = []
+    loop = asyncio.new_event_loop()
+    with slow("fdatasync", 0.3):
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        task = asyncio.ensure_future(handle, loop=loop)
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        handle.add_done_callback(told.append)
+        assert handle.result().nbytes
+    stillframe.wait_all()
+    for _ in range(100):
+        if told:
+            break
+        time.sleep(0.01)
+    assert told == [handle]
+    assert not [each for each in caplog.records if each.name == "stillframe"]
+    task._log_destroy_pending = False  # its loop is gone, as is meant here
+
+
+def test_awaiting_outside_asyncio_says_what_to_do(tmp_path: Path) -> None:
+    handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+    with pytest.raises(RuntimeError, match="needs a running asyncio loop"):
+        handle.__await__().send(None)
+    handle.result()
+
+
+def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        done = stillframe.async_save(STATE, tmp_path / "a.pt")
+        done.result()
+        assert (await done).nbytes
+        with (
+            slow("fdatasync", 0.2),
+            stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy="skip") as engine,
+        ):
+            stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
+            skipped = stillframe.async_save(STATE, tmp_path / "c.pt", engine=engine)
+            assert skipped.state == "skipped"
+            assert await skipped is None
+            assert skipped.upload_completion.result() is None
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_save_raises_in_its_coroutine(tmp_path: Path) -> None:
+    async def main() -> None:
+        with slow("fdatasync", 0.2):
+            handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+            assert handle.cancel()
+            with pytest.raises(concurrent.futures.CancelledError):
+                await handle
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip", "raise"])
+def test_save_always_saves_and_returns_its_report(tmp_path: Path, when_busy: str) -> None:
+    with (
+        slow("fdatasync", 0.2),
+        stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy=when_busy) as engine,
+    ):
+        first = stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
+        report = stillframe.save(STATE, tmp_path / "b.pt", engine=engine)
+        assert first.done()
+    assert isinstance(report, stillframe.SaveReport)
+    assert report.nbytes == (tmp_path / "b.pt").stat().st_size
+
+
+def test_a_timeout_says_how_long_and_how_far(tmp_path: Path) -> None:
+    with slow("fdatasync", 0.5):
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        handle.wait_staged()
+        with pytest.raises(TimeoutError, match=r"a\.pt after 0\.01 s: \w+, not durable yet"):
+            handle.result(0.01)
+        with pytest.raises(TimeoutError, match=r"not durable yet"):
+            handle.exception(timeout=0)
+        with pytest.raises(TimeoutError, match=r"after 0\.02 s: 1 save .*a\.pt: \w+"):
+            stillframe.wait_all(0.02)
+        handle.result()
+
+
+def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = torch.optim.AdamW([parameter])
+    for _ in range(5):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    with slow("lane_copy", 0.3):
+        handle = stillframe.async_save(
+            {"p": parameter.data, "o": optimizer.state_dict()}, tmp_path / "a.pt"
+        )
+        with pytest.raises(TimeoutError, match="after 0 s: staging, not staged yet"):
+            handle.wait_staged(0)
+        with pytest.raises(TimeoutError, match="the snapshot after 0 s: not copied yet"):
+            stillframe.snapshot({"o": optimizer.state_dict()}, overlap=True).wait(0)
+        handle.result()
+
+
+def test_a_report_reads_as_sentences(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    report = stillframe.save({"x": torch.zeros(250_000), "y": torch.zeros(3)}, path)
+    text = str(report)
+    assert text.startswith(f"{path}: 1.01 MB in 2 tensors, done after ")
+    assert "the call took" in text and "steps waited 0 ms" in text
+    lines = str(stillframe.SaveReport(**{**vars(report), "fallbacks": ("One.", "Two.")})).split(
+        "\n"
+    )
+    assert [line.strip() for line in lines[1:]] == ["One.", "Two."]
+
+
+def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fault("rename"), caplog.at_level(logging.ERROR, "stillframe"):
+        stillframe.async_save(STATE, tmp_path / "a.pt")
+        with pytest.raises(stillframe.SaveError):
+            stillframe.wait_all()
+    stillframe.wait_all()

@@ -1,0 +1,221 @@
+"""What the errors say: what, why, and what to do."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe.testing import slow
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("cpu", "has to be a stillframe.Engine, not 'cpu'"),
+        (stillframe.Engine, r"as in engine=Engine\(\): not the class"),
+        (0, "has to be a stillframe.Engine, not 0"),
+    ],
+)
+def test_an_engine_that_is_none_is_named(tmp_path: Path, engine: object, words: str) -> None:
+    for call in (stillframe.async_save, stillframe.save):
+        with pytest.raises(TypeError, match=words):
+            call(STATE, tmp_path / "a.pt", engine=engine)
+    with pytest.raises(TypeError, match=words):
+        stillframe.snapshot(STATE, engine=engine)
+
+
+def test_swapped_arguments_are_noticed() -> None:
+    with pytest.raises(TypeError, match="not dict: the arguments seem to be swapped"):
+        stillframe.async_save("a.pt", STATE)
+    with pytest.raises(TypeError, match=r"a path has to be a str or os\.PathLike, not int$"):
+        stillframe.async_save(STATE, 3)
+
+
+def test_a_tilde_is_not_expanded_and_said_so() -> None:
+    with pytest.raises(stillframe.SaveError, match=r"'~' is not expanded: give os.path.expanduser"):
+        stillframe.async_save(STATE, "~/a.pt")
+
+
+def test_a_closed_engine_says_what_to_do(tmp_path: Path) -> None:
+    engine = stillframe.Engine(pool_bytes=32 << 20)
+    engine.close()
+    for call in (
+        lambda: stillframe.save(STATE, tmp_path / "a.pt", engine=engine),
+        lambda: stillframe.snapshot(STATE, engine=engine),
+        lambda: engine.warm_up(1),
+    ):
+        with pytest.raises(stillframe.StillframeError, match="was closed: make another one, or"):
+            call()
+
+
+def test_a_busy_engine_names_what_it_is_busy_with(tmp_path: Path) -> None:
+    with (
+        slow("fdatasync", 0.2),
+        stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy="raise") as engine,
+    ):
+        stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
+        with pytest.raises(stillframe.BusyError, match=r"max_in_flight=1 allows \(.*a\.pt\). Wait"):
+            stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
+
+
+def test_an_exhausted_pool_says_who_holds_it(tmp_path: Path) -> None:
+    with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
+        held = stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
+        words = "pool has 4 MiB in blocks of 1 MiB: snapshots hold 4 MiB of it, saves under way 0 B"
+        with pytest.raises(stillframe.PoolExhaustedError, match="only snapshots could.*" + words):
+            stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
+        with pytest.raises(stillframe.PoolExhaustedError, match="a snapshot of 4 kB .*" + words):
+            stillframe.snapshot(STATE, engine=engine)
+        del held
+
+
+def test_the_pool_tells_saves_from_snapshots(tmp_path: Path) -> None:
+    with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
+        held = stillframe.snapshot({"x": torch.zeros(1 << 18)}, engine=engine)
+        with slow("pwrite", 0.3):
+            stillframe.async_save({"x": torch.zeros(1 << 18)}, tmp_path / "a.pt", engine=engine)
+            with pytest.raises(stillframe.PoolExhaustedError, match="snapshots hold 1 MiB of it"):
+                stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
+        del held
+
+
+def in_child(function: object) -> str:
+    """What `function` raised in a forked child."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+            os.write(writing, b"nothing")
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_after_a_fork_the_object_is_named_and_what_a_child_may_use(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with stillframe.Engine(pool_bytes=32 << 20) as engine:
+        handle = stillframe.async_save(STATE, path, engine=engine)
+        snapshot = stillframe.snapshot(STATE, engine=engine)
+        handle.result()
+        told = "was made before fork() and belongs to the parent process. A forked child may use"
+        told += " stillframe.default_engine()"
+        for call, name in (
+            (lambda: stillframe.save(STATE, path, engine=engine), "this Engine"),
+            (engine.stats, "this Engine"),
+            (engine.close, "this Engine"),
+            (lambda: engine.warm_up(1), "this Engine"),
+            (engine.trim, "this Engine"),
+            (handle.result, f"the save of {path}"),
+            (handle.done, f"the save of {path}"),
+            (handle.cancel, f"the save of {path}"),
+            (handle.progress, f"the save of {path}"),
+            (handle.wait_staged, f"the save of {path}"),
+            (lambda: handle.state, f"the save of {path}"),
+            (snapshot.wait, "this Snapshot"),
+            (snapshot.release, "this Snapshot"),
+        ):
+            assert in_child(call).startswith(f"ForkError: {name} {told}")
+        assert in_child(lambda: f"{engine!r} {handle!r} {snapshot!r}") == "nothing"
+        snapshot.release()
+    assert in_child(lambda: stillframe.save(STATE, tmp_path / "child.pt")) == "nothing"
+
+
+LATE = """
+import stillframe
+try:
+    stillframe.{call}
+except (TypeError, OSError):
+    pass
+stillframe.configure(pool_bytes="64MiB")
+assert stillframe.default_engine().stats()["pool_bytes"] == 64 << 20
+try:
+    stillframe.configure(pool_bytes="32MiB")
+except stillframe.StillframeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "call", ["save({}, 'missing/a.pt')", "save({}, 3)", "snapshot({}, engine=3)", "exists('a')"]
+)
+def test_a_refused_save_is_no_use_of_the_default_engine(tmp_path: Path, call: str) -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", LATE.format(call=call)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "comes too late: the default engine is in use. Call it before" in done.stdout
+    assert "In use is <Engine pool 64 MiB in blocks of 16 MiB" in done.stdout
+
+
+def test_a_save_is_a_use_of_the_default_engine(tmp_path: Path) -> None:
+    stillframe.save(STATE, tmp_path / "a.pt")
+    with pytest.raises(stillframe.StillframeError, match="too late"):
+        stillframe.configure(pool_bytes="32MiB")
+
+
+def test_an_engine_shows_its_sizes_and_what_it_does() -> None:
+    engine = stillframe.Engine(pool_bytes="1.5GiB", max_in_flight=3)
+    assert repr(engine) == (
+        "<Engine pool 1.5 GiB in blocks of 16 MiB, 0 B committed, 0 B in use;"
+        " 0 of 3 saves in flight>"
+    )
+    engine.close()
+    assert repr(engine) == "<Engine closed>"
+
+
+class Holder:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        ({"a": [1, {"b": (2, lambda: 3)}], "t": torch.ones(3)}, "a.1.b.1"),
+        ({"optim": {"state": {0: {"hook": lambda: 3}}}}, "optim.state.0.hook"),
+        ([torch.ones(3), Holder([Holder(lambda: 3)])], "1.value.0.value"),
+    ],
+)
+def test_what_cannot_be_pickled_is_found_in_the_tree(
+    tmp_path: Path, tree: object, path: str
+) -> None:
+    with pytest.raises(Exception, match="pickle") as raised:
+        stillframe.async_save(tree, tmp_path / "a.pt")
+    assert raised.value.__notes__ == [f"stillframe: that is the function at {path!r} of the object"]
+    with pytest.raises(Exception, match="pickle") as theirs:
+        torch.save(tree, tmp_path / "b.pt")
+    assert type(theirs.value) is type(raised.value)
+    assert str(theirs.value) == str(raised.value)
+
+
+def test_an_object_that_cannot_be_pickled_as_a_whole_has_no_note(tmp_path: Path) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+        stillframe.async_save(lambda: 3, tmp_path / "a.pt")
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_a_cycle_of_what_cannot_be_pickled_ends(tmp_path: Path) -> None:
+    loop: list[object] = [lambda: 3]
+    loop.insert(0, loop)
+    with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+        stillframe.async_save({"x": loop}, tmp_path / "a.pt")
+    assert "at 'x.1' of" in raised.value.__notes__[0]

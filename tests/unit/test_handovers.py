@@ -1,0 +1,58 @@
+"""However many tensors there are, a call hands the interpreter lock over at most three times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fix_handovers
+import pytest
+import torch
+
+MOST = 3
+CALLS = (
+    "first save",
+    "save",
+    "save of what nobody else holds",
+    "save in the call",
+    "save of the parameters",
+    "save of views and ties",
+    "gate",
+    "completion of a save",
+    "completion of what nobody else holds",
+    "wait_staged",
+    "result",
+    "done",
+    "exception",
+    "progress",
+    "cancel",
+    "state",
+    "before a step",
+    "after a step",
+    "enrolment",
+    "snapshot",
+    "snapshot with overlap",
+    "its wait",
+    "snapshot of parameters",
+    "callback",
+)
+NEEDS_FROM_BLOB = ("snapshot", "snapshot with overlap", "snapshot of parameters", "callback")
+
+
+@pytest.fixture(scope="module", params=[50, 5000], ids=lambda tensors: f"{tensors} tensors")
+def counts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, int]:
+    directory = tmp_path_factory.mktemp("handovers")
+    script = Path(__file__).with_name("handovers_of_calls.py")
+    counted: dict[str, int] = fix_handovers.start(script, directory, request.param, directory)
+    assert counted.keys() == set(CALLS)
+    return counted
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_hands_the_interpreter_lock_over_at_most_three_times(
+    call: str, counts: dict[str, int]
+) -> None:
+    if call in NEEDS_FROM_BLOB and torch.__version__ < "2.11":
+        pytest.skip("torch before 2.11 makes no tensors over given memory together")
+    assert counts[call] <= MOST
