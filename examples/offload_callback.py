@@ -8,20 +8,22 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from stillframe.lightning import CPUOffloadCallback
+from torch.utils.data import DataLoader, TensorDataset
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("stillframe").setLevel(logging.INFO)
 
 
 class Model(LightningModule):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(256, 256)
 
-    def training_step(self, batch, batch_idx):
-        return (self.layer(batch) - batch).square().mean()
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        return torch.nn.functional.mse_loss(self.layer(inputs), inputs)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -37,7 +39,8 @@ trainer = Trainer(
         ModelCheckpoint("checkpoints", "{step}", every_n_train_steps=10, save_top_k=-1),
     ],
 )
-trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(160, 256), batch_size=8))
+data = TensorDataset(torch.randn(160, 256))
+trainer.fit(Model(), DataLoader(data, batch_size=8))
 
 for path in sorted(pathlib.Path("checkpoints").iterdir()):
     print(path.name, "holds step", torch.load(path, weights_only=False)["global_step"])

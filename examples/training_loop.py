@@ -6,7 +6,7 @@ import torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-handle, newest = None, None
+saves: list[stillframe.SaveHandle] = []
 
 for step in range(1, 61):
     inputs = torch.randn(32, 256)
@@ -16,13 +16,13 @@ for step in range(1, 61):
     optimizer.step()  # waits by itself for whatever a save has not copied yet
     if step % 20 == 0:
         state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
-        handle = stillframe.async_save(state, f"step{step}.pt")
-        if newest:
-            stillframe.remove(newest)  # takes effect once step{step}.pt is durable
-        newest = handle.path
+        saves.append(stillframe.async_save(state, f"step{step}.pt"))
+        if len(saves) > 1:
+            stillframe.remove(saves[-2].path)  # takes effect once step{step}.pt is durable
 
-report = handle.result()  # durable; raises what went wrong
+report = saves[-1].result()  # durable; raises what went wrong
 stillframe.wait_all()
 print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, durable")
-print(f"still there: step 40 {stillframe.exists('step40.pt')}, step 60 {stillframe.exists(newest)}")
-print("resumes at step", stillframe.load(newest, verify=True)["step"])
+for name in ("step40.pt", "step60.pt"):
+    print(f"{name} is there: {stillframe.exists(name)}")
+print("resumes at step", stillframe.load(report.path)["step"])

@@ -43,6 +43,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 	Py_VISIT(state->ticket_type);
 	Py_VISIT(state->load_type);
 	Py_VISIT(state->work_type);
+	Py_VISIT(state->restore_type);
 	Py_VISIT(state->kinds_type);
 	Py_VISIT(state->collector_type);
 	Py_VISIT(state->observer_type);
@@ -66,6 +67,7 @@ static int clear(PyObject *module)
 	Py_CLEAR(state->ticket_type);
 	Py_CLEAR(state->load_type);
 	Py_CLEAR(state->work_type);
+	Py_CLEAR(state->restore_type);
 	Py_CLEAR(state->kinds_type);
 	Py_CLEAR(state->collector_type);
 	Py_CLEAR(state->observer_type);

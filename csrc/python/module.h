@@ -16,7 +16,7 @@
  * strong references, visited and cleared by the module. */
 struct sfr_py_state {
 	PyTypeObject *engine_type, *ticket_type, *load_type; /* engine.c, ticket.c, log.c */
-	PyTypeObject *work_type;                             /* work.c */
+	PyTypeObject *work_type, *restore_type;              /* work.c, restore.c */
 	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
 	PyTypeObject *observer_type;                         /* observer.c */
 	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c */
@@ -29,6 +29,11 @@ struct sfr_py_state *sfr_py_state(PyObject *module);
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
 /* The same for what the operating system said: OSError, for -EINVAL and -ENOMEM too. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
+
+/* A Restore of a check that has run and is its from now on; None where there can be none. */
+struct sfr_check;
+PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
+			     int verify);
 
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
@@ -58,6 +63,7 @@ int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
 int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
 int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
+int sfr_py_add_restore(PyObject *module);  /* restore.c, likewise */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
 int sfr_py_add_observer(PyObject *module); /* observer.c */
 int sfr_py_add_trace(PyObject *module);    /* trace.c */

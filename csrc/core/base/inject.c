@@ -55,6 +55,7 @@
 	X(int, munmap, -1, (void *addr, size_t len), (addr, len))                                  \
 	X(int, mprotect, -1, (void *addr, size_t len, int prot), (addr, len, prot))                \
 	X(int, madvise, -1, (void *addr, size_t len, int advice), (addr, len, advice))             \
+	X(int, mincore, -1, (void *addr, size_t len, unsigned char *vec), (addr, len, vec))        \
 	X(int, get_limit, -1, (int resource, struct rlimit *limit), (resource, limit))             \
 	X(void *, malloc, NULL, (size_t len), (len))                                               \
 	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \

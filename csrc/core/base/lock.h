@@ -25,6 +25,7 @@ enum sfr__lock_rank {
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, figures */
 	SFR__LOCK_PIN,      /* what the driver knows of a pool's memory */
 	SFR__LOCK_AHEAD,    /* check/ahead.c: pieces between the readers and the check */
+	SFR__LOCK_RESTORE,  /* restore/restore.c: records between the readers and who waits */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: the temporaries of this process that live */
 	SFR__LOCK_NOTICES,  /* base/notice.c: what the core has to tell */

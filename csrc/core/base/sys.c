@@ -94,6 +94,7 @@ struct sfr_sys sfr_sys = {
 	.munmap = munmap,
 	.mprotect = mprotect,
 	.madvise = madvise,
+	.mincore = mincore,
 	.get_limit = plain_get_limit,
 	.malloc = malloc,
 	.calloc = calloc,

@@ -42,6 +42,7 @@ struct sfr_sys {
 	int (*munmap)(void *addr, size_t len);
 	int (*mprotect)(void *addr, size_t len, int prot);
 	int (*madvise)(void *addr, size_t len, int advice);
+	int (*mincore)(void *addr, size_t len, unsigned char *vec);
 	int (*get_limit)(int resource, struct rlimit *limit); /* getrlimit */
 	void *(*malloc)(size_t len);
 	void *(*calloc)(size_t nr, size_t len);

@@ -13,19 +13,15 @@
  * on, the bytes of the old piece that are still asked for are copied there: what is asked for is in
  * one place, and nothing else is ever copied.
  *
- * Past the page cache. A check of a whole file would push out of it what a training on the machine
- * reads again and again, and would believe bytes that the disk does not have. With `direct` the
- * file is opened once more, with O_DIRECT. Whatever refuses that, or a part of it, reads through
- * the page cache as before: it costs time and nothing else.
+ * With `direct` they read past the page cache where they can (direct.c).
  *
  * A fork leaves the child without the threads: there the window reads by itself (window.c).
  */
 #include <errno.h>
-#include <fcntl.h>
-#include <stdio.h> /* snprintf */
 #include <string.h>
 
 #include "check/ahead.h"
+#include "check/direct.h"
 #include "base/base.h"
 
 #define NR_THREADS 2u
@@ -40,7 +36,7 @@ struct slot {
 };
 
 struct sfr__ahead {
-	int fd, direct_fd; /* constant; direct_fd -1: there is none */
+	int fd, direct_fd; /* constant; direct_fd negative: there is none */
 	uint64_t end, nr_pieces, fork_generation;
 	unsigned char *mem, *slots_at;
 	struct sfr__mutex mu; /* a leaf: nothing is called under it */
@@ -63,36 +59,6 @@ static unsigned char *piece_at(const struct sfr__ahead *a, uint64_t piece)
 	return a->slots_at + (size_t)(piece % NR_SLOTS) * STRIDE + SFR__AHEAD_MOST;
 }
 
-/* All `len` bytes at `off`, a multiple of a page. -errno; SFR_ECORRUPT: the file ends before. */
-static int read_piece(const struct sfr__ahead *a, unsigned char *buf, size_t len, uint64_t off)
-{
-	bool direct = a->direct_fd >= 0;
-	size_t done = 0;
-
-	while (done < len) {
-		size_t want = len - done;
-		ssize_t n;
-
-		direct = direct && done % SFR_PAGE == 0; /* a short read ends anywhere */
-		if (direct) /* whole pages; the file's last one gives what it has */
-			want = (size_t)sfr__round_up(want, SFR_PAGE);
-		n = sfr_sys.pread(direct ? a->direct_fd : a->fd, buf + done, want,
-				  (off_t)(off + done));
-		if (n < 0 && errno == EINTR)
-			continue;
-		if (n < 0 && direct && (errno == EINVAL || errno == EOPNOTSUPP)) {
-			direct = false;
-			continue;
-		}
-		if (n < 0)
-			return -errno;
-		if (n == 0)
-			return SFR_ECORRUPT;
-		done += (size_t)n;
-	}
-	return 0;
-}
-
 static void *reader_main(void *arg)
 {
 	struct sfr__ahead *a = arg;
@@ -113,7 +79,8 @@ static void *reader_main(void *arg)
 		slot = &a->slots[piece % NR_SLOTS];
 		slot->len =
 			a->end - off < SFR__AHEAD_PIECE ? (size_t)(a->end - off) : SFR__AHEAD_PIECE;
-		slot->code = read_piece(a, piece_at(a, piece), slot->len, off);
+		slot->code = sfr__direct_read(a->fd, a->direct_fd, (char *)piece_at(a, piece),
+					      slot->len, off);
 
 		sfr__lock(&a->mu);
 		slot->filled = true;
@@ -121,17 +88,6 @@ static void *reader_main(void *arg)
 	}
 	sfr__unlock(&a->mu);
 	return NULL;
-}
-
-static void open_direct(struct sfr__ahead *a)
-{
-	char path[32];
-	int fd;
-
-	(void)snprintf(path, sizeof(path), "/proc/self/fd/%d", a->fd);
-	fd = sfr__fd_open(path, O_RDONLY | O_NONBLOCK | O_DIRECT, 0);
-	if (fd >= 0)
-		a->direct_fd = fd;
 }
 
 static void end_threads(struct sfr__ahead *a)
@@ -175,7 +131,7 @@ int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
 	(void)sfr__cond_init(&a->filled);
 	(void)sfr__cond_init(&a->freed);
 	if (direct)
-		open_direct(a);
+		a->direct_fd = sfr__direct_open(fd);
 	for (; a->nr_threads < NR_THREADS; a->nr_threads++) {
 		rc = sfr__thread_start_awaited(&a->threads[a->nr_threads], "sfr-reader",
 					       reader_main, a);

@@ -306,6 +306,26 @@ static int check_names(struct sfr_check *c)
 	return 0;
 }
 
+uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len)
+{
+	char name[SFR__UNZIP_NAME_MAX];
+	uint64_t it = 0, central;
+
+	if (len > sizeof(name) - c->prefix_len)
+		return c->places.nr;
+	memcpy(name, c->prefix, c->prefix_len);
+	memcpy(name + c->prefix_len, bare, len);
+	len += c->prefix_len;
+	while (sfr__names_find(&c->names, name, len, &it, &central)) {
+		uint64_t index = sfr__places_at(&c->places, central);
+
+		if (index < c->places.nr && c->places.v[index].name_len == len &&
+		    memcmp(c->places.names + c->places.v[index].name_at, name, len) == 0)
+			return index;
+	}
+	return c->places.nr;
+}
+
 /* ---- public ------------------------------------------------------------------ */
 
 int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
@@ -315,6 +335,8 @@ int sfr_check_new(int fd, unsigned flags, struct sfr_check **out)
 	*out = NULL;
 	if ((flags & SFR_CHECK_BYTES) != 0 &&
 	    (flags & (SFR_CHECK_DIRECTORY | SFR_CHECK_LATER)) != 0)
+		return -EINVAL;
+	if ((flags & SFR_CHECK_KEEP) != 0 && (flags & SFR_CHECK_DIRECTORY) == 0)
 		return -EINVAL;
 	c = sfr_sys.calloc(1, sizeof(*c));
 	*out = c;
@@ -368,6 +390,7 @@ void sfr_check_free(struct sfr_check *check)
 		sfr_sys.free(check->bad[i].name);
 	sfr_sys.free(check->bad);
 	sfr__names_fini(&check->names);
+	sfr__places_fini(&check->places);
 	sfr__window_fini(&check->dir);
 	sfr__window_fini(&check->body);
 	sfr_sys.free(check);

@@ -23,6 +23,7 @@
 #define SFR_CHECK_BYTES 1u     /* read every record and compare its CRC */
 #define SFR_CHECK_DIRECT 2u    /* and that past the page cache, where the file system can */
 #define SFR_CHECK_DIRECTORY 4u /* without BYTES: no record's own header, only the directory */
+#define SFR_CHECK_KEEP 16u     /* with DIRECTORY: remember the records, for sfr_restore_new */
 #define SFR_CHECK_LATER 8u /* without BYTES: as DIRECTORY where records are long, see the result */
 
 /* What a file is. Only an archive has records to look at: torch's legacy format (before 1.6, or
@@ -70,5 +71,7 @@ void sfr_check_free(struct sfr_check *check); /* NULL is fine */
 /* Reads [off, off + len) of a file into memory that is new, and so mostly without pages yet
  * (fill.c). The bytes read, fewer than `len` only at the file's end, or -errno. */
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
+/* Gives the whole pages of new memory in [buf, buf + len) their faults in one call. */
+void sfr__populate(char *buf, size_t len);
 
 #endif

@@ -98,6 +98,27 @@ bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *
 	return false;
 }
 
+bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
+		     uint64_t *place)
+{
+	const uint64_t hash = hash_name((const unsigned char *)name, len);
+	uint64_t from = *it, to = names->nr;
+
+	while (from < to) {
+		uint64_t middle = from + (to - from) / 2;
+
+		if (names->v[middle].hash < hash)
+			from = middle + 1;
+		else
+			to = middle;
+	}
+	if (from == names->nr || names->v[from].hash != hash)
+		return false;
+	*place = names->v[from].place;
+	*it = from + 1;
+	return true;
+}
+
 void sfr__names_fini(struct sfr__names *names)
 {
 	sfr_sys.free(names->v);

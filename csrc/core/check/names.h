@@ -26,6 +26,10 @@ bool sfr__names_sort(struct sfr__names *names, uint64_t moves);
  * names are almost certainly the same: the caller compares them. False at the end. */
 bool sfr__names_suspect(const struct sfr__names *names, uint64_t *it, uint64_t *first,
 			uint64_t *second);
+/* The place of the first name with this one's hash, at or behind *it, which starts as 0 and moves
+ * on; false when there is none. Only once they are sorted. */
+bool sfr__names_find(const struct sfr__names *names, const char *name, size_t len, uint64_t *it,
+		     uint64_t *place);
 void sfr__names_fini(struct sfr__names *names);
 
 #endif

@@ -22,8 +22,8 @@
 #define PIECE (1u << 20)
 #define WORTH_ADVICE (256u << 10) /* below, the memory is mostly not new */
 
-/* The whole pages of a piece; the one it shares with the piece before has been written to. */
-static void prepare(char *buf, size_t len)
+/* The page that a piece shares with the piece before has been written to. */
+void sfr__populate(char *buf, size_t len)
 {
 	char *from = buf + (SFR_PAGE - (uintptr_t)buf % SFR_PAGE) % SFR_PAGE;
 	char *to = buf + len - (uintptr_t)(buf + len) % SFR_PAGE;
@@ -41,7 +41,7 @@ int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off)
 		ssize_t n;
 
 		if (done + want > prepared) {
-			prepare((char *)buf + prepared, done + want - prepared);
+			sfr__populate((char *)buf + prepared, done + want - prepared);
 			prepared = done + want;
 		}
 		n = sfr_sys.pread(fd, (char *)buf + done, want, (off_t)(off + done));

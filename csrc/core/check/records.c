@@ -178,6 +178,7 @@ static int read_desc(struct sfr_check *c, const char **wrong)
 int sfr__check_next_record(struct sfr_check *c)
 {
 	const bool headers = (c->flags & SFR_CHECK_DIRECTORY) == 0;
+	const uint64_t central = c->dir_pos;
 	const char *wrong = NULL;
 	int rc;
 
@@ -206,6 +207,11 @@ int sfr__check_next_record(struct sfr_check *c)
 		return rc;
 	if (wrong != NULL)
 		return sfr__check_bad_record(c, wrong);
+	if ((c->flags & SFR_CHECK_KEEP) != 0) {
+		rc = sfr__places_add(&c->places, &c->rec, c->name, central);
+		if (rc != 0)
+			return rc;
+	}
 	c->body_pos = c->rec_end;
 	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
 		c->result.nr_unchecked++;

@@ -4,6 +4,7 @@
 
 #include "check/check.h"
 #include "check/names.h"
+#include "check/places.h"
 #include "archive/read.h"
 #include "check/window.h"
 
@@ -28,10 +29,11 @@ struct sfr_check {
 	uint64_t dir_pos;  /* of the next directory record */
 	uint64_t body_pos; /* up to here the file is accounted for */
 	bool has_pickle, has_version;
-	struct sfr__names names; /* a place is the record's offset in the file */
-	uint64_t names_at;       /* how far they have been compared */
-	unsigned nr_alike;       /* names that differ and have one hash */
-	bool os_error;           /* `code` is what the operating system said of the file */
+	struct sfr__names names;   /* a place is the record's offset in the file */
+	struct sfr__places places; /* with SFR_CHECK_KEEP */
+	uint64_t names_at;         /* how far they have been compared */
+	unsigned nr_alike;         /* names that differ and have one hash */
+	bool os_error;             /* `code` is what the operating system said of the file */
 	/* the record in hand */
 	struct sfr__unzip_record rec;
 	uint64_t data_off, data_done, rec_end;
@@ -54,6 +56,10 @@ int sfr__check_fatal(struct sfr_check *c, const char *wrong);
 int sfr__check_unreadable(struct sfr_check *c, int rc);
 /* Puts the record in hand on the list of bad ones. -ENOMEM. */
 int sfr__check_bad_record(struct sfr_check *c, const char *reason);
+
+/* The kept record of this name, which comes without the archive's directory: its index, or
+ * places.nr. Only when the check is done. */
+uint64_t sfr__check_find(const struct sfr_check *c, const char *bare, size_t len);
 
 /* ---- records.c: two of the steps ---- */
 

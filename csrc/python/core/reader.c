@@ -88,6 +88,27 @@ static int pause_check(const struct sfr_check *check, PyObject *progress)
 	return 0;
 }
 
+/* Runs a check to its end: 0, or -1 with an exception set. */
+static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress)
+{
+	int rc;
+
+	for (;;) {
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_check_run(run, SLICE_NS);
+		Py_END_ALLOW_THREADS
+		if (rc != SFR_EAGAIN)
+			break;
+		if (pause_check(run, progress) != 0)
+			return -1;
+	}
+	if (rc != 0 && sfr_check_os_error(run))
+		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* returns NULL, always */
+	else if (rc != 0)
+		(void)sfr_py_raise(sfr_py_state(module), rc); /* the same */
+	return rc == 0 ? 0 : -1;
+}
+
 PyDoc_STRVAR(check_doc,
 "check(fd, verify, progress=None, direct=False, directory=False,\n"
 "      later=False)\n--\n\n"
@@ -117,24 +138,40 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 	rc = sfr_check_new(fd, verify ? flags | SFR_CHECK_BYTES : flags, &run);
 	if (rc != 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
-	for (;;) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_check_run(run, SLICE_NS);
-		Py_END_ALLOW_THREADS
-		if (rc != SFR_EAGAIN)
-			break;
-		if (pause_check(run, progress) != 0)
-			goto fail;
-	}
-	if (rc != 0 && sfr_check_os_error(run))
-		(void)sfr_py_raise_os(sfr_py_state(module), rc); /* returns NULL, always */
-	else if (rc != 0)
-		(void)sfr_py_raise(sfr_py_state(module), rc); /* the same */
-	else
+	if (run_check(module, run, progress) == 0)
 		dict = result_as_dict(sfr_check_result(run));
-fail:
 	sfr_check_free(run);
 	return dict;
+}
+
+PyDoc_STRVAR(restore_doc,
+"restore(fd, verify)\n--\n\n"
+"Look at an open file's directory, and make ready to read its records.\n\n"
+"Returns what `check` returns, and a Restore; None in its place where the file is not whole, is no\n"
+"archive, or is one whose records have to be looked for one by one.");
+
+static PyObject *restore(PyObject *module, PyObject *args)
+{
+	PyObject *dict, *object;
+	struct sfr_check *run;
+	int fd, verify, rc;
+
+	if (!PyArg_ParseTuple(args, "ip:restore", &fd, &verify))
+		return NULL;
+	rc = sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &run);
+	if (rc != 0)
+		return sfr_py_raise(sfr_py_state(module), rc);
+	dict = run_check(module, run, Py_None) == 0 ? result_as_dict(sfr_check_result(run)) : NULL;
+	if (dict == NULL) {
+		sfr_check_free(run);
+		return NULL;
+	}
+	object = sfr_py_restore_new(sfr_py_state(module), run, fd, verify);
+	if (object == NULL) {
+		Py_DECREF(dict);
+		return NULL;
+	}
+	return Py_BuildValue("(NN)", dict, object);
 }
 
 PyDoc_STRVAR(crc32_doc,
@@ -175,6 +212,7 @@ static PyObject *crc32_name(PyObject *module, PyObject *unused)
 
 static PyMethodDef functions[] = {
 	{ "check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc },
+	{ "restore", restore, METH_VARARGS, restore_doc },
 	{ "crc32", crc32, METH_VARARGS, crc32_doc },
 	{ "crc32_name", crc32_name, METH_NOARGS, crc32_name_doc },
 	{ NULL, NULL, 0, NULL },
@@ -182,5 +220,7 @@ static PyMethodDef functions[] = {
 
 int sfr_py_add_reader(PyObject *module)
 {
-	return PyModule_AddFunctions(module, functions) < 0 ? -1 : sfr_py_add_file(module);
+	if (PyModule_AddFunctions(module, functions) < 0 || sfr_py_add_restore(module) < 0)
+		return -1;
+	return sfr_py_add_file(module);
 }

@@ -1,10 +1,13 @@
-"""Reading a checkpoint back: is it whole, and then torch.load on the same open file."""
+"""Reading a checkpoint back: is it whole, and what does it hold."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +15,11 @@ import torch
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import no_collection
-from stillframe._save import ordered
+from stillframe._save import ordered, restore
 from stillframe.errors import CorruptCheckpointError
+
+_PACKED = "another program packed it"
+_logger = logging.getLogger("stillframe")
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
@@ -26,21 +32,25 @@ def load(
     map_location: MapLocation = None,
     *,
     weights_only: bool = True,
-    verify: bool = False,
+    verify: bool = True,
 ) -> Any:
     """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
 
     Waits for the saves and removes of the path that were submitted before. The structure of the
     file is always checked: its directory first, so one that is truncated or no checkpoint at all is
-    refused before anything of it is unpickled; the headers of its records, which torch reads one by
-    one, then too, or afterwards where they lie far apart. Files of torch.save's legacy format have
-    nothing to check and go straight to `torch.load`.
+    refused before anything of it is unpickled. Then threads read the records in the order of the
+    file, from the page cache what is in it and from the disk what is not, and compare their CRCs on
+    the way, while torch's own unpickler reads the pickle; it gets no bytes that were not checked.
+
+    Files of torch.save's legacy format have nothing to check and go straight to `torch.load`;
+    TorchScript, archives that another program packed and the like are checked and then go there.
 
     Args:
         path: A local file. A symbolic link is followed.
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
-        verify: Reads the file once more and compares the CRC of every record first.
+        verify: Compares the CRC of every record. Without it, bytes that a disk or a power failure
+            changed are loaded as they are.
 
     Returns:
         The saved object. Its tensors own their memory: the file may be replaced or removed.
@@ -54,7 +64,9 @@ def load(
     text = paths.as_text(path)
     fd = _open(text)
     try:
-        return _load_fd(fd, text, map_location, weights_only=weights_only, verify=verify)
+        # Collecting garbage is an eighth of a load of many thousand tensors.
+        with no_collection():
+            return _load_fd(fd, text, map_location, weights_only=weights_only, verify=verify)
     finally:
         os.close(fd)
 
@@ -70,7 +82,34 @@ def _load_fd(
     """Checks and loads an open file, which stays the caller's; `path` is for messages.
 
     One open file for the checks and the load: a save that replaces the path in between changes
-    nothing here. A look at headers that lie apart would take a cold file's readahead away.
+    nothing here.
+    """
+    with _named(path):
+        found, core = _core.restore(fd, verify)
+    _refuse_damaged(found, path)
+    why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
+    if core is not None:
+        why = restore.can(core, map_location)
+    if core is not None and why is None:
+        archive = restore.open_archive(core, fd, found["nbytes"], map_location)
+        try:
+            return archive.load(map_location, weights_only)
+        except restore.RestoreFailed:
+            why = _why_not(archive.failure, fd, path, verify)
+        except pickle.UnpicklingError:
+            if not weights_only:
+                raise
+            why = "torch.load refuses it, and says how to go on"
+    _logger.debug("%s goes to torch.load: %s", path, why)
+    return _load_generally(fd, path, map_location, weights_only=weights_only, verify=verify)
+
+
+def _load_generally(
+    fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
+) -> Any:
+    """By torch.load, after a check that reads the file once more if CRCs are to be compared.
+
+    A look at headers that lie apart would take a cold file's readahead away: that comes afterwards.
     """
     found = check_fd(fd, path, verify=verify, later=not verify)
     if found["format"] != "archive":
@@ -93,9 +132,42 @@ def _load_fd(
 
 def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any:
     # torch's configuration may make mmap the default: such tensors would die with the file.
-    # Collecting garbage is an eighth of a load of many thousand tensors.
-    with no_collection():
-        return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+    return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+
+
+# ---- what is wrong ----
+
+
+def _why_not(failure: restore.Failure, fd: int, path: str, verify: bool) -> str:
+    """Raises what ended a restore; returns why it should be tried in the general way instead."""
+    if failure.code == _core.ECORRUPT:
+        # The check says it of the whole file, and in the words of `verify`.
+        check_fd(fd, path, verify=verify)
+        raise CorruptCheckpointError(
+            f"{path} cannot be loaded: record {failure.record}: {failure.reason} (at byte"
+            f" {failure.offset}; read again, they do: the disk or the memory is not to be trusted)"
+        )
+    if failure.code == -errno.EOPNOTSUPP:
+        return _PACKED
+    where = f"record {failure.record}, at byte {failure.offset}"
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where})", path)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """An OSError inside gets the file's name."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), path) from None
+
+
+def _refuse_damaged(found: dict[str, Any], path: str) -> None:
+    if not found["ok"]:
+        more = found["num_bad"] - 1
+        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
+        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
 
 
 def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
@@ -105,13 +177,7 @@ def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[s
     Raises:
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
     """
-    try:
+    with _named(path):
         found = _core.check(fd, verify, later=later)
-    except OSError as error:
-        number = error.errno or errno.EIO
-        raise OSError(number, os.strerror(number), path) from None
-    if not found["ok"]:
-        more = found["num_bad"] - 1
-        rest = f" (and {more} more {'record' if more == 1 else 'records'})" if more > 0 else ""
-        raise CorruptCheckpointError(f"{path} cannot be loaded: {found['error']}{rest}")
+    _refuse_damaged(found, path)
     return found

@@ -166,6 +166,7 @@ static int call_everything(int err, int *nr_wrong)
 {
 	const char *dir = dir_make("/var/tmp"), *path = dir_path(dir, "a"),
 		   *to = dir_path(dir, "b");
+	unsigned char there;
 	char byte = 'x', copied = 0;
 	int fd, nr = 0, rc;
 	struct timespec ts;
@@ -216,6 +217,7 @@ static int call_everything(int err, int *nr_wrong)
 		mem = mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	TRY(sfr_sys.mprotect(mem, 4096, PROT_NONE) < 0);
 	TRY(sfr_sys.madvise(mem, 4096, MADV_DONTFORK) < 0);
+	TRY(sfr_sys.mincore(mem, 4096, &there) < 0);
 	TRY(sfr_sys.munmap(mem, 4096) < 0);
 	(void)munmap(mem, 4096);
 	TRY(!(mem = sfr_sys.malloc(10)));
@@ -246,7 +248,7 @@ static int call_everything(int err, int *nr_wrong)
 	return nr;
 }
 
-#define NR_FAILING 27 /* members of the table that can fail */
+#define NR_FAILING 28 /* members of the table that can fail */
 
 static void every_call_of_the_plain_table_works(void)
 {
@@ -262,7 +264,7 @@ static void the_wrappers_pass_every_call_on_and_count_it(void)
 		"fallocate",    "flock",        "set_flags", "fstat",   "lstat",         "rename",
 		"unlink",       "rmdir",        "opendir",   "mmap",    "munmap",        "mprotect",
 		"madvise",      "malloc",       "calloc",    "realloc", "thread_create", "set_nice",
-		"get_affinity", "set_affinity", "get_limit",
+		"get_affinity", "set_affinity", "get_limit", "mincore",
 	};
 	int nr_wrong;
 

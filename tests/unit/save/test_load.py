@@ -4,10 +4,12 @@ import errno
 import gc
 import os
 import pathlib
+import pickle
 import signal
 import time
 import warnings
 import zipfile
+from typing import ClassVar
 
 import pytest
 import stillframe
@@ -26,7 +28,7 @@ from fix_checkpoints import (
     unprivileged,
 )
 from stillframe import CorruptCheckpointError, _core, testing
-from stillframe._save import load as reader
+from stillframe._save import restore
 from torch.utils.serialization import config
 
 
@@ -136,6 +138,128 @@ def test_a_checkpoint_of_an_old_torch_without_byteorder_is_loaded(tmp_path):
     assert same(stillframe.load(tmp_path / "y.pt"), small_state())
 
 
+# ---- by which road ------------------------------------------------------------------
+
+
+@pytest.fixture
+def roads(caplog):
+    """Loads a path by `stillframe.load` and says how: (what it holds, why by torch.load)."""
+    caplog.set_level("DEBUG", "stillframe")
+
+    def load(path, *args, **kwargs):
+        caplog.clear()
+        loaded = stillframe.load(path, *args, **kwargs)
+        reasons = [record.args[1] for record in caplog.records if "goes to torch" in record.msg]
+        return loaded, reasons[0] if reasons else None
+
+    return load
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_any_writer_saved_in_torchs_format_is_read_by_threads(write, roads, tmp_path):
+    path = tmp_path / "x.pt"
+    write(small_state(), path)
+    loaded, why = roads(path)
+    assert same(loaded, small_state())
+    assert (why is None) == (path.read_bytes()[:2] == b"PK"), why
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 64, 512, 4096, 32768])
+def test_every_storage_alignment_of_torch_is_read_by_threads(alignment, roads, tmp_path):
+    with saving(storage_alignment=alignment):
+        torch.save(small_state(), tmp_path / "x.pt")
+    loaded, why = roads(tmp_path / "x.pt")
+    assert why is None
+    assert same(loaded, small_state())
+
+
+def test_what_another_program_packed_goes_to_torch_load_and_is_checked_there(roads, tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    loaded, why = roads(tmp_path / "y.pt")
+    assert same(loaded, small_state())
+    assert why == "another program packed it"
+    flip(tmp_path / "y.pt", offset_of_storage(tmp_path / "y.pt") + 1000)
+    with pytest.raises(CorruptCheckpointError, match="CRC"):
+        stillframe.load(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+)
+def test_what_the_environment_forces_is_torch_loads_to_decide(name, roads, tmp_path, monkeypatch):
+    torch.save({"x": NotAllowed()}, tmp_path / "x.pt")
+    monkeypatch.setenv(name, "1")
+    for weights_only in (False, True):
+        try:
+            torch.load(tmp_path / "x.pt", weights_only=weights_only)
+            expected = None
+        except Exception as error:
+            expected = str(error)
+        try:
+            stillframe.load(tmp_path / "x.pt", weights_only=weights_only)
+            assert expected is None
+        except pickle.UnpicklingError as error:
+            assert str(error) == expected
+
+
+def test_tensors_own_memory_that_can_be_resized(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    storage = stillframe.load(tmp_path / "x.pt")["weight"].untyped_storage()
+    assert storage.resizable()
+    storage.resize_(1 << 20)
+    assert storage.nbytes() == 1 << 20
+
+
+class Curious:
+    """Looks at its tensor while it is unpickled."""
+
+    seen: ClassVar[list] = []
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        Curious.seen.append(self.tensor.clone())
+
+
+@pytest.mark.parametrize("write", [by_path, by_stillframe])
+def test_code_of_a_pickle_sees_bytes_that_have_come_and_were_checked_and_no_others(write, tmp_path):
+    path = tmp_path / "x.pt"
+    tensors = [torch.randn(n) for n in (3, 400_000, 0, 70_000, 5)]
+    write([Curious(tensor) for tensor in tensors], path)
+    Curious.seen.clear()
+    stillframe.load(path, weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(Curious.seen, tensors, strict=True))
+    data = path.read_bytes()
+    at = data.index(tensors[3].numpy().tobytes())
+    flip(path, at + 100_000)
+    Curious.seen.clear()
+    with pytest.raises(CorruptCheckpointError, match="CRC"):
+        stillframe.load(path, weights_only=False)
+    assert len(Curious.seen) <= 3
+    assert all(torch.equal(a, b) for a, b in zip(Curious.seen, tensors, strict=False))
+
+
+def test_what_becomes_of_a_record_of_another_length_than_the_pickle_has_is_torchs_to_say(tmp_path):
+    tensor = torch.empty(0, dtype=torch.float32)
+    tensor.untyped_storage().resize_(43)
+    tensor.set_(tensor.untyped_storage(), 0, (10,))
+    tensor.fill_(2.0)
+    torch.save(tensor, tmp_path / "x.pt")
+    with pytest.raises(RuntimeError) as theirs:
+        torch.load(tmp_path / "x.pt")
+    with pytest.raises(RuntimeError) as ours:
+        stillframe.load(tmp_path / "x.pt")
+    assert str(ours.value) == str(theirs.value)
+
+
 # ---- what torch.load says comes through -----------------------------------------------
 
 
@@ -221,15 +345,16 @@ def test_a_zip_file_of_something_else_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("write", [by_path, by_stillframe])
-def test_a_wrong_byte_of_a_tensor_is_found_with_verify(write, tmp_path):
+def test_a_wrong_byte_of_a_tensor_is_found(write, tmp_path):
     path = tmp_path / "x.pt"
     write(small_state(), path)
     flip(path, offset_of_storage(path) + 1000)
     with pytest.raises(CorruptCheckpointError, match=r"record \w+/data/0: .* CRC") as error:
-        stillframe.load(path, verify=True)
+        stillframe.load(path)
     assert str(path) in str(error.value)
     # Without it only the structure is looked at: the promise is no more than that.
-    assert not torch.equal(stillframe.load(path)["weight"], small_state()["weight"])
+    loaded = stillframe.load(path, verify=False)
+    assert not torch.equal(loaded["weight"], small_state()["weight"])
 
 
 def test_several_damaged_records_are_counted(tmp_path):
@@ -361,15 +486,13 @@ def test_a_file_replaced_between_check_and_load_is_loaded_as_it_was_checked(tmp_
     path, other = tmp_path / "x.pt", tmp_path / "other"
     by_path(small_state(), path)
     other.write_bytes(b"something else")
-    check_fd = reader.check_fd
+    read = restore.Archive.load
 
-    def replace_meanwhile(*args, **kwargs):
-        found = check_fd(*args, **kwargs)
-        if other.exists():
-            os.replace(other, path)
-        return found
+    def replace_before(*args):
+        os.replace(other, path)
+        return read(*args)
 
-    monkeypatch.setattr(reader, "check_fd", replace_meanwhile)
+    monkeypatch.setattr(restore.Archive, "load", replace_before)
     assert same(stillframe.load(path), small_state())
     assert path.read_bytes() == b"something else"
 
@@ -379,12 +502,12 @@ def test_no_garbage_is_collected_inside_and_afterwards_as_before(tmp_path, monke
     by_path(small_state(), tmp_path / "x.pt")
     seen = []
 
-    def torch_load(*_, **__):
+    def read(*_):
         seen.append(gc.isenabled())
         if len(seen) == 2:
             raise RuntimeError("as torch does")
 
-    monkeypatch.setattr(torch, "load", torch_load)
+    monkeypatch.setattr(restore.Archive, "load", read)
     try:
         if not was_on:
             gc.disable()
@@ -430,6 +553,62 @@ def test_progress_goes_up_to_the_end_and_its_errors_come_through(tmp_path):
 
         with pytest.raises(RuntimeError, match="enough"):
             _core.check(file.fileno(), True, stop)
+
+
+def nr_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def large(path):
+    stillframe.save({str(i): torch.full((300_000,), float(i)) for i in range(8)}, path)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.ENOMEM])
+def test_a_disk_error_in_the_middle_names_record_and_place_and_leaves_no_thread(number, tmp_path):
+    path = tmp_path / "x.pt"
+    large(path)
+    stillframe.load(path)
+    before = nr_threads()
+    with testing.fault("pread", nth=12, sticky=True, err=number), pytest.raises(OSError) as error:
+        stillframe.load(path)
+    assert error.value.errno == number
+    assert error.value.filename == str(path)
+    assert "record " in str(error.value) and "at byte " in str(error.value)
+    assert nr_threads() == before
+    assert stillframe.load(path)["7"][-1] == 7
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read_is_corrupt(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    large(path)
+    read = restore.Archive.load
+
+    def cut_before(*args):
+        os.truncate(path, os.path.getsize(path) // 2)
+        return read(*args)
+
+    monkeypatch.setattr(restore.Archive, "load", cut_before)
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
+        stillframe.load(path)
+
+
+def test_an_interrupt_leaves_no_thread_and_the_next_load_works(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    large(path)
+    before = nr_threads()
+    take = restore.Archive._take
+
+    def interrupted(self, name):
+        if name == "data/3":
+            raise KeyboardInterrupt
+        return take(self, name)
+
+    with monkeypatch.context() as patch, testing.slow("pread", 0.01):
+        patch.setattr(restore.Archive, "_take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stillframe.load(path)
+        assert nr_threads() == before
+    assert stillframe.load(path)["7"][-1] == 7
 
 
 @pytest.mark.parametrize("nth", [1, 2])

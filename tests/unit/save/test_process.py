@@ -97,6 +97,42 @@ def test_an_error_nobody_saw_is_printed_at_exit(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("kept", ["", "handle = "])
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(
+    tmp_path: Path, kept: str, ended: bool
+) -> None:
+    """Whether the handle is kept or dies, and the save fails before the exit or in it."""
+    code = f"""
+        from stillframe.testing import fault
+        hold(fault("rename")); hold(slow("fdatasync", 0.2))
+        {kept}stillframe.async_save(STATE, "a.pt")
+        time.sleep({1.0 if ended else 0})
+        """
+    done = run(code, tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.count("a save failed") == 1 and done.stderr.count("a.pt") == 1
+    assert (
+        run(code + "\n        sys.exit(3)".replace("sys", "__import__('sys')"), tmp_path).returncode
+        == 3
+    )
+
+
+def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path: Path) -> None:
+    done = run(
+        """
+        from stillframe.testing import fault
+        hold(fault("rename"))
+        handle = stillframe.async_save(STATE, "a.pt")
+        stillframe.wait_all()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("stillframe.errors.SaveError: ") == 1
+    assert "a save failed" not in done.stderr
+
+
 def test_a_training_that_dies_of_an_exception_still_finishes_its_saves(tmp_path: Path) -> None:
     done = run(
         """

@@ -1,0 +1,34 @@
+/* The records of an archive, as its directory has them: what a restore reads by. See places.c. */
+#ifndef SFR_PLACES_H
+#define SFR_PLACES_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "archive/read.h"
+
+struct sfr__place {
+	uint64_t hdr_off, len; /* of the local header; bytes of data */
+	uint64_t central;      /* of its record in the directory */
+	uint32_t crc, stamp;
+	uint32_t name_at; /* in the names */
+	uint16_t name_len, flags;
+};
+
+struct sfr__places { /* zeroed is an empty list; in the order of the file */
+	struct sfr__place *v;
+	char *names; /* one behind the other, whole */
+	uint64_t nr, cap;
+	size_t names_len, names_cap;
+	bool incomplete; /* some record was not taken: it is compressed, or there are too many */
+};
+
+/* -ENOMEM. */
+int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, const char *name,
+		    uint64_t central);
+/* Which record the directory has at `central`; p->nr when none. */
+uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central);
+void sfr__places_fini(struct sfr__places *p);
+
+#endif

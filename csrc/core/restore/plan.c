@@ -1,0 +1,137 @@
+/* Where the data of each record are, before a byte of it has been read.
+ *
+ * The directory says where a record's local header is. Its data follow behind that header, whose
+ * length only the header itself tells. To look at each would cost a cold file an access of its disk
+ * for every record; but torch and stillframe both fill the header so that the data begin at the
+ * next multiple of the archive's alignment:
+ *
+ *     header   30 bytes, name, a zip64 field if there must be one, at least 4 bytes of padding
+ *
+ * and the archive names that alignment (64 where it does not: an older torch). So the place is
+ * computed, and compared with what the header says when it has been read with the rest (piece.c).
+ * An archive that other programs packed again is found out there at the first record, and is read
+ * by the general road.
+ *
+ * The last record of stillframe's files, their identification, is not aligned. Its header stands
+ * beside the directory, which has just been read.
+ *
+ * The zip64 field is where the two writers differ: stillframe has it where the record is long, torch
+ * also where it lies past 4 GiB. One such header tells them apart.
+ */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "restore/plan.h"
+#include "base/base.h"
+
+#define LONG UINT32_C(0xffffffff) /* from here on 32 bits are not used */
+#define PADDING 4u
+#define MOST_ALIGN 32768u
+
+enum writer { STILLFRAME, TORCH };
+
+/* Bytes of the zip64 field of a local header. */
+static uint64_t zip64_len(const struct sfr__place *p, enum writer writer)
+{
+	const bool is_long = p->len >= LONG, is_far = p->hdr_off >= LONG;
+
+	if (writer == STILLFRAME)
+		return is_long ? 20 : 0;
+	return (is_long || is_far ? 4u : 0u) + (is_long ? 16u : 0u) + (is_far ? 8u : 0u);
+}
+
+static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer writer)
+{
+	return sfr__round_up(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len + zip64_len(p, writer) +
+				     PADDING,
+			     align);
+}
+
+/* Up to `len` bytes. How many, or -errno. */
+static int64_t read_some(const struct sfr_restore *r, void *buf, size_t len, uint64_t off)
+{
+	return sfr_fill(r->source.fd, buf, len, off);
+}
+
+/* Where a record's data begin as its header has it, or -errno, -EOPNOTSUPP. */
+static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
+{
+	unsigned char header[SFR__UNZIP_LOCAL];
+	int64_t got = read_some(r, header, sizeof(header), p->hdr_off);
+
+	if (got < 0)
+		return got;
+	if (got != sizeof(header))
+		return -EOPNOTSUPP;
+	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + (uint64_t)(header[26] | header[27] << 8) +
+			 (uint64_t)(header[28] | header[29] << 8));
+}
+
+static int64_t find_align(const struct sfr_restore *r)
+{
+	static const char name[] = ".storage_alignment";
+	const uint64_t index = sfr__check_find(r->check, name, sizeof(name) - 1);
+	const struct sfr__place *p = &r->places[index];
+	char digits[8] = "";
+	long align;
+	int64_t at;
+
+	if (index == r->nr)
+		return SFR_ALIGN;
+	if (p->len >= sizeof(digits))
+		return -EOPNOTSUPP;
+	at = look(r, p);
+	if (at >= 0)
+		at = read_some(r, digits, (size_t)p->len, (uint64_t)at);
+	if (at < 0)
+		return at;
+	align = strtol(digits, NULL, 10);
+	return align >= 1 && align <= MOST_ALIGN ? align : -EOPNOTSUPP;
+}
+
+static int find_writer(const struct sfr_restore *r, uint64_t align, enum writer *writer)
+{
+	*writer = TORCH;
+	for (uint64_t i = 0; i < r->nr; i++) {
+		const struct sfr__place *p = &r->places[i];
+		int64_t at;
+
+		if (data_off(p, align, TORCH) == data_off(p, align, STILLFRAME))
+			continue;
+		at = look(r, p);
+		if (at < 0)
+			return (int)at;
+		if ((uint64_t)at == data_off(p, align, STILLFRAME))
+			*writer = STILLFRAME;
+		return 0;
+	}
+	return 0;
+}
+
+int sfr__restore_plan(struct sfr_restore *r)
+{
+	const int64_t align = find_align(r), last = look(r, &r->places[r->nr - 1]);
+	enum writer writer;
+	int rc;
+
+	if (align < 0 || last < 0)
+		return (int)(align < 0 ? align : last);
+	rc = find_writer(r, (uint64_t)align, &writer);
+	if (rc != 0)
+		return rc;
+	for (uint64_t i = 0; i < r->nr; i++) {
+		struct sfr__target *t = &r->targets[i];
+		const struct sfr__place *p = &r->places[i];
+		const uint64_t limit = sfr__restore_limit(r, i);
+
+		t->data_off = i + 1 < r->nr ? data_off(p, (uint64_t)align, writer) : (uint64_t)last;
+		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
+			return -EOPNOTSUPP;
+		if (t->data_off > limit || p->len > limit - t->data_off)
+			return -EOPNOTSUPP;
+		t->left = p->len + 1 + ((p->flags & SFR__UNZIP_DESCRIBED) != 0);
+		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__restore_data_end(r, i) == limit)
+			return -EOPNOTSUPP;
+	}
+	return 0;
+}

@@ -1,0 +1,354 @@
+/* Reading a checkpoint's records back, each straight to where it belongs, checked on the way.
+ *
+ * Whoever loads a checkpoint wants its tensors in the order of the pickle, one by one; a disk wants
+ * to be read front to back, in large pieces, several at a time. So threads read the file in its own
+ * order, ahead of who waits:
+ *
+ *     the file    | piece | piece | piece | piece | piece | ...   each a MiB; a thread takes the next
+ *                     |       |
+ *                     v       v            into the thread's bounce buffer, in a core's own cache,
+ *     memory      | record 0 | record 1 | record 2 | ...          and from there to the records,
+ *                                                                 their CRC made by the same copy
+ *
+ * Why not into the records themselves: a tensor's memory comes from torch, so that it can be resized
+ * and given back like any other, and then it does not lie on the sectors of the file. The copy costs
+ * a twentieth of what the disk takes and is made while the others wait for theirs.
+ *
+ * A record, of which header, data and descriptor may come in any order and from several threads:
+ *
+ *     TO COME --got: its last unit, CRC right--> GOOD
+ *        |
+ *        +--header, descriptor, CRC wrong; reading failed--> the restore has failed, for good
+ *
+ * The owner says how far memory has been found (`upto`); threads wait there. It waits for single
+ * records, and nothing in it runs before the record it wants is GOOD: so no code ever sees bytes
+ * that were not checked. The first failure ends the reading.
+ */
+#include <errno.h>
+
+#include "restore/plan.h"
+#include "base/base.h"
+
+/* ---- what the threads report ---------------------------------------------- */
+
+void sfr__restore_fail(struct sfr_restore *r, int code, uint64_t index, uint64_t off,
+		       const char *reason)
+{
+	sfr__lock(&r->mu);
+	if (r->failure.code == 0)
+		r->failure = (struct sfr_restore_failure){ code, index, off, reason };
+	r->stop = true;
+	(void)pthread_cond_broadcast(&r->work);
+	(void)pthread_cond_broadcast(&r->news);
+	sfr__unlock(&r->mu);
+}
+
+void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uint32_t crc)
+{
+	struct sfr__target *t = &r->targets[index];
+	const struct sfr__place *p = &r->places[index];
+	bool whole, wrong = false;
+
+	sfr__lock(&r->mu);
+	t->left -= units;
+	t->crc ^= crc;
+	whole = t->left == 0;
+	/* With torch's compute_crc32=False all CRCs are zero: nothing is known of such bytes. */
+	if (whole && (r->flags & SFR_RESTORE_VERIFY) != 0)
+		wrong = t->crc != p->crc && p->crc != 0;
+	if (whole && !wrong) {
+		atomic_store(&t->good, true);
+		r->nr_good++;
+		if (index == r->awaited || r->nr_good == r->nr)
+			(void)pthread_cond_broadcast(&r->news);
+	}
+	sfr__unlock(&r->mu);
+	if (wrong)
+		sfr__restore_fail(r, SFR_ECORRUPT, index, t->data_off,
+				  "its bytes do not match their CRC");
+}
+
+/* ---- the threads ------------------------------------------------------------ */
+
+struct piece {
+	uint64_t off, first, last;
+	size_t len;
+};
+
+/* The next piece in which there is something. False at the end. */
+static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
+{
+	for (;;) {
+		uint64_t to;
+
+		while (r->next_rec < r->nr && sfr__restore_limit(r, r->next_rec) <= r->next_off)
+			r->next_rec++;
+		if (r->next_rec == r->nr || r->next_off >= r->end)
+			return false;
+		to = r->next_off + SFR__RESTORE_PIECE;
+		if (to > r->end)
+			to = r->end;
+		/* Nothing but a gap behind a record: whoever made it long does not make us read it. */
+		if (sfr__restore_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
+		    sfr__restore_limit(r, r->next_rec) >= to) {
+			r->next_off = sfr__restore_limit(r, r->next_rec) / SFR__RESTORE_PIECE *
+				      SFR__RESTORE_PIECE;
+			if (r->next_off < to)
+				r->next_off = to;
+			continue;
+		}
+		piece->off = r->next_off;
+		piece->len = (size_t)(to - r->next_off);
+		piece->first = piece->last = r->next_rec;
+		while (piece->last < r->nr && r->places[piece->last].hdr_off < to)
+			piece->last++;
+		return true;
+	}
+}
+
+/* Waits until the next piece may be read, and takes it. */
+static bool take_piece(struct sfr_restore *r, struct piece *piece)
+{
+	bool found;
+
+	sfr__lock(&r->mu);
+	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto)
+		(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* 0, always */
+	if (found)
+		r->next_off = piece->off + piece->len;
+	sfr__unlock(&r->mu);
+	return found;
+}
+
+/* Whose bytes stand at `off`. */
+static uint64_t whose(const struct sfr_restore *r, const struct piece *piece, uint64_t off)
+{
+	uint64_t i = piece->first;
+
+	while (i + 1 < piece->last && sfr__restore_limit(r, i) <= off)
+		i++;
+	return i;
+}
+
+struct worker {
+	struct sfr_restore *r;
+	char *bounce;
+};
+
+static void *restore_main(void *arg)
+{
+	struct worker *worker = arg;
+	struct sfr_restore *r = worker->r;
+	char *bounce = worker->bounce;
+	struct piece piece;
+
+	sfr_sys.free(worker);
+	while (take_piece(r, &piece)) {
+		int rc = sfr__source_read(&r->source, bounce, piece.len, piece.off);
+
+		if (rc != 0) {
+			sfr__restore_fail(r, rc, whose(r, &piece, piece.off), piece.off,
+					  "the file became shorter while it was read");
+			break;
+		}
+		sfr__restore_piece(r, bounce, piece.off, piece.len, piece.first, piece.last,
+				   bounce + SFR__RESTORE_PIECE);
+		sfr__lock(&r->mu);
+		r->done += piece.len;
+		sfr__unlock(&r->mu);
+	}
+	return NULL;
+}
+
+static int start_thread(struct sfr_restore *r)
+{
+	const size_t len = SFR__RESTORE_PIECE + SFR__RESTORE_SCRATCH + SFR_PAGE;
+	struct worker *worker = sfr_sys.malloc(sizeof(*worker));
+	char *mem = worker == NULL ? NULL : sfr_sys.malloc(len);
+	int rc;
+
+	if (mem == NULL) {
+		sfr_sys.free(worker);
+		return -ENOMEM;
+	}
+	worker->r = r;
+	worker->bounce = mem + (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
+	rc = sfr__thread_start_awaited(&r->threads[r->nr_threads], "sfr-restore", restore_main,
+				       worker);
+	if (rc < 0) {
+		sfr_sys.free(mem);
+		sfr_sys.free(worker);
+		return rc;
+	}
+	r->bounce[r->nr_threads++] = mem;
+	return 0;
+}
+
+/* ---- public ----------------------------------------------------------------- */
+
+int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_restore **out)
+{
+	struct sfr_restore *r = NULL;
+	int rc = sfr_fork_init();
+
+	*out = NULL;
+	if (rc == 0 && (!check->result.ok || check->places.incomplete || check->places.nr == 0))
+		rc = -EOPNOTSUPP;
+	if (rc == 0) {
+		r = sfr_sys.calloc(1, sizeof(*r));
+		rc = r == NULL ? -ENOMEM : 0;
+	}
+	if (rc < 0) {
+		sfr_check_free(check);
+		return rc;
+	}
+	r->check = check;
+	r->places = check->places.v;
+	r->nr = check->places.nr;
+	r->end = check->end.dir_off;
+	r->flags = flags;
+	r->awaited = r->nr;
+	r->fork_generation = sfr_fork_generation();
+	sfr__mutex_init(&r->mu, SFR__LOCK_RESTORE);
+	(void)sfr__cond_init(&r->work);
+	(void)sfr__cond_init(&r->news);
+	sfr__source_open(&r->source, fd);
+	r->targets = sfr_sys.calloc(r->nr, sizeof(*r->targets));
+	rc = r->targets == NULL ? -ENOMEM : sfr__restore_plan(r);
+	if (rc < 0) {
+		sfr_restore_free(r);
+		return rc;
+	}
+	*out = r;
+	return 0;
+}
+
+uint64_t sfr_restore_nr(const struct sfr_restore *r)
+{
+	return r->nr;
+}
+
+uint64_t sfr_restore_nbytes(const struct sfr_restore *r, uint64_t index)
+{
+	return r->places[index].len;
+}
+
+const char *sfr_restore_name(const struct sfr_restore *r, uint64_t index, size_t *len)
+{
+	*len = r->places[index].name_len - r->check->prefix_len;
+	return r->check->places.names + r->places[index].name_at + r->check->prefix_len;
+}
+
+uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t len)
+{
+	return sfr__check_find(r->check, name, len);
+}
+
+void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
+{
+	r->targets[index].mem = mem;
+}
+
+uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index)
+{
+	/* The descriptor's first byte is in the last piece that is looked at for the record. */
+	const uint64_t to = sfr__round_up(sfr__restore_data_end(r, index) + 1, SFR__RESTORE_PIECE);
+	uint64_t from = index + 1, end = r->nr;
+
+	while (from < end) {
+		uint64_t middle = from + (end - from) / 2;
+
+		if (r->places[middle].hdr_off < to)
+			from = middle + 1;
+		else
+			end = middle;
+	}
+	return from;
+}
+
+int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
+{
+	const uint64_t nr_pieces = r->end / SFR__RESTORE_PIECE + 1;
+	int rc = 0;
+
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	sfr__lock(&r->mu);
+	r->upto = upto;
+	(void)pthread_cond_broadcast(&r->work);
+	sfr__unlock(&r->mu);
+	if (r->nr_threads != 0)
+		return 0;
+	while (r->nr_threads < SFR__RESTORE_THREADS && r->nr_threads < nr_pieces && rc == 0)
+		rc = start_thread(r);
+	return r->nr_threads == 0 ? rc : 0; /* fewer are slower, and nothing worse */
+}
+
+int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
+{
+	const uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (index < r->nr && atomic_load(&r->targets[index].good))
+		return 0;
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	sfr__lock(&r->mu);
+	r->awaited = index;
+	for (;;) {
+		if (index < r->nr ? atomic_load(&r->targets[index].good) : r->nr_good == r->nr)
+			rc = 0;
+		else if (r->failure.code != 0)
+			rc = r->failure.code;
+		else if (rc == 0) {
+			rc = sfr__cond_wait(&r->news, &r->mu, deadline);
+			continue;
+		}
+		break;
+	}
+	sfr__unlock(&r->mu);
+	return rc;
+}
+
+const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *r)
+{
+	return &r->failure;
+}
+
+uint64_t sfr_restore_done(struct sfr_restore *r)
+{
+	uint64_t done;
+
+	sfr__lock(&r->mu);
+	done = r->done;
+	sfr__unlock(&r->mu);
+	return done;
+}
+
+static void end_threads(struct sfr_restore *r)
+{
+	sfr__lock(&r->mu);
+	r->stop = true;
+	(void)pthread_cond_broadcast(&r->work);
+	sfr__unlock(&r->mu);
+	for (unsigned i = 0; i < r->nr_threads; i++)
+		(void)sfr_sys.thread_join(r->threads[i], NULL); /* a thread of ours, once */
+	sfr__source_close(&r->source);
+	(void)pthread_cond_destroy(&r->news);
+	(void)pthread_cond_destroy(&r->work);
+	sfr__mutex_fini(&r->mu);
+}
+
+void sfr_restore_free(struct sfr_restore *r)
+{
+	if (r == NULL)
+		return;
+	/* In a child there are no threads, and the handler has closed the descriptor. */
+	if (r->fork_generation == sfr_fork_generation())
+		end_threads(r);
+	for (unsigned i = 0; i < r->nr_threads; i++)
+		sfr_sys.free(r->bounce[i]);
+	sfr_sys.free(r->targets);
+	sfr_check_free(r->check);
+	sfr_sys.free(r);
+}

@@ -1,0 +1,272 @@
+/* _core.Restore: a file's records on their way into memory.
+ *
+ * Records are counted in the order of the file. The memory they go to is the caller's, who keeps it
+ * until a record was waited for or the restore is closed. Waits go in slices, without the
+ * interpreter lock, and answer signals. */
+#include <errno.h>
+#include <string.h>
+
+#include "check/check.h"
+#include "restore/restore.h"
+#include "module.h"
+
+struct sfr_py_restore {
+	PyObject_HEAD
+	struct sfr_restore *restore; /* NULL: closed */
+};
+
+PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
+			     int verify)
+{
+	struct sfr_restore *restore;
+	struct sfr_py_restore *self;
+	allocfunc alloc;
+	int rc;
+
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_restore_new(check, fd, verify ? SFR_RESTORE_VERIFY : 0, &restore);
+	Py_END_ALLOW_THREADS
+	if (rc == -EOPNOTSUPP)
+		return Py_NewRef(Py_None);
+	if (rc == -ENOMEM)
+		return PyErr_NoMemory();
+	if (rc < 0)
+		return sfr_py_raise_os(state, rc);
+	alloc = (allocfunc)PyType_GetSlot(state->restore_type, Py_tp_alloc);
+	self = (struct sfr_py_restore *)alloc(state->restore_type, 0);
+	if (self == NULL) {
+		sfr_restore_free(restore);
+		return NULL;
+	}
+	self->restore = restore;
+	return (PyObject *)self;
+}
+
+/* Waits for the reads under way. */
+static void end(struct sfr_py_restore *self)
+{
+	struct sfr_restore *restore = self->restore;
+
+	self->restore = NULL;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_restore_free(restore);
+	Py_END_ALLOW_THREADS
+}
+
+static void restore_dealloc(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	end((struct sfr_py_restore *)object);
+	release(object);
+	Py_DECREF(type);
+}
+
+/* NULL with an exception set when it is closed. */
+static struct sfr_restore *get(PyObject *object)
+{
+	struct sfr_restore *restore = ((struct sfr_py_restore *)object)->restore;
+
+	if (restore == NULL)
+		PyErr_SetString(PyExc_ValueError, "the restore is closed");
+	return restore;
+}
+
+static PyObject *restore_close(PyObject *object, PyObject *unused)
+{
+	(void)unused;
+	end((struct sfr_py_restore *)object);
+	Py_RETURN_NONE;
+}
+
+static PyObject *restore_sizes(PyObject *object, PyObject *args)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long first, least;
+	uint64_t sum = 0;
+	PyObject *list;
+
+	if (restore == NULL || !PyArg_ParseTuple(args, "KK:sizes", &first, &least))
+		return NULL;
+	list = PyList_New(0);
+	for (uint64_t i = first; list != NULL && i < sfr_restore_nr(restore) && sum < least; i++) {
+		PyObject *size = PyLong_FromUnsignedLongLong(sfr_restore_nbytes(restore, i));
+
+		if (size == NULL || PyList_Append(list, size) < 0)
+			Py_CLEAR(list);
+		Py_XDECREF(size);
+		sum += sfr_restore_nbytes(restore, i) + 1;
+	}
+	return list;
+}
+
+static PyObject *restore_into(PyObject *object, PyObject *args)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long first;
+	PyObject *addresses;
+
+	if (restore == NULL ||
+	    !PyArg_ParseTuple(args, "KO!:into", &first, &PyList_Type, &addresses))
+		return NULL;
+	for (Py_ssize_t i = 0; i < PyList_Size(addresses); i++) {
+		void *mem = PyLong_AsVoidPtr(PyList_GetItem(addresses, i));
+
+		if (mem == NULL && PyErr_Occurred())
+			return NULL;
+		if (first + (uint64_t)i >= sfr_restore_nr(restore)) {
+			PyErr_SetString(PyExc_IndexError, "there are fewer records");
+			return NULL;
+		}
+		sfr_restore_into(restore, first + (uint64_t)i, mem);
+	}
+	Py_RETURN_NONE;
+}
+
+static PyObject *restore_go(PyObject *object, PyObject *upto)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long nr = PyLong_AsUnsignedLongLong(upto);
+	int rc;
+
+	if (restore == NULL || PyErr_Occurred())
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_restore_go(restore, nr);
+	Py_END_ALLOW_THREADS
+	if (rc == -ENOMEM)
+		return PyErr_NoMemory();
+	if (rc < 0) {
+		errno = -rc;
+		return PyErr_SetFromErrno(PyExc_OSError);
+	}
+	Py_RETURN_NONE;
+}
+
+static PyObject *restore_find(PyObject *object, PyObject *name)
+{
+	struct sfr_restore *restore = get(object);
+	const char *text;
+	Py_ssize_t len;
+	uint64_t index;
+
+	if (restore == NULL)
+		return NULL;
+	text = PyUnicode_AsUTF8AndSize(name, &len);
+	if (text == NULL)
+		return NULL;
+	index = sfr_restore_find(restore, text, (size_t)len);
+	if (index == sfr_restore_nr(restore))
+		return PyLong_FromLong(-1);
+	return PyLong_FromUnsignedLongLong(index);
+}
+
+static PyObject *restore_reach(PyObject *object, PyObject *number)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long index = PyLong_AsUnsignedLongLong(number);
+
+	if (restore == NULL || PyErr_Occurred())
+		return NULL;
+	if (index >= sfr_restore_nr(restore)) {
+		PyErr_SetString(PyExc_IndexError, "there are fewer records");
+		return NULL;
+	}
+	return PyLong_FromUnsignedLongLong(sfr_restore_reach(restore, index));
+}
+
+static PyObject *restore_wait(PyObject *object, PyObject *number)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long index = PyLong_AsUnsignedLongLong(number);
+	uint64_t left = SFR_FOREVER, slice;
+	int rc;
+
+	if (restore == NULL || PyErr_Occurred())
+		return NULL;
+	if (index > sfr_restore_nr(restore)) {
+		PyErr_SetString(PyExc_IndexError, "there are fewer records");
+		return NULL;
+	}
+	rc = sfr_restore_wait(restore, index, 0);
+	while (rc == SFR_EAGAIN) {
+		if (sfr_py_slice(&left, &slice) < 0)
+			return NULL;
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_restore_wait(restore, index, slice);
+		Py_END_ALLOW_THREADS
+	}
+	return PyBool_FromLong(rc == 0);
+}
+
+static PyObject *restore_failure(PyObject *object, PyObject *unused)
+{
+	struct sfr_restore *restore = get(object);
+	const struct sfr_restore_failure *failure;
+	const char *name;
+	size_t len;
+
+	(void)unused;
+	if (restore == NULL)
+		return NULL;
+	failure = sfr_restore_failure(restore);
+	name = sfr_restore_name(restore, failure->index, &len);
+	return Py_BuildValue("(iNKs)", failure->code,
+			     PyUnicode_DecodeUTF8(name, (Py_ssize_t)len, "replace"),
+			     (unsigned long long)failure->off, failure->reason);
+}
+
+static PyObject *restore_nr(PyObject *object, void *unused)
+{
+	struct sfr_restore *restore = get(object);
+
+	(void)unused;
+	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_nr(restore));
+}
+
+static PyMethodDef methods[] = {
+	{ "sizes", restore_sizes, METH_VARARGS,
+	  "sizes(first, least) -> list: the lengths of the records from `first` on, until they make up "
+	  "about `least` bytes." },
+	{ "into", restore_into, METH_VARARGS,
+	  "into(first, addresses): where the records from `first` on go; 0: nowhere." },
+	{ "go", restore_go, METH_O, "go(upto): so many records have their places." },
+	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
+	{ "reach", restore_reach, METH_O,
+	  "reach(index) -> how many records need their places before this one can be read." },
+	{ "wait", restore_wait, METH_O,
+	  "wait(index) -> bool: whether the record, for `nr` each, is there and good; see failure." },
+	{ "failure", restore_failure, METH_NOARGS,
+	  "failure() -> (code, record's name, offset in the file, reason or None): what went wrong "
+	  "first; the code is 0, -errno or ECORRUPT." },
+	{ "close", restore_close, METH_NOARGS, "close(): ends the reading." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyGetSetDef getset[] = {
+	{ "nr", restore_nr, NULL, "How many records.", NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_dealloc, restore_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_getset, getset },
+	{ Py_tp_doc, "A file's records on their way into memory; made by `restore`" },
+	{ 0, NULL },
+};
+
+static PyType_Spec spec = {
+	.name = "stillframe._core.Restore",
+	.basicsize = sizeof(struct sfr_py_restore),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+	.slots = slots,
+};
+
+int sfr_py_add_restore(PyObject *module)
+{
+	if (PyModule_AddIntConstant(module, "ECORRUPT", SFR_ECORRUPT) < 0)
+		return -1;
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->restore_type);
+}

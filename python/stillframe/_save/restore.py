@@ -1,0 +1,203 @@
+"""Reading an archive's storages by threads while torch's unpickler reads its pickle.
+
+torch.load has two halves: `torch.load` itself, which opens the file, and `_load`, which runs an
+unpickler (torch's own, which with `weights_only` obeys no pickle's orders) and asks the archive for
+records by name. This module is that archive. Its records are read by threads of the core in the
+file's order, ahead of the unpickler, into memory that torch allocated; a record that is asked for
+is waited for, so nothing unpickled ever sees bytes whose CRC was not compared.
+
+    the core's threads   record 0 | record 1 | record 2 | record 3 | ...
+    the unpickler             asks for 0 ....... for 1 ... for 2 ...
+
+What the two halves do between them, and what is not here, is for torch.load itself: see `can`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import os
+import pickle
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+from torch import _weights_only_unpickler, serialization
+
+from stillframe import _core
+
+_BATCH = 64 << 20  # bytes of memory that are found at a time
+_AHEAD = 1 << 30  # and how much of it before it is asked for
+_AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
+_KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
+
+
+class RestoreFailed(Exception):
+    """A record is damaged or could not be read: `Archive.failure` says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong first: `code` is ECORRUPT, for which there is a reason, or -errno."""
+
+    code: int
+    record: str
+    offset: int
+    reason: str | None
+
+
+class _Loaded:
+    """A storage in the shape in which torch's reader of archives hands one out."""
+
+    __slots__ = ("_untyped_storage",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._untyped_storage = storage
+
+    def _typed_storage(self) -> _Loaded:
+        return self
+
+
+class Archive:
+    """The records of an open file, as torch's `_load` asks for them.
+
+    Args:
+        fd: The open file; it stays the caller's.
+        nbytes: Its length.
+        ahead: How many bytes may be read before they are asked for.
+    """
+
+    def __init__(self, core: _core.Restore, fd: int, nbytes: int, ahead: int) -> None:
+        self._core = core
+        self._fd = fd
+        self._nbytes = nbytes
+        self._ahead = ahead
+        self._storages: list[torch.UntypedStorage | None] = []
+        self._waiting_nbytes = 0  # of memory that was found and not asked for yet
+
+    def load(self, map_location: Any, weights_only: bool) -> Any:
+        """What torch.load would return.
+
+        Raises:
+            RestoreFailed: A record is damaged or could not be read.
+            Everything that torch.load raises behind its opening of the file.
+        """
+        unpickler = _weights_only_unpickler if weights_only else pickle
+        try:
+            self._find_memory(1)
+            if self.get_record("version") not in _KNOWN_VERSIONS:
+                _ = self._torch  # knows which there are, and says so
+            loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
+            self._find_memory(self._core.nr)
+            if not self._core.wait(self._core.nr):
+                raise RestoreFailed
+        finally:
+            self.failure = Failure(*self._core.failure())
+            # First the threads, then the memory that they write to.
+            self._core.close()
+        return loaded
+
+    # ---- what `_load` calls ----
+
+    def has_record(self, name: str) -> bool:
+        return self._core.find(name) >= 0
+
+    def get_record(self, name: str) -> bytes:
+        storage = self._take(name)
+        return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+    def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
+        storage = self._take(name)
+        if storage.nbytes() != nbytes:  # torch decides what becomes of it
+            return self._torch.get_storage_from_record(name, nbytes, kind)
+        return _Loaded(storage)
+
+    def serialization_id(self) -> str:
+        name = ".data/serialization_id"
+        return self.get_record(name).decode() if self.has_record(name) else ""
+
+    def __getattr__(self, name: str) -> Any:
+        """What another torch may ask for."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._torch, name)
+
+    # ---- records ----
+
+    @functools.cached_property
+    def _torch(self) -> Any:
+        """torch's own reader of the same file."""
+        return torch._C.PyTorchFileReader(cast("IO[bytes]", _core.File(self._fd, self._nbytes)))
+
+    def _take(self, name: str) -> torch.UntypedStorage:
+        """The record's bytes, there and checked. The caller owns them from now on."""
+        index = self._core.find(name)
+        if index < 0:
+            self._torch.get_record(name)  # raises
+        if index >= len(self._storages) or self._waiting_nbytes < self._ahead // 2:
+            self._find_memory(self._core.reach(index))
+        if not self._core.wait(index):
+            raise RestoreFailed
+        storage, self._storages[index] = self._storages[index], None
+        if storage is None:  # asked for a second time: torch keeps all but empty ones
+            return _storage_of(self._torch.get_record(name))
+        self._waiting_nbytes -= storage.nbytes()
+        return storage
+
+    def _find_memory(self, least: int) -> None:
+        """Gives the next records their places: `least` of all, and those that may be read ahead."""
+        first = len(self._storages)
+        while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
+            sizes = self._core.sizes(first, _BATCH)
+            storages = [_new_storage(size) for size in sizes]
+            self._storages += storages
+            self._core.into(first, [storage.data_ptr() for storage in storages])
+            self._waiting_nbytes += sum(sizes)
+            first += len(sizes)
+            self._core.go(first)
+
+
+def _storage_of(data: bytes) -> torch.UntypedStorage:
+    storage = _new_storage(len(data))
+    if data:
+        ctypes.memmove(storage.data_ptr(), data, len(data))
+    return storage
+
+
+def _new_storage(nbytes: int) -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+
+
+def can(core: _core.Restore, map_location: Any) -> str | None:
+    """None where an archive can be read this way, or why it is one for torch.load."""
+    if not _load_is_as_known():
+        return "this torch loads in another way"
+    if core.find("constants.pkl") >= 0:
+        return "it is TorchScript"
+    if map_location is not None and str(map_location) == "meta":
+        return "no storage is asked for"
+    if (
+        torch._guards.detect_fake_mode(None) is not None
+        or serialization._serialization_tls.skip_data
+    ):
+        return "no storage is asked for"
+    forced = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    if any(name in os.environ for name in forced):
+        return "the environment tells torch.load what to trust"
+    return None
+
+
+@functools.cache
+def _load_is_as_known() -> bool:
+    load = getattr(serialization, "_load", None)
+    return load is not None and [*inspect.signature(load).parameters][:3] == [
+        "zip_file",
+        "map_location",
+        "pickle_module",
+    ]
+
+
+def open_archive(core: _core.Restore, fd: int, nbytes: int, map_location: Any) -> Archive:
+    """The archive for a load to `map_location`; as for `Archive`."""
+    return Archive(core, fd, nbytes, _AHEAD if map_location is None else _AHEAD_OF_A_DEVICE)

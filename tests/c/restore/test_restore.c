@@ -1,0 +1,326 @@
+/* The restore: every record's bytes arrive where they were wanted, or nothing is called good. */
+#include <errno.h>
+
+#include "check/verdict.h"
+#include "restore/plan.h"
+#include "restore/restore.h"
+
+#define PIECE SFR__RESTORE_PIECE
+
+/* What a restore made of a file: the code that ended it, and the records. */
+struct restored {
+	int rc;
+	uint64_t nr, failed_off;
+	const char *reason;
+	char **mem;
+	uint64_t *len;
+};
+
+static void forget(struct restored *found)
+{
+	for (uint64_t i = 0; i < found->nr && found->mem != NULL; i++)
+		free(found->mem[i]);
+	free(found->mem);
+	free(found->len);
+}
+
+static struct sfr_restore *open_restore(int fd, unsigned flags, int *rc)
+{
+	struct sfr_restore *r = NULL;
+	struct sfr_check *check;
+
+	*rc = sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);
+	if (*rc != 0)
+		return NULL;
+	*rc = sfr_check_run(check, SFR_FOREVER);
+	if (*rc == 0 && !sfr_check_result(check)->ok)
+		*rc = SFR_ECORRUPT;
+	if (*rc != 0)
+		sfr_check_free(check);
+	else
+		*rc = sfr_restore_new(check, fd, flags, &r);
+	return r;
+}
+
+/* Records `step` at a time, each waited for as soon as it can be read. */
+static void read_all(struct sfr_restore *r, struct restored *found, uint64_t step)
+{
+	uint64_t upto = 0;
+
+	for (uint64_t i = 0; i < found->nr && found->rc == 0; i++) {
+		uint64_t need = sfr_restore_reach(r, i);
+
+		CHECK(need > i && need <= found->nr);
+		if (need > upto) {
+			upto = need + step < found->nr ? need + step : found->nr;
+			found->rc = sfr_restore_go(r, upto);
+		}
+		if (found->rc == 0)
+			found->rc = sfr_restore_wait(r, i, SFR_FOREVER);
+	}
+	if (found->rc == 0)
+		found->rc = sfr_restore_wait(r, found->nr, SFR_FOREVER);
+}
+
+static struct restored restore_fd(int fd, unsigned flags, uint64_t step)
+{
+	struct restored found = { 0 };
+	struct sfr_restore *r = open_restore(fd, flags, &found.rc);
+
+	if (r == NULL)
+		return found;
+	found.nr = sfr_restore_nr(r);
+	found.mem = calloc(found.nr, sizeof(*found.mem));
+	found.len = calloc(found.nr, sizeof(*found.len));
+	for (uint64_t i = 0; i < found.nr; i++) {
+		found.len[i] = sfr_restore_nbytes(r, i);
+		found.mem[i] = malloc(found.len[i] + 1); /* ASAN sees a byte too many */
+		sfr_restore_into(r, i, found.mem[i]);
+	}
+	read_all(r, &found, step);
+	found.failed_off = sfr_restore_failure(r)->off;
+	found.reason = sfr_restore_failure(r)->reason;
+	sfr_restore_free(r);
+	return found;
+}
+
+/* Whether what was called good is what the archive has. */
+static void compare(const struct restored *found, const struct archive *a)
+{
+	CHECK_EQ(found->nr, a->nr);
+	for (size_t i = 0; i < a->nr && i < found->nr; i++) {
+		CHECK_EQ(found->len[i], a->records[i].len);
+		CHECK(memcmp(found->mem[i], a->buf + a->records[i].data_off, found->len[i]) == 0);
+	}
+}
+
+/* Records of all lengths around pages and pieces, gaps between some. */
+static struct archive large(void)
+{
+	static const size_t lens[] = {
+		0,     1,         4095,      4096,          100, 3 * PIECE + 17,
+		PIECE, PIECE - 1, 2 * PIECE, PIECE / 2 + 3, 64,  777777
+	};
+	static char names[12][24];
+	struct archive a = archive_torch();
+	unsigned char *data = malloc(4 * PIECE);
+
+	for (size_t i = 0; i < 4 * PIECE; i++)
+		data[i] = (unsigned char)rng();
+	for (size_t i = 0; i < sizeof(lens) / sizeof(lens[0]); i++) {
+		(void)snprintf(names[i], sizeof(names[i]), "archive/data/%zu", i);
+		archive_add(&a, names[i], data + i, lens[i]);
+		if (i % 3 == 0)
+			archive_gap(&a, 5 * i);
+	}
+	archive_finish(&a);
+	free(data);
+	return a;
+}
+
+static void every_record_arrives_where_it_is_wanted(void)
+{
+	struct archive archives[] = { sample(), large() };
+
+	for (size_t k = 0; k < 2; k++) {
+		int fd = file_of(archives[k].buf, archives[k].len);
+
+		for (unsigned flags = 0; flags <= SFR_RESTORE_VERIFY; flags++)
+			for (uint64_t step = 0; step < 20; step += 3) {
+				struct restored found = restore_fd(fd, flags, step);
+
+				CHECK_EQ(found.rc, 0);
+				compare(&found, &archives[k]);
+				forget(&found);
+			}
+		(void)close(fd);
+		archive_free(&archives[k]);
+	}
+}
+
+static void every_flipped_bit_is_found_or_changes_no_record(void)
+{
+	struct archive a = sample();
+	int fd = file_of(a.buf, a.len);
+	size_t nr_found = 0;
+
+	for (size_t at = 0; at < a.len; at++) {
+		const unsigned char flipped = a.buf[at] ^ (unsigned char)(1u << at % 8);
+		struct restored found;
+
+		CHECK_EQ(pwrite(fd, &flipped, 1, (off_t)at), 1);
+		found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
+		if (found.rc == 0)
+			compare(&found, &a);
+		else
+			nr_found++;
+		/* What the check lets pass, a restore reads, and the other way round. */
+		CHECK((found.rc == 0) == (check_fd(fd, SFR_CHECK_BYTES).ok));
+		forget(&found);
+		CHECK_EQ(pwrite(fd, a.buf + at, 1, (off_t)at), 1);
+	}
+	CHECK(nr_found > a.len / 3);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void a_damaged_record_is_named_with_its_place(void)
+{
+	struct archive a = large();
+	struct restored found;
+	int fd;
+
+	a.buf[a.records[10].data_off + 2 * PIECE] ^= 1;
+	fd = file_of(a.buf, a.len);
+	found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
+	CHECK_EQ(found.rc, SFR_ECORRUPT);
+	CHECK_EQ(found.failed_off, a.records[10].data_off);
+	CHECK(strcmp(found.reason, "its bytes do not match their CRC") == 0);
+	forget(&found);
+	found = restore_fd(fd, 0, 0); /* nobody looks */
+	CHECK_EQ(found.rc, 0);
+	forget(&found);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void an_archive_that_is_packed_in_another_way_is_told_apart_from_damage(void)
+{
+	struct archive a = { .zip64 = true }; /* no alignment: zip -0 does so */
+	struct restored found;
+	int fd;
+
+	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
+	archive_add(&a, "archive/version", "3\n", 2);
+	archive_add(&a, "archive/data/0", "abcdefgh", 8);
+	archive_add(&a, "archive/data/1", "abcdefgh", 8);
+	archive_finish(&a);
+	accept(&a, 4);
+	fd = file_of(a.buf, a.len);
+	found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
+	CHECK_EQ(found.rc, -EOPNOTSUPP);
+	forget(&found);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void what_lies_between_records_is_not_read(void)
+{
+	enum { GAP = 64 * PIECE };
+	struct archive a = archive_torch();
+	struct restored found;
+	uint64_t nr_reads;
+	int fd;
+
+	archive_add(&a, "archive/data/0", "abcdefgh", 8);
+	archive_gap(&a, GAP - a.len);
+	archive_add(&a, "archive/data/1", "ijklmnop", 8);
+	archive_finish(&a);
+	fd = file_of(a.buf, a.len);
+	(void)sfr_inject_install();
+	sfr_inject_clear();
+	found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
+	nr_reads = sfr_inject_calls("pread");
+	CHECK_EQ(found.rc, 0);
+	compare(&found, &a);
+	CHECK(nr_reads < 16);
+	forget(&found);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void a_file_that_becomes_shorter_is_noticed(void)
+{
+	struct archive a = large();
+	int fd = file_of(a.buf, a.len), rc;
+	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+
+	CHECK_EQ(ftruncate(fd, (off_t)a.records[10].data_off + 5), 0);
+	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), SFR_ECORRUPT);
+	CHECK(strstr(sfr_restore_failure(r)->reason, "shorter") != NULL);
+	sfr_restore_free(r);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+/* What is not there is an error, and what is there is right, whatever call fails. */
+static void nothing_is_called_good_that_a_failing_call_kept_away(void)
+{
+	static const struct {
+		const char *call;
+		int err;
+	} faults[] = { { "pread", EIO },           { "malloc", ENOMEM },  { "calloc", ENOMEM },
+		       { "realloc", ENOMEM },      { "open", EINVAL },    { "fstat", EIO },
+		       { "mmap", ENOMEM },         { "mincore", ENOSYS }, { "madvise", EINVAL },
+		       { "thread_create", EAGAIN } };
+	struct archive a = large();
+	char path[] = "/tmp/sfr-restore-XXXXXX"; /* a file system with O_DIRECT, perhaps */
+	int fd = mkstemp(path);
+
+	CHECK(fd >= 0 && write(fd, a.buf, a.len) == (ssize_t)a.len);
+	for (size_t k = 0; k < sizeof(faults) / sizeof(faults[0]); k++) {
+		FOR_EVERY_FAILURE(run, faults[k].call, faults[k].err)
+		{
+			struct restored found = restore_fd(fd, SFR_RESTORE_VERIFY, 0);
+
+			CHECK(found.rc == 0 || check_acted(&run));
+			if (found.rc == 0)
+				compare(&found, &a);
+			else
+				CHECK_EQ(found.rc, -faults[k].err);
+			forget(&found);
+		}
+	}
+	(void)close(fd);
+	(void)unlink(path);
+	archive_free(&a);
+}
+
+static void it_is_ended_at_any_moment(void)
+{
+	struct archive a = large();
+	int fd = file_of(a.buf, a.len), rc;
+
+	for (uint64_t upto = 0; upto <= a.nr; upto++) {
+		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+
+		CHECK_EQ(sfr_restore_go(r, upto), 0);
+		if (upto % 2 == 0)
+			(void)sfr_restore_wait(r, upto / 2, upto * 1000);
+		sfr_restore_free(r);
+	}
+	(void)close(fd);
+	archive_free(&a);
+}
+
+static void records_are_found_by_name(void)
+{
+	struct archive a = large();
+	int fd = file_of(a.buf, a.len), rc;
+	struct sfr_restore *r = open_restore(fd, 0, &rc);
+	size_t len;
+
+	CHECK_EQ(sfr_restore_find(r, "data/7", 6), 12);
+	CHECK_EQ(sfr_restore_find(r, "data.pkl", 8), 0);
+	CHECK_EQ(sfr_restore_find(r, "data/99", 7), sfr_restore_nr(r));
+	CHECK_EQ(sfr_restore_find(r, "", 0), sfr_restore_nr(r));
+	CHECK(memcmp(sfr_restore_name(r, 12, &len), "data/7", 6) == 0 && len == 6);
+	sfr_restore_free(r);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+int main(void)
+{
+	RUN(every_record_arrives_where_it_is_wanted);
+	RUN(every_flipped_bit_is_found_or_changes_no_record);
+	RUN(a_damaged_record_is_named_with_its_place);
+	RUN(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage);
+	RUN(what_lies_between_records_is_not_read);
+	RUN(a_file_that_becomes_shorter_is_noticed);
+	RUN(nothing_is_called_good_that_a_failing_call_kept_away);
+	RUN(it_is_ended_at_any_moment);
+	RUN(records_are_found_by_name);
+	return check_done();
+}
