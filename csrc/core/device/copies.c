@@ -367,10 +367,16 @@ int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece)
 	int64_t torn = -1;
 
 	sfr__seg_iter_init(&it, &t->img, piece->run, piece->blk);
-	while (torn < 0 && sfr__seg_next(&it, &seg))
-		if (seg.kind == SFR__SEG_DATA)
-			torn = sfr__check_piece(t, &piece->part->samples, seg.entry, seg.off,
-						piece->block->mem + seg.pos, seg.len);
+	while (torn < 0 && sfr__seg_next(&it, &seg)) {
+		const char *staged = piece->block->mem + seg.pos;
+
+		if (seg.kind != SFR__SEG_DATA)
+			continue;
+		torn = sfr__check_piece(t, &piece->part->samples, seg.entry, seg.off, staged,
+					seg.len);
+		if (torn < 0 && t->sums)
+			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
+	}
 	return torn;
 }
 

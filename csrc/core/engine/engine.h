@@ -18,10 +18,19 @@ struct sfr__task {
 
 /* Who serves which tasks, each in the order in which they came. */
 enum sfr__crew {
-	SFR__LANE_FIRST, /* the lane, before the next: a snapshot has its memory and waits for none */
-	SFR__LANE,       /* the lane: copies of a save, which may wait for blocks */
-	SFR__WRITERS,    /* any of the writers */
+	SFR__LANE, /* the lane, before what is shared: a snapshot has its memory, and never waits */
+	SFR__WRITERS, /* any of the writers */
 	SFR__NR_CREWS
+};
+
+/* Something that is done in pieces, by several threads at a time if need be: by the lane, by the
+ * writers when they have no task and somebody waits for it, and by those who wait. */
+struct sfr__shared {
+	struct sfr__shared *next;
+	/* Does a piece, with the mutex, which is given up meanwhile; takes the work off the list when
+	 * there is none left. False when there is nothing to do for this thread at this moment.
+	 * Only with `may_wait` it waits for blocks. */
+	bool (*turn_locked)(struct sfr__shared *work, bool may_wait);
 };
 
 /* A save in flight, as far as the engine knows it: part of its ticket. */
@@ -53,6 +62,9 @@ struct sfr_engine {
 
 	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
 	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
+	SFR__QUEUE(struct sfr__shared)
+	shared;               /* the lane's, and where somebody waits the writers' */
+	uint32_t nr_awaiting; /* threads that wait until some of it is done */
 	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
@@ -67,6 +79,11 @@ int sfr__engine_start_locked(struct sfr_engine *engine);
 /* Joins them; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
 void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
+/* Work to share, first come first served, and off the list again. */
+void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
+void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
+/* There is more to do for those who found nothing. */
+void sfr__shared_wake_locked(struct sfr_engine *engine);
 /* There may be memory to make: threads with nothing else to do look round. */
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
 

@@ -21,19 +21,53 @@ void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
 	pthread_cond_broadcast(&engine->cv_writer);
 }
 
-/* Which queues a thread serves, the first before the others. */
+void sfr__shared_wake_locked(struct sfr_engine *engine)
+{
+	pthread_cond_signal(&engine->cv_lane);
+	if (engine->nr_awaiting == 0)
+		return;
+	pthread_cond_broadcast(&engine->cv_writer);
+	pthread_cond_broadcast(&engine->cv_state);
+}
+
+void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work)
+{
+	sfr__queue_push(&engine->shared, work);
+	sfr__shared_wake_locked(engine);
+}
+
+void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work)
+{
+	struct sfr__shared **at = &engine->shared.head, *last = NULL;
+
+	while (*at && *at != work) {
+		last = *at;
+		at = &last->next;
+	}
+	if (!*at)
+		return;
+	*at = work->next;
+	if (engine->shared.tail == work)
+		engine->shared.tail = last;
+}
+
 struct crew {
 	struct sfr_engine *engine;
-	enum sfr__crew first, last;
+	enum sfr__crew which;
 	pthread_cond_t *cv;
 };
 
+/* What a thread without a task takes its turn at. */
+static struct sfr__shared *work_locked(const struct crew *crew)
+{
+	bool helps = crew->which == SFR__LANE || crew->engine->nr_awaiting != 0;
+
+	return helps ? crew->engine->shared.head : NULL;
+}
+
 static bool is_idle_locked(const struct crew *crew)
 {
-	for (unsigned q = crew->first; q <= crew->last; q++)
-		if (crew->engine->tasks[q].head)
-			return false;
-	return !crew->engine->stopping;
+	return !crew->engine->tasks[crew->which].head && !crew->engine->stopping;
 }
 
 static bool is_idle(void *arg)
@@ -42,18 +76,9 @@ static bool is_idle(void *arg)
 	bool idle;
 
 	sfr__lock(&crew->engine->mu);
-	idle = is_idle_locked(crew);
+	idle = is_idle_locked(crew) && !work_locked(crew);
 	sfr__unlock(&crew->engine->mu);
 	return idle;
-}
-
-static struct sfr__task *pop_locked(const struct crew *crew)
-{
-	struct sfr__task *task = NULL;
-
-	for (unsigned q = crew->first; q <= crew->last && !task; q++)
-		task = sfr__queue_pop(&crew->engine->tasks[q]);
-	return task;
 }
 
 /* Makes memory until there is a task. Whether there was any to make. */
@@ -76,15 +101,20 @@ static void serve(struct crew *crew)
 
 	sfr__lock(&engine->mu);
 	for (;;) {
-		struct sfr__task *task = pop_locked(crew);
+		struct sfr__task *task = sfr__queue_pop(&engine->tasks[crew->which]);
+		struct sfr__shared *work = task ? NULL : work_locked(crew);
 
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (engine->stopping) {
+		} else if (work && work->turn_locked(work, crew->which == SFR__LANE)) {
+			continue;
+		} else if (engine->stopping && !work) {
 			break;
-		} else if (!supply_locked(crew) && is_idle_locked(crew)) {
+		} else if ((work || !supply_locked(crew)) && is_idle_locked(crew) &&
+			   work_locked(crew) == work) {
+			/* Work that has no turn for it has been asked under this very lock. */
 			(void)sfr__cond_wait(crew->cv, &engine->mu, SFR_FOREVER);
 		}
 	}
@@ -93,7 +123,7 @@ static void serve(struct crew *crew)
 
 static void *lane_main(void *engine)
 {
-	struct crew crew = { engine, SFR__LANE_FIRST, SFR__LANE, NULL };
+	struct crew crew = { engine, SFR__LANE, NULL };
 
 	crew.cv = &crew.engine->cv_lane;
 	serve(&crew);
@@ -102,7 +132,7 @@ static void *lane_main(void *engine)
 
 static void *writer_main(void *engine)
 {
-	struct crew crew = { engine, SFR__WRITERS, SFR__WRITERS, NULL };
+	struct crew crew = { engine, SFR__WRITERS, NULL };
 
 	crew.cv = &crew.engine->cv_writer;
 	serve(&crew);

@@ -143,15 +143,20 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	return rc;
 }
 
-void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-			    struct sfr__block *block, bool summed)
+struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
 {
 	uint32_t first = 0;
-	struct sfr__job *job;
 
 	for (const struct sfr__run *r = t->img.runs; r != run; r++)
 		first += r->nr_blocks;
-	job = &t->jobs[first + blk];
+	return &t->jobs[first + blk];
+}
+
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+			    struct sfr__block *block, bool summed)
+{
+	struct sfr__job *job = sfr__block_job(t, run, blk);
+
 	*job = (struct sfr__job){
 		.ticket = t,
 		.kind = SFR__JOB_BLOCK,
@@ -164,15 +169,16 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 	sfr__engine_wake_idle_locked(t->engine);
 }
 
-int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-		    enum sfr__stager by, uint64_t slice_ns)
+/* Leases the next captured block, stages it and hands it to the writers. 0; SFR_EAGAIN when there
+ * is no block within the slice, SFR_EEXHAUSTED: the call raises it, and there is no save; else the
+ * ticket has failed with what is returned. */
+static int stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
 	struct sfr_err err = { .index = -1 };
 	struct sfr__block *block;
-	int64_t torn = -1;
 	uint64_t waited = 0;
-	size_t need = sfr__image_block_len(&t->img, run, blk);
+	size_t need = sfr__image_block_len(&t->img, run, t->capture_blk);
 	int rc = sfr__pool_get(engine->pool, t->seq, need, 0, &block);
 
 	if (rc == SFR_EAGAIN) {
@@ -183,24 +189,17 @@ int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t b
 		waited = sfr__now_ns() - start;
 	}
 	if (rc == 0)
-		sfr__stage_block(t, run, blk, block->mem, by, &torn);
-	if (torn >= 0) {
-		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
-		err.index = torn;
-	} else if (rc == SFR_EEXHAUSTED && by == SFR__BY_CALLER) {
-		; /* the call raises it, and there is no save */
-	} else if (rc < 0 && rc != SFR_EAGAIN) {
+		sfr__stage_block(t, run, t->capture_blk, block->mem);
+	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-	}
 	sfr__lock(&engine->mu);
-	if (by == SFR__BY_CALLER) /* who waits in capture; a lane's wait shows at the gate */
-		t->block_wait_ns += waited;
+	t->block_wait_ns += waited; /* a lane's wait shows at the gate */
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	if (rc == 0) {
 		if (++t->flight.blocks_held > t->peak_blocks)
 			t->peak_blocks = t->flight.blocks_held;
-		sfr__push_block_locked(t, run, blk, block, by == SFR__BY_LANE);
+		sfr__push_block_locked(t, run, t->capture_blk++, block, false);
 	}
 	sfr__unlock(&engine->mu);
 	return rc;
@@ -233,11 +232,9 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 				 deadline > now          ? deadline - now :
 							   0;
 
-		rc = sfr__stage_next(t, run, t->capture_blk, SFR__BY_CALLER, slice);
+		rc = stage_next(t, run, slice);
 		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
-		if (rc == 0)
-			t->capture_blk++;
 	}
 	if (!t->capture_done && !sfr__ticket_failing(t)) {
 		rc = sfr__take_samples(t);
@@ -273,8 +270,9 @@ int sfr_save_launch(struct sfr_ticket *t)
 		(void)sfr__log_append(&t->log);
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		if (sfr__image_run(&t->img, SFR_LANE_HOST, 0) && !sfr__ticket_failing_locked(t))
-			sfr__stage_push_locked(t);
+		t->deferred = sfr__image_run(&t->img, SFR_LANE_HOST, 0);
+		if (t->deferred && !sfr__ticket_failing_locked(t))
+			sfr__share_begin_locked(t);
 		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
 			t->confirmed = true;

@@ -24,19 +24,15 @@ struct sfr__job {
 	struct sfr__block *block;
 	const struct sfr__run *run;
 	uint32_t blk;
-	bool summed; /* its pieces are in their entries' CRCs already */
-};
-
-/* Who fills a block. */
-enum sfr__stager {
-	SFR__BY_CALLER, /* in the call: as fast as can be */
-	SFR__BY_LANE,   /* adds up CRCs and compares with the samples on the way */
+	bool summed; /* its pieces are in their entries' CRCs already, or will be when they are copied */
+	struct sfr__job *parked; /* the next one */
+	size_t begun, left;      /* of a deferred one: bytes handed out, bytes not copied yet */
 };
 
 /* Samples of the deferred sources of one run. */
 struct sfr__samples {
 	struct sfr__sample *items;
-	uint32_t nr, pos; /* those before pos were compared */
+	uint32_t nr;
 };
 
 /* All of it is guarded by the engine's mutex unless a comment says otherwise. */
@@ -59,10 +55,14 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool lane_owns;            /* queued at, or being copied by, the lane */
-	uint32_t cuda_out;         /* parts in devices that are not over */
-	uint32_t cuda_unsubmitted; /* of them, those that have copies to queue yet */
-	uint32_t jobs_out;         /* queued or running */
+	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
+	bool fetching;  /* somebody gets memory for the next block */
+	uint32_t copy_blk, nr_copying;
+	const struct sfr__run *deferred; /* constant from the launch on */
+	struct sfr__job *parked;         /* blocks that wait for the CRC of an entry's beginning */
+	uint32_t cuda_out;               /* parts in devices that are not over */
+	uint32_t cuda_unsubmitted;       /* of them, those that have copies to queue yet */
+	uint32_t jobs_out;               /* queued or running */
 	uint32_t blocks_written;
 
 	/* capture position: only the capturing thread touches it */
@@ -87,16 +87,11 @@ struct sfr_ticket {
 	bool over_slots;
 	char fallback[4][160];
 
-	struct sfr__task copying; /* for the lane */
+	struct sfr__shared copying;
 	struct sfr__flight flight;
 };
 
 /* ---- save.c ---- */
-/* Leases the next block of a run, stages it and hands it to the writers. 0; SFR_EAGAIN when there
- * is no block within the slice; else the ticket has failed with what is returned. */
-int sfr__stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-		    enum sfr__stager by, uint64_t slice_ns);
-
 /* Gives a leased block, staged, to the writers; `summed`: its pieces are in the CRCs already. */
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
 			    struct sfr__block *block, bool summed);
@@ -137,6 +132,9 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 /* A lane has let go of the ticket: when none has it any more, its sources are free. */
 void sfr__ticket_released_locked(struct sfr_ticket *t);
+/* Waits until `is_over`, and copies meanwhile what is to be copied. 0, SFR_EAGAIN. */
+int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
+			    bool (*is_over)(const struct sfr_ticket *t));
 /* The next step may begin as far as the host is concerned: every copy has ended or is queued. */
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
 static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
@@ -150,11 +148,21 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 	return t->fork_generation != sfr_fork_generation();
 }
 
+/* The job of one block of a run. */
+struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk);
+
+/* ---- share.c ---- */
+/* Hands out the deferred bytes in the host's memory. */
+void sfr__share_begin_locked(struct sfr_ticket *t);
+/* A turn of a thread that waits until they are copied: at what was handed out first. */
+bool sfr__share_help_locked(struct sfr_ticket *t);
+
 /* ---- stage.c ---- */
-/* Fills one block of a run from its sources. *torn gets the source index of the lane's first
- * mismatch with samples or sums. */
-void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
-		      enum sfr__stager by, int64_t *torn);
+/* Fills one block of a run from its sources, in the call. */
+void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst);
+/* What stands between the tensors' bytes. */
+void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
+void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
 /* How many lines of each deferred source are sampled, and of a whole run, at most. */
@@ -163,14 +171,18 @@ uint64_t sfr__samples_per_entry(const struct sfr_ticket *t);
  * sfr__samples_per_entry items. */
 void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
 			struct sfr__samples *samples);
-/* Compares what was staged of an entry with samples and sums: pieces come in ascending order. The
- * index of a torn source, or -1. */
-int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uint32_t entry,
-			 uint64_t off, const char *staged, size_t len);
-/* Hands the deferred bytes in the host's memory to the lane. */
-void sfr__stage_push_locked(struct sfr_ticket *t);
+/* Compares what was staged of an entry with the samples. The index of a torn source, or -1. */
+int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
+			 uint32_t entry, uint64_t off, const char *staged, size_t len);
+/* The same with the sums (SFR_SAVE_CHECK_BYTES), where pieces come in ascending order. */
+int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const char *staged,
+		       size_t len);
 
 /* ---- write.c ---- */
 void sfr__job_push_locked(struct sfr__job *job);
+/* Adds the CRC of a part of an entry to it: parts come in any order. Whether all are there now. */
+bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);
+/* Blocks that wait for a CRC are looked at again. */
+void sfr__unpark_locked(struct sfr_ticket *t);
 
 #endif

@@ -77,28 +77,40 @@ int sfr__take_samples(struct sfr_ticket *t)
 	return 0;
 }
 
-/* Entries and offsets come in ascending order, so the position in the samples only moves on. */
-int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uint32_t i,
+int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
 			 uint64_t off, const char *staged, size_t len)
 {
-	const struct sfr__entry *entry = &t->img.entries[i];
-	uint32_t *sum = t->sums ? &t->sums[t->img.nr_entries + i] : NULL;
+	uint32_t low = 0, high = samples->nr;
 
-	for (; samples->pos < samples->nr; samples->pos++) {
-		const struct sfr__sample *s = &samples->items[samples->pos];
+	/* The first sample that ends behind the beginning of the piece. */
+	while (low < high) {
+		uint32_t mid = low + (high - low) / 2;
+		const struct sfr__sample *s = &samples->items[mid];
+
+		if (s->entry < i || (s->entry == i && s->off + s->len <= off))
+			low = mid + 1;
+		else
+			high = mid;
+	}
+	for (; low < samples->nr; low++) {
+		const struct sfr__sample *s = &samples->items[low];
 		uint64_t from = s->off > off ? s->off : off;
 		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
 
-		if (s->entry > i || (s->entry == i && s->off >= off + len))
+		if (s->entry != i || s->off >= off + len)
 			break;
-		if (s->entry == i && from < to &&
-		    memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
-			return entry->source;
-		if (s->entry == i && s->off + s->len > off + len)
-			break; /* goes on in the next piece */
+		if (memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
+			return t->img.entries[i].source;
 	}
-	if (!sum)
-		return -1;
+	return -1;
+}
+
+int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,
+		       size_t len)
+{
+	const struct sfr__entry *entry = &t->img.entries[i];
+	uint32_t *sum = &t->sums[t->img.nr_entries + i];
+
 	*sum = sfr_crc32(*sum, staged, len);
 	return off + len == entry->nbytes && *sum != t->sums[i] ? entry->source : -1;
 }
@@ -106,7 +118,7 @@ int64_t sfr__check_piece(struct sfr_ticket *t, struct sfr__samples *samples, uin
 /* ---- filling a block ---- */
 
 /* A small storage begins with a cache miss; asked for ahead of time these overlap. */
-static void prefetch_entry(const struct sfr_ticket *t, uint32_t i)
+void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t i)
 {
 	enum { LINE = 64, MOST = 8 };
 
@@ -120,7 +132,7 @@ static void capture_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char
 {
 	const char *src = t->img.entries[seg->entry].src + seg->off;
 
-	prefetch_entry(t, seg->entry + 2);
+	sfr__prefetch_entry(t, seg->entry + 2);
 
 	for (size_t done = 0, len; done < seg->len; done += len) {
 		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
@@ -129,89 +141,27 @@ static void capture_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char
 	}
 }
 
-/* A run's pieces come in the order of its entries, all by this thread, and no writer looks at an
- * entry before its last block is pushed: no lock is needed for the CRC. */
-static void lane_piece(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, int64_t *torn)
+void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
 {
-	struct sfr__entry *entry = &t->img.entries[seg->entry];
-	const char *src = entry->src + seg->off;
-
-	for (size_t done = 0, len; done < seg->len; done += len) {
-		len = seg->len - done < COPY_PIECE ? seg->len - done : COPY_PIECE;
-		SFR__TRACE(SFR_TRACE_PIECE, 0, len);
-		entry->crc = sfr_sys.lane_copy(entry->crc, dst + done, src + done, len);
-		entry->crc_len += len;
-	}
-	if (*torn < 0)
-		*torn = sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
+	if (seg->kind == SFR__SEG_HEADER)
+		sfr__image_put_header(&t->img, seg->entry, seg->off, seg->len, dst);
+	else
+		/* Descriptors are put in by the writer; old bytes of the pool, which may be another
+		 * file's, must not reach the disk in them nor in padding. */
+		memset(dst, 0, seg->len);
 }
 
-void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst,
-		      enum sfr__stager by, int64_t *torn)
+void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst)
 {
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
 	SFR__TRACE(SFR_TRACE_COPY, t->number, sfr__image_block_len(&t->img, run, blk));
 	sfr__seg_iter_init(&it, &t->img, run, blk);
-	while (sfr__seg_next(&it, &seg)) {
-		switch (seg.kind) {
-		case SFR__SEG_HEADER:
-			sfr__image_put_header(&t->img, seg.entry, seg.off, seg.len, dst + seg.pos);
-			break;
-		case SFR__SEG_DATA:
-			if (by == SFR__BY_LANE)
-				lane_piece(t, &seg, dst + seg.pos, torn);
-			else
-				capture_piece(t, &seg, dst + seg.pos);
-			break;
-		case SFR__SEG_DESC:
-		case SFR__SEG_PAD:
-			/* Descriptors are put in by the writer; old bytes of the pool, which may
-			 * be another file's, must not reach the disk in either. */
-			memset(dst + seg.pos, 0, seg.len);
-			break;
-		}
-	}
+	while (sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
+			capture_piece(t, &seg, dst + seg.pos);
+		else
+			sfr__stage_rest(t, &seg, dst + seg.pos);
 	sfr__copy_fence();
-}
-
-/* ---- on the lane ---- */
-
-static void copy_ticket(struct sfr_ticket *t)
-{
-	const uint64_t slice_ns = 50 * 1000 * 1000; /* a cancel is seen at the latest then */
-
-	for (uint32_t r = 1; r < t->img.nr_runs; r++) {
-		const struct sfr__run *run = &t->img.runs[r];
-
-		if (run->device != 0 || run->lane == SFR_CAPTURED)
-			continue; /* another lane's */
-		for (uint32_t blk = 0; blk < run->nr_blocks;) {
-			if (sfr__ticket_failing(t))
-				return;
-			if (sfr__stage_next(t, run, blk, SFR__BY_LANE, slice_ns) == 0)
-				blk++;
-		}
-	}
-}
-
-static void run(struct sfr__task *task)
-{
-	struct sfr_ticket *t = sfr__container(task, struct sfr_ticket, copying);
-	struct sfr_engine *engine = t->engine;
-
-	copy_ticket(t);
-	sfr__lock(&engine->mu);
-	t->lane_owns = false;
-	sfr__ticket_released_locked(t);
-	sfr__ticket_step_locked(t);
-	sfr__unlock(&engine->mu);
-}
-
-void sfr__stage_push_locked(struct sfr_ticket *t)
-{
-	t->lane_owns = true;
-	t->copying.run = run;
-	sfr__task_push_locked(t->engine, SFR__LANE, &t->copying);
 }

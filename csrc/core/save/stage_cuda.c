@@ -384,8 +384,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		return 0; /* copied, or discarded */
 	rush(t);
 	sfr__lock(&engine->mu);
-	while (!sfr__ticket_is_open_locked(t) && rc == 0)
-		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
+	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
 	if (sfr__ticket_is_open_locked(t))
 		rc = 0;
 	over = sfr__ticket_failing_locked(t);

@@ -131,6 +131,7 @@ void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err)
 {
 	if (t->err.code == 0)
 		t->err = *err;
+	sfr__unpark_locked(t);
 	if (t->state >= SFR_CAPTURING && t->state < SFR_COMMITTING)
 		sfr__ticket_set_state_locked(t, SFR_ENDING);
 }
@@ -259,6 +260,28 @@ bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
 	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
 }
 
+static bool is_copied(const struct sfr_ticket *t)
+{
+	return reached(t, SFR_WAIT_COPIED);
+}
+
+int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
+			    bool (*is_over)(const struct sfr_ticket *t))
+{
+	struct sfr_engine *engine = t->engine;
+	int rc = 0;
+
+	engine->nr_awaiting++;
+	sfr__shared_wake_locked(engine);
+	while (!is_over(t) && rc == 0)
+		if (sfr__share_help_locked(t))
+			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
+		else
+			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
+	engine->nr_awaiting--;
+	return rc;
+}
+
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
@@ -273,8 +296,12 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 	if (what == SFR_WAIT_ENDED && slice_ns == 0)
 		return SFR_EAGAIN;
 	sfr__lock(&t->engine->mu);
-	while (!reached(t, what) && rc == 0)
-		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	if (what == SFR_WAIT_COPIED && slice_ns != 0) {
+		rc = sfr__ticket_help_locked(t, deadline, is_copied);
+	} else {
+		while (!reached(t, what) && rc == 0)
+			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	}
 	if (reached(t, what))
 		rc = 0;
 	sfr__unlock(&t->engine->mu);

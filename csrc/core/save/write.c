@@ -6,10 +6,9 @@
  *   TAIL    central directory, fdatasync                           (when every block is written)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
- * A data descriptor holds the CRC of a whole entry, whose earlier pieces may be with another
- * writer. Pieces are published in the order of the entry: a writer waits for the CRC (not the
- * write) of the pieces before its own. It always ends: blocks of an entry are queued in
- * ascending order, so the writer of the lowest piece not yet published waits for nobody.
+ * A data descriptor holds the CRC of a whole entry, whose earlier parts may be with another writer,
+ * or with somebody who still copies. Nobody waits for them: such a block is parked at its ticket,
+ * and whoever adds the last part to an entry's CRC puts what is parked back into the queue.
  */
 #include <errno.h>
 #include <string.h>
@@ -17,6 +16,16 @@
 
 #include "save/save.h"
 #include "trace/trace.h"
+
+void sfr__unpark_locked(struct sfr_ticket *t)
+{
+	struct sfr__job *job;
+
+	while ((job = t->parked)) {
+		t->parked = job->parked;
+		sfr__task_push_locked(t->engine, SFR__WRITERS, &job->task);
+	}
+}
 
 /* Waits for the OPEN job. False when the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
@@ -47,50 +56,29 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__unlock(&t->engine->mu);
 }
 
-/* Waits until the first `off` bytes of an entry are in its CRC. False when the save is failing. */
-static bool wait_crc_locked(struct sfr_ticket *t, const struct sfr__entry *entry, uint64_t off)
+/* A part's CRC counts with all that comes behind it in the entry, so parts add up in any order. */
+bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
 {
-	while (entry->crc_len != off && !sfr__ticket_failing_locked(t))
-		(void)sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, SFR_FOREVER);
-	return !sfr__ticket_failing_locked(t);
-}
-
-/* Adds a piece's CRC to its entry's. False when the save is failing. */
-static bool publish(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
-{
-	struct sfr_engine *engine = t->engine;
 	struct sfr__entry *entry = &t->img.entries[seg->entry];
-	bool ok;
+	bool whole;
 
-	sfr__lock(&engine->mu);
-	ok = wait_crc_locked(t, entry, seg->off);
-	if (ok) {
-		entry->crc = sfr_crc32_combine(entry->crc, crc, seg->len);
-		entry->crc_len += seg->len;
-		pthread_cond_broadcast(&engine->cv_state); /* the next block's writer may wait */
-	}
-	sfr__unlock(&engine->mu);
-	return ok;
-}
-
-static bool crc_is_final(struct sfr_ticket *t, const struct sfr__entry *entry)
-{
-	bool ok;
-
+	crc = sfr_crc32_combine(crc, 0, entry->nbytes - seg->off - seg->len);
 	sfr__lock(&t->engine->mu);
-	ok = wait_crc_locked(t, entry, entry->nbytes);
+	entry->crc ^= crc;
+	entry->crc_len += seg->len;
+	whole = entry->crc_len == entry->nbytes;
+	if (whole)
+		sfr__unpark_locked(t);
 	sfr__unlock(&t->engine->mu);
-	return ok;
+	return whole;
 }
 
-/* CRCs of the block's pieces, and the descriptors that stand in it. An entry that lies in the
- * block with its whole descriptor is nobody else's business and needs no lock; nor do those of a
- * summed block, which were final when it was pushed. */
-static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
+/* CRCs of the block's pieces. An entry that lies in the block with its whole descriptor is nobody
+ * else's business and needs no lock. */
+static void sum_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	uint64_t from = sfr__image_block_off(&t->img, job->run, job->blk);
 	uint64_t to = from + sfr__image_block_len(&t->img, job->run, job->blk);
-	char *mem = job->block->mem;
 	struct sfr__seg_iter it;
 	struct sfr__seg seg;
 
@@ -98,40 +86,78 @@ static bool complete_block(struct sfr_ticket *t, const struct sfr__job *job)
 	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
 	while (sfr__seg_next(&it, &seg)) {
 		struct sfr__entry *entry = &t->img.entries[seg.entry];
-		bool own;
+		uint32_t crc;
 
-		if (seg.kind != SFR__SEG_DATA && seg.kind != SFR__SEG_DESC)
+		if (seg.kind != SFR__SEG_DATA)
 			continue;
-		if (job->summed && seg.kind == SFR__SEG_DATA)
+		crc = sfr_crc32(0, job->block->mem + seg.pos, seg.len);
+		if (entry->data_off < from ||
+		    entry->data_off + entry->nbytes + entry->desc_len > to) {
+			(void)sfr__add_crc(t, &seg, crc);
 			continue;
-		own = job->summed || (entry->data_off >= from &&
-				      entry->data_off + entry->nbytes + entry->desc_len <= to);
-		if (seg.kind == SFR__SEG_DATA) {
-			uint32_t crc = sfr_crc32(0, mem + seg.pos, seg.len);
-
-			if (own) {
-				entry->crc = crc;
-				entry->crc_len = seg.len;
-			} else if (!publish(t, &seg, crc)) {
-				return false;
-			}
-		} else {
-			if (!own && !crc_is_final(t, entry))
-				return false;
-			sfr__image_put_desc(&t->img, seg.entry, seg.off, seg.len, mem + seg.pos);
 		}
+		entry->crc = crc;
+		entry->crc_len = seg.len;
 	}
-	return true;
+	job->summed = true;
 }
 
-static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+/* Whether every CRC is known that stands in the block; otherwise it is parked. Only the first entry
+ * may have a part elsewhere that is not. */
+static bool is_known(struct sfr_ticket *t, struct sfr__job *job)
+{
+	struct sfr__seg_iter it;
+	const struct sfr__entry *entry;
+	bool known;
+
+	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	if (it.entry == job->run->first_entry + job->run->nr_entries)
+		return true; /* padding alone */
+	entry = &t->img.entries[it.entry];
+	if (entry->data_off + entry->nbytes >= it.end)
+		return true; /* its descriptor stands in a later block */
+	sfr__lock(&t->engine->mu);
+	known = entry->crc_len == entry->nbytes || sfr__ticket_failing_locked(t);
+	if (!known) {
+		job->parked = t->parked;
+		t->parked = job;
+	}
+	sfr__unlock(&t->engine->mu);
+	return known;
+}
+
+static void describe_block(struct sfr_ticket *t, const struct sfr__job *job)
+{
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	while (sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DESC)
+			sfr__image_put_desc(&t->img, seg.entry, seg.off, seg.len,
+					    job->block->mem + seg.pos);
+}
+
+/* False: it is parked, and somebody else's by now. */
+static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
 {
 	struct sfr_engine *engine = t->engine;
 	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
 	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
 	SFR__TRACE(SFR_TRACE_BLOCK, t->number, len);
-	bool written = !sfr__ticket_failing(t) && complete_block(t, job) && wait_opened(t) &&
-		       sfr__file_write(&t->file, job->block->mem, len, off, err) == 0;
+	bool written;
+
+	if (!sfr__ticket_failing(t)) {
+		if (!job->summed)
+			sum_block(t, job);
+		if (!is_known(t, job))
+			return false;
+	}
+	written = wait_opened(t); /* and it has not failed */
+	if (written) {
+		describe_block(t, job);
+		written = sfr__file_write(&t->file, job->block->mem, len, off, err) == 0;
+	}
 
 	/* Not counted any more before it can be leased again; counted as written only when the
 	 * pool has it back, since from then on the save may end and the pool go. */
@@ -146,6 +172,7 @@ static void do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 		t->written_nbytes += len;
 	}
 	sfr__unlock(&engine->mu);
+	return true;
 }
 
 static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
@@ -186,7 +213,8 @@ static void run(struct sfr__task *task)
 		do_open(t, &err);
 		break;
 	case SFR__JOB_BLOCK:
-		do_block(t, job, &err);
+		if (!do_block(t, job, &err))
+			return;
 		break;
 	case SFR__JOB_TAIL:
 		do_tail(t, &err);

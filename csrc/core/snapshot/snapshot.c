@@ -356,7 +356,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr__lock(&engine->mu);
 		s->nr_out++;
 		s->copying.run = run;
-		sfr__task_push_locked(engine, SFR__LANE_FIRST, &s->copying);
+		sfr__task_push_locked(engine, SFR__LANE, &s->copying);
 		sfr__unlock(&engine->mu);
 	}
 	sfr__snapshot_in(s, -1, &err);

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base import looks, paths
 from stillframe._base.calls import no_collection
 from stillframe._save import ordered, restore
 from stillframe.errors import CorruptCheckpointError
@@ -86,6 +86,8 @@ def _load_fd(
     """
     with _named(path):
         found, core = _core.restore(fd, verify)
+        if found["format"] == "foreign" and (words := looks.like(fd, path)) is not None:
+            found["error"] = f"it is not a torch.save file; it looks like {words}"
     _refuse_damaged(found, path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
     if core is not None:

@@ -3,8 +3,8 @@
 Exit status of verify, of several paths the largest:
 
     0   every checkpoint is whole
-    1   damaged: truncated, empty, foreign, wrong bytes
-    2   missing, no permission, a directory without checkpoints, bad usage
+    1   damaged: truncated, empty, wrong bytes
+    2   missing, no permission, no PyTorch checkpoint, a directory without checkpoints, bad usage
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from stillframe import _core
+from stillframe._base import looks
 from stillframe._shell import bench
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
@@ -77,6 +79,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, _reason(error))
     try:
         found = _core.check(fd, True, progress, True)  # past the page cache
+        strange = None if found["ok"] else _no_checkpoint(fd, path, found)
     except OSError as error:
         # It is there and may be read, yet its bytes do not come: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
@@ -85,10 +88,11 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, "not enough memory to check it", _size(fd))
     finally:
         os.close(fd)
+    status = GOOD if found["ok"] else DAMAGED if strange is None else UNUSABLE
     return Finding(
         path,
-        GOOD if found["ok"] else DAMAGED,
-        found["error"],
+        status,
+        strange or found["error"],
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
@@ -96,6 +100,18 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         found["format"] == "legacy",
         found["bad_records"],
     )
+
+
+def _no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
+    """Why a file is no checkpoint at all, rather than a damaged one."""
+    if (words := looks.like(fd, path)) is not None:
+        return f"it is not a PyTorch checkpoint; it looks like {words}"
+    if found["format"] == "archive" and found["num_bad"] == 0 and "no record" in found["error"]:
+        return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
+    # Nobody's, and neither empty nor zeros: bytes that no checkpoint begins with.
+    if found["format"] == "foreign" and os.pread(fd, 4096, 0).strip(b"\0"):
+        return "it is not a PyTorch checkpoint"
+    return None
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -167,8 +183,17 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
             Finding(str(error.filename or argument), UNUSABLE, _reason(error)) for error in failures
         )
         if len(findings) == before:
-            findings.append(Finding(argument, UNUSABLE, "there is no checkpoint in this directory"))
+            findings.append(Finding(argument, UNUSABLE, _nothing_in(argument)))
     return findings
+
+
+def _nothing_in(directory: str) -> str:
+    if nr := looks.shards_in(directory):
+        shards = "1 shard" if nr == 1 else f"{nr} shards"
+        return (
+            f"it is a torch.distributed.checkpoint directory ({shards}), which verify cannot check"
+        )
+    return "there is no checkpoint in this directory"
 
 
 # ---- showing --------------------------------------------------------------------------------

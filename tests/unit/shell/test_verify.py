@@ -1,16 +1,24 @@
 """The command line: what it checks, what it prints, and with which status it ends."""
 
 import errno
+import gzip
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
+import tarfile
 import threading
+import warnings
+import zipfile
 import zlib
 
+import numpy as np
 import pytest
+import stillframe
 import torch
+import torch.distributed.checkpoint
 from fix_checkpoints import (
     WRITERS,
     by_path,
@@ -29,7 +37,7 @@ from hypothesis import strategies as st
 from stillframe import _core, testing
 from stillframe._shell import cli
 
-DAMAGES = ["truncated", "empty", "foreign", "flipped"]
+DAMAGES = ["truncated", "empty", "zeros", "flipped"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +53,8 @@ def damaged(kind, path):
         os.truncate(path, os.path.getsize(path) // 2)
     elif kind == "empty":
         os.truncate(path, 0)
-    elif kind == "foreign":
-        path.write_text("no checkpoint")
+    elif kind == "zeros":
+        path.write_bytes(bytes(os.path.getsize(path)))
     else:
         flip(path, offset_of_storage(path) + 100)
 
@@ -125,10 +133,72 @@ def test_bad_usage_is_status_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-def test_a_pipe_is_foreign_and_not_waited_for(tmp_path, capsys):
+def test_a_pipe_is_named_and_not_waited_for(tmp_path, capsys):
     os.mkfifo(tmp_path / "x.ckpt")
-    assert verify(tmp_path / "x.ckpt") == 1
-    assert "not a regular file" in capsys.readouterr().out
+    assert verify(tmp_path / "x.ckpt") == 2
+    assert "looks like a named pipe" in capsys.readouterr().out
+
+
+def zipped(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("word/document.xml", "<x/>")
+
+
+def tarred(path):
+    with tarfile.open(path, "w") as file:
+        file.addfile(tarfile.TarInfo("a"))
+
+
+def numpy_array(path):
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+
+
+def safetensors(path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+STRANGERS = {
+    "safetensors": safetensors,
+    "gzip": lambda path: path.write_bytes(gzip.compress(b"x" * 100)),
+    "text": lambda path: path.write_text("epoch,loss\n1,0.5\n" * 1000 + "é" * 5000),
+    "a Python pickle": lambda path: path.write_bytes(pickle.dumps({"w": 1})),
+    "an array of numpy.save": numpy_array,
+    "tar": tarred,
+    "a zip archive of something else": zipped,
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_is_no_checkpoint_is_status_2_and_called_what_it_looks_like(name, tmp_path, capsys):
+    path = tmp_path / "x.pt"
+    STRANGERS[name](path)
+    assert verify(path) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"not a PyTorch checkpoint; it looks like {name}" in said
+    with pytest.raises(stillframe.CorruptCheckpointError):
+        stillframe.load(path)
+
+
+def test_bytes_that_look_like_nothing_are_no_checkpoint(tmp_path, capsys):
+    (tmp_path / "x.pt").write_bytes(bytes(range(128, 256)) * 9)
+    assert verify(tmp_path / "x.pt") == 2
+    assert "not a PyTorch checkpoint" in capsys.readouterr().out
+
+
+def test_a_healthy_shard_and_its_directory_are_recognised_and_not_called_damaged(tmp_path, capsys):
+    state = {f"layer.{i}": torch.ones(10, i + 1) for i in range(5)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (shard,) = (tmp_path / "dcp").glob("*.distcp")
+    status, (entry,) = verify_json(capsys, shard)
+    assert status == 2
+    assert "a shard of a torch.distributed.checkpoint directory" in entry["error"]
+    status, (entry,) = verify_json(capsys, tmp_path / "dcp")
+    assert status == 2
+    assert "a torch.distributed.checkpoint directory (1 shard)" in entry["error"]
 
 
 def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):

@@ -1,0 +1,92 @@
+"""What a file that is no checkpoint looks like, in words that go behind "it looks like".
+
+Only its first bytes, its type and its name are looked at. Nothing here is a verdict: that a file is
+no checkpoint, or a damaged one, is for the core's check to say.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_HEAD = 4096  # bytes that are looked at
+_LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number of torch's own
+
+_TYPES = (
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISDIR, "a directory"),
+)
+
+_BEGINNINGS = (
+    (b"\x1f\x8b", "gzip: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "zstd: unpack it first"),
+    (b"\xfd7zXZ\0", "xz: unpack it first"),
+    (b"BZh", "bzip2: unpack it first"),
+    (b"\x93NUMPY", "an array of numpy.save"),
+    (b"\x89HDF\r\n\x1a\n", "HDF5"),
+    (b"GGUF", "GGUF"),
+    (b"\x80\x02", "a Python pickle"),
+    (b"\x80\x03", "a Python pickle"),
+    (b"\x80\x04", "a Python pickle"),
+    (b"\x80\x05", "a Python pickle"),
+)
+
+SHARD = (
+    "a shard of a torch.distributed.checkpoint directory, which torch.distributed.checkpoint reads"
+)
+
+
+def is_shard(path: str) -> bool:
+    return path.endswith(".distcp")
+
+
+def shards_in(directory: str) -> int:
+    """How many shards a directory of torch.distributed.checkpoint holds; 0: it is none."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return 0
+    return sum(map(is_shard, names)) if ".metadata" in names else 0
+
+
+def like(fd: int, path: str) -> str | None:
+    """What an open file looks like; None where nothing else than a checkpoint comes to mind.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    found = os.fstat(fd)
+    for is_type, words in _TYPES:
+        if is_type(found.st_mode):
+            return words
+    head = os.pread(fd, _HEAD, 0)
+    if is_shard(path) and head.startswith(b"PK\3\4"):
+        return SHARD
+    # What is empty or full of zeros was a checkpoint whose bytes never reached the disk.
+    if not head.strip(b"\0") or head.startswith(b"PK") or _LEGACY in head[:32]:
+        return None
+    if _is_safetensors(head, found.st_size):
+        return "safetensors, which safetensors.torch.load_file reads"
+    if head[257:262] == b"ustar":
+        return "tar: unpack it first"
+    for beginning, words in _BEGINNINGS:
+        if head.startswith(beginning):
+            return words
+    return "text" if _is_text(head) else None
+
+
+def _is_safetensors(head: bytes, nbytes: int) -> bool:
+    return int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # not only a letter that was cut
+            return False
+        text = head[: error.start].decode()
+    return all(letter.isprintable() or letter in "\t\r\n\f" for letter in text)

@@ -1,0 +1,262 @@
+/* share.c: who waits for deferred bytes copies them, beside the lane and with the idle writers. */
+#include <pthread.h>
+#include <semaphore.h>
+
+#include "saving.h"
+
+enum { MIB = 1 << 20, BLOCK = 4 * MIB, NR_SOURCES = 5 };
+
+static const char *dir;
+static unsigned char *bytes[NR_SOURCES];
+/* Pieces of a block, ends within pieces and blocks, and one that lies in four blocks. */
+static const uint64_t lens[NR_SOURCES] = { 3 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
+
+/* ---- a lane that stands still over its first piece ---- */
+
+static sem_t lane_stands, lane_may_go;
+static pthread_t waiter;
+static atomic_int nr_by_lane, nr_by_waiter, nr_by_others;
+
+static bool is_lane(void)
+{
+	char name[16] = "";
+
+	(void)pthread_getname_np(pthread_self(), name, sizeof(name));
+	return strcmp(name, "sfr-lane0") == 0;
+}
+
+static void count(void)
+{
+	if (is_lane()) {
+		if (nr_by_lane++ == 0) {
+			(void)sem_post(&lane_stands);
+			(void)sem_wait(&lane_may_go);
+		}
+	} else if (pthread_equal(pthread_self(), waiter)) {
+		nr_by_waiter++;
+	} else {
+		nr_by_others++;
+	}
+}
+
+static uint32_t counted_lane_copy(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	count();
+	return sfr_crc32_copy(crc, dst, src, len);
+}
+
+static void counted_capture_copy(void *dst, const void *src, size_t len)
+{
+	count();
+	memcpy(dst, src, len);
+}
+
+static struct sfr_engine *engine_of(uint64_t nr_blocks, uint32_t nr_writers)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * BLOCK,
+					      .block_bytes = BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, uint32_t flags)
+{
+	struct sfr_source sources[NR_SOURCES];
+	const struct sfr_save_desc desc = { .dir = dir,
+					    .name = name,
+					    .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = sources,
+					    .nr_sources = NR_SOURCES,
+					    .flags = flags };
+	struct sfr_ticket *t = NULL;
+
+	for (int i = 0; i < NR_SOURCES; i++)
+		sources[i] = (struct sfr_source){ (uint64_t)(uintptr_t)bytes[i], lens[i],
+						  SFR_LANE_HOST, 0 };
+	CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
+/* Every CRC and every byte. */
+static void check_file(const char *name)
+{
+	struct sfr_source sources[NR_SOURCES];
+	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = sources,
+					    .nr_sources = NR_SOURCES };
+	static unsigned char found[16 * MIB];
+	struct sfr_check *check = NULL;
+	struct sfr__image img;
+	char path[PATH_MAX];
+	int fd;
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (!CHECK(fd >= 0))
+		return;
+	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
+	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), 0);
+	CHECK(sfr_check_result(check)->ok);
+	CHECK_EQ(sfr_check_result(check)->nr_unchecked, 0);
+	for (int i = 0; i < NR_SOURCES; i++)
+		sources[i] = (struct sfr_source){ (uint64_t)(uintptr_t)bytes[i], lens[i],
+						  SFR_LANE_HOST, 0 };
+	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
+	for (uint32_t i = 0; i < img.nr_entries; i++) {
+		const struct sfr__entry *entry = &img.entries[i];
+
+		if (entry->source < 0)
+			continue;
+		CHECK_EQ(pread(fd, found, entry->nbytes, (off_t)entry->data_off), entry->nbytes);
+		CHECK(memcmp(found, bytes[entry->source], entry->nbytes) == 0);
+	}
+	sfr__image_fini(&img);
+	sfr_check_free(check);
+	(void)close(fd);
+}
+
+static void end(struct sfr_engine *engine, struct sfr_ticket *t)
+{
+	saving_finish(t);
+	sfr_ticket_put(t);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+}
+
+static void hold_the_lane(void)
+{
+	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_may_go, 0, 0), 0);
+	nr_by_lane = nr_by_waiter = nr_by_others = 0;
+	waiter = pthread_self();
+	sfr_sys.lane_copy = counted_lane_copy;
+	sfr_sys.capture_copy = counted_capture_copy;
+}
+
+static void let_the_lane_go(void)
+{
+	CHECK_EQ(sem_post(&lane_may_go), 0);
+}
+
+/* With one writer as well: the ends of entries whose first part the lane still has in hand are with
+ * it by then, and it does not wait for them. */
+static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
+{
+	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
+		struct sfr_engine *engine = engine_of(16, nr_writers);
+		struct sfr_ticket *t;
+
+		hold_the_lane();
+		t = submit(engine, "a.pt", 0);
+		CHECK_EQ(sem_wait(&lane_stands), 0);
+		nr_by_waiter = 0; /* the skeleton */
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
+		CHECK_EQ(nr_by_waiter, 0); /* it did not wait */
+		while (t->copy_blk < t->deferred->nr_blocks)
+			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
+		CHECK_EQ(nr_by_lane, 1);
+		CHECK(nr_by_waiter > 0);
+		let_the_lane_go();
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		end(engine, t);
+		check_file("a.pt");
+	}
+}
+
+static void one_block_is_enough_for_all_who_copy(void)
+{
+	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
+		struct sfr_engine *engine = engine_of(nr_blocks, 2);
+		struct sfr_ticket *first, *second;
+
+		first = submit(engine, "a.pt", 0);
+		second = submit(engine, "b.pt", SFR_SAVE_CHECK_BYTES);
+		CHECK_EQ(sfr_save_wait(second, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_confirm(first, -1), 0);
+		CHECK_EQ(sfr_save_confirm(second, -1), 0);
+		CHECK_EQ(sfr_save_wait(first, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_wait(second, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+		for (int i = 0; i < 4; i++) /* two of each */
+			(void)saving_notice();
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_ticket_put(first);
+		sfr_ticket_put(second);
+		sfr_engine_put(engine);
+		check_file("a.pt");
+		check_file("b.pt");
+	}
+}
+
+static void a_cancel_while_others_copy_gives_every_block_back(void)
+{
+	struct sfr_engine *engine = engine_of(16, 2);
+	struct sfr_stats stats;
+	struct sfr_ticket *t;
+
+	hold_the_lane();
+	t = submit(engine, "c.pt", 0);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1), SFR_EAGAIN);
+	CHECK_EQ(sfr_save_cancel(t), 1);
+	/* The lane still reads the sources. */
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
+	let_the_lane_go();
+	saving_finish(t);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	sfr_ticket_put(t);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+}
+
+static void a_write_is_noticed_whoever_copies_it(void)
+{
+	for (uint32_t flags = 0; flags <= SFR_SAVE_CHECK_BYTES; flags += SFR_SAVE_CHECK_BYTES) {
+		struct sfr_engine *engine = engine_of(16, 2);
+		struct sfr_report report;
+		struct sfr_ticket *t;
+
+		hold_the_lane();
+		t = submit(engine, "d.pt", flags);
+		CHECK_EQ(sem_wait(&lane_stands), 0);
+		/* The last line of a source is always sampled; any byte counts with sums. */
+		bytes[2][flags ? 7 * MIB + 5 : lens[2] - 1] ^= 1;
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 100 * 1000 * 1000), SFR_EAGAIN);
+		let_the_lane_go();
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, SFR_ETORN);
+		CHECK_EQ(report.err.index, 2);
+		sfr_ticket_put(t);
+		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+		sfr_engine_put(engine);
+	}
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	for (int i = 0; i < NR_SOURCES; i++) {
+		bytes[i] = malloc(lens[i]);
+		if (!bytes[i])
+			return EXIT_FAILURE;
+		for (uint64_t k = 0; k < lens[i]; k++)
+			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
+	}
+	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
+	RUN(one_block_is_enough_for_all_who_copy);
+	RUN(a_cancel_while_others_copy_gives_every_block_back);
+	RUN(a_write_is_noticed_whoever_copies_it);
+	for (int i = 0; i < NR_SOURCES; i++)
+		free(bytes[i]);
+	saving_rmdir(dir);
+	return check_done();
+}
