@@ -250,7 +250,7 @@ def _result(finding: Finding) -> str:
         if finding.num_unchecked:
             return f"ok ({finding.num_unchecked} records without a checksum)"
         return "ok"
-    if not finding.bad_records:
+    if finding.status != DAMAGED or not finding.bad_records:
         word = "damaged: " if finding.status == DAMAGED else ""
         return _printable(f"{word}{finding.error}")
     shown = [_printable(f"{name}: {why}") for name, why in finding.bad_records[:_MAX_SHOWN]]

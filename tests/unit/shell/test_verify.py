@@ -159,6 +159,15 @@ def safetensors(path):
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
 
 
+@pytest.mark.parametrize("make", [np.savez, np.savez_compressed])
+def test_an_archive_of_records_outside_any_directory_is_not_called_damaged(make, tmp_path, capsys):
+    make(tmp_path / "x.npz", weights=np.ones(1000))
+    assert verify(tmp_path / "x.npz") == 2
+    assert "looks like a zip archive of something else" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(stillframe.CorruptCheckpointError, match="a zip archive of something else"):
+        stillframe.load(tmp_path / "x.npz")
+
+
 STRANGERS = {
     "safetensors": safetensors,
     "gzip": lambda path: path.write_bytes(gzip.compress(b"x" * 100)),
