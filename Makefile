@@ -5,6 +5,7 @@
 # make bench  what a save costs beside its peers, and what the machine could do at best
 # make tsan, make valgrind   the C tests under those
 # make crash  every state a power failure can leave (its short form is part of make test)
+# make stress     everything at once over tiny pools, plain and under TSAN, STRESS_S seconds each (make test: a short form)
 # make small-pool   round trips, the mutation oracle and the faults again, in one and two blocks
 # make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
@@ -37,7 +38,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench lint format asan tsan valgrind crash small-pool campaign cuda-campaign gpu \
+.PHONY: build demo test bench lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
 	lightning-suite lightning-versions lightning-theirs clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -151,6 +152,16 @@ valgrind:
 crash:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_crash
 	CHECK_CRASH=full build/plain/test_crash
+
+STRESS_S ?= 300
+
+stress:
+	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_stress build/tsan/test_stress
+	CHECK_STRESS_S=$(STRESS_S) build/plain/test_stress
+	CHECK_STRESS_S=$(STRESS_S) $(C_STRESS_TSAN) build/tsan/test_stress
+
+# Its shadow memory collides with a highly randomised address space (gcc before 14).
+C_STRESS_TSAN = TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1 $(shell command -v setarch >/dev/null && echo setarch -R)
 
 # ---- long runs of the Python tests -----------------------------------------------------------
 

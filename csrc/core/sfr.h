@@ -151,7 +151,8 @@ void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 struct sfr_place {
 	char parent[SFR_PATH_MAX];   /* real path of the directory */
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root */
-	uint32_t mode; /* of what stands there (st_mode; links are not followed), or 0 */
+	uint32_t mode;     /* of what stands there (st_mode; links are not followed), or 0 */
+	uint32_t readable; /* the directory: what may not be read cannot be synced */
 };
 /* Finds out where `path` leads, with a link in its last component followed or not. 0, or -errno: some
  * part of the path is missing, is no directory, or cannot be looked at. Blocks on file systems. */
@@ -330,6 +331,7 @@ int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
+uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);
 void sfr_snapshot_put(struct sfr_snapshot *s); /* NULL is fine */
 
@@ -369,10 +371,10 @@ struct sfr_log_work;
 int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_work **out);
 /* Submits it: once. Never waits. */
 int sfr_log_work_append(struct sfr_log_work *work);
-/* Waits until an entry of this kind is at the head and hands it out, each once: no reference
- * comes with it, whoever keeps one knows it by its address. *after_good is 0 when the last save
- * before it failed. SFR_EAGAIN; SFR_ECLOSED when the log is being stopped. */
-int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_good);
+uint64_t sfr_log_work_number(const struct sfr_log_work *work); /* from 1, of the process */
+/* Waits until an entry of this kind is at the head and says its number, each once. *after_good is 0
+ * when the last save before it failed. SFR_EAGAIN; SFR_ECLOSED when the log is being stopped. */
+int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good);
 /* The work has ended, well (`ok`) or not; a save that did not holds back removes as any other.
  * Later calls change nothing. */
 void sfr_log_work_end(struct sfr_log_work *work, int ok);
@@ -385,15 +387,17 @@ void sfr_log_work_put(struct sfr_log_work *work);
 #define SFR_NOTICE_ENDED 2u    /* slot, blocks and state are settled */
 #define SFR_NOTICE_TEXT 3u     /* a sentence for the log: a remove dropped, a foreign temporary */
 #define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
-#define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's lane has ended: see sfr_notice_snapshot */
+#define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's lane has ended */
 
-/* Takes the next notice. The caller owns one reference of *ticket (NULL for the last three).
- * `text` receives a TEXT's sentence. */
-int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size_t text_len,
-		    uint64_t slice_ns);
-/* The snapshot of the SNAPSHOT notice that this thread took last, with a reference; NULL when
- * there is none, or it was asked for already. */
-struct sfr_snapshot *sfr_notice_snapshot(void);
+struct sfr_notice {
+	unsigned what;                 /* SFR_NOTICE_* */
+	uint64_t number;               /* of the save or snapshot: no other ever has it */
+	struct sfr_ticket *ticket;     /* COPIED and ENDED: with a reference */
+	struct sfr_snapshot *snapshot; /* SNAPSHOT: with a reference */
+	char text[1024];               /* TEXT, else "" */
+};
+/* Takes the next notice. */
+int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
 void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
 
 /* ---- reading back (load.c) --------------------------------------------- */

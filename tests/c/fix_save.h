@@ -118,13 +118,9 @@ static inline void dir_clean(const char *dir)
 /* The next sentence for the log, or "". */
 static inline const char *save_notice(void)
 {
-	static char text[1024];
-	struct sfr_ticket *ticket;
-	unsigned what;
+	static struct sfr_notice notice;
 
-	if (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) != 0 || what != SFR_NOTICE_TEXT)
-		return "";
-	return text;
+	return sfr_notice_wait(&notice, 0) == 0 ? notice.text : "";
 }
 
 #endif

@@ -70,15 +70,15 @@ static char saving_text[1024];
 /* Takes the next notice. */
 static inline unsigned saving_notice(void)
 {
-	struct sfr_ticket *who;
-	char text[sizeof(saving_text)];
-	unsigned what = 0;
+	struct sfr_notice notice;
 
-	CHECK_EQ(sfr_notice_wait(&who, &what, text, sizeof(text), SFR_FOREVER), 0);
-	sfr_ticket_put(who);
-	if (what == SFR_NOTICE_TEXT)
-		memcpy(saving_text, text, sizeof(text));
-	return what;
+	CHECK_EQ(sfr_notice_wait(&notice, SFR_FOREVER), 0);
+	CHECK(notice.ticket == NULL || notice.number == sfr_ticket_number(notice.ticket));
+	sfr_ticket_put(notice.ticket);
+	sfr_snapshot_put(notice.snapshot);
+	if (notice.what == SFR_NOTICE_TEXT)
+		memcpy(saving_text, notice.text, sizeof(saving_text));
+	return notice.what;
 }
 
 /* Verdict and end; takes the save's notices. */

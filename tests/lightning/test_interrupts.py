@@ -118,7 +118,7 @@ def test_around_the_moment_at_which_a_wrapped_save_is_submitted(lit, tmp_path, m
     class Interrupted:
         def __init__(self, *args):
             self._entry = _core.LogWork(*args)
-            self.id, self.end = self._entry.id, self._entry.end
+            self.number, self.end = self._entry.number, self._entry.end
 
         def append(self):
             if when == "after":

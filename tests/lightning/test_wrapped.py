@@ -324,6 +324,60 @@ def test_one_that_saves_with_stillframe_is_told_and_does_not_hang(lit, tmp_path)
         plugin.teardown()
 
 
+@pytest.mark.parametrize("what", ["save", "remove"])
+def test_whatever_the_other_calls_of_stillframe_it_does_not_wait_for_itself(lit, tmp_path, what):
+    begun, told = threading.Event(), {}
+
+    def call_everything():
+        begun.wait(60)
+        for name, call in {
+            "result": outer[0].result,
+            "exception": outer[0].exception,
+            "upload": outer[0].upload_completion.result,
+            "close": engine.close,
+            "wait_all": stillframe.wait_all,
+            "save": lambda: stillframe.save({}, tmp_path / "inner.pt", engine=engine),
+            "load": lambda: stillframe.load(tmp_path / "outer.pt"),
+        }.items():
+            try:
+                told[name] = call()
+            except stillframe.StillframeError as error:
+                told[name] = error
+        # These wait for nothing of the log.
+        outer[0].wait_staged()
+        outer[0].staging_completion.result()
+        stillframe.snapshot({"w": torch.ones(3)}, engine=engine).release()
+        stillframe.remove(tmp_path / "nothing")
+        told["exists"] = stillframe.exists(tmp_path / "outer.pt")
+
+    class Busy(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            if what == "save":
+                call_everything()
+            super().save_checkpoint(checkpoint, path)
+
+        def remove_checkpoint(self, path):
+            if what == "remove":
+                call_everything()
+            super().remove_checkpoint(path)
+
+    outer = []
+    engine = stillframe.Engine(pool_bytes=4 << 24)
+    plugin = lit.AsyncCheckpointIO(Busy())
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    outer.append(stillframe.async_save({"w": torch.ones(3)}, tmp_path / "outer.pt", engine=engine))
+    stillframe.remove(tmp_path / "nothing")
+    begun.set()
+    plugin.teardown()
+    assert told.pop("exists") is True
+    assert len(told) == 7
+    assert all("wait for its own end" in str(error) for error in told.values()), told
+    outer[0].result()
+    engine.close()
+    assert os.listdir(tmp_path) == ["outer.pt"]
+
+
 def test_it_is_pickled_with_the_other(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
     again = pickle.loads(pickle.dumps(plugin))

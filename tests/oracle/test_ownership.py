@@ -789,3 +789,39 @@ def test_optimizers_that_die_while_the_living_are_counted_do_not_disturb() -> No
     finally:
         gc.enable()
         gc.set_threshold(*thresholds)
+
+
+class Wrapped(Tensor):
+    """A tensor that has its bytes in others, as quantized states do."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Wrapped:
+        made: Wrapped = Tensor._make_wrapper_subclass(cls, codes.shape)  # type: ignore[attr-defined]
+        made.codes = codes
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_tensors_inside_a_state_s_tensor_are_deferred_with_it() -> None:
+    class Quantized(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if not self.state[p]:
+                    self.state[p]["average"] = Wrapped(torch.zeros(NUMEL, dtype=torch.int64))
+                self.state[p]["average"].codes.add_(1)
+                p.sub_(0.1)
+
+    gate.register_optimizer(Quantized)
+    p = param()
+    opt = Quantized([p])
+    run_steps(opt, 4)
+    assert deferred(p, opt.state[p]["average"].codes) == [True, True]

@@ -86,6 +86,7 @@ void sfr__fork_watch(struct sfr__fork_hook *hook);
  * notice of either holds a reference. */
 struct sfr__notice {
 	struct sfr__notice *next;
+	uint64_t number; /* of the ticket or snapshot */
 	struct sfr_ticket *ticket;
 	struct sfr_snapshot *snapshot; /* COPIED of a snapshot */
 	unsigned what;

@@ -19,6 +19,7 @@
 enum sfr__lock_rank {
 	SFR__LOCK_SESSION,  /* trace/json.c: the one timeline that is being written */
 	SFR__LOCK_ENGINE,   /* an engine's queues and slots, its tickets, its snapshots */
+	SFR__LOCK_LANES,    /* which devices an engine has lanes for */
 	SFR__LOCK_LANE,     /* a device's stream, the order on it, and what is in flight there */
 	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
 	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, figures */

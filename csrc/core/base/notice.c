@@ -27,9 +27,6 @@ static void init_cv_locked(void)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 }
 
-/* Of the notice that was taken last, until it is asked for. */
-static _Thread_local struct sfr_snapshot *taken_snapshot;
-
 void sfr__notice_post(struct sfr__notice *notice)
 {
 	sfr__lock(&notices.mu);
@@ -63,15 +60,27 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size_t text_len,
-		    uint64_t slice_ns)
+/* Its references go over to the caller; a sentence ends here. */
+static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
+{
+	out->what = notice->what;
+	out->number = notice->number;
+	out->ticket = notice->ticket;
+	out->snapshot = notice->snapshot;
+	(void)snprintf(out->text, sizeof(out->text), "%s", notice->text ? notice->text : "");
+	if (notice->what == SFR_NOTICE_TEXT) {
+		sfr_sys.free(notice->text);
+		sfr_sys.free(notice);
+	}
+}
+
+int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 	struct sfr__notice *notice;
 	int rc = 0;
 
-	*ticket = NULL;
-	*what = 0;
+	*out = (struct sfr_notice){ .what = 0 };
 	sfr__lock(&notices.mu);
 	init_cv_locked();
 	while (!notices.head && !notices.stops && rc == 0)
@@ -84,31 +93,13 @@ int sfr_notice_wait(struct sfr_ticket **ticket, unsigned *what, char *text, size
 		rc = 0;
 	} else if (notices.stops) {
 		notices.stops--;
-		*what = SFR_NOTICE_STOP;
+		out->what = SFR_NOTICE_STOP;
 		rc = 0;
 	}
 	sfr__unlock(&notices.mu);
-	if (!notice)
-		return rc;
-	*what = notice->what;
-	*ticket = notice->ticket; /* the notice's reference goes over to the caller */
-	if (notice->what == SFR_NOTICE_SNAPSHOT)
-		taken_snapshot = notice->snapshot; /* this one's too */
-	if (notice->what == SFR_NOTICE_TEXT) {
-		if (text_len)
-			(void)snprintf(text, text_len, "%s", notice->text);
-		sfr_sys.free(notice->text);
-		sfr_sys.free(notice);
-	}
-	return 0;
-}
-
-struct sfr_snapshot *sfr_notice_snapshot(void)
-{
-	struct sfr_snapshot *snapshot = taken_snapshot;
-
-	taken_snapshot = NULL;
-	return snapshot;
+	if (notice)
+		hand_over(notice, out);
+	return rc;
 }
 
 void sfr_notice_stop(void)

@@ -37,4 +37,11 @@
 		sfr__first;                                                                        \
 	})
 
+/* Something for a thread of ours to do; part of what it is done for, so queueing one cannot fail.
+ * `run` is called once, with no lock held; the task may be gone when it returns. */
+struct sfr__task {
+	struct sfr__task *next;
+	void (*run)(struct sfr__task *task);
+};
+
 #endif

@@ -24,6 +24,7 @@
 #include "base/base.h"
 
 #define NS_PER_S 1000000000u
+#define LOOK_AGAIN_NS NS_PER_S
 #define WORKER_NICE 10 /* below the training thread, above idle work */
 
 static int plain_open(int dir, const char *name, int flags, mode_t mode)
@@ -84,6 +85,7 @@ struct sfr_sys sfr_sys = {
 	.fstat = fstat,
 	.lstat = plain_lstat,
 	.realpath = realpath,
+	.faccessat = faccessat,
 	.rename = plain_rename,
 	.unlink = plain_unlink,
 	.rmdir = rmdir,
@@ -145,24 +147,24 @@ int sfr__cond_init(pthread_cond_t *cond)
 	return -rc;
 }
 
-/* May return 0 without a wake-up; every caller looks at its condition again. */
+/* May return 0 without a wake-up, and does after LOOK_AGAIN_NS: glibc can lose one that
+ * comes while another thread is being woken (bug 25847). Every caller looks at its condition again. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
+	uint64_t now = sfr__now_ns(), until = now + LOOK_AGAIN_NS;
 	struct timespec ts;
 	int rc;
 
 	sfr__lock_alone(mu->rank);
-	if (deadline_ns == SFR_FOREVER) {
-		(void)pthread_cond_wait(cond, &mu->mu); /* fails only on a mutex not held */
-		return 0;
-	}
 	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
-	if (deadline_ns <= sfr__now_ns())
+	if (deadline_ns <= now)
 		return SFR_EAGAIN;
-	ts.tv_sec = (time_t)(deadline_ns / NS_PER_S);
-	ts.tv_nsec = (long)(deadline_ns % NS_PER_S);
+	if (deadline_ns < until)
+		until = deadline_ns;
+	ts.tv_sec = (time_t)(until / NS_PER_S);
+	ts.tv_nsec = (long)(until % NS_PER_S);
 	rc = pthread_cond_timedwait(cond, &mu->mu, &ts);
-	return rc == ETIMEDOUT ? SFR_EAGAIN : 0;
+	return rc == ETIMEDOUT && until == deadline_ns ? SFR_EAGAIN : 0;
 }
 
 /* What a new thread needs before it becomes its main function; freed by the thread. */

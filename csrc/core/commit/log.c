@@ -265,12 +265,12 @@ void sfr__log_ended(struct sfr__log_entry *entry, bool well)
 	sfr__unlock(&slog.mu);
 }
 
-int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good)
+int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good)
 {
 	uint64_t deadline = sfr__deadline(slice_ns), nr_stops;
 	int rc;
 
-	*out = NULL;
+	*number = 0;
 	sfr__lock(&slog.mu);
 	rc = init_locked();
 	nr_stops = slog.nr_stops;
@@ -279,7 +279,7 @@ int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *aft
 
 		if (e && !e->ops->run && e->state == SFR__LOG_READY) {
 			e->state = SFR__LOG_RUNNING;
-			*out = e;
+			*number = e->number;
 			*after_good = !slog.last_save_bad;
 			break;
 		}

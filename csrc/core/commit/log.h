@@ -28,8 +28,9 @@ enum sfr__log_state {
 
 /* A place in the process's log, part of what it stands for. */
 struct sfr__log_entry {
-	const struct sfr__log_ops *ops; /* constant, as the next */
+	const struct sfr__log_ops *ops; /* constant, as the next two */
 	char *key;
+	uint64_t number; /* what sfr__log_take_turn calls it by */
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
 	uint64_t seq;
@@ -48,10 +49,11 @@ void sfr__log_ready(struct sfr__log_entry *entry);
 void sfr__log_ended(struct sfr__log_entry *entry, bool well);
 /* The number of the last entry that a close waits for, 0 if there was none. */
 uint64_t sfr__log_close_seq(void);
-/* Waits until the head is an entry that the log does not run itself and nobody has taken; takes it.
+/* Waits until the head is an entry that the log does not run itself and nobody has taken; takes it,
+ * and says its number: the entry may leave the log, and go, as soon as the lock is given up.
  * SFR_EAGAIN, and SFR_ECLOSED when the log is being stopped. *after_good: the last save before it
  * did well. */
-int sfr__log_take_turn(uint64_t slice_ns, struct sfr__log_entry **out, bool *after_good);
+int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good);
 /* A copy of a key, for an entry. NULL without memory. */
 char *sfr__log_key(const char *key);
 

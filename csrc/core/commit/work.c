@@ -47,6 +47,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 		[SFR_WORK_REMOVE] = { .left = left },
 		[SFR_WORK_LINK] = { .creates = true, .left = left },
 	};
+	static _Atomic uint64_t nr_works;
 	struct sfr_log_work *work;
 	int rc = sfr_fork_init();
 
@@ -59,6 +60,7 @@ int sfr_log_work_new(const char *key, enum sfr_work_kind kind, struct sfr_log_wo
 	if (!work)
 		return -ENOMEM;
 	work->entry.ops = &ops[kind];
+	work->entry.number = atomic_fetch_add_explicit(&nr_works, 1, memory_order_relaxed) + 1;
 	work->entry.key = sfr__log_key(key);
 	if (!work->entry.key) {
 		sfr_sys.free(work);
@@ -87,13 +89,16 @@ int sfr_log_work_append(struct sfr_log_work *work)
 	return 0;
 }
 
-int sfr_log_work_next(uint64_t slice_ns, struct sfr_log_work **out, int *after_good)
+uint64_t sfr_log_work_number(const struct sfr_log_work *work)
 {
-	struct sfr__log_entry *entry;
-	bool good = true;
-	int rc = sfr__log_take_turn(slice_ns, &entry, &good);
+	return work->entry.number;
+}
 
-	*out = (struct sfr_log_work *)entry;
+int sfr_log_work_next(uint64_t slice_ns, uint64_t *number, int *after_good)
+{
+	bool good = true;
+	int rc = sfr__log_take_turn(slice_ns, number, &good);
+
 	*after_good = good;
 	return rc;
 }

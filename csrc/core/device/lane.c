@@ -110,72 +110,23 @@ void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *pi
 
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
-	piece->next = NULL;
-	if (lane->tail)
-		lane->tail->next = piece;
-	else
-		lane->head = piece;
-	lane->tail = piece;
+	sfr__queue_push(&lane->flying, piece);
 	lane->nr_in_flight++;
-	if (!piece->landing)
-		piece->part->nr_out++;
 	pthread_cond_signal(&lane->cv);
-}
-
-/* A save's piece: its block goes on to the writers, or is lost. */
-static void end_block(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
-{
-	struct sfr__cuda_part *part = piece->part;
-	struct sfr_ticket *t = part->ticket;
-	struct sfr_err err = { .index = -1 };
-	int64_t torn = -1;
-
-	if (!landed)
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
-	else if (piece->block && piece->run == part->deferred)
-		torn = sfr__cuda_check(piece);
-	if (torn >= 0) {
-		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
-		err.index = torn;
-	}
-	if (piece->block || err.code) {
-		sfr__lock(&lane->engine->mu);
-		if (err.code)
-			sfr__ticket_fail_locked(t, &err);
-		if (piece->block && landed)
-			sfr__push_block_locked(t, piece->run, piece->blk, piece->block, false);
-		else if (piece->block)
-			t->flight.blocks_held--;
-		sfr__unlock(&lane->engine->mu);
-	}
-	/* Only now: who waits for a block and hears that there is none looks for the reason. */
-	if (piece->block && !landed)
-		sfr__pool_retire(lane->engine->pool, piece->block);
 }
 
 /* Settles the piece that was taken off the list. */
 static void end_piece(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, bool landed)
 {
-	struct sfr__cuda_landing *landing = piece->landing;
-	struct sfr__cuda_part *part = piece->part;
-	bool over = false;
+	const struct sfr__cuda_piece ended = *piece;
 
-	if (!landing)
-		end_block(lane, piece, landed);
 	sfr__lock(&lane->mu);
 	if (!lane->dead)
 		sfr__cuda_event_put_locked(lane, piece->landed);
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
-	if (!landing) {
-		part->nr_out--;
-		over = sfr__cuda_part_over_locked(part);
-	}
 	sfr__unlock(&lane->mu);
-	if (landing)
-		landing->fn(landing, landed);
-	else if (over)
-		sfr__cuda_part_settle(part);
+	ended.landing->fn(ended.landing, &ended, landed);
 }
 
 /* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). */
@@ -205,12 +156,10 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	struct sfr__cuda_piece *piece;
 
 	sfr__lock(&lane->mu);
-	while ((piece = lane->head) && is_due_locked(lane, piece)) {
+	while ((piece = lane->flying.head) && is_due_locked(lane, piece)) {
 		bool landed = !lane->dead;
 
-		lane->head = piece->next;
-		if (!lane->head)
-			lane->tail = NULL;
+		(void)sfr__queue_pop(&lane->flying); /* the piece */
 		lane->nr_in_flight--;
 		sfr__unlock(&lane->mu);
 		end_piece(lane, piece, landed);
@@ -219,40 +168,10 @@ void sfr__cuda_poll(struct sfr__cuda_lane *lane)
 	sfr__unlock(&lane->mu);
 }
 
-bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part)
+void sfr__cuda_push_locked(struct sfr__cuda_lane *lane, struct sfr__task *task)
 {
-	struct sfr__cuda_lane *lane = part->lane;
-
-	if (!part->called || !part->submitted || part->nr_out != 0 || part->over)
-		return false;
-	part->over = true;
-	if (!lane->dead)
-		sfr__cuda_event_put_locked(lane, part->staged);
-	part->staged = NULL;
-	return true;
-}
-
-void sfr__cuda_part_settle(struct sfr__cuda_part *part)
-{
-	struct sfr__cuda_lane *lane = part->lane;
-	struct sfr_ticket *t = part->ticket;
-	bool single;
-
-	sfr__lock(&lane->mu);
-	single = lane->single_copies;
-	sfr__unlock(&lane->mu);
-	sfr__cuda_store_put(lane, &part->store);
-	sfr__lock(&lane->engine->mu);
-	t->cuda_out--;
-	sfr__pin_note(sfr__pool_pin(lane->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
-	if (single)
-		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]),
-			       "Device %u refuses batched copies: small tensors are copied one "
-			       "by one.",
-			       lane->device);
-	sfr__ticket_released_locked(t);
-	sfr__ticket_step_locked(t);
-	sfr__unlock(&lane->engine->mu);
+	sfr__queue_push(&lane->tasks, task);
+	pthread_cond_signal(&lane->cv);
 }
 
 /* ---- the thread -------------------------------------------------------------- */
@@ -266,20 +185,17 @@ static void *lane_main(void *arg)
 	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__lock(&lane->mu);
 	for (;;) {
-		struct sfr__cuda_part *part = lane->queue_head;
+		struct sfr__task *task = sfr__queue_pop(&lane->tasks);
 
-		if (part) {
-			lane->queue_head = part->next;
-			if (!lane->queue_head)
-				lane->queue_tail = NULL;
+		if (task) {
 			sfr__unlock(&lane->mu);
-			sfr__cuda_stage(part);
+			task->run(task);
 			sfr__lock(&lane->mu);
-		} else if (lane->head) {
+		} else if (lane->flying.head) {
 			sfr__unlock(&lane->mu);
 			sfr__cuda_poll(lane);
 			sfr__lock(&lane->mu);
-			if (lane->head && !lane->queue_head)
+			if (lane->flying.head && !lane->tasks.head)
 				(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		} else if (lane->stopping) {
 			break;
@@ -294,9 +210,21 @@ static void *lane_main(void *arg)
 
 /* ---- life --------------------------------------------------------------------- */
 
-static struct sfr__cuda_lane *find_locked(struct sfr_engine *engine, uint32_t device)
+void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes)
 {
-	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next)
+	sfr__mutex_init(&lanes->mu, SFR__LOCK_LANES);
+}
+
+void sfr__cuda_lanes_close(struct sfr__cuda_lanes *lanes)
+{
+	sfr__lock(&lanes->mu);
+	lanes->closing = true;
+	sfr__unlock(&lanes->mu);
+}
+
+static struct sfr__cuda_lane *find_locked(struct sfr__cuda_lanes *lanes, uint32_t device)
+{
+	for (struct sfr__cuda_lane *lane = lanes->first; lane; lane = lane->next)
 		if (lane->device == device)
 			return lane;
 	return NULL;
@@ -374,17 +302,17 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 	fini_device(lane);
 }
 
-int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__cuda_lane **out,
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
 		       char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *lane, *other;
 	bool closing;
 	int rc;
 
-	sfr__lock(&engine->mu);
-	*out = find_locked(engine, device);
-	closing = engine->closing;
-	sfr__unlock(&engine->mu);
+	sfr__lock(&lanes->mu);
+	*out = find_locked(lanes, device);
+	closing = lanes->closing;
+	sfr__unlock(&lanes->mu);
 	if (closing)
 		return SFR_ECLOSED;
 	if (*out)
@@ -393,7 +321,6 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 	if (!lane)
 		return -ENOMEM;
 	sfr__mutex_init(&lane->mu, SFR__LOCK_LANE);
-	lane->engine = engine;
 	lane->device = device;
 	rc = sfr__cond_init(&lane->cv);
 	if (rc < 0) {
@@ -408,14 +335,14 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 		free_lane(lane);
 		return rc;
 	}
-	sfr__lock(&engine->mu);
-	other = find_locked(engine, device);
-	closing = engine->closing;
+	sfr__lock(&lanes->mu);
+	other = find_locked(lanes, device);
+	closing = lanes->closing;
 	if (!other && !closing) {
-		lane->next = engine->cuda_lanes;
-		engine->cuda_lanes = lane;
+		lane->next = lanes->first;
+		lanes->first = lane;
 	}
-	sfr__unlock(&engine->mu);
+	sfr__unlock(&lanes->mu);
 	*out = other ? other : lane;
 	if (other || closing) {
 		stop_lane(lane);
@@ -424,25 +351,41 @@ int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__c
 	return closing ? SFR_ECLOSED : 0;
 }
 
-void sfr__cuda_lanes_stop(struct sfr_engine *engine)
+void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes)
 {
 	struct sfr__cuda_lane *first;
 
-	/* The list only grows, at its head, and no more once the engine is closing. */
-	sfr__lock(&engine->mu);
-	first = engine->cuda_lanes;
-	sfr__unlock(&engine->mu);
+	sfr__lock(&lanes->mu);
+	lanes->closing = true;
+	first = lanes->first; /* it does not change any more */
+	sfr__unlock(&lanes->mu);
 	for (struct sfr__cuda_lane *lane = first; lane; lane = lane->next)
 		if (!lane->stopping)
 			stop_lane(lane);
 }
 
-void sfr__cuda_lanes_free(struct sfr_engine *engine)
+void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes)
 {
 	struct sfr__cuda_lane *lane;
 
-	while ((lane = engine->cuda_lanes)) {
-		engine->cuda_lanes = lane->next;
+	while ((lane = lanes->first)) {
+		lanes->first = lane->next;
 		free_lane(lane);
 	}
+	sfr__mutex_fini(&lanes->mu);
+}
+
+void sfr__cuda_lanes_describe(struct sfr__cuda_lanes *lanes, char *text, size_t len)
+{
+	sfr__lock(&lanes->mu);
+	for (struct sfr__cuda_lane *lane = lanes->first; lane; lane = lane->next) {
+		size_t used = strlen(text);
+
+		sfr__lock(&lane->mu);
+		if (lane->dead)
+			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
+				       lane->device, lane->why);
+		sfr__unlock(&lane->mu);
+	}
+	sfr__unlock(&lanes->mu);
 }

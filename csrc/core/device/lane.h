@@ -1,13 +1,14 @@
-/* A device's lane, and a save's part in it: what lane_cuda.c and stage_cuda.c share.
- *
- * Locks: lane->mu stands between engine->mu and pool->mu (base/lock.h); nothing of the engine
- * is taken under it. It is held over calls of the driver, none of which waits for a device. */
+/* Lanes of devices: copies to the host's memory, the order on a lane's stream, who hears of their
+ * end. A lane's mutex is held over calls of the driver, none of which waits for a device. */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
 #include "cuda/driver.h"
+#include "base/queue.h"
 #include "memory/pin.h"
-#include "save/save.h"
+#include "memory/range.h"
+
+struct sfr__run;
 
 enum {
 	SFR__CUDA_EVENTS_KEPT = 64, /* free ones a lane holds on to */
@@ -22,22 +23,24 @@ enum {
  * benchmark's sweep change them while no save is in flight. */
 extern uint64_t sfr__cuda_piece_bytes, sfr__cuda_nr_in_flight;
 
-/* Who hears of a piece's end on the lane's thread, other than a save: a snapshot's part. `ok` is
- * false when the device died, and nobody can know what became of the copies. */
+struct sfr__cuda_piece;
+
+/* Who hears of a piece's end, on the lane's thread and with no lock held. `ok` is false when the
+ * device died, and nobody can know what became of the copies. */
 struct sfr__cuda_landing {
-	void (*fn)(struct sfr__cuda_landing *landing, bool ok);
+	void (*fn)(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece, bool ok);
 };
 
 /* Copies that are followed by one event. */
 struct sfr__cuda_piece {
 	struct sfr__cuda_piece *next;
-	struct sfr__cuda_landing *landing; /* NULL: of a save, and what follows says where to */
-	struct sfr__cuda_part *part;
-	struct sfr__block *block; /* the last piece of a block has it, others NULL */
-	const struct sfr__run *run;
-	uint32_t blk;
+	struct sfr__cuda_landing *landing;
 	CUevent landed;  /* NULL: could not be recorded, the stream is asked instead */
 	uint32_t failed; /* queries that failed in a row */
+	/* the landing's own: a block that is full with this piece, NULL for others; which it is */
+	struct sfr__block *block;
+	const struct sfr__run *run;
+	uint32_t blk;
 };
 
 /* Memory that samples are copied into, kept from save to save: pinning it takes longer than all
@@ -49,9 +52,8 @@ struct sfr__cuda_store {
 };
 
 struct sfr__cuda_lane {
-	struct sfr__cuda_lane *next; /* of the engine's; guarded by engine->mu */
-	struct sfr_engine *engine;   /* constant, as the next five; outlives the lane */
-	uint32_t device;
+	struct sfr__cuda_lane *next; /* of the engine's */
+	uint32_t device;             /* constant, as the next four */
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
@@ -59,9 +61,9 @@ struct sfr__cuda_lane {
 
 	struct sfr__mutex mu; /* guards what follows, and the order on the stream */
 	pthread_cond_t cv;
-	struct sfr__cuda_piece *head, *tail;            /* in flight, in the stream's order */
-	struct sfr__cuda_piece *free_pieces;            /* to be used again */
-	struct sfr__cuda_part *queue_head, *queue_tail; /* launched, deferred bytes to queue */
+	SFR__QUEUE(struct sfr__cuda_piece) flying; /* in the stream's order */
+	struct sfr__cuda_piece *free_pieces;       /* to be used again */
+	SFR__QUEUE(struct sfr__task) tasks;        /* copies to be queued by the lane's thread */
 	uint64_t nr_in_flight;
 	uint64_t rush_seq; /* a gate waits for saves up to this one: no bound on what is queued */
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
@@ -72,35 +74,27 @@ struct sfr__cuda_lane {
 	char why[160]; /* what it died of */
 };
 
-/* One save's part in one device. It belongs to the ticket. */
-struct sfr__cuda_part {
-	struct sfr_ticket *ticket;                  /* constant, as the next four */
-	struct sfr__cuda_lane *lane;                /* NULL until begun */
-	uint32_t device;                            /* the driver's number */
-	const struct sfr__run *captured, *deferred; /* NULL: none */
-
-	/* only the capturing thread touches these */
-	CUstream stream; /* the caller's current one */
-	uint32_t capture_blk;
-	bool samples_taken;
-	CUevent captured_event; /* C, until the caller's stream waits for it */
-
-	struct sfr__samples samples; /* capture, then the lane; items lie in the store */
-	struct sfr__cuda_store store;
-
-	/* guarded by lane->mu */
-	struct sfr__cuda_part *next;
-	CUevent staged;  /* S, recorded once `submitted`; NULL: could not be */
-	uint32_t nr_out; /* pieces in flight */
-	bool called;     /* the capturing thread is through */
-	bool submitted;  /* nothing will be queued any more */
-	bool over;
+/* The lanes of one engine. */
+struct sfr__cuda_lanes {
+	struct sfr__mutex mu; /* guards what follows, and each lane's `next` */
+	struct sfr__cuda_lane *first;
+	bool closing; /* there will be no more */
 };
 
-/* ---- lane_cuda.c ---- */
-/* The engine's lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
-int sfr__cuda_lane_get(struct sfr_engine *engine, uint32_t device, struct sfr__cuda_lane **out,
+/* ---- lane.c ---- */
+void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
+/* The lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
 		       char *why, size_t why_len);
+/* From now on no lane is made. */
+void sfr__cuda_lanes_close(struct sfr__cuda_lanes *lanes);
+/* Ends the lanes' threads and frees what they hold on their devices. */
+void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
+void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
+/* Adds a sentence for each dead device. */
+void sfr__cuda_lanes_describe(struct sfr__cuda_lanes *lanes, char *text, size_t len);
+/* Has the lane's thread queue copies. */
+void sfr__cuda_push_locked(struct sfr__cuda_lane *lane, struct sfr__task *task);
 /* An event, new or used before; NULL when the driver has none to give. */
 CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
@@ -116,38 +110,20 @@ void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *pi
 void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
 /* On the lane's thread: takes what has landed off the list. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* After a change of what it depends on, with that in one piece: whether nothing of the part is queued
- * or in flight any more. True once, and then the caller settles the part, without the lock; whoever
- * hears false has to leave the part alone, since another thread may settle it and its ticket go. */
-bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part);
-void sfr__cuda_part_settle(struct sfr__cuda_part *part);
-/* Ends the lanes' threads and frees what they hold on their devices; for engine.c. */
-void sfr__cuda_lanes_stop(struct sfr_engine *engine);
-void sfr__cuda_lanes_free(struct sfr_engine *engine);
-
-/* ---- copy_cuda.c ---- */
+/* ---- store.c ---- */
 /* Queues copies, in one call where the driver has one for that and the memory is pinned. */
 void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
 			     size_t *len, size_t nr, bool pinned, struct sfr_err *err);
 /* Memory for samples, of `len` bytes at least. 0 or -errno. */
 int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
-/* Fills one block: headers and padding at once, tensor bytes by copies that are queued. The block
- * is the lane's from here on. `slowly`: on the lane's thread, with few pieces in flight. */
-void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
-			   struct sfr__block *block, bool slowly);
-/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
-void sfr__cuda_throttle(struct sfr__cuda_part *part);
-/* Queues copies of the sampled lines of the part's deferred sources. */
-void sfr__cuda_take_samples(struct sfr__cuda_part *part);
-/* Checksums of the part's deferred sources, for SFR_SAVE_CHECK_BYTES: waits for each byte. */
-void sfr__cuda_sum(struct sfr__cuda_part *part);
-/* What landed in a block, compared with the samples. The index of a torn source, or -1. */
-int64_t sfr__cuda_check(const struct sfr__cuda_piece *piece);
+/* Reads bytes of the device through the store, waiting for them: *crc goes on. err->code. */
+int sfr__cuda_sum_through(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store,
+			  const char *src, uint64_t nbytes, uint32_t *crc, struct sfr_err *err);
 /* Gives memory of samples back: of a part, when it is over; of a lane, when it ends. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 
-/* ---- order_cuda.c ---- */
+/* ---- order.c ---- */
 /* Whether work put on the stream would become part of a graph, or break one. */
 bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
 /* The caller's stream of a device, or NULL. */
@@ -166,9 +142,5 @@ void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUeve
 /* S: has a step's stream wait. False when the host has to: no stream, no event, or a capture. */
 bool sfr__cuda_wait_staged_locked(struct sfr__cuda_lane *lane, const struct sfr_stream *stream,
 				  CUevent staged);
-
-/* ---- stage_cuda.c ---- */
-/* On the lane's thread: queues a part's deferred bytes. */
-void sfr__cuda_stage(struct sfr__cuda_part *part);
 
 #endif

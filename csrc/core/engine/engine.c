@@ -11,7 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "device/lane.h"
+#include "commit/log.h"
+#include "engine/engine.h"
 
 /* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
  * it, and once only. */
@@ -83,6 +84,7 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	engine->fork_generation = sfr_fork_generation();
 	engine->opts = *opts;
 	sfr__mutex_init(&engine->mu, SFR__LOCK_ENGINE);
+	sfr__cuda_lanes_init(&engine->cuda_lanes);
 	rc = sfr__cond_init(&engine->cv_lane);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_writer);
@@ -108,7 +110,7 @@ fail:
 static void stop_threads(struct sfr_engine *engine)
 {
 	sfr__workers_stop(engine);
-	sfr__cuda_lanes_stop(engine);
+	sfr__cuda_lanes_stop(&engine->cuda_lanes);
 }
 
 void sfr__engine_get(struct sfr_engine *engine)
@@ -124,7 +126,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 		return;
 	stop_threads(engine);
 	free_pool(engine);
-	sfr__cuda_lanes_free(engine);
+	sfr__cuda_lanes_free(&engine->cuda_lanes);
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
 	(void)pthread_cond_destroy(&engine->cv_state);
@@ -183,6 +185,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	engine->closing = true;
+	sfr__cuda_lanes_close(&engine->cuda_lanes);
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
 	while (is_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
@@ -291,7 +294,7 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 	why[0] = '\0';
 	if (rc < 0)
 		return rc;
-	rc = sfr__cuda_lane_get(engine, device, &lane, why, why_len);
+	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, &lane, why, why_len);
 	if (rc == 0)
 		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
 	end_use(engine);
@@ -300,20 +303,9 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 {
-	size_t used;
-
 	if (foreign(engine))
 		return SFR_EFORK;
 	sfr__cuda_sentence(text, len);
-	sfr__lock(&engine->mu);
-	for (struct sfr__cuda_lane *lane = engine->cuda_lanes; lane; lane = lane->next) {
-		sfr__lock(&lane->mu);
-		used = strlen(text);
-		if (lane->dead)
-			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
-				       lane->device, lane->why);
-		sfr__unlock(&lane->mu);
-	}
-	sfr__unlock(&engine->mu);
+	sfr__cuda_lanes_describe(&engine->cuda_lanes, text, len);
 	return 0;
 }

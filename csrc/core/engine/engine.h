@@ -5,16 +5,8 @@
 #include <stdatomic.h>
 
 #include "base/queue.h"
+#include "device/lane.h"
 #include "memory/pool.h"
-
-struct sfr__cuda_lane;
-
-/* Something for the engine's threads to do; part of what it is done for, so queueing one cannot
- * fail. `run` is called once, without the engine's mutex; the task may be gone when it returns. */
-struct sfr__task {
-	struct sfr__task *next;
-	void (*run)(struct sfr__task *task);
-};
 
 /* Who serves which tasks, each in the order in which they came. */
 enum sfr__crew {
@@ -60,7 +52,7 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
-	struct sfr__cuda_lane *cuda_lanes; /* stay until the engine is freed */
+	struct sfr__cuda_lanes cuda_lanes; /* stay until the engine is freed */
 	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
 	SFR__QUEUE(struct sfr__shared)
 	shared;               /* the lane's, and where somebody waits the writers' */

@@ -41,8 +41,10 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->err.index = -1;
 	t->created_ns = sfr__now_ns();
 	t->file.fd = -1;
-	t->notice_copied = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_COPIED };
-	t->notice_ended = (struct sfr__notice){ .ticket = t, .what = SFR_NOTICE_ENDED };
+	t->notice_copied =
+		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_COPIED };
+	t->notice_ended =
+		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
 	t->log.ops = &sfr__save_log_ops;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);

@@ -18,7 +18,9 @@
  */
 #include <errno.h>
 
-#include "device/lane.h"
+#include "save/parts.h"
+
+static void stage(struct sfr__task *task);
 
 /* ---- life -------------------------------------------------------------------- */
 
@@ -43,6 +45,8 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 			part++;
 		if (part == t->parts + t->nr_parts)
 			t->nr_parts++;
+		part->landing.fn = sfr__cuda_part_landed;
+		part->staging.run = stage;
 		part->ticket = t;
 		part->device = run->device - 1;
 		if (run->lane == SFR_CAPTURED)
@@ -66,7 +70,8 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	struct sfr__cuda_scope scope;
 	char why[160] = "";
 	CUresult rc;
-	int ret = sfr__cuda_lane_get(part->ticket->engine, part->device, &lane, why, sizeof(why));
+	int ret = sfr__cuda_lane_get(&part->ticket->engine->cuda_lanes, part->device, &lane, why,
+				     sizeof(why));
 
 	if (ret == SFR_ECLOSED)
 		return ret;
@@ -276,13 +281,7 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 		part->called = true;
 		if (go && part->deferred && !lane->dead) {
 			queued = true;
-			part->next = NULL;
-			if (lane->queue_tail)
-				lane->queue_tail->next = part;
-			else
-				lane->queue_head = part;
-			lane->queue_tail = part;
-			pthread_cond_signal(&lane->cv);
+			sfr__cuda_push_locked(lane, &part->staging);
 		}
 		sfr__unlock(&lane->mu);
 		if (!queued)
@@ -290,8 +289,9 @@ void sfr__cuda_launch(struct sfr_ticket *t)
 	}
 }
 
-void sfr__cuda_stage(struct sfr__cuda_part *part)
+static void stage(struct sfr__task *task)
 {
+	struct sfr__cuda_part *part = sfr__container(task, struct sfr__cuda_part, staging);
 	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
 	const struct sfr__run *run = part->deferred;
@@ -305,7 +305,7 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 
 		sfr__cuda_throttle(part);
 		sfr__lock(&lane->mu);
-		idle = lane->head == NULL;
+		idle = lane->flying.head == NULL;
 		if (lane->dead)
 			sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why);
 		sfr__unlock(&lane->mu);
@@ -332,74 +332,4 @@ void sfr__cuda_stage(struct sfr__cuda_part *part)
 	part->staged = staged;
 	sfr__unlock(&lane->mu);
 	submitted(part);
-}
-
-/* ---- the gate ---------------------------------------------------------------------------- */
-
-static void rush(struct sfr_ticket *t)
-{
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_lane *lane = t->parts[i].lane;
-
-		if (!lane)
-			continue;
-		sfr__lock(&lane->mu);
-		if (lane->rush_seq < t->seq)
-			lane->rush_seq = t->seq;
-		pthread_cond_signal(&lane->cv);
-		sfr__unlock(&lane->mu);
-	}
-}
-
-/* Has one stream wait for what is still being copied. False when the host has to do it. */
-static bool wait_on_stream(struct sfr__cuda_part *part, const struct sfr_stream *stream)
-{
-	struct sfr__cuda_lane *lane = part->lane;
-	bool done;
-
-	/* Under the lock S is the part's own, and the device's stream exists. */
-	sfr__lock(&lane->mu);
-	done = part->over || lane->dead || !part->deferred ||
-	       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
-	sfr__unlock(&lane->mu);
-	return done;
-}
-
-int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
-		  uint64_t slice_ns)
-{
-	struct sfr_engine *engine = t->engine;
-	uint64_t deadline = sfr__deadline(slice_ns), now;
-	bool on_host = false, over;
-	int rc = 0;
-
-	if (sfr__ticket_foreign(t))
-		return SFR_EFORK;
-	if (t->nr_parts == 0)
-		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
-	sfr__lock(&engine->mu);
-	over = sfr__ticket_is_open_locked(t) && (t->copied || sfr__ticket_failing_locked(t));
-	sfr__unlock(&engine->mu);
-	if (over)
-		return 0; /* copied, or discarded */
-	rush(t);
-	sfr__lock(&engine->mu);
-	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
-	if (sfr__ticket_is_open_locked(t))
-		rc = 0;
-	over = sfr__ticket_failing_locked(t);
-	sfr__unlock(&engine->mu);
-	if (rc < 0 || over)
-		return rc;
-	for (uint32_t i = 0; i < t->nr_parts; i++)
-		if (!wait_on_stream(&t->parts[i],
-				    sfr__stream_of(streams, nr_streams, t->parts[i].device)))
-			on_host = true;
-	if (!on_host)
-		return 0;
-	now = sfr__now_ns();
-	return sfr_save_wait(t, SFR_WAIT_COPIED,
-			     deadline == SFR_FOREVER ? SFR_FOREVER :
-			     deadline > now          ? deadline - now :
-						       0);
 }

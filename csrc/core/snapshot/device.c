@@ -20,8 +20,8 @@
 #include "snapshot/snapshot.h"
 
 struct sfr__snapshot_part {
-	struct sfr__cuda_landing landing; /* first: the lane knows the part by it */
-	struct sfr_snapshot *snapshot;    /* constant, as the next */
+	struct sfr__cuda_landing landing;
+	struct sfr_snapshot *snapshot; /* constant, as the next */
 	uint32_t device;
 	CUstream stream;             /* the caller's current one */
 	struct sfr__cuda_lane *lane; /* NULL until start */
@@ -205,7 +205,8 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	struct plan plan;
 	char why[160] = "";
 	CUresult rc;
-	int ret = sfr__cuda_lane_get(s->engine, part->device, &part->lane, why, sizeof(why));
+	int ret = sfr__cuda_lane_get(&s->engine->cuda_lanes, part->device, &part->lane, why,
+				     sizeof(why));
 
 	if (ret == SFR_ECLOSED)
 		return ret;
@@ -268,14 +269,16 @@ void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err)
 /* ---- afterwards --------------------------------------------------------------------- */
 
 /* On the lane's thread: the piece behind all copies is off the list. */
-static void landed(struct sfr__cuda_landing *landing, bool ok)
+static void landed(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece, bool ok)
 {
-	struct sfr__snapshot_part *part = (struct sfr__snapshot_part *)landing;
+	struct sfr__snapshot_part *part =
+		sfr__container(landing, struct sfr__snapshot_part, landing);
 	struct sfr_snapshot *s = part->snapshot;
 	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_err err = { .index = -1 };
 	int64_t torn = -1;
 
+	(void)piece; /* one flies, behind everything */
 	if (ok)
 		torn = sfr__snapshot_compare(s, part->samples, part->nr_samples);
 	else

@@ -91,6 +91,7 @@ static void settle_and_unlock(struct sfr_snapshot *s)
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out)
 {
+	static _Atomic uint64_t nr_snapshots;
 	struct sfr_snapshot *s;
 	int rc = -ENOMEM;
 
@@ -107,7 +108,11 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
 	s->nr_sources = nr_sources;
 	s->torn = -1;
-	s->notice = (struct sfr__notice){ .snapshot = s, .what = SFR_NOTICE_SNAPSHOT };
+	s->notice = (struct sfr__notice){
+		.number = atomic_fetch_add_explicit(&nr_snapshots, 1, memory_order_relaxed) + 1,
+		.snapshot = s,
+		.what = SFR_NOTICE_SNAPSHOT,
+	};
 	/* One more than needed: no bytes at all may be NULL. */
 	s->sources = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->sources));
 	s->copies = sfr_sys.calloc((size_t)nr_sources + 1, sizeof(*s->copies));
@@ -468,6 +473,11 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 	leased = s->lease.runs != NULL;
 	sfr__unlock(&s->engine->mu);
 	return leased;
+}
+
+uint64_t sfr_snapshot_number(const struct sfr_snapshot *s)
+{
+	return s->notice.number;
 }
 
 void sfr_snapshot_get(struct sfr_snapshot *s)

@@ -66,33 +66,24 @@ static PyObject *log_stop(PyObject *module, PyObject *unused)
 
 static PyObject *notice_wait(PyObject *module, PyObject *unused)
 {
-	struct sfr_ticket *ticket;
-	char text[1024] = "";
-	unsigned what;
-	PyObject *id, *sentence;
+	struct sfr_notice notice;
+	PyObject *sentence;
 	int rc;
 
 	(void)unused;
-	/* Called on a daemon thread of the package, which no signal is delivered to. */
+	/* Called on a daemon thread of the package, which no signal is delivered to. The package
+	 * keeps everything in flight by its number: the references are only the notice's. */
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER);
+	rc = sfr_notice_wait(&notice, SFR_FOREVER);
+	sfr_ticket_put(notice.ticket);
+	sfr_snapshot_put(notice.snapshot);
 	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
-	/* The package keeps everything in flight by its id; this reference is only the notice's. */
-	if (what == SFR_NOTICE_SNAPSHOT) {
-		struct sfr_snapshot *snapshot = sfr_notice_snapshot();
-
-		id = PyLong_FromVoidPtr(snapshot);
-		Py_BEGIN_ALLOW_THREADS
-		sfr_snapshot_put(snapshot);
-		Py_END_ALLOW_THREADS
-	} else {
-		id = PyLong_FromVoidPtr(ticket);
-		sfr_ticket_put(ticket);
-	}
-	sentence = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-	return id && sentence ? Py_BuildValue("(INN)", what, id, sentence) : NULL;
+	sentence = PyUnicode_DecodeUTF8(notice.text, (Py_ssize_t)strlen(notice.text), "replace");
+	return sentence ? Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
+					sentence) :
+			  NULL;
 }
 
 static PyObject *notice_stop(PyObject *module, PyObject *unused)
@@ -203,7 +194,7 @@ static PyMethodDef functions[] = {
 	{ "log_stop", log_stop, METH_NOARGS,
 	  "log_stop(): ends the log's thread when it has run out." },
 	{ "notice_wait", notice_wait, METH_NOARGS,
-	  "notice_wait() -> (what, ticket id, sentence)." },
+	  "notice_wait() -> (what, number of the save or snapshot, sentence)." },
 	{ "notice_stop", notice_stop, METH_NOARGS, "notice_stop(): wakes one waiter for good." },
 	{ "fork_generation", fork_generation, METH_NOARGS, "fork_generation() -> int." },
 	{ NULL, NULL, 0, NULL },

@@ -312,10 +312,11 @@ static PyObject *snapshot_leased(ARGS)
 	return PyBool_FromLong(rc);
 }
 
-static PyObject *snapshot_id(PyObject *object, void *closure)
+static PyObject *snapshot_number(PyObject *object, void *closure)
 {
 	(void)closure;
-	return PyLong_FromVoidPtr(((struct sfr_py_snapshot *)object)->snapshot);
+	return PyLong_FromUnsignedLongLong(sfr_snapshot_number(((struct sfr_py_snapshot *)object)
+								       ->snapshot));
 }
 
 #define METHOD(name, function, doc)                                                                \
@@ -338,7 +339,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "id", snapshot_id, NULL, "what notice_wait() names the snapshot by", NULL },
+	{ "number", snapshot_number, NULL, "what notice_wait() names the snapshot by", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

@@ -336,12 +336,6 @@ static PyObject *ticket_report(ARGS)
 			     PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
 }
 
-static PyObject *ticket_id(PyObject *object, void *closure)
-{
-	(void)closure;
-	return PyLong_FromVoidPtr(((struct sfr_py_ticket *)object)->ticket);
-}
-
 static PyObject *ticket_number(PyObject *object, void *closure)
 {
 	(void)closure;
@@ -371,8 +365,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-	{ "id", ticket_id, NULL, "what notice_wait() names the ticket by", NULL },
-	{ "number", ticket_number, NULL, "what a timeline names the save by", NULL },
+	{ "number", ticket_number, NULL, "what notice_wait() and a timeline name the save by",
+	  NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

@@ -61,10 +61,11 @@ static PyObject *work_end(PyObject *object, PyObject *ok)
 	Py_RETURN_NONE;
 }
 
-static PyObject *work_id(PyObject *object, void *unused)
+static PyObject *work_number(PyObject *object, void *unused)
 {
 	(void)unused;
-	return PyLong_FromVoidPtr(((struct sfr_py_work *)object)->work);
+	return PyLong_FromUnsignedLongLong(sfr_log_work_number(((struct sfr_py_work *)object)
+								       ->work));
 }
 
 static PyMethodDef work_methods[] = {
@@ -75,7 +76,7 @@ static PyMethodDef work_methods[] = {
 };
 
 static PyGetSetDef work_getset[] = {
-	{ "id", work_id, NULL, "What log_work_next calls it by.", NULL },
+	{ "number", work_number, NULL, "What log_work_next calls it by.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
@@ -97,24 +98,25 @@ static PyType_Spec work_spec = {
 
 static PyObject *log_work_next(PyObject *module, PyObject *unused)
 {
-	struct sfr_log_work *work;
+	uint64_t number;
 	int rc, after_good;
 
 	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_log_work_next(SFR_FOREVER, &work, &after_good);
+	rc = sfr_log_work_next(SFR_FOREVER, &number, &after_good);
 	Py_END_ALLOW_THREADS
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
-	return Py_BuildValue("(NN)", PyLong_FromVoidPtr(work), PyBool_FromLong(after_good));
+	return Py_BuildValue("(NN)", PyLong_FromUnsignedLongLong(number),
+			     PyBool_FromLong(after_good));
 }
 
 static PyMethodDef functions[] = {
 	{ "log_work_next", log_work_next, METH_NOARGS,
-	  "log_work_next() -> (id, after_good): waits for the next work whose turn it is; None when the "
+	  "log_work_next() -> (number, after_good): waits for the next work whose turn it is; None when the "
 	  "log is being stopped." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -259,6 +259,23 @@ static PyObject *group_params(PyObject *groups, Py_ssize_t i)
 	return params && PyList_Check(params) ? params : NULL;
 }
 
+static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth);
+
+/* A subclass that wraps other tensors (quantized states are such) has them as attributes. */
+static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
+{
+	PyObject *attributes = PyObject_GenericGetDict(tensor, NULL);
+	int ret;
+
+	if (!attributes) {
+		PyErr_Clear();
+		return 0;
+	}
+	ret = walk_state(attributes, found, depth);
+	Py_DECREF(attributes);
+	return ret;
+}
+
 /* Pushes every plain tensor of a parameter's state. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
@@ -269,6 +286,8 @@ static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 		return refs_push(found, value);
 	if (depth == WALK_DEPTH)
 		return 0;
+	if (PyType_IsSubtype(Py_TYPE(value), sfr_py_torch.tensor))
+		return walk_wrapper(value, found, depth + 1);
 	if (PyDict_Check(value)) {
 		while (PyDict_Next(value, &pos, &key, &item)) {
 			if (walk_state(item, found, depth + 1))

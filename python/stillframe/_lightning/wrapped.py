@@ -157,11 +157,11 @@ class Inner:
             taken = save.take()
             if taken is not None and taken.nbytes:
                 taken.hold_until(held)
-            completion.in_flight[-id(save)] = save
+            completion.in_flight[save.number] = save
             _ordered.submit(key, _core.WORK_SAVE, work)
         except BaseException:
             if _take_one(owner):
-                completion.in_flight.pop(-id(save), None)
+                completion.in_flight.pop(save.number, None)
                 held.set_result(None)
             raise
 

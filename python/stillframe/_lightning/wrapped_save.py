@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -11,6 +12,9 @@ from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
 from stillframe._save.report import IoMode, SaveReport
 from stillframe._snapshot.snapshot import Snapshot, is_copied
+
+# Below zero, where no ticket's is.
+_numbers = itertools.count(-1, -1)
 
 
 class WrappedSave(SaveHandle):
@@ -36,6 +40,7 @@ class WrappedSave(SaveHandle):
         waited_s: float,
     ) -> None:
         super().__init__(path, given, on_durable)
+        self.number = next(_numbers)
         self.given = given
         self._taken = taken
         self._over = threading.Event()
@@ -120,6 +125,6 @@ class WrappedSave(SaveHandle):
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._outcome.settle(report, error)
         self._taken = None
-        completion.in_flight.pop(-id(self), None)
+        completion.in_flight.pop(self.number, None)
         self._over.set()
         self._outcome.tell()

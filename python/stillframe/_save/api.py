@@ -189,7 +189,7 @@ def remove(path: Path) -> None:
     key = paths.key(path, follow_link=False)
     completion.completion.start()
     _core.log_remove(key)
-    if completion.completion.over:
+    if completion.completion.over and not ordered.is_inside():
         _core.log_drain(None)
 
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stillframe")
 
-# Saves that have not ended, by their ticket's id: the only strong reference the package keeps to a
-# handle.
+# Saves that have not ended, by their ticket's number: the only strong reference the package keeps
+# to a handle.
 in_flight: dict[int, SaveHandle] = {}
 
 
@@ -53,7 +53,7 @@ class Copying(Protocol):
     def after_copy(self) -> None: ...
 
 
-# Those, by their core snapshot's id.
+# Those, by their core snapshot's number.
 copying: dict[int, Copying] = {}
 
 
@@ -182,7 +182,7 @@ class _Completion:
 
 def _take_notices() -> None:
     while True:
-        what, ticket_id, sentence = _core.notice_wait()
+        what, number, sentence = _core.notice_wait()
         if what == _core.NOTICE_STOP:
             return
         try:
@@ -190,13 +190,13 @@ def _take_notices() -> None:
                 log.warning("stillframe: %s", sentence)
                 continue
             if what == _core.NOTICE_SNAPSHOT:
-                snapshot = copying.pop(ticket_id, None)
+                snapshot = copying.pop(number, None)
                 if snapshot is not None:
                     snapshot.after_copy()
                     del snapshot
                 continue
             # Only tickets have notices.
-            handle = cast(Noticed | None, in_flight.get(ticket_id))
+            handle = cast(Noticed | None, in_flight.get(number))
             if handle is None:
                 continue  # given up in the call
             if what == _core.NOTICE_COPIED:

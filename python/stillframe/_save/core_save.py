@@ -14,7 +14,7 @@ from typing import Any, cast
 from stillframe import _core
 from stillframe._base import device
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate
+from stillframe._save import completion, gate, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
 from stillframe._save.report import SaveReport
@@ -73,7 +73,7 @@ class CoreSave(SaveHandle):
         Raises:
             BusyError, PoolExhaustedError, StillframeError: The save is refused.
         """
-        number = self._ticket.id
+        number = self._ticket.number
         completion.in_flight[number] = self
         try:
             self._ticket.submit(device.streams(self._devices))
@@ -186,6 +186,8 @@ class CoreSave(SaveHandle):
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._verdict()
+            if not self._has_ended():
+                ordered.refuse_inside()  # what has not ended stands behind that work in the log
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
@@ -208,7 +210,7 @@ class CoreSave(SaveHandle):
         gate.untrack(self)
         self._skeleton = None
         self._deferral = None
-        completion.in_flight.pop(self._ticket.id, None)
+        completion.in_flight.pop(self._ticket.number, None)
         self._outcome.tell()
 
     def _report_of(self, facts: dict[str, Any]) -> SaveReport:

@@ -148,8 +148,12 @@ class Engine:
         back.
 
         Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
+
+        Raises:
+            StillframeError: A CheckpointIO that stillframe wraps calls it from inside its work.
         """
         self._birth.refuse_child()
+        ordered.refuse_inside()
         with inside():
             self._closed = True
             self._core.close(None)

@@ -30,29 +30,28 @@ class _Worker:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._doing: int | None = None  # who does the work whose turn it is: one at a time
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
-        # Kept: the thread may still ask for one by its id, which is its address.
-        self._given_up: list[_core.LogWork] = []
 
     def submit(self, key: bytes, kind: int, function: Work) -> None:
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
             # Known before the log can call for it.
-            self._waiting[entry.id] = entry, function
+            self._waiting[entry.number] = entry, function
             entry.append()
             if completion.completion.over or not self._start():
-                while entry.id in self._waiting:  # nobody else is left to do it
+                while entry.number in self._waiting:  # nobody else is left to do it
                     self._turn()
         except BaseException:
             # Ctrl-C may come at any line, also when the entry is in the log or being worked on.
-            if self._waiting.pop(entry.id, None) is not None:
-                self._given_up.append(entry)
+            if self._waiting.pop(entry.number, None) is not None:
                 entry.end(False)
             raise
 
     def is_current(self) -> bool:
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        """Whether this thread is doing such work: its own, or at exit whoever submitted it."""
+        return threading.get_ident() == self._doing
 
     def _start(self) -> bool:
         """False when it is too late for a thread."""
@@ -81,11 +80,13 @@ class _Worker:
             return True  # given up
         entry, function = waiting
         good = False
+        self._doing = threading.get_ident()
         try:
             good = function(after_good)
         except Exception:
             log.exception("stillframe: work in the order of saves failed")
         finally:
+            self._doing = None
             entry.end(good)
         return True
 
@@ -131,16 +132,21 @@ def submit_remove(
     submit(key, _core.WORK_REMOVE, work)
 
 
+def is_inside() -> bool:
+    """Whether this thread is doing work that has its turn in the log."""
+    return _worker.is_current()
+
+
 def refuse_inside() -> None:
     """For calls that wait for the log: work that has its turn would wait for itself.
 
     Raises:
         StillframeError: This thread is doing such work.
     """
-    if _worker.is_current():
+    if is_inside():
         raise StillframeError(
-            "a CheckpointIO that stillframe wraps must not save or load with stillframe itself:"
-            " that would wait for its own end"
+            "a CheckpointIO that stillframe wraps must not save or load with stillframe itself, nor"
+            " wait for its saves or close an engine: that would wait for its own end"
         )
 
 

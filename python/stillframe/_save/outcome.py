@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from stillframe._save import completion
+from stillframe._save import completion, ordered
 from stillframe._save.options import OnDurable
 from stillframe._save.report import SaveReport
 
@@ -63,12 +63,19 @@ class SaveFuture(Future[Any]):
     """A future whose result counts as having seen the save's error. It keeps its handle, not the
     other way round."""
 
-    def __init__(self, handle: SaveHandle, outcome: Outcome) -> None:
+    def __init__(self, handle: SaveHandle, outcome: Outcome, upload: bool) -> None:
         super().__init__()
         self._handle = handle
         self._outcome = outcome
+        self._upload = upload
+
+    def _refuse_inside(self) -> None:
+        """Staging waits for nothing of the log."""
+        if self._upload and not self.done():
+            ordered.refuse_inside()
 
     def result(self, timeout: float | None = None) -> Any:
+        self._refuse_inside()
         try:
             return super().result(timeout)
         finally:
@@ -76,6 +83,7 @@ class SaveFuture(Future[Any]):
                 self._outcome.collect()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._refuse_inside()
         error = super().exception(timeout)
         self._outcome.collect()
         return error
@@ -175,7 +183,7 @@ class Outcome:
         with self.lock:
             future = _alive(self._staging)
             if future is None:
-                future = SaveFuture(handle, self)
+                future = SaveFuture(handle, self, upload=False)
                 self._staging = weakref.ref(future)
                 if self.settled or is_staged():
                     _resolve(future, self.error, None)
@@ -186,7 +194,7 @@ class Outcome:
         with self.lock:
             future = _alive(self._upload)
             if future is None:
-                future = SaveFuture(handle, self)
+                future = SaveFuture(handle, self, upload=True)
                 self._upload = weakref.ref(future)
                 if self.settled:
                     _resolve(future, self.error, self.report)

@@ -100,12 +100,14 @@ class _Copy:
         self.settle()
 
     def settle(self) -> None:
-        """The verdict, once the copy has ended: whoever comes first gives it."""
+        """The verdict, where the copy has ended: whoever comes first gives it."""
         with self._lock:
             deferral = self.deferral
             if self.is_settled() or deferral is None:
                 return
-            _, torn = self.core.wait(0)
+            ended, torn = self.core.wait(0)
+            if not ended:
+                return
             failed = self.core.error()
             if torn < 0 and not failed:
                 torn = deferral.torn() if self._torn is None else self._torn
@@ -378,13 +380,13 @@ def _take(
         later = bool(deferral.indices or source.devices)
         if later:
             completion.completion.start()
-            completion.copying[core.id] = copy
+            completion.copying[core.number] = copy
         try:
             core.start(_device.streams(source.devices))
         except BaseException:
             # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
             if core.wait(0)[0]:
-                completion.copying.pop(core.id, None)
+                completion.copying.pop(core.number, None)
             raise
     except BaseException:
         deferral.close()

@@ -252,9 +252,8 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 {
 	const char *path = arg;
 	struct sfr__tmp tmp = { .serial = 0 };
-	char text[64], link[PATH_MAX], at[64];
-	struct sfr_ticket *ticket;
-	unsigned what;
+	char link[PATH_MAX], at[64];
+	struct sfr_notice notice;
 	int fd;
 
 	for (int i = 3; i < 64; i++) {
@@ -270,12 +269,12 @@ static void child_has_none_of_it_and_starts_anew(void *arg)
 	/* Locks the parent's threads may have held are free here, and its state is forgotten. */
 	CHECK_EQ(sfr_log_pending(), 0);
 	sfr__tmp_forget(&tmp);
-	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), SFR_EAGAIN);
+	CHECK_EQ(sfr_notice_wait(&notice, 0), SFR_EAGAIN);
 	for (int i = 0; i < NR_CELLS; i++)
 		atomic_store(&cells[i].taken, false); /* the parent's notices hold them there */
 	sfr__notice_text("of the child");
-	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), 0), 0);
-	CHECK(strcmp(text, "of the child") == 0);
+	CHECK_EQ(sfr_notice_wait(&notice, 0), 0);
+	CHECK(strcmp(notice.text, "of the child") == 0);
 	CHECK_EQ(sfr_fork_init(), 0);
 	fd = sfr__fd_open(path, O_RDONLY, 0);
 	CHECK(fd >= 0);
@@ -288,12 +287,11 @@ static void *(*const busy[NR_BUSY])(void *) = { open_and_close, open_and_close, 
 
 static void a_fork_amid_opens_closes_and_notices_is_clean(void)
 {
-	char path[PATH_MAX], text[64];
+	char path[PATH_MAX];
 	const char *dir = dir_make("/dev/shm");
 	struct sfr_sys plain = sfr_sys;
 	pthread_t threads[NR_BUSY];
-	struct sfr_ticket *ticket;
-	unsigned what;
+	struct sfr_notice notice;
 
 	sfr_sys.open = slow_open;
 	sfr_sys.close = slow_close;
@@ -307,13 +305,13 @@ static void a_fork_amid_opens_closes_and_notices_is_clean(void)
 		CHECK_EQ(pthread_create(&threads[i], NULL, busy[i], path), 0);
 	for (int i = 0; i < 60; i++) {
 		in_child(child_has_none_of_it_and_starts_anew, path);
-		while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
+		while (sfr_notice_wait(&notice, 0) == 0)
 			;
 	}
 	atomic_store(&stop, true);
 	for (int i = 0; i < NR_BUSY; i++)
 		CHECK_EQ(pthread_join(threads[i], NULL), 0);
-	while (sfr_notice_wait(&ticket, &what, text, sizeof(text), 0) == 0)
+	while (sfr_notice_wait(&notice, 0) == 0)
 		;
 	sfr_sys = plain;
 	dir_remove(dir);

@@ -76,6 +76,32 @@ static void a_condition_wait_ends_at_its_deadline_or_when_woken(void)
 	(void)pthread_cond_destroy(&s.cond);
 }
 
+static void *tell_nobody(void *arg)
+{
+	struct signalled *s = arg;
+
+	sfr__lock(&s->mu);
+	s->flag = true;
+	sfr__unlock(&s->mu);
+	return NULL;
+}
+
+/* Hangs where a wait without a bound relies on being woken. */
+static void a_wake_up_that_was_lost_is_made_up_for(void)
+{
+	struct signalled s = { .mu = SFR__MUTEX(SFR__LOCK_ENGINE) };
+	pthread_t thread;
+
+	CHECK_EQ(sfr__cond_init(&s.cond), 0);
+	sfr__lock(&s.mu);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", tell_nobody, &s), 0);
+	while (!s.flag)
+		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
+	sfr__unlock(&s.mu);
+	CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
+	(void)pthread_cond_destroy(&s.cond);
+}
+
 /* What a thread sees of itself. */
 struct self {
 	char name[16];
@@ -483,6 +509,7 @@ int main(void)
 	RUN(time_runs_forward_in_nanoseconds);
 	RUN(a_deadline_is_now_plus_the_slice_and_never_wraps);
 	RUN(a_condition_wait_ends_at_its_deadline_or_when_woken);
+	RUN(a_wake_up_that_was_lost_is_made_up_for);
 	RUN(a_thread_is_named_nice_and_deaf_to_signals_but_its_own);
 	RUN(a_thread_that_cannot_start_says_why_and_leaks_nothing);
 	RUN(every_call_of_the_plain_table_works);

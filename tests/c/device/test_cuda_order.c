@@ -282,7 +282,6 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 		CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 		CHECK_EQ(torn, -1);
 		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-		sfr_snapshot_put(sfr_notice_snapshot());
 		CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 		if (!held) {
 			CHECK(snapshot_is(snapshot, 0, 5));
@@ -312,7 +311,6 @@ static void a_snapshot_on_a_capturing_stream_is_refused(void)
 	CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING);
 	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-	sfr_snapshot_put(sfr_notice_snapshot());
 	fake.fake_cuda_capture(stream, 0);
 	sfr_snapshot_unview(snapshot);
 	sfr_snapshot_put(snapshot);
@@ -358,7 +356,6 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 			if (torn < 0)
 				CHECK(snapshot_is(snapshot, 0, before.value));
 			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-			sfr_snapshot_put(sfr_notice_snapshot());
 			sfr_snapshot_unview(snapshot);
 			sfr_snapshot_put(snapshot);
 			fake.fake_cuda_drain(stream);
@@ -395,7 +392,6 @@ static void random_delays_tear_no_snapshot(void)
 		CHECK_EQ(torn, -1);
 		CHECK(snapshot_is(snapshot, 0, 5));
 		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-		sfr_snapshot_put(sfr_notice_snapshot());
 		sfr_snapshot_unview(snapshot);
 		fake.fake_cuda_drain(stream);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
@@ -432,7 +428,6 @@ static void a_write_between_samples_and_copy_tears_the_snapshot(void)
 		nr_torn += torn == 3;
 		fake.fake_cuda_drain(other);
 		CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
-		sfr_snapshot_put(sfr_notice_snapshot());
 		sfr_snapshot_unview(snapshot);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);

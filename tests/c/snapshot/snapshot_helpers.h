@@ -80,18 +80,14 @@ static inline void drop(struct sfr_snapshot *s)
 
 static inline void take_notice(struct sfr_snapshot *expected)
 {
-	struct sfr_ticket *ticket;
-	struct sfr_snapshot *s;
-	unsigned what;
-	char text[8];
+	struct sfr_notice notice;
 
-	CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER), 0);
-	CHECK_EQ(what, SFR_NOTICE_SNAPSHOT);
-	CHECK(ticket == NULL);
-	s = sfr_notice_snapshot();
-	CHECK(expected == NULL || s == expected);
-	CHECK(sfr_notice_snapshot() == NULL); /* once */
-	sfr_snapshot_put(s);
+	CHECK_EQ(sfr_notice_wait(&notice, SFR_FOREVER), 0);
+	CHECK_EQ(notice.what, SFR_NOTICE_SNAPSHOT);
+	CHECK(notice.ticket == NULL && notice.text[0] == 0);
+	CHECK(expected == NULL || notice.snapshot == expected);
+	CHECK(notice.number == sfr_snapshot_number(notice.snapshot));
+	sfr_snapshot_put(notice.snapshot);
 }
 
 static inline bool holds(const struct sfr_snapshot *s, const struct sfr_source *sources,

@@ -111,8 +111,8 @@ static void a_copy_nobody_can_read_is_given_up(void)
 	CHECK_EQ(sfr_snapshot_leased(s), 0);
 	CHECK_EQ(leased(engine), 0);
 	sfr_snapshot_put(s);
+	sfr_engine_put(engine); /* its threads use the table */
 	sfr_sys = before;
-	sfr_engine_put(engine);
 }
 
 /* ---- memory ------------------------------------------------------------------- */

@@ -56,6 +56,19 @@ def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
     snap.wait()
 
 
+def test_no_verdict_is_given_before_the_copy_has_ended(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    with slow("lane_copy", 0.3, sticky=False):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        copy = snap._copy
+        copy.settle()  # as a notice would that is somebody else's
+        ended, _ = copy.core.wait(0)
+        assert ended or not copy.is_settled()
+        assert ended or copy.sources  # whose memory is being read
+    snap.wait()
+    assert copy.is_settled() and not copy.sources
+
+
 class _Interrupted:
     """The core, whose snapshots are interrupted as soon as their copy has begun."""
 

@@ -1,0 +1,227 @@
+/* Everything at once, over pools of a few blocks: saves, cancels, snapshots that wait while blocks
+ * grow, trims, warm-ups, removes, loads, faults and forks, on several threads.
+ *
+ * What may go wrong here is an order of events that nobody thought of: a hang (the test is ended), a
+ * data race (make tsan), memory that does not come back, a file that is neither what it was nor
+ * what was saved. CHECK_STRESS_S in the environment runs it for so many seconds (make stress);
+ * CHECK_SEED repeats one.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "saving.h"
+#include "snapshot/snapshot.h"
+
+enum { BLOCK = SAVING_BLOCK, NR_ROUNDS = 12, NR_TURNS = 12, NR_NAMES = 3 };
+
+static const char *dir;
+static struct saving_state state;
+
+static uint32_t draw(uint64_t *random, uint32_t below)
+{
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	return (uint32_t)(*random >> 33) % below;
+}
+
+struct actor {
+	pthread_t thread;
+	struct sfr_engine *engine;
+	uint64_t random;
+	void (*turn)(struct actor *me);
+};
+
+static void name_of(struct actor *me, char name[8])
+{
+	(void)snprintf(name, 8, "%c.pt", 'a' + (int)draw(&me->random, NR_NAMES));
+}
+
+static void save(struct actor *me)
+{
+	struct sfr_ticket *t;
+	char name[8];
+
+	name_of(me, name);
+	if (saving_new(me->engine, dir, name, &state, 0, &t) != 0)
+		return; /* the fault */
+	if (sfr_save_admit(t, SFR_FOREVER) != 0) {
+		sfr_ticket_put(t);
+		return;
+	}
+	if (sfr_save_capture(t, SFR_FOREVER) != 0 || draw(&me->random, 8) == 0)
+		sfr_save_abandon(t); /* snapshots hold every block, or the caller has raised */
+	else
+		CHECK_EQ(sfr_save_launch(t), 0);
+	if (draw(&me->random, 4) == 0)
+		(void)sfr_save_cancel(t);
+	if (draw(&me->random, 2) == 0)
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	while (sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000) == SFR_EAGAIN)
+		;
+	(void)sfr_save_confirm(t, -1);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	sfr_ticket_put(t);
+}
+
+static void snap(struct actor *me)
+{
+	const uint64_t most = 3 * BLOCK;
+	const struct sfr_source source = {
+		.addr = (uint64_t)(uintptr_t)state.bytes,
+		.nbytes = 1 + draw(&me->random, (uint32_t)most),
+		.lane = draw(&me->random, 2) ? SFR_LANE_HOST : SFR_CAPTURED,
+	};
+	struct sfr_snapshot *s;
+	int64_t torn;
+	int rc;
+
+	if (sfr_snapshot_new(me->engine, &source, 1, 0, &s) != 0)
+		return;
+	while ((rc = sfr_snapshot_lease(s, 1000 * 1000)) == SFR_EAGAIN)
+		;
+	if (rc == 0) {
+		if (sfr_snapshot_start(s) == 0)
+			CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+		sfr_snapshot_unview(s);
+	}
+	sfr_snapshot_put(s);
+}
+
+static void resize(struct actor *me)
+{
+	if (draw(&me->random, 2) == 0)
+		(void)sfr_engine_warm_up(me->engine, draw(&me->random, 8 * BLOCK));
+	else
+		(void)sfr_engine_trim(me->engine);
+	(void)usleep(draw(&me->random, 500));
+}
+
+/* A file is what was saved or is not there; while it is replaced it is one or the other. */
+static void look_or_remove(struct actor *me)
+{
+	char name[8], path[PATH_MAX];
+	struct sfr_err err;
+	int found;
+
+	name_of(me, name);
+	if (draw(&me->random, 3) == 0) {
+		(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+		(void)sfr__file_remove(path, &err);
+		return;
+	}
+	found = saving_look(dir, name);
+	CHECK(found == 7 || found == -1 || (found == -2 && sfr_inject_hits() != 0));
+}
+
+static void fork_one(struct actor *me)
+{
+	pid_t child = fork();
+	int status;
+
+	if (child == 0)
+		_exit(sfr_engine_trim(me->engine) == SFR_EFORK ? 0 : 1);
+	if (CHECK(child > 0) && CHECK_EQ(waitpid(child, &status, 0), child))
+		CHECK_EQ(status, 0);
+	(void)usleep(1000);
+}
+
+static void *act(void *arg)
+{
+	struct actor *me = arg;
+
+	for (int i = 0; i < NR_TURNS; i++)
+		me->turn(me);
+	return NULL;
+}
+
+/* Notices are taken as they come: each holds a reference. */
+static void *listen(void *arg)
+{
+	struct sfr_ticket *ticket;
+	char text[1024];
+	unsigned what = 0;
+
+	(void)arg;
+	while (what != SFR_NOTICE_STOP) {
+		CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER), 0);
+		sfr_ticket_put(ticket);
+		sfr_snapshot_put(sfr_notice_snapshot());
+	}
+	return NULL;
+}
+
+static void one_round(uint64_t seed)
+{
+	static void (*const turns[])(struct actor *) = { save,           save,   save,
+							 snap,           snap,   resize,
+							 look_or_remove, resize, fork_one };
+	enum { NR = sizeof(turns) / sizeof(turns[0]) };
+	static const char *const calls[] = { "pwrite", "fdatasync", "rename", "malloc", "madvise" };
+	uint64_t random = seed;
+	const struct sfr_engine_opts opts = { .pool_bytes = (1 + draw(&random, 6)) * BLOCK,
+					      .block_bytes = BLOCK,
+					      .nr_writers = 1 + draw(&random, 3),
+					      .max_in_flight = 1 + draw(&random, 3) };
+	const struct sfr_fault fault = { .call = calls[draw(&random, 5)],
+					 .nth = 1 + draw(&random, 60),
+					 .err = EIO,
+					 .limit = -1 };
+	struct actor actors[NR];
+	struct sfr_engine *engine;
+	struct sfr_stats stats;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	for (int i = 0; i < NR; i++) {
+		actors[i] = (struct actor){ .engine = engine,
+					    .random = seed * 31 + (uint64_t)i,
+					    .turn = turns[i] };
+		CHECK_EQ(pthread_create(&actors[i].thread, NULL, act, &actors[i]), 0);
+	}
+	for (int i = 0; i < NR; i++)
+		CHECK_EQ(pthread_join(actors[i].thread, NULL), 0);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.saves_in_flight, 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.committed_bytes, 0);
+	sfr_engine_put(engine);
+}
+
+static void everything_at_once_ends_and_leaves_nothing_behind(void)
+{
+	const char *seconds = getenv("CHECK_STRESS_S"), *seed_text = getenv("CHECK_SEED");
+	uint64_t seed = seed_text ? strtoull(seed_text, NULL, 0) : (uint64_t)time(NULL);
+	uint64_t end = seconds ? sfr__now_ns() + strtoull(seconds, NULL, 0) * 1000000000u : 0;
+
+	for (int round = 0; end != 0 ? sfr__now_ns() < end : round < NR_ROUNDS; round++) {
+		int before = check__nr_failed;
+
+		(void)alarm(CHECK_SECONDS); /* for each round */
+		one_round(seed + (uint64_t)round);
+		if (check__nr_failed != before) {
+			(void)fprintf(stderr, "CHECK_SEED=%llu\n",
+				      (unsigned long long)seed + (unsigned long long)round);
+			return;
+		}
+	}
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+}
+
+int main(void)
+{
+	pthread_t listener;
+
+	dir = saving_dir();
+	saving_fill(&state, 7);
+	(void)saving_on_host();
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(pthread_create(&listener, NULL, listen, NULL), 0);
+	RUN(everything_at_once_ends_and_leaves_nothing_behind);
+	sfr_notice_stop();
+	CHECK_EQ(pthread_join(listener, NULL), 0);
+	saving_rmdir(dir);
+	return check_done();
+}
