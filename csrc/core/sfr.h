@@ -151,7 +151,8 @@ void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 struct sfr_place {
 	char parent[SFR_PATH_MAX];   /* real path of the directory */
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root */
-	uint32_t mode; /* of what stands there (st_mode; links are not followed), or 0 */
+	uint32_t mode;     /* of what stands there (st_mode; links are not followed), or 0 */
+	uint32_t readable; /* the directory: what may not be read cannot be synced */
 };
 /* Finds out where `path` leads, with a link in its last component followed or not. 0, or -errno: some
  * part of the path is missing, is no directory, or cannot be looked at. Blocks on file systems. */

@@ -10,7 +10,8 @@ them what the block says; outside they pass everything on.
     assert injected.hits == 1
 
 Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrite", "fdatasync",
-"fsync", "fallocate", "flock", "set_flags", "fstat", "lstat", "rename", "unlink", "rmdir",
+"fsync", "fallocate", "flock", "set_flags", "fstat", "lstat", "realpath", "faccessat", "rename",
+"unlink", "rmdir",
 "opendir", "mmap", "munmap", "mprotect", "madvise", "mincore", "malloc", "calloc", "realloc",
 "thread_create", "set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir",
 "closedir", "free", "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy"

@@ -45,6 +45,8 @@
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \
 	X(int, lstat, -1, (int dir, const char *name, struct stat *st), (dir, name, st))           \
 	X(char *, realpath, NULL, (const char *path, char *full), (path, full))                    \
+	X(int, faccessat, -1, (int dir, const char *path, int mode, int flags),                        \
+	  (dir, path, mode, flags))                                        \
 	X(int, rename, -1, (int dir, const char *from, const char *to), (dir, from, to))           \
 	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \

@@ -85,6 +85,7 @@ struct sfr_sys sfr_sys = {
 	.fstat = fstat,
 	.lstat = plain_lstat,
 	.realpath = realpath,
+	.faccessat = faccessat,
 	.rename = plain_rename,
 	.unlink = plain_unlink,
 	.rmdir = rmdir,

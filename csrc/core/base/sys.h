@@ -31,6 +31,7 @@ struct sfr_sys {
 	int (*fstat)(int fd, struct stat *st);
 	int (*lstat)(int dir, const char *name, struct stat *st);
 	char *(*realpath)(const char *path, char *real);
+	int (*faccessat)(int dir, const char *path, int mode, int flags);
 	int (*rename)(int dir, const char *from, const char *to);
 	int (*unlink)(int dir, const char *name);
 	int (*rmdir)(const char *path);

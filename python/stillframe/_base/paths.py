@@ -78,7 +78,8 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     text = as_text(path)
     # Everything at once, with the interpreter lock let go of once: mostly all is well.
     place = _core.look(os.fsencode(text), follow_link)
-    if place is not None and place[1] and _can_stand(place[2], follow_link):
+    well = place is not None and place[1] and (place[3] or not durable)
+    if place is not None and well and _can_stand(place[2], follow_link):
         return Target(text, *place[:2])
     parent, name = _split(text, follow_link)
     try:

@@ -1,4 +1,5 @@
-/* share.c: who waits for deferred bytes copies them, beside the lane and with the idle writers. */
+/* share.c: who waits for deferred bytes copies them, beside the lane and with
+ * the idle writers. */
 #include <pthread.h>
 #include <semaphore.h>
 
@@ -8,8 +9,9 @@ enum { MIB = 1 << 20, BLOCK = 4 * MIB, NR_SOURCES = 5 };
 
 static const char *dir;
 static unsigned char *bytes[NR_SOURCES];
-/* Pieces of a block, ends within pieces and blocks, and one that lies in four blocks. */
-static const uint64_t lens[NR_SOURCES] = { 3 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
+/* Pieces of a block, ends within pieces and blocks, and one that lies in four
+ * blocks. */
+static const uint64_t lens[NR_SOURCES] = { 6 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
 
 /* ---- a lane that stands still over its first piece ---- */
 
@@ -140,13 +142,34 @@ static void hold_the_lane(void)
 	sfr_sys.capture_copy = counted_capture_copy;
 }
 
+static bool all_is_handed_out(struct sfr_ticket *t)
+{
+	bool all;
+
+	sfr__lock(&t->engine->mu);
+	all = t->copy_blk == t->deferred->nr_blocks;
+	sfr__unlock(&t->engine->mu);
+	return all;
+}
+
+/* The block with the end of the entry that the lane has in hand. */
+static bool one_is_parked(struct sfr_ticket *t)
+{
+	bool yes;
+
+	sfr__lock(&t->engine->mu);
+	yes = t->parked != NULL;
+	sfr__unlock(&t->engine->mu);
+	return yes;
+}
+
 static void let_the_lane_go(void)
 {
 	CHECK_EQ(sem_post(&lane_may_go), 0);
 }
 
-/* With one writer as well: the ends of entries whose first part the lane still has in hand are with
- * it by then, and it does not wait for them. */
+/* With one writer as well: the ends of entries whose first part the lane still
+ * has in hand are with it by then, and it does not wait for them. */
 static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 {
 	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
@@ -159,7 +182,7 @@ static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 		nr_by_waiter = 0; /* the skeleton */
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
 		CHECK_EQ(nr_by_waiter, 0); /* it did not wait */
-		while (t->copy_blk < t->deferred->nr_blocks)
+		while (!all_is_handed_out(t) || !one_is_parked(t))
 			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 		CHECK_EQ(nr_by_lane, 1);
 		CHECK(nr_by_waiter > 0);
@@ -202,14 +225,23 @@ static void a_cancel_while_others_copy_gives_every_block_back(void)
 	struct sfr_ticket *t;
 
 	hold_the_lane();
+	/* As if somebody waited for another save: no CRC is made on the way, and none
+   * will be. */
+	sfr__lock(&engine->mu);
+	engine->nr_awaiting++;
+	sfr__unlock(&engine->mu);
 	t = submit(engine, "c.pt", 0);
 	CHECK_EQ(sem_wait(&lane_stands), 0);
-	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1), SFR_EAGAIN);
+	while (!one_is_parked(t))
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	CHECK_EQ(sfr_save_cancel(t), 1);
 	/* The lane still reads the sources. */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
 	let_the_lane_go();
 	saving_finish(t);
+	sfr__lock(&engine->mu);
+	engine->nr_awaiting--;
+	sfr__unlock(&engine->mu);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
 	sfr_ticket_put(t);
@@ -227,7 +259,8 @@ static void a_write_is_noticed_whoever_copies_it(void)
 		hold_the_lane();
 		t = submit(engine, "d.pt", flags);
 		CHECK_EQ(sem_wait(&lane_stands), 0);
-		/* The last line of a source is always sampled; any byte counts with sums. */
+		/* The last line of a source is always sampled; any byte counts with sums.
+     */
 		bytes[2][flags ? 7 * MIB + 5 : lens[2] - 1] ^= 1;
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 100 * 1000 * 1000), SFR_EAGAIN);
 		let_the_lane_go();

@@ -307,7 +307,8 @@ def test_a_directory_that_cannot_be_synced_is_refused_in_the_call(
 ) -> None:
     # Root may read every directory, so the system's answer stands in.
     monkeypatch.setattr(os, "access", lambda path, mode, **_: path != os.path.realpath(tmp_path))
-    with pytest.raises(stillframe.SaveError, match="durable=False") as caught:
+    refused = pytest.raises(stillframe.SaveError, match="durable=False")
+    with fault("faccessat", err=errno.EACCES, sticky=True), refused as caught:
         stillframe.async_save(STATE, tmp_path / "a.pt")
     assert caught.value.errno == errno.EACCES and caught.value.phase == "open"
     assert os.listdir(tmp_path) == []
