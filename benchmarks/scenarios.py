@@ -23,6 +23,7 @@ class Scenario:
 
     state: which state; scenarios of one state share its processes. kind: "save" (with `busy`),
     "loop", "gate", "watch" or "growth": see session.py. only_ours: no peer is measured in it.
+    computing: so many Python threads compute beside the main thread.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Scenario:
     title: str
     busy: bool = False
     only_ours: bool = False
+    computing: int = 0
 
     @property
     def cold(self) -> str:
@@ -41,6 +43,8 @@ class Scenario:
 SCENARIOS = (
     Scenario("busy", "main", "save", "main thread busy in Python", busy=True),
     Scenario("idle", "main", "save", "main thread idle"),
+    Scenario("beside", "main", "save", "one Python thread computes", computing=1),
+    Scenario("beside_two", "main", "save", "two Python threads compute", computing=2),
     Scenario("watch", "main", "watch", "bytes over time, main thread idle"),
     Scenario("gate", "main", "gate", "the step after the call", only_ours=True),
     Scenario("loop_large", "main", "loop", "training loop"),

@@ -14,8 +14,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,11 +65,21 @@ class _Session:
         self._number += 1
         return self._directory / f"save{self._number}.pt"
 
-    def save(self, busy: bool, check: bool) -> Answer:
+    def save(self, busy: bool, check: bool, computing: int = 0) -> Answer:
         """One save with the main thread busy or idle beside it.
 
         check: load the file afterwards and compare the first, middle and last tensors.
+        computing: so many threads want the interpreter lock all the time, until the save has
+        ended.
         """
+        with _computing(computing):
+            figures, tree, path = self._timed_save(busy)
+        if check:
+            self._check(tree, path)
+        _remove(path)
+        return figures
+
+    def _timed_save(self, busy: bool) -> tuple[Answer, Any, Path]:
         state = self._state
         state.step(SAVE_BATCH)
         tree, path, stamp = state.tree(), self._next_path(), Stamp()
@@ -104,10 +116,7 @@ class _Session:
                 "stall_s": max(beside.worst_ns, tail.worst_ns) / 1e9,
                 "stall_alone_s": alone.worst_ns / 1e9,
             }
-        if check:
-            self._check(tree, path)
-        _remove(path)
-        return figures
+        return figures, tree, path
 
     def _check(self, tree: Any, path: Path) -> None:
         import torch
@@ -221,6 +230,26 @@ class _Session:
     def close(self) -> Answer:
         self._peer.close()
         return {}
+
+
+@contextlib.contextmanager
+def _computing(nr_threads: int) -> Iterator[None]:
+    """Threads that compute in pure Python: a loader that makes tokens, a logger, an evaluator."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(i * i for i in range(1000))
+
+    threads = [threading.Thread(target=compute, daemon=True) for _ in range(nr_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def _length(path: Path) -> int:

@@ -110,7 +110,12 @@ class Run:
                 if worker.peer in slow and number >= FEW_ROUNDS + cold:
                     continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.peer}")
-                answer = worker.call("save", busy=scenario.busy, check=number == 0)
+                answer = worker.call(
+                    "save",
+                    busy=scenario.busy,
+                    check=number == 0,
+                    computing=scenario.computing,
+                )
                 self.figures.add(name, worker.peer, answer)
                 if answer["finished_s"] > SLOW_S:
                     slow.add(worker.peer)

@@ -19,6 +19,7 @@ import functools
 import inspect
 import os
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -30,6 +31,7 @@ from stillframe import _core
 _BATCH = 64 << 20  # bytes of memory that are found at a time
 _AHEAD = 1 << 30  # and how much of it before it is asked for
 _AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
+_BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
 
@@ -69,6 +71,8 @@ class Archive:
     """
 
     def __init__(self, core: _core.Restore, fd: int, nbytes: int, ahead: int) -> None:
+        self.failure: Failure | None = None
+        self.pickle = b""  # once it was read
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
@@ -104,8 +108,10 @@ class Archive:
         return self._core.find(name) >= 0
 
     def get_record(self, name: str) -> bytes:
-        storage = self._take(name)
-        return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+        data = bytes_of(self._take(name))
+        if name == "data.pkl":
+            self.pickle = data
+        return data
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
@@ -150,7 +156,7 @@ class Archive:
         first = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH)
-            storages = [_new_storage(size) for size in sizes]
+            storages = [new_storage(size) for size in sizes]
             self._storages += storages
             self._core.into(first, [storage.data_ptr() for storage in storages])
             self._waiting_nbytes += sum(sizes)
@@ -159,14 +165,71 @@ class Archive:
 
 
 def _storage_of(data: bytes) -> torch.UntypedStorage:
-    storage = _new_storage(len(data))
+    storage = new_storage(len(data))
     if data:
         ctypes.memmove(storage.data_ptr(), data, len(data))
     return storage
 
 
-def _new_storage(nbytes: int) -> torch.UntypedStorage:
+def bytes_of(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+
+def new_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+
+
+class Shapes:
+    """An archive of which only the pickle is read: every tensor is on the meta device.
+
+    Its storages know their records by the offset that torch has them note for such loads.
+    """
+
+    _NAMES = ("data.pkl", "byteorder")
+
+    def __init__(self, core: _core.Restore) -> None:
+        self.failure: Failure | None = None
+        self._core = core
+        self._records: dict[str, torch.UntypedStorage] = {}
+
+    def load(self, weights_only: bool) -> Any:
+        """As `Archive.load`."""
+        unpickler = _weights_only_unpickler if weights_only else pickle
+        addresses = [0] * self._core.nr
+        for name in self._NAMES:
+            if (index := self._core.find(name)) >= 0:
+                (size,) = self._core.sizes(index, 1)
+                self._records[name] = new_storage(size)
+                addresses[index] = self._records[name].data_ptr()
+        try:
+            self._core.into(0, addresses)
+            if self.has_record("byteorder") and self.get_record("byteorder") != _BYTEORDER:
+                raise RestoreFailed  # its bytes need turning round
+            return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
+        finally:
+            self.failure = Failure(*self._core.failure())
+            self._core.close()
+
+    def has_record(self, name: str) -> bool:
+        return name in self._records  # without .format_version torch asks for each offset
+
+    def get_record(self, name: str) -> bytes:
+        index = self._core.find(name)
+        self._core.go(self._core.reach(index))
+        if not self._core.wait(index):
+            raise RestoreFailed
+        return bytes_of(self._records[name])
+
+    def get_record_offset(self, name: str) -> int:
+        return self._core.find(name)
+
+    def serialization_id(self) -> str:
+        return ""  # at the file's end: not worth reading all before it
+
+
+def record_of(tensor: torch.Tensor) -> int:
+    """Which record a tensor of `Shapes` lives in."""
+    return cast(int, tensor.untyped_storage()._checkpoint_offset)
 
 
 def can(core: _core.Restore, map_location: Any) -> str | None:

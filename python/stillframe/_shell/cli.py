@@ -1,4 +1,4 @@
-"""The command line: `stillframe verify PATH...`, `stillframe bench DIR` and `stillframe demo`.
+"""The command line: `stillframe verify PATH...`, `inspect FILE`, `bench DIR` and `demo`.
 
 Exit status of verify, of several paths the largest:
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from stillframe import _core
 from stillframe._base import looks
-from stillframe._shell import bench
+from stillframe._shell import bench, inspect
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -319,6 +319,16 @@ def _parser() -> argparse.ArgumentParser:
             description="Half a minute: raw memcpy, write and read; save and load as shares of"
             " them; and advice. Its files go to a directory of their own in DIR and are removed.",
             epilog="Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
+        )
+    )
+    inspect.add_arguments(
+        commands.add_parser(
+            "inspect",
+            help="show what is in a checkpoint, without loading it",
+            description="Tensors by name, shape, type, device and bytes, and other values by type."
+            " The file's pickle is read, and never obeyed.",
+            epilog="Exit status: 0 shown; 1 damaged, and shown as far as it goes; 2 missing,"
+            " unreadable or no checkpoint.",
         )
     )
     # Its options are its own: main hands them over unread.

@@ -138,7 +138,7 @@ static void *act(void *arg)
 /* Notices are taken as they come: each holds a reference. */
 static void *listen(void *arg)
 {
-	struct sfr_notice notice = { 0 };
+	struct sfr_notice notice = { .what = 0 };
 
 	(void)arg;
 	while (notice.what != SFR_NOTICE_STOP) {

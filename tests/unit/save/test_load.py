@@ -352,6 +352,8 @@ def test_a_wrong_byte_of_a_tensor_is_found(write, tmp_path):
     with pytest.raises(CorruptCheckpointError, match=r"record \w+/data/0: .* CRC") as error:
         stillframe.load(path)
     assert str(path) in str(error.value)
+    # With the place, and what the user calls what is lost.
+    assert f"at byte {offset_of_storage(path)}: weight, view" in str(error.value)
     # Without it only the structure is looked at: the promise is no more than that.
     loaded = stillframe.load(path, verify=False)
     assert not torch.equal(loaded["weight"], small_state()["weight"])
