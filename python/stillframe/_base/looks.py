@@ -66,8 +66,6 @@ def like(fd: int, path: str) -> str | None:
     head = os.pread(fd, _HEAD, 0)
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
-    if head.startswith(b"PK\3\4") and _is_another_zip(head):
-        return "a zip archive of something else"
     # What is empty or full of zeros was a checkpoint whose bytes never reached the disk.
     if not head.strip(b"\0") or head.startswith(b"PK") or _LEGACY in head[:32]:
         return None
@@ -98,9 +96,10 @@ def _is_safetensors(head: bytes, nbytes: int) -> bool:
     return int.from_bytes(head[:8], "little") <= nbytes - 8 and head[8:9] == b"{"
 
 
-def _is_another_zip(head: bytes) -> bool:
-    """Whether its first record lies in no directory, as in no file of torch (an .npz, most zips).
+def is_another_zip(fd: int) -> bool:
+    """Whether an archive's first record lies in no directory, as in no file of torch (an .npz, most zips).
     A file of torch whose first name was altered still says ``data.pkl`` there."""
+    head = os.pread(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
 

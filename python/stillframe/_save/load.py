@@ -100,7 +100,7 @@ def _load_fd(
     """
     with _named(path):
         found, core = _core.restore(fd, verify)
-        if not found["ok"] and (words := looks.like(fd, path)) is not None:
+        if found["format"] == "foreign" and (words := looks.like(fd, path)) is not None:
             found["error"] = f"it is not a torch.save file; it looks like {words}"
     _refuse_damaged(found, path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
