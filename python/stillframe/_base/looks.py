@@ -84,7 +84,9 @@ def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
     rather than a damaged one; None when it is one."""
     if (words := like(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
-    if found["format"] == "archive" and found["num_bad"] == 0 and "no record" in found["error"]:
+    no_checkpoint = found["num_bad"] == 0 and "no record" in found["error"]
+    elsewhere = found["num_bad"] > 0 and is_another_zip(fd)  # its directory could be read
+    if found["format"] == "archive" and (no_checkpoint or elsewhere):
         return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
     # Nobody's, and neither empty nor zeros: bytes that no checkpoint begins with.
     if found["format"] == "foreign" and os.pread(fd, _HEAD, 0).strip(b"\0"):
