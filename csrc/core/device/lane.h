@@ -103,12 +103,7 @@ void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
 /* Appends a sentence for each device that is dead. */
 void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
-/* ---- lane.c ---- */
-/* The thread of a lane. */
-void *sfr__cuda_lane_main(void *lane);
-/* Only one thread at a time puts something on a lane's stream: it has the turn, and no lock. */
-void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
-void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
+/* ---- events.c ---- */
 /* An event, new or used before; NULL when the driver has none to give. And back. */
 CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
@@ -124,6 +119,15 @@ bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
 /* A piece, all zero, new or used before (NULL without memory), and back. */
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
+/* An event behind what is on the stream; NULL with `err` set where none can be had. */
+CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
+
+/* ---- lane.c ---- */
+/* The thread of a lane. */
+void *sfr__cuda_lane_main(void *lane);
+/* Only one thread at a time puts something on a lane's stream: it has the turn, and no lock. */
+void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
+void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
 /* In a turn: an event behind what was queued, and the piece among those in flight. It always flies:
  * where no event can be had or recorded, the stream as a whole is asked. */
 void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err);
@@ -173,8 +177,6 @@ bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
 /* The caller's stream of a device, or NULL. */
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
 					uint32_t device);
-/* An event behind what is on the stream; NULL with `err` set where none can be had. */
-CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 /* E: records what is on the caller's stream and has the lane's stream wait for it. In a turn. */
 void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 /* C: has the caller's stream wait for *event (NULL: nothing to do), which is the lane's again. */

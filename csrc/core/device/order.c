@@ -33,18 +33,6 @@ const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32
 	return NULL;
 }
 
-CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
-{
-	CUevent event = sfr__cuda_event_get(lane);
-	CUresult rc = event ? lane->cu->event_record(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
-
-	if (rc == CUDA_SUCCESS)
-		return event;
-	(void)sfr__cuda_failed(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
-	sfr__cuda_event_put(lane, event);
-	return NULL;
-}
-
 void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
 {
 	CUevent event = sfr__cuda_record(lane, stream, err);
