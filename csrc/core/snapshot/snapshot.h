@@ -53,13 +53,19 @@ static inline bool sfr__is_deferred(const struct sfr_source *source)
 	return source->lane != SFR_CAPTURED && source->nbytes != 0;
 }
 
+/* ---- life.c ---- */
+void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
+/* Gives back what was taken out of the snapshot under the lock. */
+void sfr__snapshot_give_back(struct sfr_snapshot *s, struct sfr__lease *lease);
+/* Asks whether the memory goes back, and lets go of the lock. */
+void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s);
 /* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
 /* A copy into the memory may never end: it is nobody's again. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
-/* ---- snapshot_samples.c ---- */
+/* ---- snapshot/samples.c ---- */
 /* Deferred sources in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Keeps samples of every deferred source in host memory. -ENOMEM. */
@@ -72,7 +78,7 @@ uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t devi
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
 			      uint32_t nr);
 
-/* ---- snapshot_cuda.c ---- */
+/* ---- snapshot/device.c ---- */
 /* Makes the parts of the sources that live on devices. -ENOMEM. */
 int sfr__snapshot_parts_new(struct sfr_snapshot *s);
 /* The caller's current streams. SFR_ESTATE when a device has none. */

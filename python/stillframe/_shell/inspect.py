@@ -76,11 +76,12 @@ def look(path: str) -> Found:
         return found
     with os.fdopen(fd, "rb") as file:
         try:
-            if (words := looks.like(fd, path)) is not None:
-                found.status, found.error = UNUSABLE, f"it is no checkpoint; it looks like {words}"
-                return found
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
+            strange = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
+            if strange is not None:
+                found.status, found.error = UNUSABLE, strange
+                return found
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
             _read(file, found)
