@@ -18,7 +18,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-import lightning.pytorch
+import lightning.pytorch  # noqa: F401 (the forks have it then)
 import stillframe
 import torch
 
