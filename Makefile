@@ -12,6 +12,7 @@
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
+# make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make clean  removes what was built; make distclean removes .venv too
 #
@@ -38,7 +39,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
+.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
 	lightning-suite lightning-versions lightning-theirs clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -90,6 +91,16 @@ bench: build $(VENV)/.bench
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
 	$(PIP) install --constraint requirements.txt --requirement benchmarks/requirements.txt
+	@touch $@
+
+# The pages ask nobody else for scripts, styles or fonts.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
+	@! grep -rhoE '(src|href)="(https?:)?//[^"]*[.](js|css|woff2?|png|svg)"' build/site --include='*.html'
+	@echo "build/site/index.html"
+
+$(VENV)/.docs: docs/requirements.txt $(VENV)/.requirements
+	$(PIP) install --constraint requirements.txt --requirement docs/requirements.txt
 	@touch $@
 
 lint: $(VENV)/.requirements
@@ -212,12 +223,14 @@ lightning-theirs: build
 # ---- what needs a GPU -------------------------------------------------------------------------
 
 # Nothing is installed or fetched: GPU_PY has torch, Lightning, rich and pytest, and by default is
-# the first of these whose torch sees a device. GPU_PARTS can be run one by one.
+# the first of these whose torch sees a device. Each part (benchmarks/gpu_first.py has the list) ends
+# within ten minutes, whatever becomes of the others; GPU_OUT gets their figures and logs.
 GPU_PY    ?=
-GPU_PARTS ?= tests saves sweep pinning profile
+GPU_PARTS ?=
+GPU_OUT   ?= build/gpu
 
 gpu:
-	@set -e; py='$(GPU_PY)'; \
+	@py='$(GPU_PY)'; \
 	for each in $(PY) $(PYTHON) python3; do \
 		[ -z "$$py" ] || break; \
 		command -v $$each >/dev/null || continue; \
@@ -229,12 +242,8 @@ gpu:
 			"(name one with GPU_PY=...)"; \
 		exit 0; \
 	fi; \
-	export PYTHONPATH='$(CURDIR)/python'; \
-	$$py setup.py -q build_ext --inplace; \
-	$(if $(filter tests,$(GPU_PARTS)),$$py -m pytest -c /dev/null --rootdir='$(CURDIR)' -p no:cacheprovider \
-		-ra tests/gpu;) \
-	$(if $(filter-out tests,$(GPU_PARTS)),$$py benchmarks/gpu.py --dir $(DIR) \
-		--parts $(filter-out tests,$(GPU_PARTS)) $(ARGS))
+	$$py setup.py -q build_ext --inplace && \
+	$$py benchmarks/gpu_first.py --dir $(DIR) --out $(GPU_OUT) $(if $(GPU_PARTS),--parts $(GPU_PARTS)) $(ARGS)
 
 # ---------------------------------------------------------------------------------------------
 
