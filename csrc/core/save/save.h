@@ -55,6 +55,7 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
+	bool needs_blocks; /* the pool counts it among the saves that do */
 	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
 	bool fetching;  /* somebody gets memory for the next block */
 	uint32_t copy_blk, nr_copying;
