@@ -56,64 +56,6 @@ _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE
 
 /* ---- verdicts ---------------------------------------------------------------- */
 
-int sfr__check_fatal(struct sfr_check *c, const char *wrong)
-{
-	if (c->result.error[0] == '\0')
-		(void)snprintf(c->result.error, sizeof(c->result.error), "%s", wrong);
-	c->state = SFR__CHECK_DONE;
-	return 0;
-}
-
-int sfr__check_unreadable(struct sfr_check *c, int rc)
-{
-	if (rc == SFR_ECORRUPT)
-		return sfr__check_fatal(c, "it was changed while it was read");
-	c->os_error = true;
-	return rc;
-}
-
-/* A copy of the name in hand, fit to be shown: no control characters, zero bytes among them. */
-static char *show_name(const struct sfr_check *c)
-{
-	size_t len = c->rec.name_len;
-	char *shown = sfr_sys.malloc(len + 1);
-
-	if (shown == NULL)
-		return NULL;
-	for (size_t i = 0; i < len; i++) {
-		unsigned char byte = (unsigned char)c->name[i];
-
-		shown[i] = byte < 0x20 || byte == 0x7f ? '?' : (char)byte;
-	}
-	shown[len] = '\0';
-	return shown;
-}
-
-int sfr__check_bad_record(struct sfr_check *c, const char *reason)
-{
-	struct sfr_check_result *r = &c->result;
-	char *name;
-
-	if (r->nr_listed == SFR_CHECK_MAX_LISTED) {
-		r->nr_bad++;
-		return 0;
-	}
-	if (c->bad == NULL) {
-		c->bad = sfr_sys.calloc(SFR_CHECK_MAX_LISTED, sizeof(*c->bad));
-		if (c->bad == NULL)
-			return -ENOMEM;
-		r->bad = c->bad;
-	}
-	name = show_name(c);
-	if (name == NULL)
-		return -ENOMEM;
-	if (r->nr_bad++ == 0)
-		(void)snprintf(r->error, sizeof(r->error), "record %.300s: %s", name, reason);
-	c->bad[r->nr_listed].name = name;
-	c->bad[r->nr_listed++].reason = reason;
-	return 0;
-}
-
 /* ---- START ------------------------------------------------------------------- */
 
 /* torch's legacy format begins with a pickled number, in whatever protocol the user chose. */

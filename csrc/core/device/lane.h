@@ -81,7 +81,7 @@ struct sfr__cuda_lanes {
 	bool closing; /* there will be no more */
 };
 
-/* ---- lane.c ---- */
+/* ---- lane.c; events.c from sfr__cuda_event_get_locked on ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
 /* The lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
 int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,

@@ -46,6 +46,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
 	t->log.ops = &sfr__save_log_ops;
+	t->run_job = sfr__job_run;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
 	if (rc < 0)
@@ -142,32 +143,6 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	t->slot_wait_ns += sfr__now_ns() - start;
 	sfr__unlock(&engine->mu);
 	return rc;
-}
-
-struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
-{
-	uint32_t first = 0;
-
-	for (const struct sfr__run *r = t->img.runs; r != run; r++)
-		first += r->nr_blocks;
-	return &t->jobs[first + blk];
-}
-
-void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
-			    struct sfr__block *block, bool summed)
-{
-	struct sfr__job *job = sfr__block_job(t, run, blk);
-
-	*job = (struct sfr__job){
-		.ticket = t,
-		.kind = SFR__JOB_BLOCK,
-		.block = block,
-		.run = run,
-		.blk = blk,
-		.summed = summed,
-	};
-	sfr__job_push_locked(job);
-	sfr__engine_wake_idle_locked(t->engine);
 }
 
 /* Leases the next captured block, stages it and hands it to the writers. 0; SFR_EAGAIN when there

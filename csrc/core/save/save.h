@@ -46,6 +46,7 @@ struct sfr_ticket {
 	uint32_t nr_blocks;    /* of the whole image */
 	uint32_t nr_whole;     /* of them, those that need all their memory */
 	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
+	void (*run_job)(struct sfr__task *task);
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
@@ -103,7 +104,6 @@ extern const struct sfr__log_ops sfr__save_log_ops;
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */
 int sfr__cuda_parts_new(struct sfr_ticket *t);
-void sfr__cuda_parts_free(struct sfr_ticket *t);
 /* Queues the captured sources on devices and takes samples there. SFR_EAGAIN, SFR_EEXHAUSTED as
  * sfr_save_capture; other failures become the ticket's. */
 int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns);
@@ -121,6 +121,8 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
 /* Every change of state goes through here. */
 void sfr__ticket_set_state_locked(struct sfr_ticket *t, enum sfr_state state);
+/* Whether a save has come so far, or will not come any further; with the lock. */
+bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* Records what went wrong (first error wins) and lets the save run out. */
 void sfr__ticket_fail_locked(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err);
@@ -180,6 +182,9 @@ int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t entry, uint64_t off, const
 		       size_t len);
 
 /* ---- write.c ---- */
+/* Does a job, on a writer's thread. */
+void sfr__job_run(struct sfr__task *task);
+/* ---- jobs.c ---- */
 void sfr__job_push_locked(struct sfr__job *job);
 /* Adds the CRC of a part of an entry to it: parts come in any order. Whether all are there now. */
 bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc);

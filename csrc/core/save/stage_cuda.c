@@ -57,11 +57,6 @@ int sfr__cuda_parts_new(struct sfr_ticket *t)
 	return 0;
 }
 
-void sfr__cuda_parts_free(struct sfr_ticket *t)
-{
-	sfr_sys.free(t->parts); /* each has let go of all it had when it was over */
-}
-
 /* ---- begin: E ------------------------------------------------------------------ */
 
 static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_err *err)

@@ -64,17 +64,6 @@ static bool ended(const struct sfr_ticket *t)
 
 /* ---- life ---- */
 
-struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
-{
-	struct sfr__job *job = &t->jobs[t->nr_blocks + (kind == SFR__JOB_OPEN ? 0 :
-							kind == SFR__JOB_TAIL ? 1 :
-										2)];
-
-	job->ticket = t;
-	job->kind = kind;
-	return job;
-}
-
 /* Frees what only the work needed; the figures of the image stay. Nobody works any more. */
 static void free_tools(struct sfr_ticket *t)
 {
@@ -95,7 +84,7 @@ void sfr__ticket_free(struct sfr_ticket *t)
 	struct sfr_engine *engine = t->engine;
 
 	sfr__file_fini(&t->file);
-	sfr__cuda_parts_free(t);
+	sfr_sys.free(t->parts); /* each has let go of all it had when it was over */
 	free_tools(t);
 	sfr_sys.free(t->log.key);
 	sfr_sys.free(t);
@@ -246,7 +235,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 
 /* ---- waiting, verdict, cancel, report ---- */
 
-static bool reached(const struct sfr_ticket *t, enum sfr_wait_for what)
+bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 {
 	if (ended(t))
 		return true;
@@ -265,56 +254,8 @@ static bool reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t)
 {
-	return reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
+	return sfr__ticket_reached(t, SFR_WAIT_COPIED) || sfr__ticket_failing_locked(t) ||
 	       (t->launched && !t->lane_owns && t->cuda_unsubmitted == 0);
-}
-
-static bool is_copied(const struct sfr_ticket *t)
-{
-	return reached(t, SFR_WAIT_COPIED);
-}
-
-int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
-			    bool (*is_over)(const struct sfr_ticket *t))
-{
-	struct sfr_engine *engine = t->engine;
-	int rc = 0;
-
-	engine->nr_awaiting++;
-	sfr__shared_wake_locked(engine);
-	while (!is_over(t) && rc == 0)
-		if (sfr__share_help_locked(t))
-			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
-		else
-			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
-	engine->nr_awaiting--;
-	return rc;
-}
-
-int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
-{
-	uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
-
-	if (sfr__ticket_foreign(t))
-		return SFR_EFORK;
-	/* Python asks this in loops with the interpreter lock held, and whoever has the engine's lock
-	 * may be a niced thread that another process keeps from running. */
-	if (what == SFR_WAIT_ENDED && atomic_load_explicit(&t->over, memory_order_acquire))
-		return 0;
-	if (what == SFR_WAIT_ENDED && slice_ns == 0)
-		return SFR_EAGAIN;
-	sfr__lock(&t->engine->mu);
-	if (what == SFR_WAIT_COPIED && slice_ns != 0) {
-		rc = sfr__ticket_help_locked(t, deadline, is_copied);
-	} else {
-		while (!reached(t, what) && rc == 0)
-			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
-	}
-	if (reached(t, what))
-		rc = 0;
-	sfr__unlock(&t->engine->mu);
-	return rc;
 }
 
 int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index)

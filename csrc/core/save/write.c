@@ -17,16 +17,6 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-void sfr__unpark_locked(struct sfr_ticket *t)
-{
-	struct sfr__job *job;
-
-	while ((job = t->parked)) {
-		t->parked = job->parked;
-		sfr__task_push_locked(t->engine, SFR__WRITERS, &job->task);
-	}
-}
-
 /* Waits for the OPEN job. False when the save is failing. */
 static bool wait_opened(struct sfr_ticket *t)
 {
@@ -201,7 +191,7 @@ static void do_tail(struct sfr_ticket *t, struct sfr_err *err)
 	}
 }
 
-static void run(struct sfr__task *task)
+void sfr__job_run(struct sfr__task *task)
 {
 	struct sfr__job *job = sfr__container(task, struct sfr__job, task);
 	struct sfr_ticket *t = job->ticket;
@@ -230,11 +220,4 @@ static void run(struct sfr__task *task)
 		sfr__ticket_fail_locked(t, &err);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&engine->mu);
-}
-
-void sfr__job_push_locked(struct sfr__job *job)
-{
-	job->task.run = run;
-	job->ticket->jobs_out++;
-	sfr__task_push_locked(job->ticket->engine, SFR__WRITERS, &job->task);
 }

@@ -34,20 +34,6 @@
 
 enum { COPY_PIECE = 4 << 20 /* between looks at whether anybody still wants the copy */ };
 
-static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
-
-unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to)
-{
-	return atomic_load_explicit(&arrows[from][to], memory_order_relaxed);
-}
-
-static void set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state)
-{
-	atomic_fetch_add_explicit(&arrows[s->state][state], 1, memory_order_relaxed);
-	s->state = state;
-	pthread_cond_broadcast(&s->engine->cv_state);
-}
-
 /* Made before a fork that this process came out of: nothing of it may be touched. */
 static bool foreign(const struct sfr_snapshot *s)
 {
@@ -55,38 +41,6 @@ static bool foreign(const struct sfr_snapshot *s)
 }
 
 /* ---- memory ---- */
-
-/* Gives back what was taken out of the snapshot under the lock. */
-static void give_back(struct sfr_snapshot *s, struct sfr__lease *lease)
-{
-	/* Where the system refuses (a process has a limited number of mappings), later children
-	 * have these pages too: that costs them memory, and harms nobody. */
-	if (s->shared)
-		(void)sfr__pool_share(s->engine->pool, lease, false);
-	sfr__pool_unplace(s->engine->pool, lease);
-	sfr__engine_snapshot_gone(s->engine);
-}
-
-/* Asks whether the memory goes back, and lets go of the lock. */
-static void settle_and_unlock(struct sfr_snapshot *s)
-{
-	struct sfr__lease lease = { 0 };
-
-	/* Before it is known that nobody has it any more: who waits for memory has to see that this
-	 * comes back. The pool's lock stands in the order after the engine's. */
-	if (s->nr_views == 0 && s->lease.runs)
-		sfr__pool_let_go(s->engine->pool, &s->lease);
-	if (s->nr_views == 0 && s->nr_holds == 0) {
-		s->abandoned = true;
-		if (s->state != SFR__SNAPSHOT_COPYING) {
-			lease = s->lease;
-			s->lease = (struct sfr__lease){ 0 };
-		}
-	}
-	sfr__unlock(&s->engine->mu);
-	if (lease.runs)
-		give_back(s, &lease);
-}
 
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out)
@@ -198,7 +152,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	sfr__lock(&engine->mu);
 	s->lease = lease;
 	s->nr_views = 1;
-	set_state_locked(s, SFR__SNAPSHOT_LEASED);
+	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
 out:
 	sfr_sys.free(lens);
@@ -251,39 +205,6 @@ static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
 	return true;
 }
 
-void sfr__snapshot_out(struct sfr_snapshot *s)
-{
-	sfr__lock(&s->engine->mu);
-	s->nr_out++;
-	sfr__unlock(&s->engine->mu);
-}
-
-void sfr__snapshot_lost(struct sfr_snapshot *s)
-{
-	sfr__lock(&s->engine->mu);
-	s->lease.retired = true;
-	sfr__unlock(&s->engine->mu);
-}
-
-void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err)
-{
-	struct sfr_engine *engine = s->engine;
-
-	sfr__lock(&engine->mu);
-	if (torn >= 0 && s->torn < 0)
-		s->torn = torn;
-	if (err && err->code && !s->err.code)
-		s->err = *err;
-	if (--s->nr_out > 0) {
-		sfr__unlock(&engine->mu);
-		return;
-	}
-	engine->nr_copying--;
-	set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	settle_and_unlock(s);
-	sfr__notice_post(&s->notice); /* with the reference of those who copy */
-}
-
 static void run(struct sfr__task *task)
 {
 	struct sfr_snapshot *s = sfr__container(task, struct sfr_snapshot, copying);
@@ -305,7 +226,7 @@ static int copy_here(struct sfr_snapshot *s, int rc)
 		if (s->sources[i].device == 0 && s->sources[i].addr)
 			(void)copy_source(s, i, false); /* always all */
 	sfr__lock(&s->engine->mu);
-	set_state_locked(s, SFR__SNAPSHOT_COPIED);
+	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }
@@ -345,7 +266,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		sfr_snapshot_get(s); /* of those who copy */
 		s->nr_out = 1;       /* this call */
 		engine->nr_copying++;
-		set_state_locked(s, SFR__SNAPSHOT_COPYING);
+		sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPYING);
 	}
 	sfr__unlock(&engine->mu);
 	if (!queued) /* the engine may have been closed meanwhile: nothing is left to do it later */
@@ -440,7 +361,7 @@ static void unuse(struct sfr_snapshot *s, uint32_t *count)
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
-	settle_and_unlock(s);
+	sfr__snapshot_settle_and_unlock(s);
 }
 
 int sfr_snapshot_view(struct sfr_snapshot *s)
@@ -495,7 +416,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		return;
 	engine = s->engine;
 	if (s->lease.runs)
-		give_back(s, &s->lease);
+		sfr__snapshot_give_back(s, &s->lease);
 	sfr_sys.free(s->parts);
 	sfr_sys.free(s->samples);
 	sfr_sys.free(s->copies);

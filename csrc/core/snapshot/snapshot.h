@@ -53,6 +53,12 @@ static inline bool sfr__is_deferred(const struct sfr_source *source)
 	return source->lane != SFR_CAPTURED && source->nbytes != 0;
 }
 
+/* ---- life.c ---- */
+void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
+/* Gives back what was taken out of the snapshot under the lock. */
+void sfr__snapshot_give_back(struct sfr_snapshot *s, struct sfr__lease *lease);
+/* Asks whether the memory goes back, and lets go of the lock. */
+void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s);
 /* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);

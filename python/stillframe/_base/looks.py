@@ -1,13 +1,13 @@
 """What a file that is no checkpoint looks like, in words that go behind "it looks like".
 
-Only its first bytes, its type and its name are looked at. Nothing here is a verdict: that a file is
-no checkpoint, or a damaged one, is for the core's check to say.
+Only its first bytes, its type and its name are looked at.
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from typing import Any
 
 _HEAD = 4096  # bytes that are looked at
 _LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number of torch's own
@@ -76,6 +76,19 @@ def like(fd: int, path: str) -> str | None:
         if head.startswith(beginning):
             return words
     return "text" if _is_text(head) else None
+
+
+def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
+    """Why a file that is not whole (`found`: what the core's check says) is no checkpoint at all,
+    rather than a damaged one; None when it is one."""
+    if (words := like(fd, path)) is not None:
+        return f"it is not a PyTorch checkpoint; it looks like {words}"
+    if found["format"] == "archive" and found["num_bad"] == 0 and "no record" in found["error"]:
+        return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
+    # Nobody's, and neither empty nor zeros: bytes that no checkpoint begins with.
+    if found["format"] == "foreign" and os.pread(fd, _HEAD, 0).strip(b"\0"):
+        return "it is not a PyTorch checkpoint"
+    return None
 
 
 def _is_safetensors(head: bytes, nbytes: int) -> bool:

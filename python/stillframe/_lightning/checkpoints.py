@@ -43,13 +43,12 @@ from stillframe._lightning.caller import inside_signal_handler, meets_others_lat
 from stillframe._lightning.options import PluginOptions
 from stillframe._lightning.pending import (
     Work,
-    absolute,
     error_of,
     is_failure,
-    is_remote,
     log_error,
     warn,
 )
+from stillframe._lightning.places import absolute, is_remote
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stillframe._save.handle import SaveHandle, is_collected
 from stillframe.errors import StillframeError
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from stillframe._save.engine import Engine
 
 log = logging.getLogger("stillframe")
-
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass
@@ -147,13 +144,3 @@ def warn(error: BaseException) -> None:
 def is_failure(error: BaseException) -> bool:
     """Whether it is the failure of a save, and not a mistake in how it was asked for."""
     return isinstance(error, (StillframeError, OSError, CancelledError))
-
-
-def is_remote(path: Any) -> bool:
-    return _REMOTE.match(os.fsdecode(path)) is not None
-
-
-def absolute(path: Any) -> str:
-    """The one name of a path: absolute where it is a local one."""
-    text = os.fsdecode(path)
-    return text if is_remote(text) else os.path.abspath(text)

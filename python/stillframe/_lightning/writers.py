@@ -19,7 +19,8 @@ import torch
 
 from stillframe._lightning import rotation
 from stillframe._lightning.options import PluginOptions, refuse_skipping
-from stillframe._lightning.pending import Work, is_remote
+from stillframe._lightning.pending import Work
+from stillframe._lightning.places import is_remote
 from stillframe._lightning.wrapped import Inner, Slots, wraps_ours
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, limits_of, submit

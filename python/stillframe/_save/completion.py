@@ -24,19 +24,28 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from stillframe import _core
 from stillframe.errors import StillframeError
 
-if TYPE_CHECKING:
-    from stillframe._save.handle import SaveHandle
-
 log = logging.getLogger("stillframe")
+
+
+class InFlight(Protocol):
+    """A handle, as those see it who look at all saves that have not ended."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    def done(self) -> bool: ...
+    def cancel(self) -> bool: ...
+
 
 # Saves that have not ended, by their ticket's number: the only strong reference the package keeps
 # to a handle.
-in_flight: dict[int, SaveHandle] = {}
+in_flight: dict[int, InFlight] = {}
 
 
 class Noticed(Protocol):

@@ -8,14 +8,16 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from stillframe import _core
 from stillframe._base import looks, paths
 from stillframe._base.calls import no_collection
-from stillframe._save import ordered, restore
+from stillframe._save import gate, ordered, restore
+from stillframe._save.into import Fill, copy, match
+from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError
 
 _PACKED = "another program packed it"
@@ -33,6 +35,7 @@ def load(
     *,
     weights_only: bool = True,
     verify: bool = True,
+    into: Any = None,
 ) -> Any:
     """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
 
@@ -51,21 +54,32 @@ def load(
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
         verify: Compares the CRC of every record. Without it, bytes that a disk or a power failure
             changed are loaded as they are.
+        into: A tensor, or dictionaries, lists and tuples of them (a state dict): the file's bytes
+            go straight into these tensors, on whatever device and of whatever strides, and other
+            values of its dictionaries and lists become the file's. All of it must be in the file,
+            of the same shapes and types; what else is in the file is left. Saves that are under way
+            get their copies first.
 
     Returns:
-        The saved object. Its tensors own their memory: the file may be replaced or removed.
+        The saved object. Its tensors own their memory: the file may be replaced or removed. With
+        `into`, that.
 
     Raises:
         CorruptCheckpointError: The file is empty, truncated, damaged or no checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
-        TypeError, ValueError: `path` is no path, or names a remote place (`scheme://`).
+        TypeError, ValueError: `path` is no path, or names a remote place (`scheme://`); `into` does
+            not fit, which is told before a byte of it is written, or comes with `map_location`.
         Everything else that `torch.load` raises comes through unchanged.
     """
     text = paths.as_text(path)
+    if into is not None and map_location is not None:
+        raise ValueError("with into= the tensors are where they are: leave map_location out")
     fd = _open(text)
     try:
         # Collecting garbage is an eighth of a load of many thousand tensors.
         with no_collection():
+            if into is not None:
+                return _load_into(fd, text, into, weights_only=weights_only, verify=verify)
             return _load_fd(fd, text, map_location, weights_only=weights_only, verify=verify)
     finally:
         os.close(fd)
@@ -97,13 +111,39 @@ def _load_fd(
         try:
             return archive.load(map_location, weights_only)
         except restore.RestoreFailed:
-            why = _why_not(archive.failure, fd, path, verify)
+            why = _why_not(archive.failure, fd, path, verify, archive.pickle)
         except pickle.UnpicklingError:
             if not weights_only:
                 raise
             why = "torch.load refuses it, and says how to go on"
     _logger.debug("%s goes to torch.load: %s", path, why)
     return _load_generally(fd, path, map_location, weights_only=weights_only, verify=verify)
+
+
+def _load_into(fd: int, path: str, into: Any, *, weights_only: bool, verify: bool) -> Any:
+    """As `_load_fd`, into the tensors of `into`."""
+    with _named(path):
+        found, core = _core.restore(fd, verify)
+    _refuse_damaged(found, path)
+    shapes = None if core is None or restore.can(core, None) else restore.Shapes(core)
+    try:
+        loaded = shapes.load(weights_only) if shapes else None
+    except (restore.RestoreFailed, pickle.UnpicklingError):
+        shapes = loaded = None  # the general way says what is wrong
+    if shapes is None:
+        loaded = _load_fd(fd, path, "cpu", weights_only=weights_only, verify=verify)
+    plan = match(into, loaded)
+    plan.refuse_problems()
+    gate.wait()  # for saves that still copy out of these tensors
+    if shapes is None:
+        copy(plan)
+        return into
+    fill = Fill(cast("_core.Restore", _core.restore(fd, verify)[1]), plan)
+    try:
+        fill.run()
+    except restore.RestoreFailed:
+        _why_not(fill.failure, fd, path, verify, b"", "; what into= names is half written")
+    return into
 
 
 def _load_generally(
@@ -140,19 +180,48 @@ def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any
 # ---- what is wrong ----
 
 
-def _why_not(failure: restore.Failure, fd: int, path: str, verify: bool) -> str:
-    """Raises what ended a restore; returns why it should be tried in the general way instead."""
+def _why_not(
+    failure: restore.Failure | None,
+    fd: int,
+    path: str,
+    verify: bool,
+    pickled: bytes,
+    more: str = "",
+) -> str:
+    """Raises what ended a restore; returns why it should be tried in the general way instead.
+
+    Args:
+        pickled: The checkpoint's pickle, if it was read: it tells what tensors are lost.
+        more: What else the user has to know.
+    """
+    assert failure is not None
     if failure.code == _core.ECORRUPT:
-        # The check says it of the whole file, and in the words of `verify`.
-        check_fd(fd, path, verify=verify)
+        more = f" (at byte {failure.offset}{_tensors_in(pickled, failure.record)}){more}"
+        try:
+            # The check says it of the whole file, and in the words of `verify`.
+            check_fd(fd, path, verify=verify)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error}{more}") from None
         raise CorruptCheckpointError(
-            f"{path} cannot be loaded: record {failure.record}: {failure.reason} (at byte"
-            f" {failure.offset}; read again, they do: the disk or the memory is not to be trusted)"
+            f"{path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read again,"
+            " it is right: the disk or the memory is not to be trusted"
         )
     if failure.code == -errno.EOPNOTSUPP:
         return _PACKED
     where = f"record {failure.record}, at byte {failure.offset}"
-    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where})", path)
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", path)
+
+
+def _tensors_in(pickled: bytes, record: str) -> str:
+    """Words for the tensors that live in a record."""
+    folder, _, key = record.partition("/")
+    if folder != "data" or not pickled:
+        return ""
+    try:
+        names = keypaths.of_storage(pickled, key)
+    except Exception:  # a pickle of any kind may be in there, and this is only a help
+        return ""
+    return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
 
 @contextmanager

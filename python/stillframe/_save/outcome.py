@@ -16,14 +16,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stillframe._save import completion, ordered
 from stillframe._save.options import OnDurable
 from stillframe._save.report import SaveReport
-
-if TYPE_CHECKING:
-    from stillframe._save.handle import SaveHandle
 
 log = logging.getLogger("stillframe")
 
@@ -63,7 +60,7 @@ class SaveFuture(Future[Any]):
     """A future whose result counts as having seen the save's error. It keeps its handle, not the
     other way round."""
 
-    def __init__(self, handle: SaveHandle, outcome: Outcome, upload: bool) -> None:
+    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
         super().__init__()
         self._handle = handle
         self._outcome = outcome
@@ -178,7 +175,7 @@ class Outcome:
         with contextlib.suppress(ValueError):  # it was woken
             self._wakers.remove(function)
 
-    def staging(self, handle: SaveHandle, is_staged: Callable[[], bool]) -> SaveFuture:
+    def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
         """The future of being staged, the same one as long as somebody has it."""
         with self.lock:
             future = _alive(self._staging)
@@ -189,7 +186,7 @@ class Outcome:
                     _resolve(future, self.error, None)
             return future
 
-    def upload(self, handle: SaveHandle) -> SaveFuture:
+    def upload(self, handle: object) -> SaveFuture:
         """The future of the report, likewise."""
         with self.lock:
             future = _alive(self._upload)

@@ -19,7 +19,10 @@ import functools
 import inspect
 import os
 import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
@@ -30,6 +33,7 @@ from stillframe import _core
 _BATCH = 64 << 20  # bytes of memory that are found at a time
 _AHEAD = 1 << 30  # and how much of it before it is asked for
 _AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
+_BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
 
@@ -69,6 +73,9 @@ class Archive:
     """
 
     def __init__(self, core: _core.Restore, fd: int, nbytes: int, ahead: int) -> None:
+        self.failure: Failure | None = None
+        self.pickle = b""  # once it was read
+        self.is_native = False  # as far as the file says
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
@@ -83,7 +90,9 @@ class Archive:
             RestoreFailed: A record is damaged or could not be read.
             Everything that torch.load raises behind its opening of the file.
         """
-        unpickler = _weights_only_unpickler if weights_only else pickle
+        unpickler: Any = _weights_only_unpickler if weights_only else pickle
+        if map_location is None and _cpu_storages_stay_as_they_are():
+            unpickler = SimpleNamespace(Unpickler=_quick(unpickler.Unpickler, self))
         try:
             self._find_memory(1)
             if self.get_record("version") not in _KNOWN_VERSIONS:
@@ -98,14 +107,28 @@ class Archive:
             self._core.close()
         return loaded
 
+    def storage(self, kind: Any, key: str, numel: int) -> Any:
+        """A storage of the processor's as `_load` makes it; None if it is torch's to make."""
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        if not isinstance(key, str) or self._core.find(name := f"data/{key}") < 0:
+            return None
+        storage = self._take(name)
+        if storage.nbytes() != numel * dtype.itemsize:
+            return None
+        return _typed(wrap_storage=storage, dtype=dtype)
+
     # ---- what `_load` calls ----
 
     def has_record(self, name: str) -> bool:
         return self._core.find(name) >= 0
 
     def get_record(self, name: str) -> bytes:
-        storage = self._take(name)
-        return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+        data = bytes_of(self._take(name))
+        if name == "data.pkl":
+            self.pickle = data
+        if name == "byteorder":
+            self.is_native = data == _BYTEORDER
+        return data
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
@@ -150,7 +173,7 @@ class Archive:
         first = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH)
-            storages = [_new_storage(size) for size in sizes]
+            storages = [new_storage(size) for size in sizes]
             self._storages += storages
             self._core.into(first, [storage.data_ptr() for storage in storages])
             self._waiting_nbytes += sum(sizes)
@@ -159,14 +182,110 @@ class Archive:
 
 
 def _storage_of(data: bytes) -> torch.UntypedStorage:
-    storage = _new_storage(len(data))
+    storage = new_storage(len(data))
     if data:
         ctypes.memmove(storage.data_ptr(), data, len(data))
     return storage
 
 
-def _new_storage(nbytes: int) -> torch.UntypedStorage:
+def bytes_of(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+
+def new_storage(nbytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+
+
+def _quick(base: Any, archive: Archive) -> Any:
+    """torch's unpickler, with a short cut for the storages of the processor.
+
+    `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
+    of a checkpoint of many small tensors that is a quarter of the whole load.
+    """
+
+    class Unpickler(base):  # type: ignore[misc]
+        def load(self) -> Any:
+            theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
+            made: dict[str, Any] = {}
+
+            def persistent_load(saved: Any) -> Any:
+                if type(saved) is tuple and len(saved) == 5 and saved[0] == "storage":
+                    _, kind, key, location, numel = saved
+                    if key in made:
+                        return made[key]
+                    if location == "cpu" and archive.is_native:
+                        storage = archive.storage(kind, key, numel)
+                        if storage is not None:
+                            if storage._data_ptr():  # an empty one is made anew, as torch does
+                                made[key] = storage
+                            return storage
+                return theirs(saved)
+
+            self.persistent_load = persistent_load
+            return super().load()
+
+    return Unpickler
+
+
+_typed: Any = functools.partial(torch.storage.TypedStorage, _internal=True)
+
+
+def _cpu_storages_stay_as_they_are() -> bool:
+    """Whether nobody has registered something else to be done with what was saved on the CPU."""
+    return serialization._package_registry[0][2] is serialization._cpu_deserialize
+
+
+class Shapes:
+    """An archive of which only the pickle is read: every tensor is on the meta device.
+
+    Its storages know their records by the offset that torch has them note for such loads.
+    """
+
+    _NAMES = ("data.pkl", "byteorder")
+
+    def __init__(self, core: _core.Restore) -> None:
+        self.failure: Failure | None = None
+        self._core = core
+        self._records: dict[str, torch.UntypedStorage] = {}
+
+    def load(self, weights_only: bool) -> Any:
+        """As `Archive.load`."""
+        unpickler = _weights_only_unpickler if weights_only else pickle
+        addresses = [0] * self._core.nr
+        for name in self._NAMES:
+            if (index := self._core.find(name)) >= 0:
+                (size,) = self._core.sizes(index, 1)
+                self._records[name] = new_storage(size)
+                addresses[index] = self._records[name].data_ptr()
+        try:
+            self._core.into(0, addresses)
+            if self.has_record("byteorder") and self.get_record("byteorder") != _BYTEORDER:
+                raise RestoreFailed  # its bytes need turning round
+            return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
+        finally:
+            self.failure = Failure(*self._core.failure())
+            self._core.close()
+
+    def has_record(self, name: str) -> bool:
+        return name in self._records  # without .format_version torch asks for each offset
+
+    def get_record(self, name: str) -> bytes:
+        index = self._core.find(name)
+        self._core.go(self._core.reach(index))
+        if not self._core.wait(index):
+            raise RestoreFailed
+        return bytes_of(self._records[name])
+
+    def get_record_offset(self, name: str) -> int:
+        return self._core.find(name)
+
+    def serialization_id(self) -> str:
+        return ""  # at the file's end: not worth reading all before it
+
+
+def record_of(tensor: torch.Tensor) -> int:
+    """Which record a tensor of `Shapes` lives in."""
+    return cast(int, tensor.untyped_storage()._checkpoint_offset)
 
 
 def can(core: _core.Restore, map_location: Any) -> str | None:

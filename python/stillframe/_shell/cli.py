@@ -1,4 +1,4 @@
-"""The command line: `stillframe verify PATH...`, `stillframe bench DIR` and `stillframe demo`.
+"""The command line: `stillframe verify PATH...`, `inspect FILE`, `bench DIR` and `demo`.
 
 Exit status of verify, of several paths the largest:
 
@@ -18,11 +18,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from stillframe import _core
 from stillframe._base import looks
-from stillframe._shell import bench
+from stillframe._shell import bench, inspect
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -79,7 +78,7 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         return Finding(path, UNUSABLE, _reason(error))
     try:
         found = _core.check(fd, True, progress, True)  # past the page cache
-        strange = None if found["ok"] else _no_checkpoint(fd, path, found)
+        strange = None if found["ok"] else looks.no_checkpoint(fd, path, found)
     except OSError as error:
         # It is there and may be read, yet its bytes do not come: the disk has lost them.
         status = UNUSABLE if error.errno in (errno.EISDIR, errno.ENOMEM) else DAMAGED
@@ -100,18 +99,6 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         found["format"] == "legacy",
         found["bad_records"],
     )
-
-
-def _no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
-    """Why a file is no checkpoint at all, rather than a damaged one."""
-    if (words := looks.like(fd, path)) is not None:
-        return f"it is not a PyTorch checkpoint; it looks like {words}"
-    if found["format"] == "archive" and found["num_bad"] == 0 and "no record" in found["error"]:
-        return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
-    # Nobody's, and neither empty nor zeros: bytes that no checkpoint begins with.
-    if found["format"] == "foreign" and os.pread(fd, 4096, 0).strip(b"\0"):
-        return "it is not a PyTorch checkpoint"
-    return None
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -319,6 +306,16 @@ def _parser() -> argparse.ArgumentParser:
             description="Half a minute: raw memcpy, write and read; save and load as shares of"
             " them; and advice. Its files go to a directory of their own in DIR and are removed.",
             epilog="Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
+        )
+    )
+    inspect.add_arguments(
+        commands.add_parser(
+            "inspect",
+            help="show what is in a checkpoint, without loading it",
+            description="Tensors by name, shape, type, device and bytes, and other values by type."
+            " The file's pickle is read, and never obeyed.",
+            epilog="Exit status: 0 shown; 1 damaged, and shown as far as it goes; 2 missing,"
+            " unreadable or no checkpoint.",
         )
     )
     # Its options are its own: main hands them over unread.

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from stillframe._base.sizes import argument, decimal
+from stillframe._shell.demo_lengths import LEAST_STEPS, MOST_STEPS, SAVES
 
 if TYPE_CHECKING:
     from stillframe._shell.demo_story import Story
 
-SAVES = 6  # in a run
-MOST_STEPS = 96
-LEAST_STEPS = 4 * SAVES  # a few before the first save: what is deferred was observed over steps
 MIN_BYTES = 1 << 20
 # Measured with Lightning 2.6: its clone, its writer's buffer and a copy of that, beside weights,
 # gradients, AdamW's moments and what the step itself needs.

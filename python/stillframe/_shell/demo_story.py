@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from stillframe._base.sizes import decimal
-from stillframe._shell.demo import LEAST_STEPS, MOST_STEPS, SAVES
+from stillframe._shell.demo_lengths import LEAST_STEPS, MOST_STEPS, SAVES
 from stillframe._shell.demo_model import BATCH, HIDDEN_LAYERS, accuracy, width_for
 from stillframe._shell.demo_runs import (
     Figures,

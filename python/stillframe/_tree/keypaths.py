@@ -13,19 +13,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-class _Storage:
+class Storage:
     """Stands for a storage: the record ``data/<key>``."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, kind: str, key: str, location: str, numel: int) -> None:
+        self.kind = kind  # its class's name
         self.key = key
+        self.location = location
+        self.numel = numel
 
 
-class _Stub:
+class Stub:
     """Stands for an instance of any class, or for what any function returned."""
 
     _name = ""
 
-    def __new__(cls, *args: Any, **_kwargs: Any) -> _Stub:
+    def __new__(cls, *args: Any, **_kwargs: Any) -> Stub:
         stub = super().__new__(cls)
         stub.args = args
         stub.state = None
@@ -41,8 +44,8 @@ class _Stub:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def __call__(self, *args: Any) -> _Stub:
-        return _Stub(self, *args)
+    def __call__(self, *args: Any) -> Stub:
+        return Stub(self, *args)
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -57,26 +60,27 @@ class _Stub:
         self.elements.extend(values)
 
 
-def _stub_class(name: str) -> type[_Stub]:
-    return type("_Stub", (_Stub,), {"_name": name})
+def _stub_class(name: str) -> type[Stub]:
+    return type("Stub", (Stub,), {"_name": name})
 
 
-def _get_attribute(_owner: Any, name: Any) -> type[_Stub]:
+def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
     """Stands for getattr, which protocol 2 uses for nested classes."""
     return _stub_class(str(name))
 
 
-class _Reader(pickle.Unpickler):
+class Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr":
             return _get_attribute
         return _stub_class(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        return _Storage(pid[2])
+    def persistent_load(self, pid: Any) -> Storage:
+        _, kind, key, location, numel = pid[:5]
+        return Storage(getattr(kind, "_name", ""), key, location, numel)
 
 
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
+def children(node: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a node with their path relative to it."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
@@ -85,13 +89,13 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{index}", value) for index, value in enumerate(node))
     elif isinstance(node, (set, frozenset)):
         yield from (("", value) for value in node)
-    elif isinstance(node, _Stub):
+    elif isinstance(node, Stub):
         yield from (("", value) for arg in node.args for value in _flat(arg))
-        yield from _children(node.items)
-        yield from _children(node.elements)
+        yield from children(node.items)
+        yield from children(node.elements)
         state = node.state if isinstance(node.state, tuple) else (node.state,)
         for part in state:  # a tuple is (__dict__, slots)
-            yield from _children(part) if isinstance(part, dict) else [("", part)]
+            yield from children(part) if isinstance(part, dict) else [("", part)]
 
 
 def _flat(arg: Any) -> Iterator[Any]:
@@ -106,9 +110,9 @@ def _flat(arg: Any) -> Iterator[Any]:
 def _key(key: Any) -> str:
     if isinstance(key, tuple):
         return "(" + ", ".join(_key(part) for part in key) + ")"
-    if isinstance(key, _Stub):
+    if isinstance(key, Stub):
         return "?"
-    if isinstance(key, type) and issubclass(key, _Stub):
+    if isinstance(key, type) and issubclass(key, Stub):
         return key._name
     return str(key)
 
@@ -121,17 +125,17 @@ def of_storage(data: bytes, key: str) -> list[str]:
     """
     paths: dict[str, None] = {}
     seen: set[int] = set()
-    root = _Reader(io.BytesIO(data)).load()
+    root = Reader(io.BytesIO(data)).load()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:
         path, node = stack.pop()
-        if isinstance(node, _Storage):
+        if isinstance(node, Storage):
             if node.key == key:
                 paths[path.removeprefix(".")] = None
             continue
         if isinstance(node, (str, bytes, int, float, type, type(None))) or id(node) in seen:
             continue
         seen.add(id(node))
-        children = [(path + suffix, child) for suffix, child in _children(node)]
-        stack.extend(reversed(children))
+        parts = [(path + suffix, child) for suffix, child in children(node)]
+        stack.extend(reversed(parts))
     return list(paths)

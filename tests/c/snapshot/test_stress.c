@@ -138,15 +138,13 @@ static void *act(void *arg)
 /* Notices are taken as they come: each holds a reference. */
 static void *listen(void *arg)
 {
-	struct sfr_ticket *ticket;
-	char text[1024];
-	unsigned what = 0;
+	struct sfr_notice notice = { .what = 0 };
 
 	(void)arg;
-	while (what != SFR_NOTICE_STOP) {
-		CHECK_EQ(sfr_notice_wait(&ticket, &what, text, sizeof(text), SFR_FOREVER), 0);
-		sfr_ticket_put(ticket);
-		sfr_snapshot_put(sfr_notice_snapshot());
+	while (notice.what != SFR_NOTICE_STOP) {
+		CHECK_EQ(sfr_notice_wait(&notice, SFR_FOREVER), 0);
+		sfr_ticket_put(notice.ticket);
+		sfr_snapshot_put(notice.snapshot);
 	}
 	return NULL;
 }

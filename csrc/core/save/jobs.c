@@ -1,0 +1,56 @@
+/* A save's jobs for the writers. They live in the ticket, so that queueing one cannot fail. */
+#include "save/save.h"
+
+void sfr__job_push_locked(struct sfr__job *job)
+{
+	job->task.run = job->ticket->run_job;
+	job->ticket->jobs_out++;
+	sfr__task_push_locked(job->ticket->engine, SFR__WRITERS, &job->task);
+}
+
+struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
+{
+	struct sfr__job *job = &t->jobs[t->nr_blocks + (kind == SFR__JOB_OPEN ? 0 :
+							kind == SFR__JOB_TAIL ? 1 :
+										2)];
+
+	job->ticket = t;
+	job->kind = kind;
+	return job;
+}
+
+struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
+{
+	uint32_t first = 0;
+
+	for (const struct sfr__run *r = t->img.runs; r != run; r++)
+		first += r->nr_blocks;
+	return &t->jobs[first + blk];
+}
+
+void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
+			    struct sfr__block *block, bool summed)
+{
+	struct sfr__job *job = sfr__block_job(t, run, blk);
+
+	*job = (struct sfr__job){
+		.ticket = t,
+		.kind = SFR__JOB_BLOCK,
+		.block = block,
+		.run = run,
+		.blk = blk,
+		.summed = summed,
+	};
+	sfr__job_push_locked(job);
+	sfr__engine_wake_idle_locked(t->engine);
+}
+
+void sfr__unpark_locked(struct sfr_ticket *t)
+{
+	struct sfr__job *job;
+
+	while ((job = t->parked)) {
+		t->parked = job->parked;
+		sfr__task_push_locked(t->engine, SFR__WRITERS, &job->task);
+	}
+}

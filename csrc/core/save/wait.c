@@ -1,0 +1,50 @@
+/* Waiting for a save; who waits for its copies helps with them. See share.c. */
+#include "save/save.h"
+
+static bool is_copied(const struct sfr_ticket *t)
+{
+	return sfr__ticket_reached(t, SFR_WAIT_COPIED);
+}
+
+int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
+			    bool (*is_over)(const struct sfr_ticket *t))
+{
+	struct sfr_engine *engine = t->engine;
+	int rc = 0;
+
+	engine->nr_awaiting++;
+	sfr__shared_wake_locked(engine);
+	while (!is_over(t) && rc == 0)
+		if (sfr__share_help_locked(t))
+			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
+		else
+			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
+	engine->nr_awaiting--;
+	return rc;
+}
+
+int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	/* Python asks this in loops with the interpreter lock held, and whoever has the engine's lock
+	 * may be a niced thread that another process keeps from running. */
+	if (what == SFR_WAIT_ENDED && atomic_load_explicit(&t->over, memory_order_acquire))
+		return 0;
+	if (what == SFR_WAIT_ENDED && slice_ns == 0)
+		return SFR_EAGAIN;
+	sfr__lock(&t->engine->mu);
+	if (what == SFR_WAIT_COPIED && slice_ns != 0) {
+		rc = sfr__ticket_help_locked(t, deadline, is_copied);
+	} else {
+		while (!sfr__ticket_reached(t, what) && rc == 0)
+			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
+	}
+	if (sfr__ticket_reached(t, what))
+		rc = 0;
+	sfr__unlock(&t->engine->mu);
+	return rc;
+}

@@ -1,0 +1,212 @@
+"""Loading into tensors that are there already, with no second copy of the state.
+
+The pickle is read first, by torch's own unpickler and with storages that have no memory, so what
+does not fit is told before a byte is written. Then the records are read in the file's order: one
+that is a tensor's whole memory goes straight there, any other by way of memory that lives until it
+is copied (strided views, devices, parts of a storage).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stillframe import _core
+from stillframe._save import restore
+
+_AHEAD = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
+_MOST_TOLD = 8
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What goes where: found by `match`, done by `fill` or `copy`."""
+
+    tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # target, as the file has it
+    values: list[tuple[Any, Any, Any]] = field(default_factory=list)  # container, key, value
+    problems: list[str] = field(default_factory=list)
+
+    def refuse_problems(self) -> None:
+        """Raises ValueError when something does not fit."""
+        if self.problems:
+            more = len(self.problems) - _MOST_TOLD
+            told = [*self.problems[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]
+            raise ValueError("the file does not fit what into= names: " + "; ".join(told))
+
+    def set_values(self) -> None:
+        for container, key, value in self.values:
+            container[key] = value
+
+
+def match(target: Any, found: Any) -> Plan:
+    """Which tensor of a file goes to which of `target`, by its place in the two trees.
+
+    All that is in `target` must be in the file; what else is there is left. Dictionaries and lists
+    get the file's value of what is neither a tensor nor a container.
+    """
+    plan = Plan()
+    stack: list[tuple[str, Any, Any]] = [("", target, found)]
+    while stack:
+        path, here, there = stack.pop()
+        if isinstance(here, Tensor):
+            _match_tensor(plan, path or "the object itself", here, there)
+            continue
+        for name, value in reversed(list(_items(here))):
+            place = f"{path}.{name}" if path else str(name)
+            try:
+                its = there[name]
+            except (KeyError, IndexError, TypeError):
+                plan.problems.append(f"{place} is not in the file")
+                continue
+            if isinstance(value, (dict, list, tuple, Tensor)):
+                stack.append((place, value, its))
+            elif not isinstance(here, tuple):
+                plan.values.append((here, name, its))
+    return plan
+
+
+def _items(node: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, (list, tuple)):
+        yield from enumerate(node)
+    else:
+        raise TypeError(
+            f"into= takes a tensor, or dictionaries, lists and tuples of them, not {type(node)!r}"
+        )
+
+
+def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
+    if not isinstance(found, Tensor):
+        plan.problems.append(f"{path} is a tensor, and {type(found).__name__} in the file")
+    elif (target.shape, target.dtype) != (found.shape, found.dtype):
+        plan.problems.append(f"{path} is {_words(target)}, and {_words(found)} in the file")
+    elif target.layout is not torch.strided or found.layout is not torch.strided:
+        plan.problems.append(f"{path} is not strided")
+    elif target.is_meta:
+        plan.problems.append(f"{path} has no memory")
+    else:
+        plan.tensors.append((target, found))
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def copy(plan: Plan) -> None:
+    """Fills the targets from tensors that were loaded."""
+    with torch.no_grad():
+        for target, found in plan.tensors:
+            target.copy_(found)
+    plan.set_values()
+
+
+# ---- straight from the file -------------------------------------------------------------
+
+
+class Fill:
+    """Reads a file's records to their targets.
+
+    Args:
+        core: A restore of the file that has not begun.
+        plan: Its tensors as the file has them are those of `restore.Shapes`.
+    """
+
+    def __init__(self, core: _core.Restore, plan: Plan) -> None:
+        self.failure: restore.Failure | None = None
+        self._core = core
+        self._plan = plan
+        self._sizes = core.sizes(0, 1 << 62)
+        self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for target, found in plan.tensors:
+            if found.numel():
+                index = restore.record_of(found)
+                self._wanted.setdefault(index, []).append((target, found))
+        self._straight = {
+            index: target
+            for index, pairs in self._wanted.items()
+            for target, found in pairs[:1]
+            if _is_all_of_it(target, found, self._sizes[index])
+        }
+        self._on_their_way: dict[int, torch.UntypedStorage] = {}
+        self._placed = 0
+
+    def run(self) -> None:
+        """
+        Raises:
+            RestoreFailed: `failure` says why. The targets are half written.
+        """
+        try:
+            for index in sorted(self._wanted):
+                self._place(self._core.reach(index))
+                self._wait(index)
+                self._hand_over(index)
+            self._place(self._core.nr)
+            self._wait(self._core.nr)
+        finally:
+            self.failure = restore.Failure(*self._core.failure())
+            # First the threads, then the memory that they write to.
+            self._core.close()
+        self._plan.set_values()
+
+    def _wait(self, index: int) -> None:
+        if not self._core.wait(index):
+            raise restore.RestoreFailed
+
+    def _place(self, least: int) -> None:
+        """Gives records their places: `least` of all, and those that may be read ahead."""
+        first, addresses = self._placed, []
+        ahead = sum(storage.nbytes() for storage in self._on_their_way.values())
+        while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD):
+            index = self._placed
+            address = 0  # of what nobody wants the bytes are only checked
+            if index in self._straight:
+                address = self._straight[index].data_ptr()
+            elif index in self._wanted:
+                storage = self._on_their_way[index] = restore.new_storage(self._sizes[index])
+                address = storage.data_ptr()
+                ahead += self._sizes[index]
+            addresses.append(address)
+            self._placed += 1
+        self._core.into(first, addresses)
+        self._core.go(self._placed)
+
+    def _hand_over(self, index: int) -> None:
+        """The record is there: its targets that it did not go to get copies."""
+        pairs = self._wanted[index]
+        if index in self._straight:
+            target = pairs[0][0]
+            torch.autograd.graph.increment_version(target)  # nothing else notices such a write
+            storage, pairs = target.untyped_storage(), pairs[1:]
+        else:
+            storage = self._on_their_way.pop(index)
+        with torch.no_grad():
+            for target, found in pairs:
+                target.copy_(_over(storage, found))
+
+
+def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
+    """Whether the record's bytes are the target's memory as they are."""
+    return (
+        type(target) in _PLAIN
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and found.is_contiguous()
+        and found.storage_offset() == 0
+        and found.numel() * found.element_size() == nbytes
+        and not (target.is_conj() or target.is_neg() or found.is_conj() or found.is_neg())
+    )
+
+
+def _over(storage: torch.UntypedStorage, found: Tensor) -> Tensor:
+    """The tensor as the file has it, over its storage's bytes."""
+    view = torch.empty(0, dtype=found.dtype)
+    view.set_(storage, found.storage_offset(), found.size(), found.stride())
+    if found.is_conj():
+        view = torch._conj(view)
+    return torch._neg_view(view) if found.is_neg() else view

@@ -1,0 +1,210 @@
+"""`stillframe inspect FILE`: what is in a checkpoint, without loading it and without obeying it.
+
+Exit status: 0 the file's structure is whole; 1 it is damaged (what can be shown, is); 2 it is
+missing, may not be read, or is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import pickle
+import sys
+import zipfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+from stillframe import _core
+from stillframe._base import looks
+from stillframe._tree import contents
+from stillframe._tree.contents import Tensor, Value
+
+GOOD, DAMAGED, UNUSABLE = 0, 1, 2
+_LOCAL = 30  # bytes of a record's header before its name
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of a file."""
+
+    path: str
+    status: int = GOOD
+    error: str | None = None
+    nbytes: int = 0
+    format: str = "unknown"
+    tensors: list[Tensor] = field(default_factory=list)
+    others: Counter[str] = field(default_factory=Counter)
+
+    def totals(self) -> dict[str, int]:
+        """Bytes of the storages under each prefix of a tensor's path, ``""`` for all; each storage
+        counts once."""
+        under: dict[str, dict[str, int]] = {"": {}}
+        for each in self.tensors:
+            parts = each.path.split(".")
+            for depth in range(len(parts) + 1):
+                storages = under.setdefault(".".join(parts[:depth]), {})
+                storages[each.storage] = each.storage_nbytes
+        return {prefix: sum(storages.values()) for prefix, storages in under.items()}
+
+    def prefixes(self) -> list[str]:
+        """The first parts of the tensors' paths, in their order."""
+        return list(dict.fromkeys(each.path.partition(".")[0] for each in self.tensors))
+
+    def as_json(self) -> dict[str, Any]:
+        totals = self.totals()
+        return {
+            "path": self.path,
+            "error": self.error,
+            "nbytes": self.nbytes,
+            "format": self.format,
+            "tensors": [asdict(each) for each in self.tensors],
+            "totals": {prefix: totals[prefix] for prefix in self.prefixes()},
+            "others": dict(self.others),
+        }
+
+
+def look(path: str) -> Found:
+    """Looks into one file. Raises nothing of the file's."""
+    found = Found(path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        found.status, found.error = UNUSABLE, getattr(error, "strerror", None) or str(error)
+        return found
+    with os.fdopen(fd, "rb") as file:
+        try:
+            checked = _core.check(fd, False)
+            found.nbytes, found.format = checked["nbytes"], checked["format"]
+            strange = None if checked["ok"] else looks.no_checkpoint(fd, path, checked)
+            if strange is not None:
+                found.status, found.error = UNUSABLE, strange
+                return found
+            if not checked["ok"]:
+                found.status, found.error = DAMAGED, checked["error"]
+            _read(file, found)
+        except (OSError, pickle.UnpicklingError) as error:
+            found.status = DAMAGED
+            found.error = f"{found.error}; {error}" if found.error else str(error)
+    return found
+
+
+def _read(file: IO[bytes], found: Found) -> None:
+    for each in contents.walk(
+        contents.read(_pickle(file, found.format), legacy=found.format == "legacy")
+    ):
+        if isinstance(each, Value):
+            found.others[each.kind] += 1
+        else:
+            found.tensors.append(each)
+
+
+def _pickle(file: IO[bytes], kind: str) -> IO[bytes]:
+    """Where the pickle begins; of an archive whose directory is lost, its first record is it."""
+    file.seek(0)
+    if kind == "legacy":
+        return file
+    try:
+        with zipfile.ZipFile(file) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return io.BytesIO(archive.read(name))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError):
+        pass
+    file.seek(0)
+    head = file.read(_LOCAL)
+    name_len, extra_len = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+    if head[:4] != b"PK\3\4" or not file.read(name_len).endswith(b"/data.pkl"):
+        raise pickle.UnpicklingError("its pickle cannot be found")
+    file.seek(extra_len, os.SEEK_CUR)
+    return file
+
+
+# ---- showing ------------------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _show(found: Found, *, as_tree: bool) -> None:
+    from rich.console import Console
+    from rich.filesize import decimal
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        paths = [found.path, found.error or "", *(each.path for each in found.tensors)]
+        console = Console(width=100 + 2 * max(map(len, paths)))
+    if found.error:
+        word = "damaged: " if found.status == DAMAGED else ""
+        console.print(_printable(f"{found.path}: {word}{found.error}"), markup=False)
+    if found.tensors:
+        console.print(_tree(found) if as_tree else _table(found))
+        totals = found.totals()
+        total = f"{len(found.tensors)} tensors, {decimal(totals[''])} of storages"
+        console.print(f"{total} in a file of {decimal(found.nbytes)}", highlight=False)
+        for prefix in found.prefixes() if not as_tree and len(found.prefixes()) > 1 else []:
+            nbytes = decimal(totals[prefix])
+            console.print(f"  {_printable(prefix)}: {nbytes}", markup=False, highlight=False)
+    if found.others:
+        others = ", ".join(f"{nr} {_printable(kind)}" for kind, nr in found.others.most_common())
+        console.print(f"other values: {others}", markup=False, highlight=False)
+
+
+def _table(found: Found) -> Any:
+    from rich.filesize import decimal
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("tensor", "shape", "dtype", "device", "bytes", "kind"):
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
+    for each in found.tensors:
+        cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
+        table.add_row(*(Text(_printable(cell)) for cell in (*cells, each.kind)))
+    return table
+
+
+def _tree(found: Found) -> Any:
+    from rich.filesize import decimal
+    from rich.text import Text
+    from rich.tree import Tree
+
+    top = Tree(Text(_printable(found.path)))
+    branches: dict[str, Any] = {"": top}
+    totals = found.totals()
+    for each in found.tensors:
+        parts = each.path.split(".")
+        for depth in range(1, len(parts)):
+            prefix = ".".join(parts[:depth])
+            if prefix not in branches:
+                words = f"{parts[depth - 1]}  {decimal(totals[prefix])}"
+                parent = branches[".".join(parts[: depth - 1])]
+                branches[prefix] = parent.add(Text(_printable(words)))
+        words = f"{parts[-1]}  {_shape(each.shape)} {each.dtype} {each.device}"
+        branches[".".join(parts[:-1])].add(Text(_printable(words)))
+    return top
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the command's arguments and what to run."""
+    parser.add_argument("path", metavar="FILE", help="a checkpoint")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
+    how.add_argument("--json", action="store_true", help="print an object, not a table")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = look(options.path)
+    if options.json:
+        json.dump(found.as_json(), sys.stdout, indent=2)
+        print()
+    else:
+        _show(found, as_tree=options.tree)
+    return found.status

@@ -1,0 +1,190 @@
+"""stillframe.load(into=...): the file's bytes in tensors that were there before."""
+
+import os
+import zipfile
+
+import pytest
+import stillframe
+import torch
+from fix_checkpoints import by_path, by_stillframe, flip
+from stillframe import CorruptCheckpointError, testing
+from stillframe._save import into as into_module
+from stillframe._save import restore
+
+WRITERS = [by_path, by_stillframe]
+
+
+def state():
+    torch.manual_seed(7)
+    weight = torch.randn(300, 400)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "turned": weight.t(),
+            "part": weight[3:70, ::2],
+            "bias": torch.randn(400, dtype=torch.float64),
+            "empty": torch.empty(0, 3),
+            "count": torch.tensor(5),
+            "complex": torch.randn(9, dtype=torch.complex64).conj(),
+        },
+        "optim": [torch.randn(1 << 19), {"step": 3}],
+        "pair": (torch.arange(5), "name"),
+        "step": 100,
+    }
+
+
+def zeros_like(tree):
+    """The same tree over memory of its own, filled with zeros, and other values."""
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree, memory_format=torch.contiguous_format)
+    if isinstance(tree, dict):
+        return {key: zeros_like(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(zeros_like(value) for value in tree)
+    return tree if isinstance(tree, str) else -1
+
+
+def tensors(tree):
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [each for value in tree.values() for each in tensors(value)]
+    if isinstance(tree, (list, tuple)):
+        return [each for value in tree for each in tensors(value)]
+    return []
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_tensor_gets_the_files_bytes_where_it_is_and_values_are_replaced(write, tmp_path):
+    write(state(), tmp_path / "x.pt")
+    target = zeros_like(state())
+    places = [each.data_ptr() for each in tensors(target)]
+    versions = [each._version for each in tensors(target) if each.numel()]
+    assert stillframe.load(tmp_path / "x.pt", into=target) is target
+    assert equal(target, state())
+    assert [each.data_ptr() for each in tensors(target)] == places
+    after = [each._version for each in tensors(target) if each.numel()]
+    assert all(new > old for new, old in zip(after, versions, strict=True))
+    assert (target["step"], target["optim"][1]["step"]) == (100, 3)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_targets_may_be_strided_parameters_or_a_part_of_what_is_in_the_file(write, tmp_path):
+    write(state(), tmp_path / "x.pt")
+    wide = torch.zeros(300, 1000)
+    target = {
+        "model": {
+            "weight": wide[:, 100:900:2],
+            "bias": torch.nn.Parameter(torch.zeros(400, dtype=torch.float64)),
+        }
+    }
+    stillframe.load(tmp_path / "x.pt", into=target)
+    assert torch.equal(wide[:, 100:900:2], state()["model"]["weight"])
+    assert not wide[:, :100].any() and not wide[:, 101::2].any()
+    assert torch.equal(target["model"]["bias"].detach(), state()["model"]["bias"])
+    assert set(target) == {"model"}
+
+
+def test_most_of_a_state_needs_no_memory_of_its_own(tmp_path, monkeypatch):
+    stillframe.save({str(i): torch.randn(1 << 18) for i in range(20)}, tmp_path / "x.pt")
+    made = []
+    new = restore.new_storage
+
+    def counting(nbytes):
+        made.append(nbytes)
+        return new(nbytes)
+
+    monkeypatch.setattr(restore, "new_storage", counting)
+    stillframe.load(tmp_path / "x.pt", into={str(i): torch.empty(1 << 18) for i in range(20)})
+    assert sum(made) < 20_000  # the pickle
+
+
+def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
+    by_path(state(), tmp_path / "x.pt")
+    target = zeros_like(state())
+    target["model"]["weight"] = torch.zeros(400, 300)
+    target["model"]["bias"] = torch.zeros(400)
+    target["model"]["extra"] = torch.zeros(1)
+    target["optim"].append(torch.zeros(2))
+    with pytest.raises(
+        ValueError,
+        match=r"model\.weight is float32 \(400, 300\), and float32 \(300, 400\) in the file",
+    ) as error:
+        stillframe.load(tmp_path / "x.pt", into=target)
+    for words in (
+        "model.bias is float32 (400,), and float64",
+        "model.extra is not",
+        "optim.2 is not",
+    ):
+        assert words in str(error.value)
+    assert not any(each.any() for each in tensors(target))
+    assert target["step"] == -1
+
+
+def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):
+    by_path(state(), tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="map_location"):
+        stillframe.load(tmp_path / "x.pt", "cpu", into={})
+    with pytest.raises(TypeError, match="into= takes"):
+        stillframe.load(tmp_path / "x.pt", into=3)
+
+
+def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):
+    path = tmp_path / "x.pt"
+    by_stillframe(state(), path)
+    flip(path, path.read_bytes().index(state()["optim"][0].numpy().tobytes()) + 1000)
+    with pytest.raises(CorruptCheckpointError, match=r"CRC.*half written"):
+        stillframe.load(path, into=zeros_like(state()))
+
+
+def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    by_stillframe(state(), path)
+    run = into_module.Fill.run
+
+    def failing(self):
+        with testing.fault("pread", nth=2, sticky=True):
+            run(self)
+
+    monkeypatch.setattr(into_module.Fill, "run", failing)
+    with pytest.raises(OSError, match="half written") as error:
+        stillframe.load(path, into=zeros_like(state()))
+    assert error.value.filename == str(path)
+
+
+def test_a_file_that_goes_to_torch_load_is_copied(tmp_path):
+    by_path(state(), tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    torch.save(state(), tmp_path / "z.pt", _use_new_zipfile_serialization=False)
+    for name in ("y.pt", "z.pt"):
+        target = zeros_like(state())
+        stillframe.load(tmp_path / name, into=target)
+        assert equal(target, state())
+
+
+def test_a_save_under_way_gets_the_state_as_it_was(tmp_path):
+    model = torch.nn.Linear(500, 500)
+    optim = torch.optim.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.ones(2, 500)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    stillframe.save(zeros_like(model.state_dict()), tmp_path / "zeros.pt")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with testing.slow("lane_copy", 0.05):
+        handle = stillframe.async_save(model.state_dict(), tmp_path / "x.pt")
+        stillframe.load(tmp_path / "zeros.pt", into=model.state_dict())
+        handle.result()
+    assert not model.weight.any()
+    assert equal(stillframe.load(tmp_path / "x.pt"), before)
+    assert os.path.exists(tmp_path / "x.pt")

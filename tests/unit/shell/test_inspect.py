@@ -1,0 +1,144 @@
+"""`stillframe inspect`: what is in a file, told without loading it and without obeying it."""
+
+import json
+import os
+from collections import OrderedDict
+
+import pytest
+import stillframe
+import torch
+from fix_checkpoints import (
+    WRITERS,
+    by_path,
+    by_stillframe,
+    flip,
+    legacy,
+    offset_of_storage,
+    small_state,
+)
+from stillframe._shell import cli
+
+
+class Dangerous:
+    """An object whose pickle does something when it is obeyed."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def inspect(*arguments):
+    return cli.main(["inspect", *map(str, arguments)])
+
+
+def inspect_json(capsys, path):
+    status = inspect("--json", path)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def by_name(told):
+    return {each["path"]: each for each in told["tensors"]}
+
+
+@pytest.mark.parametrize("write", [*WRITERS, legacy])
+def test_names_shapes_types_and_bytes_are_told_for_every_writer(write, tmp_path, capsys):
+    write(small_state(), tmp_path / "x.pt")
+    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    assert (status, told["error"]) == (0, None)
+    tensors = by_name(told)
+    assert tensors["weight"]["shape"] == [20, 30]
+    assert (tensors["weight"]["dtype"], tensors["weight"]["nbytes"]) == ("float32", 2400)
+    assert tensors["view"]["shape"] == [4, 15]
+    assert tensors["view"]["storage"] == tensors["weight"]["storage"]
+    assert tensors["step"]["dtype"] == "int64"
+    assert all(each["device"] == "cpu" for each in tensors.values())
+    assert told["others"] == {"str": 1}
+
+
+def test_every_kind_of_tensor_is_told_as_torch_has_it(tmp_path, capsys):
+    tree = {
+        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+        "float8": torch.ones(5).to(torch.float8_e4m3fn),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "storage": torch.ones(4).untyped_storage(),
+        "deep": [{"a": (torch.ones(1, 1, 7),)}],
+        "ordered": OrderedDict(b=torch.zeros(2)),
+    }
+    by_path(tree, tmp_path / "x.pt")
+    told = by_name(inspect_json(capsys, tmp_path / "x.pt")[1])
+    found = {name: (each["kind"], each["dtype"], each["shape"]) for name, each in told.items()}
+    assert found == {
+        "parameter": ("parameter", "float32", [2, 3]),
+        "float8": ("tensor", "float8_e4m3fn", [5]),
+        "half": ("tensor", "bfloat16", [3]),
+        "complex": ("tensor", "complex64", [2]),
+        "storage": ("storage", "uint8", [16]),
+        "deep.0.a.0": ("tensor", "float32", [1, 1, 7]),
+        "ordered.b": ("tensor", "float32", [2]),
+    }
+
+
+def test_totals_count_a_shared_storage_once(tmp_path, capsys):
+    weight = torch.ones(100)
+    by_stillframe({"a": {"x": weight, "y": weight[3:]}, "b": weight.double()}, tmp_path / "x.pt")
+    assert inspect_json(capsys, tmp_path / "x.pt")[1]["totals"] == {"a": 400, "b": 800}
+
+
+def test_nothing_of_a_pickle_is_obeyed_and_its_types_are_named(tmp_path, capsys):
+    torch.save({"x": Dangerous(str(tmp_path / "made")), "w": torch.ones(3)}, tmp_path / "x.pt")
+    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    assert status == 0
+    assert not (tmp_path / "made").exists()
+    assert told["others"]["posix.mkdir"] == 1
+    assert "w" in by_name(told)
+
+
+@pytest.mark.parametrize("write", [by_path, by_stillframe])
+def test_of_a_file_that_is_cut_the_pickle_is_shown(write, tmp_path, capsys):
+    state = {"weight": torch.ones(100_000), "bias": torch.ones(3)}
+    write(state, tmp_path / "x.pt")
+    os.truncate(tmp_path / "x.pt", 100_000)
+    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    assert status == 1
+    assert "truncated" in told["error"]
+    assert by_name(told)["weight"]["shape"] == [100_000]
+    assert inspect(tmp_path / "x.pt") == 1
+    assert "damaged: it is truncated" in capsys.readouterr().out
+
+
+def test_every_cut_and_every_flip_ends_with_a_status_and_no_traceback(tmp_path, capsys):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    good = path.read_bytes()
+    statuses = set()
+    for at in range(0, len(good), 7):
+        path.write_bytes(good[:at])
+        statuses.add(inspect("--json", path))
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+        statuses.add(inspect("--json", path))
+    capsys.readouterr()
+    assert statuses == {0, 1, 2}
+
+
+def test_wrong_bytes_of_a_tensor_are_verifys_to_find(tmp_path):
+    by_path(small_state(), tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", offset_of_storage(tmp_path / "x.pt") + 8)
+    assert inspect(tmp_path / "x.pt") == 0
+
+
+def test_a_missing_file_and_what_is_no_checkpoint_are_status_2(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("hello")
+    assert inspect(tmp_path / "x.txt") == 2
+    assert "looks like text" in capsys.readouterr().out
+    assert inspect(tmp_path / "missing") == 2
+
+
+def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):
+    stillframe.save({"model": {"a": torch.ones(250), "b": torch.ones(250)}}, tmp_path / "x.pt")
+    assert inspect("--tree", tmp_path / "x.pt") == 0
+    printed = capsys.readouterr().out
+    assert "model  2.0 kB" in printed
+    assert "a  250 float32 cpu" in printed
