@@ -82,10 +82,10 @@ demo: build
 test: build asan
 	$(PY) -m pytest $(ARGS)
 
-# A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of load.py.
+# A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of restore.py.
 bench: build $(VENV)/.bench
 	$(PY) benchmarks/limits.py --dir $(DIR) --json build/limits.json $(LIMITS_ARGS)
-	$(PY) benchmarks/load.py --dir $(DIR) --json build/load.json $(LOAD_ARGS)
+	$(PY) benchmarks/restore.py --dir $(DIR) --json build/restore.json $(LOAD_ARGS)
 	$(PY) benchmarks/vs_peers.py --dir $(DIR) --json build/vs_peers.json $(ARGS)
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+from measured import Figures
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, RAW, TORCH, TORCH_NO_CRC
-
-if TYPE_CHECKING:
-    from figures import Figures
 
 Place = tuple[str, str, str]  # scenario, who, metric
 

@@ -58,7 +58,7 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
         return [(_rates, (document["seconds"], document["nbytes"]))]
-    if "states" in document:  # load.json
+    if "states" in document:  # restore.json
         return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
     titles = {
@@ -152,21 +152,23 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 
 
 def _loads(axes: Any, states: dict[str, Any]) -> None:
-    """Two bars for each state and situation: torch.load and ours."""
+    """A bar for each way, in each state and situation."""
     labels: list[str] = []
+    ways = list(dict.fromkeys(way for each in states.values() for way in each["loads"]["cold"]))
     for state, figures in states.items():
         for situation, series in figures["loads"].items():
             for number, (way, found) in enumerate(series.items()):
-                colour = COLOURS[0] if number == 0 else COLOURS[-1]
-                label = way if not labels else "_" + way  # in the legend once
-                place = len(labels) + 0.4 * number - 0.2
+                colour = COLOURS[ways.index(way) % len(COLOURS)]
+                label = way if situation == "cold" and len(labels) < 3 else "_" + way  # once
+                height = 0.8 / len(series)
+                place = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9
-                axes.barh(place, rate, height=0.36, color=colour, label=label)
+                axes.barh(place, rate, height=0.9 * height, color=colour, label=label)
             labels.append(f"{state}, {situation}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("GB/s")
-    axes.set_title("Loading a file that torch.save wrote")
+    axes.set_title("Loading, until every byte was used")
     axes.legend(fontsize=8, loc="lower right")
     _plain(axes)
 

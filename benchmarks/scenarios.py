@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from common import TENSOR_BYTES, Spec, format_size
+from measured import Settings
 from peers import OURS
-
-if TYPE_CHECKING:
-    from figures import Settings
 
 LEAST_POOL_BYTES = 16 << 20  # one block of an engine's defaults
 FEW_TENSORS = 24

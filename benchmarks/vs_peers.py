@@ -22,10 +22,11 @@ from typing import Any
 
 import pictures
 from common import BenchError, format_size, parse_size, write_json
-from figures import Figures, Settings, print_results
+from figures import print_results
 from goals import GOALS
 from limits import PAGE_BYTES, RawDisk, measure_copy
 from machine import add_directory_options, check_memory, machine_facts, scratch_directory
+from measured import Figures, Settings
 from peers import PEERS, RAW
 from scenarios import ONE_AFTER_ANOTHER, SCENARIOS, Scenario, peers_of, spec_of
 from session import Worker

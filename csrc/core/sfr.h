@@ -4,7 +4,7 @@
  * that memory. It is C11, knows neither Python nor torch, and never prints,
  * exits or aborts. Data flows one way:
  *
- *     plan (image.c) -> stage (lane.c) -> write (writer.c) -> commit (file.c, log.c)
+ *     plan (layout.c) -> stage (lane.c) -> write (write.c) -> commit (file.c, log.c)
  *
  * and the state of a save lives in one place, its ticket (ticket.c).
  *
@@ -401,7 +401,7 @@ struct sfr_notice {
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
 void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
 
-/* ---- reading back (load.c) --------------------------------------------- */
+/* ---- reading back (check.c) --------------------------------------------- */
 
 /* See load.h: sfr_check_new, sfr_check_run and the result. */
 

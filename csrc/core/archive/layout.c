@@ -24,7 +24,7 @@
  *
  * Besides the storages a file has the records that torch puts there. .format_version is 0: from
  * 1 on torch computes where a storage is from the order of the pickle instead of asking the
- * directory, and our order is another one. zip.c says how each record looks.
+ * directory, and our order is another one. archive/write.c says how each record looks.
  *
  * Blocks are walked by segments (sfr__seg_next); a header or descriptor may straddle two blocks.
  *

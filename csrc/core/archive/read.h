@@ -1,4 +1,4 @@
-/* Reading zip records: bytes in, a verdict out. See unzip.c; load.c does the I/O. */
+/* Reading zip records: bytes in, a verdict out. See archive/read.c; check.c does the I/O. */
 #ifndef SFR_READ_H
 #define SFR_READ_H
 

@@ -1,6 +1,6 @@
 /* The bytes of a zip file that are not data: headers, descriptors, the tail.
  *
- * image.c decides where an entry stands; this file knows how torch's dialect of zip says so.
+ * layout.c decides where an entry stands; this file knows how torch's dialect of zip says so.
  * It has the length of each record (needed before a byte moves) and its bytes (needed when the
  * CRCs are known) side by side, because the two must agree. How entries are written, and why:
  *

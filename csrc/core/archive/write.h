@@ -1,4 +1,4 @@
-/* Lengths of zip records, which image.c lays files out with. See zip.c; the functions that make
+/* Lengths of zip records, which layout.c lays files out with. See archive/write.c; the functions that make
  * the records' bytes are sfr__image_put_* in layout.h. */
 #ifndef SFR_WRITE_H
 #define SFR_WRITE_H

@@ -1,7 +1,7 @@
 /* Which cache lines of a source are sampled.
  *
  * Lines of every deferred source are kept in the call and compared with the staged copy: a
- * difference means that somebody wrote in between. Saves (lane.c, copy_cuda.c) and snapshots look
+ * difference means that somebody wrote in between. Saves (lane.c, blocks_cuda.c) and snapshots look
  * at the same lines; how they keep and compare them is their own business.
  */
 #include "base/base.h"

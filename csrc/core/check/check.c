@@ -28,7 +28,7 @@
  *
  * Two kinds of damage. What makes the rest unreadable (end records, the directory's own frame)
  * ends the check with a sentence. What concerns one record puts it on the list of bad ones and
- * the walk goes on, so that the user learns which tensors are lost. unzip.c has the rules.
+ * the walk goes on, so that the user learns which tensors are lost. archive/read.c has the rules.
  *
  * Errors of reading are no verdict: they come back from sfr_check_run as -errno, and for good.
  */

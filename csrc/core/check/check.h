@@ -1,4 +1,4 @@
-/* Reading back: whether a file is a whole checkpoint. See load.c.
+/* Reading back: whether a file is a whole checkpoint. See check.c.
  *
  * A check is an object that runs in slices, so that its owner can answer signals in between:
  *
@@ -69,7 +69,7 @@ const struct sfr_check_result *sfr_check_result(const struct sfr_check *check);
 void sfr_check_free(struct sfr_check *check); /* NULL is fine */
 
 /* Reads [off, off + len) of a file into memory that is new, and so mostly without pages yet
- * (fill.c). The bytes read, fewer than `len` only at the file's end, or -errno. */
+ * (read_into.c). The bytes read, fewer than `len` only at the file's end, or -errno. */
 int64_t sfr_fill(int fd, void *buf, size_t len, uint64_t off);
 /* Gives the whole pages of new memory in [buf, buf + len) their faults in one call. */
 void sfr__populate(char *buf, size_t len);

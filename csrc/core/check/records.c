@@ -1,4 +1,4 @@
-/* One record of a checkpoint's archive: two of the steps of a check (load.c has the picture).
+/* One record of a checkpoint's archive: two of the steps of a check (check.c has the picture).
  *
  *     directory record --> local header --> [data, piece by piece] --> descriptor --> next
  *       read_central        read_local         record_bytes            read_desc

@@ -1,4 +1,4 @@
-/* A check in hand: what load.c and records.c share. */
+/* A check in hand: what check.c and records.c share. */
 #ifndef SFR_RECORDS_H
 #define SFR_RECORDS_H
 
@@ -48,7 +48,7 @@ static inline uint64_t sfr__check_dir_end(const struct sfr_check *c)
 	return c->end.dir_off + c->end.dir_len;
 }
 
-/* ---- load.c: verdicts. Each returns 0 or -errno, as every step does. ---- */
+/* ---- check.c: verdicts. Each returns 0 or -errno, as every step does. ---- */
 
 /* Ends the check: the file as a whole is damaged. */
 int sfr__check_fatal(struct sfr_check *c, const char *wrong);

@@ -1,4 +1,4 @@
-/* The CUDA driver as a table of functions, loaded at run time. See cuda.c. */
+/* The CUDA driver as a table of functions, loaded at run time. See cuda/driver.c. */
 #ifndef SFR_CUDA_DRIVER_H
 #define SFR_CUDA_DRIVER_H
 

@@ -2,7 +2,7 @@
  *
  * With the toolkit's cuda.h they are its own. A build without that header (a machine with a CPU's
  * torch and no toolkit) declares the few it needs here: they are part of the driver's binary
- * interface and cannot change, and so the very same library serves both machines. cuda.c has the
+ * interface and cannot change, and so the very same library serves both machines. cuda/driver.c has the
  * compiler compare the two where the header is there. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
@@ -29,7 +29,7 @@ typedef int CUstreamCaptureMode;
 typedef int CUstreamCaptureStatus;
 #endif
 
-/* Values: X(name, value). cuda.c compares them with the header's. */
+/* Values: X(name, value). cuda/driver.c compares them with the header's. */
 #define SFR__CUDA_VALUES(X)                                                                        \
 	X(CUDA_SUCCESS, 0)                                                                         \
 	X(CUDA_ERROR_INVALID_VALUE, 1)                                                             \

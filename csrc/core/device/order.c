@@ -5,7 +5,7 @@
  *   C   recorded behind the captured bytes and the samples; the caller's stream waits for it
  *   S   recorded behind everything; the stream of the step waits for it
  *
- * Saves (stage_cuda.c) and snapshots (snapshot_cuda.c) put them at other places; what is done with
+ * Saves (stage_cuda.c) and snapshots (snapshot/device.c) put them at other places; what is done with
  * them is the same. A wait for an event that was never recorded is a silent nothing: so there is
  * an event only where it has been recorded.
  */

@@ -1,4 +1,4 @@
-/* Memory for many blocks at once: made before anybody needs it (warm_up) or for a run (runs.c), and
+/* Memory for many blocks at once: made before anybody needs it (warm_up) or for a run (lease.c), and
  * given back to the system (trim).
  *
  * Pages are made several times as fast by several threads, and pinned faster with their neighbours.

@@ -1,4 +1,4 @@
-/* Giving memory to blocks from CPUs near a device. See near.c. */
+/* Giving memory to blocks from CPUs near a device. See numa.c. */
 #ifndef SFR_NUMA_H
 #define SFR_NUMA_H
 

@@ -1,4 +1,4 @@
-/* The pool's inside, as pool.c (single blocks), runs.c (contiguous ones) and warm.c (many) share it.
+/* The pool's inside, as pool.c (single blocks), lease.c (contiguous ones) and grow.c (many) share it.
  *
  * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
  * the diagram of a block's states.
@@ -39,7 +39,7 @@ struct sfr__pool {
 	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */
 	uint32_t nr_wanted, nr_full, nr_filling;
 	uint32_t nr_supplying; /* blocks in the hands of sfr__pool_supply */
-	uint32_t nr_held;      /* of them, blocks that only a caller can give back: see runs.c */
+	uint32_t nr_held;      /* of them, blocks that only a caller can give back: see lease.c */
 	uint64_t nr_returned;  /* blocks that came back with their memory, ever */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* what the CUDA driver knows of the memory */

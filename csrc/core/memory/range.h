@@ -1,4 +1,4 @@
-/* Address space and the memory behind it, for the pool. See memory.c. */
+/* Address space and the memory behind it, for the pool. See range.c. */
 #ifndef SFR_RANGE_H
 #define SFR_RANGE_H
 

@@ -21,7 +21,7 @@
  * Deferred sources are watched as those of a save are: lines of each are kept in the call and
  * compared with the copy. The copy stands in one piece, so that is one pass at the end.
  *
- * Several may copy at a time: the call itself, the host's lane, each device (snapshot_cuda.c). They
+ * Several may copy at a time: the call itself, the host's lane, each device (snapshot/device.c). They
  * are counted (`nr_out`), and the last one to end is who settles the snapshot.
  *
  * The lane's reference goes over to the notice of its end: a thread of the engine never drops the

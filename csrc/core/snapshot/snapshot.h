@@ -65,7 +65,7 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 /* A copy into the memory may never end: it is nobody's again. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
-/* ---- snapshot_samples.c ---- */
+/* ---- snapshot/samples.c ---- */
 /* Deferred sources in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Keeps samples of every deferred source in host memory. -ENOMEM. */
@@ -78,7 +78,7 @@ uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t devi
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
 			      uint32_t nr);
 
-/* ---- snapshot_cuda.c ---- */
+/* ---- snapshot/device.c ---- */
 /* Makes the parts of the sources that live on devices. -ENOMEM. */
 int sfr__snapshot_parts_new(struct sfr_snapshot *s);
 /* The caller's current streams. SFR_ESTATE when a device has none. */

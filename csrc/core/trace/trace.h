@@ -1,4 +1,4 @@
-/* A timeline of what the threads of a save do: recording it (trace.c), writing it (trace_file.c).
+/* A timeline of what the threads of a save do: recording it (trace.c), writing it (json.c).
  *
  * A trace point is one line at the head of a scope; its span ends with the scope:
  *
@@ -6,7 +6,7 @@
  *
  * While no trace is being written it costs one relaxed load. Otherwise two looks at the clock and
  * a store into a ring of the thread's own: no lock, no system call. A full ring drops events and
- * counts them. A thread of its own empties the rings into the file (trace_file.c).
+ * counts them. A thread of its own empties the rings into the file (json.c).
  */
 #ifndef SFR_TRACE_H
 #define SFR_TRACE_H
@@ -46,7 +46,7 @@ enum sfr_trace_kind {
 		SFR_NR_TRACE_KINDS
 };
 
-/* ---- one trace a process (trace_file.c) ---- */
+/* ---- one trace a process (json.c) ---- */
 
 struct sfr_trace_result {
 	uint64_t nr_events; /* written, without those that name rows */
@@ -111,7 +111,7 @@ static inline void sfr__span_end(struct sfr__span *span)
 	struct sfr__span sfr__span_##line __attribute__((cleanup(sfr__span_end), unused)) =        \
 		sfr__span_begin(kind, save, number)
 
-/* ---- between trace.c and trace_file.c ---- */
+/* ---- between trace.c and json.c ---- */
 
 struct sfr__trace_event {
 	uint64_t start_ns, end_ns, save, number;

@@ -1,4 +1,4 @@
-/* image.c and zip.c: where everything in a file stands, and what headers and directory say of it.
+/* layout.c and archive/write.c: where everything in a file stands, and what headers and directory say of it.
  * That real readers agree is tests/unit/save/test_image.py's to show; here are the sizes that no test
  * can afford to write. */
 #include "image_checks.h"

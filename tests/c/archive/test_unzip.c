@@ -1,4 +1,4 @@
-/* unzip.c: each rule by itself, on bytes in memory that are exactly as long as they have to be, so
+/* archive/read.c: each rule by itself, on bytes in memory that are exactly as long as they have to be, so
  * that ASAN sees a look beyond. test_load.c has the rules at work on whole files. */
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (order_cuda.c), of
+/* Order between a caller's streams and a lane's, over the fake driver: E, C and S (device/order.c), of
  * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
 
 #include "cuda/fix_cuda.h"

@@ -1,4 +1,4 @@
-/* pool.c and memory.c on a system that refuses: who waits, who hears of it, and that the pool is
+/* pool.c and range.c on a system that refuses: who waits, who hears of it, and that the pool is
  * whole afterwards. Last, that every arrow of the diagram in pool.c has been taken. */
 #include "pool_helpers.h"
 

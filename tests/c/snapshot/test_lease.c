@@ -1,4 +1,4 @@
-/* runs.c: where the memory of snapshots lies in the pool, and who waits for whom. */
+/* lease.c: where the memory of snapshots lies in the pool, and who waits for whom. */
 #include "snapshot_helpers.h"
 
 static void what_is_held_is_not_waited_for_and_what_comes_back_is(void)

@@ -1,16 +1,20 @@
 """How long does a checkpoint take to come back, and to be verified?
 
-    python benchmarks/load.py --dir DIR
+    python benchmarks/restore.py --dir DIR
 
-`stillframe.load` beside `torch.load` of the same file, as torch.save wrote it: the first load of
-a process, one more in the same process, and one from the disk. `verify` beside raw reads of the
-file on two threads. README.md says how each figure is counted.
+`stillframe.load` beside `torch.load` (with mmap too), DCP's load and safetensors', where that is
+installed, of the same tensors: the first load of a process, one more in the same process, and one
+from the disk, until every byte has been used; beside it raw reads of as many bytes past the page
+cache on four threads, processor time and peak memory. `verify` beside raw reads on two threads.
+README.md says how each figure is counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import importlib.util
 import math
 import mmap
 import multiprocessing
@@ -18,9 +22,10 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pictures
 from common import BenchError, Series, Spec, format_times, print_table, write_json
@@ -33,8 +38,10 @@ from machine import (
     scratch_directory,
 )
 
-TORCH, OURS = "torch.load", "stillframe.load"
-WAYS = (TORCH, OURS)
+TORCH, MMAP, OURS = "torch.load", "torch.load(mmap=True)", "stillframe.load"
+DCP, SAFETENSORS, RAW = "DCP load", "safetensors", "O_DIRECT reads, four threads"
+HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+WAYS = (TORCH, MMAP, DCP, *((SAFETENSORS,) if HAS_SAFETENSORS else ()), OURS)
 FIRST, AGAIN, COLD = "first", "again", "cold"
 SITUATIONS = {
     FIRST: "the first load of a process, file in memory",
@@ -43,7 +50,16 @@ SITUATIONS = {
 }
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
-LOAD_GOAL = 1.0  # of torch.load's time
+LARGE = 1_000_000_000  # bytes: below, tensors are the time and not their bytes
+SMALL_GOAL = 1.3  # times as fast as torch.load, in every situation
+GOALS = {  # of a large state; (situation, other way): how many times as fast
+    (COLD, RAW): 0.9,
+    (COLD, TORCH): 2.0,
+    (COLD, MMAP): 1.0,
+    (FIRST, TORCH): 1.5,
+    (AGAIN, TORCH): 1.5,
+}
+MEMORY_GOAL = 1.02  # of the bytes of the file
 VERIFY_GOAL = 0.8  # of the rate of RAW_TWO
 
 STATES = {
@@ -57,6 +73,22 @@ QUICK_STATES = {
 }
 
 
+class Load(NamedTuple):
+    """One load: seconds until every byte was used and of the processor; bytes at its peak."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_nbytes: float
+
+
+def resident_nbytes(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise BenchError(f"this system does not tell {name}")
+
+
 # ---- the measured processes -----------------------------------------------------------------
 
 
@@ -68,6 +100,7 @@ def _work(connection: Any) -> None:
     import stillframe
     import torch
     from stillframe._shell import cli
+    from torch.distributed import checkpoint as dcp
 
     def make(path: str, spec: Spec) -> float:
         state = states.make(spec)
@@ -75,17 +108,49 @@ def _work(connection: Any) -> None:
         with open(path, "wb") as file:
             torch.save(state.tree(), file)
             os.fsync(file.fileno())
+        flat = {str(number): each for number, each in enumerate(states.tensors_of(state.tree()))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that there is one process
+            dcp.save(flat, checkpoint_id=f"{path}.dcp", no_dist=True)
+        if HAS_SAFETENSORS:
+            safetensors_of().save_file(flat, f"{path}.safetensors")
+        os.sync()
         return 0.0
 
-    def load(path: str, way: str) -> float:
-        call: Callable[[str], Any] = torch.load if way == TORCH else stillframe.load
+    def safetensors_of() -> Any:
+        return importlib.import_module("safetensors.torch")
+
+    def read_dcp(path: str) -> Any:
+        shapes = dcp.FileSystemReader(f"{path}.dcp").read_metadata().state_dict_metadata
+        tree = {
+            name: torch.empty(each.size, dtype=each.properties.dtype)
+            for name, each in shapes.items()
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(tree, checkpoint_id=f"{path}.dcp", no_dist=True)
+        return tree
+
+    calls: dict[str, Callable[[str], Any]] = {
+        TORCH: torch.load,
+        MMAP: lambda path: torch.load(path, mmap=True),
+        DCP: read_dcp,
+        SAFETENSORS: lambda path: safetensors_of().load_file(f"{path}.safetensors"),
+        OURS: stillframe.load,
+    }
+
+    def load(path: str, way: str) -> Load:
         gc.collect()
-        start = time.perf_counter()
-        tree = call(path)
-        seconds = time.perf_counter() - start
-        if not states.tensors_of(tree):
+        before = resident_nbytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        start, cpu = time.perf_counter(), time.process_time()
+        tensors = states.tensors_of(calls[way](path))
+        for each in tensors:
+            each.sum()
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        if not tensors:
             raise BenchError(f"{way} found no tensors")
-        return seconds
+        return Load(seconds, cpu, resident_nbytes("VmHWM") - before)
 
     def verify(path: str) -> float:
         start = time.perf_counter()
@@ -105,7 +170,7 @@ def _work(connection: Any) -> None:
 
 
 @contextlib.contextmanager
-def worker() -> Iterator[Callable[..., float]]:
+def worker() -> Iterator[Callable[..., Any]]:
     """A fresh process that has imported everything; call it with a request."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -113,7 +178,7 @@ def worker() -> Iterator[Callable[..., float]]:
     process.start()
     theirs.close()
 
-    def ask(*request: Any) -> float:
+    def ask(*request: Any) -> Any:
         try:
             ours.send(request)
             answer = ours.recv()
@@ -121,7 +186,7 @@ def worker() -> Iterator[Callable[..., float]]:
             raise BenchError("a measured process ended") from error
         if isinstance(answer, str):
             raise BenchError(f"a measured process failed: {answer}")
-        return float(answer)
+        return answer
 
     try:
         yield ask
@@ -188,16 +253,21 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 # ---- rounds -------------------------------------------------------------------------------------
 
 
-def _load_round(path: Path, number: int, values: dict[str, dict[str, list[float]]]) -> None:
+def files_of(path: Path) -> list[Path]:
+    """The files that the ways read."""
+    return [path, *path.parent.glob(f"{path.name}.dcp/*"), *path.parent.glob("*.safetensors")]
+
+
+def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
     """Each way once in each situation; every other round in the other order."""
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
+    _forget(path)
+    values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
             with worker() as ask:
-                if situation == COLD:
-                    _forget(path)
-                else:
-                    _keep(path)
+                for each in files_of(path):
+                    (_forget if situation == COLD else _keep)(each)
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
@@ -220,6 +290,32 @@ def _ratio(ours: list[float], theirs: list[float]) -> Series:
     return Series.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
+def _figures(found: dict[str, list[Load]]) -> dict[str, dict[str, Any]]:
+    """Of each way: its seconds, and beside them processor time and memory."""
+    return {
+        way: {
+            **Series.of([each.seconds for each in loads]).to_json(),
+            "cpu_s": Series.of([each.cpu_seconds for each in loads]).to_json(),
+            "peak_nbytes": Series.of([each.peak_nbytes for each in loads]).to_json(),
+        }
+        for way, loads in found.items()
+    }
+
+
+def _speedups(loads: dict[str, dict[str, list[Load]]]) -> dict[str, dict[str, Any]]:
+    """How many times as fast ours was, in each round, by situation and other way."""
+    return {
+        situation: {
+            way: _ratio(
+                [each.seconds for each in found[way]], [each.seconds for each in found[OURS]]
+            ).to_json()
+            for way in found
+            if way != OURS
+        }
+        for situation, found in loads.items()
+    }
+
+
 def measure(
     directory: Path, chosen: dict[str, Spec], rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -230,9 +326,10 @@ def measure(
         progress(f"{state}: making the file")
         with worker() as ask:
             ask("make", str(path), spec)
-        loads: dict[str, dict[str, list[float]]] = {
+        loads: dict[str, dict[str, list[Load]]] = {
             situation: {way: [] for way in WAYS} for situation in SITUATIONS
         }
+        loads[COLD][RAW] = []
         reads: dict[str, list[float]] = {name: [] for name in READS}
         for number in range(rounds):
             progress(f"{state}: loads, round {number + 1} of {rounds}")
@@ -244,19 +341,14 @@ def measure(
                 _verify_round(path, number, ask, reads)
         document[state] = {
             "nbytes": path.stat().st_size,
-            "loads": {
-                situation: {way: Series.of(values).to_json() for way, values in found.items()}
-                for situation, found in loads.items()
-            },
-            "load_ratios": {
-                situation: _ratio(found[OURS], found[TORCH]).to_json()
-                for situation, found in loads.items()
-            },
+            "loads": {situation: _figures(found) for situation, found in loads.items()},
+            "speedups": _speedups(loads),
             "reads": {name: Series.of(values).to_json() for name, values in reads.items()},
             # of rates, so the other way round
             "verify_ratio": _ratio(reads[RAW_TWO], reads[VERIFY]).to_json(),
         }
-        path.unlink()
+        for each in files_of(path):
+            each.unlink()
     return document
 
 
@@ -277,18 +369,33 @@ def _goal(ratio: dict[str, Any], bound: float, *, at_most: bool) -> str:
     return f"{spread}, {'<=' if at_most else '>='} {bound}: {'met' if met else 'MISSED'}"
 
 
+def _load_row(figures: dict[str, Any], situation: str, way: str, series: Any) -> list[str]:
+    large = figures["nbytes"] >= LARGE
+    bound = GOALS.get((situation, way)) if large else SMALL_GOAL if way == TORCH else None
+    goal = ""
+    if bound is not None:
+        goal = _goal(figures["speedups"][situation][way], bound, at_most=False)
+    elif way != OURS:
+        goal = f"{figures['speedups'][situation][way]['median']:.2f}"
+    cpu, peak = series["cpu_s"]["median"], series["peak_nbytes"]["median"] / figures["nbytes"]
+    memory = "-" if math.isnan(peak) else f"{peak:.3f}"
+    if way == OURS and situation == FIRST and large:
+        memory += f", <= {MEMORY_GOAL}: {'met' if peak <= MEMORY_GOAL else 'MISSED'}"
+    time_used = "-" if math.isnan(cpu) else f"{cpu:.2f} s"
+    return [f"    {way}", " ".join(_times(series, figures["nbytes"])), time_used, memory, goal]
+
+
 def show(found: dict[str, Any], rounds: int) -> None:
     """Two tables on stdout."""
     rows: list[list[str] | None] = []
     for state, figures in found.items():
         rows.append([state, *[""] * 3])
         for situation, text in SITUATIONS.items():
-            series = figures["loads"][situation]
-            cells = [" ".join(_times(series[way], figures["nbytes"])) for way in WAYS]
-            goal = _goal(figures["load_ratios"][situation], LOAD_GOAL, at_most=True)
-            rows.append([f"  {text}", *cells, goal])
-    columns = ["", *WAYS, "ours / theirs, median of the rounds"]
-    print_table(f"Loads of a file that torch.save wrote, {rounds} rounds", columns, rows)
+            rows.append([f"  {text}", *[""] * 4])
+            for way, series in figures["loads"][situation].items():
+                rows.append(_load_row(figures, situation, way, series))
+    columns = ["", "until used (min..max)", "processor", "memory / file", "ours is faster, times"]
+    print_table(f"Loads of tensors that were saved by torch, {rounds} rounds", columns, rows)
     rows = []
     for state, figures in found.items():
         rows.append([state, *[""] * 3])
@@ -336,17 +443,17 @@ def main(argv: list[str] | None = None) -> int:
         check_memory(3 * largest)
         with (
             scratch_directory(
-                args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * largest
+                args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=5 * largest
             ) as directory,
             _progress_line() as progress,
         ):
             facts = machine_facts(directory)
             found = measure(directory, chosen, rounds, progress)
     except BenchError as error:
-        print(f"load.py: {error}", file=sys.stderr)
+        print(f"restore.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("load.py: interrupted; its files are removed", file=sys.stderr)
+        print("restore.py: interrupted; its files are removed", file=sys.stderr)
         return 130
     print("\n".join(facts_lines(facts)))
     show(found, rounds)

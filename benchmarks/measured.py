@@ -1,0 +1,61 @@
+"""What vs_peers.py measured, and with what."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from common import Series
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes in bytes, counts a way to save."""
+
+    state: int
+    many: int
+    large: int
+    transformer: int
+    loop_state: int
+    rounds: int
+    pairs: int
+    pairs_large: int
+    threads: int
+    growth_saves: int
+    loop_steps: int = 12
+    loop_batch: int = 128
+    loop_steps_large: int = 4
+    loop_batch_large: int = 64
+    loop_batch_transformer: int = 8
+    growth_state: int = 16_000_000
+
+
+class Figures:
+    """scenario -> way to save -> metric -> one value a round."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+
+    def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
+        for metric, value in figures.items():
+            self._values[scenario, who, metric].append(value)
+
+    def series(self, scenario: str, who: str, metric: str) -> Series | None:
+        values = self._values.get((scenario, who, metric))
+        return Series.of(values) if values else None
+
+    def median(self, scenario: str, who: str, metric: str) -> float | None:
+        series = self.series(scenario, who, metric)
+        return None if series is None else series.median
+
+    def everywhere(self, metric: str) -> list[float]:
+        """Every value of one metric, of all scenarios and ways to save."""
+        return [v for key, values in self._values.items() if key[2] == metric for v in values]
+
+    def to_json(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for (scenario, who, metric), values in self._values.items():
+            place = tree.setdefault(scenario, {}).setdefault(who, {})
+            place[metric] = Series.of(values).to_json()
+        return tree

@@ -1,0 +1,212 @@
+"""The house: no circle of files anywhere, and no folder that calls, includes or imports upwards.
+
+Calls are those of the compiled objects, so they are what the linker sees; includes and imports are
+what the sources say, imports for types and inside functions too. ARCHITECTURE.md shows the same
+list of layers.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE, BINDING, PACKAGE = ROOT / "csrc/core", ROOT / "csrc/python", ROOT / "python/stillframe"
+
+# A folder may call and include what stands before it in its list, and itself.
+CORE_LAYERS = [
+    *("base", "trace", "cuda", "memory", "archive", "file", "check", "restore", "commit"),
+    *("device", "engine", "save", "snapshot"),
+]
+# The same for packages; a module that is not in one of them stands by itself.
+PACKAGE_LAYERS = [
+    *("errors", "_base", "_tree", "_save", "_snapshot", "_lightning"),
+    *("lightning", "pytorch_lightning", "__init__", "testing", "_shell", "__main__"),
+]
+MOST_LINES = 500  # of a file; 450 for a new one
+
+Graph = dict[str, set[str]]
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """The strongly connected components of more than one node, after Tarjan."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in list(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def upwards(graph: Graph, layers: list[str]) -> list[str]:
+    """Edges from a layer to one above it; a file's layer is the first part of its name."""
+    rank = {name: place for place, name in enumerate(layers)}
+    return [
+        f"{source} -> {target}"
+        for source, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if rank[source.split("/")[0]] < rank[target.split("/")[0]]
+    ]
+
+
+def calls() -> Graph:
+    """Which file of the core calls which, by the symbols of its objects."""
+    built = [ROOT / "build" / variant / "core" for variant in ("asan", "plain", "tsan")]
+    newest = max(
+        (each for each in built if each.is_dir()),
+        key=lambda each: each.stat().st_mtime,
+        default=None,
+    )
+    sources = [source.relative_to(CORE) for source in CORE.rglob("*.c")]
+    if newest is None or not all(
+        (newest / source).with_suffix(".o").exists() for source in sources
+    ):
+        pytest.skip("the C tests are not built (make asan)")
+    listing = subprocess.run(
+        ["nm", "-P", "-A", *(str((newest / source).with_suffix(".o")) for source in sources)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    home: dict[str, str] = {}
+    uses: list[tuple[str, str]] = []
+    for line in listing.splitlines():
+        file, symbol, kind = line.split()[:3]
+        name = Path(file.rstrip(":")).relative_to(newest).with_suffix(".c").as_posix()
+        if not symbol.startswith("sfr"):
+            continue
+        if kind == "U":
+            uses.append((name, symbol))
+        elif kind.isupper():
+            home[symbol] = name
+    graph: Graph = {}
+    for name, symbol in uses:
+        if home.get(symbol, name) != name:
+            graph.setdefault(name, set()).add(home[symbol])
+    return graph
+
+
+def includes(top: Path, *paths: Path) -> Graph:
+    """Which file under `top` includes which of them."""
+    graph: Graph = {}
+    for file in top.rglob("*.[ch]"):
+        for name in re.findall(r'(?m)^#include "([^"]+)"', file.read_text()):
+            found = next(each / name for each in (file.parent, *paths) if (each / name).exists())
+            if found.is_relative_to(top):
+                graph.setdefault(file.relative_to(top).as_posix(), set()).add(
+                    found.relative_to(top).as_posix()
+                )
+    return graph
+
+
+def imports(top: Path, *package: str) -> Graph:
+    """Which module under `top` imports which of them."""
+    names = {
+        ".".join((*package, *file.relative_to(top).with_suffix("").parts)): file
+        for file in top.rglob("*.py")
+    }
+    names |= {
+        name.removesuffix(".__init__"): file
+        for name, file in list(names.items())
+        if name.endswith(".__init__")
+    }
+
+    def targets(node: ast.AST) -> Iterable[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                # The binary modules are below everything, and no files of the package.
+                if name not in names and alias.name in ("_core", "_bridge"):
+                    continue
+                yield name if name in names else node.module
+
+    graph: Graph = {}
+    for file in top.rglob("*.py"):
+        source = file.relative_to(top).with_suffix("").as_posix()
+        for node in ast.walk(ast.parse(file.read_text())):
+            for target in targets(node):
+                other = names.get(target)
+                if other is not None and other != file:
+                    graph.setdefault(source, set()).add(
+                        other.relative_to(top).with_suffix("").as_posix()
+                    )
+    return graph
+
+
+def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
+    graph = calls()
+    assert circles(graph) == []
+    assert upwards(graph, CORE_LAYERS) == []
+
+
+def test_includes_only_go_down():
+    graph = includes(CORE, CORE)
+    assert circles(graph) == []
+    graph.pop("sfr.h", None)
+    below = {source: targets - {"sfr.h"} for source, targets in graph.items()}
+    assert upwards(below, CORE_LAYERS) == []
+    assert circles(includes(BINDING, BINDING, CORE, BINDING.parent)) == []
+
+
+def test_imports_only_go_down():
+    graph = imports(PACKAGE, "stillframe")
+    assert circles(graph) == []
+    assert upwards(graph, PACKAGE_LAYERS) == []
+    assert circles(imports(ROOT / "benchmarks")) == []
+
+
+def test_the_architecture_page_shows_these_layers():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    shown = re.findall(r"(?m)^\| `(\w+)` \|", page)
+    assert [name for name in shown if name in CORE_LAYERS] == CORE_LAYERS
+    packages = [name for name in PACKAGE_LAYERS if name.startswith("_") and "__" not in name]
+    assert [name for name in shown if name in packages] == packages
+
+
+def test_every_folder_is_in_the_list():
+    assert {each.name for each in CORE.iterdir() if each.is_dir()} == set(CORE_LAYERS)
+    folders = {each.name for each in PACKAGE.iterdir() if each.is_dir()} - {"__pycache__"}
+    assert folders <= set(PACKAGE_LAYERS)
+
+
+def test_files_stay_short():
+    files = [*(ROOT / "csrc").rglob("*.[ch]"), *PACKAGE.rglob("*.py")]
+    long = {
+        file.relative_to(ROOT).as_posix(): lines
+        for file in files
+        if (lines := len(file.read_text().splitlines())) > MOST_LINES
+    }
+    assert long == {}
+
+
+def test_the_test_sees_circles_and_edges_upwards():
+    graph = {"base/a": {"file/b"}, "file/b": {"file/c"}, "file/c": {"file/b", "base/a"}}
+    assert circles(graph) == [["base/a", "file/b", "file/c"]]
+    assert upwards(graph, CORE_LAYERS) == ["base/a -> file/b"]
+    assert sys.getrecursionlimit() > len(list(CORE.rglob("*.c")))
