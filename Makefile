@@ -12,6 +12,7 @@
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
+# make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make clean  removes what was built; make distclean removes .venv too
 #
@@ -38,7 +39,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
+.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
 	lightning-suite lightning-versions lightning-theirs clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -90,6 +91,16 @@ bench: build $(VENV)/.bench
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
 	$(PIP) install --constraint requirements.txt --requirement benchmarks/requirements.txt
+	@touch $@
+
+# The pages ask nobody else for scripts, styles or fonts.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
+	@! grep -rhoE '(src|href)="(https?:)?//[^"]*[.](js|css|woff2?|png|svg)"' build/site --include='*.html'
+	@echo "build/site/index.html"
+
+$(VENV)/.docs: docs/requirements.txt $(VENV)/.requirements
+	$(PIP) install --constraint requirements.txt --requirement docs/requirements.txt
 	@touch $@
 
 lint: $(VENV)/.requirements

@@ -1,0 +1,75 @@
+"""Runs the Python blocks of pages: `python run_pages.py DIRECTORY PAGE...`, for test_docs.py.
+
+A page is one program: its blocks share a namespace, in their order, in a scratch directory of the
+page's own. Each page runs in a fork of this process, which has imported torch and Lightning once
+and done nothing with them. Where a block ```text title="prints" follows, that is what was printed,
+`...` standing for anything. One line of JSON a page: its name, and what is wrong with it or null.
+"""
+
+import contextlib
+import doctest
+import io
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401 (the forks have it then)
+import stillframe
+import torch
+
+_BLOCK = re.compile(
+    r'^```python\n(?P<code>.*?)^```\n(?:\n```text title="prints"\n(?P<prints>.*?)^```\n)?',
+    re.M | re.S,
+)
+
+
+def run(page: Path) -> str | None:
+    """What is wrong with the page."""
+    text = page.read_text()
+    names = {"__name__": "__main__"}
+    for block in _BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start()) + 1
+        code = compile("\n" * line + block["code"], str(page), "exec")
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(code, names)
+        except BaseException:
+            return traceback.format_exc()
+        wanted = block["prints"]
+        if wanted is not None and not doctest.OutputChecker().check_output(
+            wanted, printed.getvalue(), doctest.ELLIPSIS
+        ):
+            return f"line {line} prints\n{printed.getvalue()}and is said to print\n{wanted}"
+    stillframe.wait_all()
+    return None
+
+
+def run_forked(page: Path, scratch: Path) -> str | None:
+    scratch.mkdir()
+    answer = scratch.with_suffix(".answer")
+    child = os.fork()
+    if child == 0:
+        os.chdir(scratch)
+        with contextlib.redirect_stderr(io.StringIO()):
+            wrong = run(page)
+        answer.write_text(json.dumps(wrong))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return f"ended with status {status}" if status else json.loads(answer.read_text())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    directory = Path(sys.argv[1])
+    for number, argument in enumerate(sys.argv[2:]):
+        wrong = run_forked(Path(argument).resolve(), directory / str(number))
+        print(json.dumps([argument, wrong]), flush=True)

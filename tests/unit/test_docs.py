@@ -1,0 +1,101 @@
+"""The documentation: its programs run, its links lead somewhere, and no public name is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stillframe
+import stillframe.lightning
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+RUN = [page for page in PAGES if "\n```python\n" in page.read_text()]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pages")
+    command = [sys.executable, Path(__file__).with_name("run_pages.py"), directory, *RUN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("page", RUN, ids=_name)
+def test_every_python_block_runs_and_prints_what_the_page_says(page, verdicts):
+    wrong = verdicts[str(page)]
+    assert wrong is None, wrong
+
+
+def test_every_output_follows_the_block_that_prints_it():
+    for page in PAGES:
+        text = page.read_text()
+        followed = re.findall(r'^```\n\n```text title="prints"', text, re.M)
+        assert len(followed) == text.count('title="prints"'), page
+
+
+def _entries() -> set[str]:
+    """Names that the reference has an entry for."""
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    return {*re.findall(r"^::: ([\w.]+)$", text, re.M), *re.findall(r"\{ #([\w.]+) \}", text)}
+
+
+@pytest.mark.parametrize("module", [stillframe, stillframe.lightning], ids=lambda m: m.__name__)
+def test_every_public_name_has_an_entry_in_the_reference(module):
+    entries = _entries()
+    missing = [n for n in module.__all__ if f"{module.__name__}.{n}" not in entries]
+    assert not missing
+
+
+def test_every_entry_of_the_reference_is_a_name():
+    for entry in _entries():
+        module, _, name = entry.rpartition(".")
+        assert hasattr(sys.modules[module], name), entry
+
+
+def _in_nav(node: object) -> set[str]:
+    if isinstance(node, str):
+        return {node}
+    parts = node.values() if isinstance(node, dict) else node
+    return set().union(*map(_in_nav, parts))
+
+
+def test_every_page_is_in_the_navigation_and_nothing_else():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert _in_nav(nav) == set(map(_name, PAGES))
+
+
+def _anchors(page: Path) -> set[str]:
+    """As Markdown's own slugs of the headings, with those that are given or made by entries."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = set(re.findall(r"^::: ([\w.]+)$", prose, re.M))
+    for heading in re.findall(r"^#+ (.+)$", prose, re.M):
+        given = re.search(r"\{ #(\S+) \}", heading)
+        words = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        found.add(given[1] if given else re.sub(r"[-\s]+", "-", words))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_internal_link_leads_to_a_file_and_a_heading(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert target.is_relative_to(DOCS), f"{link} is not part of the site"
+        if anchor:
+            assert anchor in _anchors(target), link
