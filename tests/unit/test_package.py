@@ -60,3 +60,14 @@ def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_report_is_pickled_by_its_public_name(tmp_path):
+    import pickle
+
+    import stillframe
+
+    report = stillframe.save([1], tmp_path / "a.pt")
+    pickled = pickle.dumps(report)
+    assert b"stillframe._" not in pickled
+    assert pickle.loads(pickled) == report

@@ -24,9 +24,15 @@
  * has a descriptor that is not in its table. A close is not under it: close(2) may
  * flush or upload for seconds. Its place in the table has a state instead:
  *
- *     FREE ──open──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ FREE
+ *     FREE ──open──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ OVER
+ *       ▲                                                                    │
+ *       └──────────────── under fork_mu, when a slot is wanted ──────────────┘
  *
- * The number of a CLOSING descriptor may mean somebody else's file by now. So the
+ * The kernel copies a forking process's descriptors first and its memory later, and the
+ * other threads run in between: a slot that went FREE there would hide a descriptor that
+ * the child has. So nothing becomes FREE but under fork_mu, which the fork holds.
+ *
+ * The number of a CLOSING or OVER descriptor may mean somebody else's file by now. So the
  * open file is marked before it is closed (F_SETSIG, which stands for nothing as
  * long as nobody asks for signals, and goes with the open file and not with the
  * number), and the child closes only what bears the mark. Where the mark cannot
@@ -55,8 +61,10 @@
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
 static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
-/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING, 0 = FREE; leaves FREE under fork_mu only */
-static atomic_int fds[NR_FDS];
+static struct {
+	atomic_int fd;    /* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING or OVER, 0 = FREE */
+	atomic_bool over; /* its close has returned */
+} fds[NR_FDS];
 static _Atomic uint64_t generation;
 static struct sfr__fork_hook *hooks; /* constant once main runs */
 
@@ -90,13 +98,13 @@ static void after_in_parent(void)
 static void after_in_child(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
-		int entry = atomic_load(&fds[i]);
+		int entry = atomic_load(&fds[i].fd);
 
 		/* Not through the table: a test's wrapper may wait, and nothing here may.
 		 * What close returns does not matter, the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
 			(void)close(abs(entry) - 1);
-		atomic_store(&fds[i], 0);
+		atomic_store(&fds[i].fd, 0);
 	}
 	atomic_fetch_add(&generation, 1);
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
@@ -125,12 +133,24 @@ uint64_t sfr_fork_generation(void)
 	return atomic_load(&generation);
 }
 
-/* The slot that holds `value`, or -1. */
-static int find_slot(int value)
+/* The slot of an OPEN descriptor, or -1. */
+static int find_slot(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
-		if (atomic_load(&fds[i]) == value)
+		if (atomic_load(&fds[i].fd) == fd + 1)
 			return i;
+	return -1;
+}
+
+/* A slot that is FREE, or OVER and so free now; -1 when there is none. */
+static int free_slot_locked(void)
+{
+	for (int i = 0; i < NR_FDS; i++) {
+		int entry = atomic_load(&fds[i].fd);
+
+		if (entry == 0 || (entry < 0 && atomic_load(&fds[i].over)))
+			return i;
+	}
 	return -1;
 }
 
@@ -141,7 +161,7 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 	int slot, fd = -1, rc;
 
 	sfr__lock(&fork_mu);
-	slot = find_slot(0);
+	slot = free_slot_locked();
 	rc = -EMFILE;
 	if (slot < 0)
 		goto out;
@@ -151,8 +171,10 @@ int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 		if (rc != -EINTR)
 			break;
 	}
-	if (fd >= 0)
-		atomic_store(&fds[slot], fd + 1);
+	if (fd >= 0) {
+		atomic_store(&fds[slot].over, false);
+		atomic_store(&fds[slot].fd, fd + 1);
+	}
 out:
 	sfr__unlock(&fork_mu);
 	return rc;
@@ -167,13 +189,13 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
  * forks go on, see the top. */
 int sfr__fd_close(int fd)
 {
-	int slot = find_slot(fd + 1), rc;
+	int slot = find_slot(fd), rc;
 
 	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* see the top for where it cannot be set */
 	if (slot >= 0)
-		atomic_store(&fds[slot], -(fd + 1));
+		atomic_store(&fds[slot].fd, -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;
 	if (slot >= 0)
-		atomic_store(&fds[slot], 0);
+		atomic_store(&fds[slot].over, true);
 	return rc;
 }

@@ -63,3 +63,7 @@ class SaveReport:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# People keep reports, pickled as well: the name is the public one, wherever the class lies.
+SaveReport.__module__ = "stillframe"
