@@ -223,12 +223,14 @@ lightning-theirs: build
 # ---- what needs a GPU -------------------------------------------------------------------------
 
 # Nothing is installed or fetched: GPU_PY has torch, Lightning, rich and pytest, and by default is
-# the first of these whose torch sees a device. GPU_PARTS can be run one by one.
+# the first of these whose torch sees a device. Each part (benchmarks/gpu_first.py has the list) ends
+# within ten minutes, whatever becomes of the others; GPU_OUT gets their figures and logs.
 GPU_PY    ?=
-GPU_PARTS ?= tests saves sweep pinning profile
+GPU_PARTS ?=
+GPU_OUT   ?= build/gpu
 
 gpu:
-	@set -e; py='$(GPU_PY)'; \
+	@py='$(GPU_PY)'; \
 	for each in $(PY) $(PYTHON) python3; do \
 		[ -z "$$py" ] || break; \
 		command -v $$each >/dev/null || continue; \
@@ -240,12 +242,8 @@ gpu:
 			"(name one with GPU_PY=...)"; \
 		exit 0; \
 	fi; \
-	export PYTHONPATH='$(CURDIR)/python'; \
-	$$py setup.py -q build_ext --inplace; \
-	$(if $(filter tests,$(GPU_PARTS)),$$py -m pytest -c /dev/null --rootdir='$(CURDIR)' -p no:cacheprovider \
-		-ra tests/gpu;) \
-	$(if $(filter-out tests,$(GPU_PARTS)),$$py benchmarks/gpu.py --dir $(DIR) \
-		--parts $(filter-out tests,$(GPU_PARTS)) $(ARGS))
+	$$py setup.py -q build_ext --inplace && \
+	$$py benchmarks/gpu_first.py --dir $(DIR) --out $(GPU_OUT) $(if $(GPU_PARTS),--parts $(GPU_PARTS)) $(ARGS)
 
 # ---------------------------------------------------------------------------------------------
 

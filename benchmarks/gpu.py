@@ -4,6 +4,7 @@
     sweep      size of the pieces x pieces in flight: copy speed and `.item()` of others
     pinning    how fast memory is pinned, and a first save with nothing warmed up
     profile    torch.profiler over one save: copies under compute, no synchronise (a Perfetto file)
+    ahead      a training whose host runs ahead of the device: steps with saves beside steps without
 
 Each measured way runs in a process of its own; ours and a plain pinned copy of the same bytes stand
 in every table, so that figures compare within one run. One JSON, one table. Without a GPU it says
@@ -35,9 +36,10 @@ from limits import RawDisk
 from machine import machine_facts, reset_peak_rss, status_bytes
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("saves", "sweep", "pinning", "profile")
+PARTS = ("saves", "sweep", "pinning", "profile", "ahead")
 WAY_TIMEOUT_S = 150  # a way that takes longer is ended, and the table says so
 MIB = 1 << 20
+RAW_BYTES = 2 << 30  # of the disk's own speed; a slow one takes long enough for that
 
 
 # ---- in a process of its own -----------------------------------------------------------------
@@ -148,7 +150,10 @@ def measure_way(options: argparse.Namespace, size: str, name: str, directory: Pa
         way.gate()
         way.finish()
         copy_s = plain_copy(train)
-        raw_s = RawDisk(directory, nbytes).direct() if name == OURS else None
+        raw_bytes = min(nbytes, RAW_BYTES)
+        raw_s = (
+            RawDisk(directory, raw_bytes).direct() * nbytes / raw_bytes if name == OURS else None
+        )
         result = {
             "nbytes": nbytes,
             "base_step_s": base,
@@ -237,6 +242,46 @@ def measure_pinning(options: argparse.Namespace, size: str, directory: Path) -> 
         }
 
 
+def measure_ahead(options: argparse.Namespace, size: str, directory: Path) -> Any:
+    """Steps that nobody waits for, without saves and with one every ten: the device's time of each
+    and the host's, the calls of the saves, and the share of bytes that was deferred."""
+    import stillframe
+
+    with _device(options) as device:
+        train = _training(options, size, device)
+        nbytes = train.nbytes()
+        count = 10 if options.rehearse else 40
+        engine = stillframe.Engine(pool_bytes=2 * nbytes + 64 * MIB)
+        engine.warm_up(2 * nbytes)
+
+        def steps(every: int) -> dict[str, Any]:
+            train.synchronize()
+            handles, calls, host = [], [], []
+            first = train.mark()
+            for number in range(count):
+                at = time.perf_counter()
+                if every and number % every == every - 1:
+                    path = directory / f"ahead{len(handles) % 2}"
+                    handles.append(stillframe.async_save(train.tree(), path, engine=engine))
+                    calls.append(time.perf_counter() - at)
+                train.step()
+                host.append(time.perf_counter() - at)
+            last = train.mark()
+            reports = [handle.result() for handle in handles]
+            train.synchronize()
+            return {
+                "device_s": train.between(first, last) / count,
+                "host_s": host,
+                "call_s": calls,
+                "gate_s": [report.gate_wait_s for report in reports],
+                "deferred": [report.deferred_nbytes / nbytes for report in reports],
+            }
+
+        alone, saving = steps(0), steps(10 if not options.rehearse else 5)
+        engine.close()
+        return {"nbytes": nbytes, "alone": alone, "saving": saving}
+
+
 SYNCHRONISES = ("Synchronize",)
 
 
@@ -315,6 +360,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "sweep": measure_sweep,
     "pinning": measure_pinning,
     "profile": measure_profile,
+    "ahead": measure_ahead,
 }
 
 
@@ -325,14 +371,17 @@ def _run(answers: Any, part: str, arguments: tuple[Any, ...]) -> None:
         answers.put((False, f"{type(error).__name__}: {error}"))
 
 
-def in_process(part: str, *arguments: Any) -> Any:
+def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
     """What a measure returns, or a sentence on why it did not."""
+    limit_s = min(limit_s, WAY_TIMEOUT_S)
+    if limit_s < 1:
+        return "not begun: the time was over"
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     process = context.Process(target=_run, args=(answers, part, arguments))
     process.start()
-    end = time.monotonic() + WAY_TIMEOUT_S
-    answer: tuple[bool, Any] = (False, f"took more than {WAY_TIMEOUT_S} s and was ended")
+    end = time.monotonic() + limit_s
+    answer: tuple[bool, Any] = (False, f"took more than {limit_s:.0f} s and was ended")
     while time.monotonic() < end:
         with contextlib.suppress(queue.Empty):
             answer = answers.get(timeout=0.5)
@@ -451,6 +500,20 @@ def other_rows(name: str, size: str, result: Any) -> list[list[str] | None]:
             ],
             *([f"  {sentence}", *blank[:-1], " "] for sentence in result["fallbacks"]),
         ]
+    elif name == "ahead":
+        alone, saving = result["alone"], result["saving"]
+        ratio = saving["device_s"] / alone["device_s"]
+        blocked = max(a + b for a, b in zip(saving["call_s"], saving["gate_s"], strict=True))
+        rows.append(
+            [
+                f"  {min(saving['deferred']):.0%} deferred at least",
+                format_seconds(blocked),
+                "",
+                "",
+                f"{ratio:.3f} x",
+                *("", "", "", ""),
+            ]
+        )
     else:
         share = result["under_kernels"]
         rows += [
@@ -496,6 +559,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--probe-s", type=float, default=0.5, help="seconds of .item() probes (0.5)"
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to write to")
+    parser.add_argument(
+        "--until-s",
+        type=float,
+        default=3600.0,
+        help="nothing is begun after so many seconds (3600)",
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument(
         "--rehearse", action="store_true", help="tiny, on the CPU: does the script work?"
@@ -513,6 +582,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     results: dict[str, Any] = {}
     rows: list[list[str] | None] = []
+    until = time.monotonic() + options.until_s
+
+    def left() -> float:
+        return until - time.monotonic()
+
+    def keep() -> None:
+        """What there is so far: figures come out of the parts that ran, whatever comes."""
+        write_json(options.json, {"options": str(options), "results": results})
+
     directory = Path(tempfile.mkdtemp(prefix="stillframe-gpu-", dir=options.dir)).resolve()
     try:
         # Where the time may be cut short, the cheap and the telling come first.
@@ -521,17 +599,19 @@ def main(argv: list[str] | None = None) -> int:
                 ways: dict[str, Any] = {}
                 for name in options.ways:
                     print(f"saves, {size}: {name}", file=sys.stderr, flush=True)
-                    ways[name] = in_process("saves", options, size, name, directory)
-                    for left in directory.iterdir():
-                        shutil.rmtree(left) if left.is_dir() else left.unlink()
-                results[f"saves {size}"] = ways
+                    ways[name] = in_process("saves", left(), options, size, name, directory)
+                    results[f"saves {size}"] = ways
+                    keep()
+                    for each in directory.iterdir():
+                        shutil.rmtree(each) if each.is_dir() else each.unlink()
                 rows += [*saves_rows(size, ways), None]
         size = options.states[0]
         for part in options.parts:
             if part != "saves":
                 print(f"{part}, {size}", file=sys.stderr, flush=True)
-                found = in_process(part, options, size, directory)
+                found = in_process(part, left(), options, size, directory)
                 results[part] = found
+                keep()
                 rows += [*other_rows(part, size, found), None]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -548,7 +628,11 @@ def main(argv: list[str] | None = None) -> int:
     write_json(options.json, {"machine": facts, "options": str(options), "results": results})
     failed = [
         name
-        for name, found in {**results, **results.get("saves small", {})}.items()
+        for name, found in {
+            **results,
+            **results.get("saves small", {}),
+            **results.get("saves large", {}),
+        }.items()
         if isinstance(found, str)
     ]
     return 1 if failed and any(name in (OURS, *PARTS) for name in failed) else 0

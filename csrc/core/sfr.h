@@ -280,6 +280,30 @@ uint64_t sfr_ticket_number(const struct sfr_ticket *t); /* from 1, of the proces
 void sfr_ticket_get(struct sfr_ticket *t);
 void sfr_ticket_put(struct sfr_ticket *t); /* NULL is fine */
 
+/* ---- glances at memory of a device --------------------------------------------------------------- */
+
+/* Three lines of each of some storages on one device, copied down twice: after a step, and before the
+ * next. Whether they are the same is known some time later; nobody waits for the device. A glance
+ * is used by one thread at a time. */
+struct sfr_glance;
+struct sfr_glance_at {
+	uint64_t addr, nbytes; /* fewer bytes than three lines: passed over */
+};
+/* -ENODEV, -EIO: the device cannot be looked at; -ENOMEM. */
+int sfr_glance_new(uint32_t device, struct sfr_glance **out);
+/* May be called at any time; NULL is fine. */
+void sfr_glance_free(struct sfr_glance *look);
+/* Queues the copies behind what is on `stream`, a stream of the glance's device, which then waits for
+ * them. `again`: the second time, of the same storages in the same order; such as are not wanted any
+ * more are given with no bytes. SFR_EBUSY: nothing was queued, because another thread is looking or
+ * the glance before has not landed; SFR_ECAPTURING, SFR_EFORK; -EIO: never again. */
+int sfr_glance_take(struct sfr_glance *look, uint64_t stream, const struct sfr_glance_at *at,
+		    uint32_t nr, int again);
+/* 1: all of it has landed; 0: not yet; -EIO, SFR_EFORK: it never will. */
+int sfr_glance_landed(struct sfr_glance *look);
+/* Once it has landed, twice: whether storage number i was the same both times. */
+int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
+
 /* ---- snapshots (snapshot.c) --------------------------------------------- */
 
 /* A copy of host memory, and of memory of devices, in memory of the engine's pool. Sources are rows of struct sfr_source, as

@@ -25,7 +25,7 @@ import ctypes
 import errno as _errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,6 +190,11 @@ class FakeDriver:
         """Pauses of random length before each thing that a stream does."""
         self._library.fake_cuda_delay(ctypes.c_uint64(max_ns), ctypes.c_uint64(seed))
 
+    def segments(self, nbytes: int) -> None:
+        """Has memory of the device consist of segments that long, as an allocator that expands them
+        has it: batches refuse a copy across the edge of one. 0: of none."""
+        self._library.fake_cuda_segments(ctypes.c_uint64(nbytes))
+
     def hold(self, yes: bool) -> None:
         """Whether the streams stand still."""
         self._library.fake_cuda_hold(int(yes))
@@ -237,8 +242,18 @@ class FakeDriver:
         return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
 
 
+_DEVICE = 1 << 54  # FAKE_CUDA_DEVICE: no process has memory so far up
+_real_address_of = torch.UntypedStorage.data_ptr
+
+
 def _place_on_device(device: torch.device) -> int:
     return 1 if device.type == "cpu" else _REAL_PLACE_OF(device)
+
+
+def _device_address(storage: torch.UntypedStorage) -> int:
+    """Where the driver finds the storage, and the host nothing."""
+    address = _real_address_of(storage)
+    return address and address | _DEVICE
 
 
 @contextmanager
@@ -246,9 +261,11 @@ def host_as_device() -> Iterator[FakeDriver]:
     """Inside the block, saves and snapshots take host tensors for tensors on CUDA device 0.
 
     `STILLFRAME_LIBCUDA` has to name the fake driver (`build/libfake_cuda.so`, left by `make
-    build`), whose "current stream" is the calling thread: that is where torch runs CPU work. What
-    is saved says in the file that it lives on the CPU, as it does. Everything else is the path that
-    tensors of a GPU take. Blocks nest; saves that begin in other threads are meant too.
+    build`), whose "current stream" is the calling thread: that is where torch runs CPU work.
+    Whoever asks hears what torch says of CUDA tensors, and addresses where the host has no memory:
+    to read there kills the process. What is saved says in the file that it lives on the CPU, as it
+    does. Everything else is the path that tensors of a GPU take. Blocks nest; saves that begin in
+    other threads are meant too.
 
     Yields:
         The driver's controls.
@@ -270,6 +287,8 @@ def host_as_device() -> Iterator[FakeDriver]:
             if _shown_depth == 0:
                 for module, name, value in _hidden:
                     setattr(module, name, value)
+                for name in _SEEN:
+                    _core.Observer.present(name, None)
 
 
 def _show_on_device() -> None:
@@ -277,6 +296,7 @@ def _show_on_device() -> None:
         "is_cpu": property(lambda tensor: False),
         "is_cuda": property(lambda tensor: tensor.device.type == "cpu"),
         "device_index": lambda tensor: 0,
+        "data_ptr": _device_address,
     }
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_kinds", skeleton._make_kinds(**said)),
@@ -284,6 +304,7 @@ def _show_on_device() -> None:
         (_device, "place_of", _place_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),
+        (_device, "address_of", _device_address),
         (_device, "current_stream", lambda device: 0),
         (_device, "in_use", lambda: [0]),
         (_device, "capturing", lambda: _capturing),
@@ -291,6 +312,15 @@ def _show_on_device() -> None:
     _hidden[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]
     for module, name, value in shown:
         setattr(module, name, value)
+    for name, answer in _SEEN.items():
+        _core.Observer.present(name, answer)
 
 
+# What an observer asks of torch, and hears of a tensor on a device and of its storage.
+_SEEN: dict[str, Callable[[Any], Any]] = {
+    "is_cpu": lambda tensor: False,
+    "device_index": lambda tensor: 0,
+    "is_shared": lambda storage: True,
+    "data_ptr": _device_address,
+}
 _hidden: list[tuple[Any, str, Any]] = []

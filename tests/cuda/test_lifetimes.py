@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 import weakref
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import stillframe
 import torch
 from fix_training import adamw
 from stillframe._base import device as _device
-from stillframe._save import gate
+from stillframe._save import gate, ownership
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import few_threads, warmed_up
 
@@ -49,15 +50,22 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
     address = ctypes.addressof(memory)
     end = weakref.finalize(memory, free, address)
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
-    for _ in range(12):
+    # Verdicts come when the looks at the device have landed, and the host does not wait for those.
+    deadline = time.monotonic() + 60
+    while True:
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
+        owner = ownership.find(optimizer)
+        assert owner is not None and time.monotonic() < deadline
+        if owner.observer.counts() == (0, 3, 0):
+            break
+        time.sleep(0.001)
     parameter.grad = None
 
     fake.hold(True)
     try:
         handle = stillframe.async_save([parameter], tmp_path / "a", engine=engine, overlap=overlap)
-        del memory, parameter, optimizer
+        del memory, parameter, optimizer, owner
         gc.collect()
         assert freed == [] and end.alive
         gate.wait()
@@ -75,10 +83,14 @@ def test_a_step_s_stream_waits_for_the_copies_and_nobody_else(
     tmp_path: Path, fake: FakeDriver, stream: int, engine: stillframe.Engine
 ) -> None:
     training = warmed_up(adamw, steps=12)
-    handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
-    waits = fake.calls("cuStreamWaitEvent")
-    gate.wait()
-    # The fixture has seen no synchronise.
-    assert fake.calls("cuStreamWaitEvent") == waits + 1
+    fake.hold(True)  # else all may have landed before the gate
+    try:
+        handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
+        waits = fake.calls("cuStreamWaitEvent")
+        gate.wait()
+        # The fixture has seen no synchronise.
+        assert fake.calls("cuStreamWaitEvent") == waits + 1
+    finally:
+        fake.hold(False)
     report = handle.result()
     assert report is not None and report.deferred_nbytes > 0

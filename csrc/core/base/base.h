@@ -45,6 +45,9 @@ uint64_t sfr__deadline(uint64_t slice_ns);
 /* Starts a named thread at nice 10, with every signal blocked but those that it would bring on
  * itself. 0 or -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
+/* The same at the caller's priority, for one that a step may have to wait for: it also wakes up in
+ * time from short sleeps. */
+int sfr__thread_start_prompt(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
 /* The same at the caller's priority, for one whose maker does nothing but wait for it. */
 int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *),
 			      void *arg);
@@ -114,5 +117,11 @@ uint64_t sfr__samples_each(uint32_t nr_sources);
  * of how many. *random goes on. */
 uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
 			    uint64_t each, uint64_t *random);
+/* The same for sources on a device, where what is sampled is rows that lie equally far apart: fills
+ * all but the bytes of the items, and returns of how many; *pitch: from row to row. At most
+ * sfr__samples_rows_most. */
+uint32_t sfr__samples_rows(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
+			   uint64_t each, uint64_t *random, uint64_t *pitch);
+uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);
 
 #endif

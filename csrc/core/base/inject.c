@@ -63,6 +63,7 @@
 	X(void *, calloc, NULL, (size_t nr, size_t len), (nr, len))                                \
 	X(void *, realloc, NULL, (void *old, size_t len), (old, len))                              \
 	X(int, set_nice, -1, (int value), (value))                                                 \
+	X(int, set_slack, -1, (unsigned long ns), (ns))                                            \
 	X(int, get_affinity, -1, (cpu_set_t * cpus), (cpus))                                       \
 	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 

@@ -14,6 +14,11 @@ static void broken(const char *what, enum sfr__lock_rank rank)
 	abort(); /* of a test, never of a training: see the head of lock.h */
 }
 
+unsigned sfr__locks_held(void)
+{
+	return (unsigned)__builtin_popcount(held);
+}
+
 void sfr__lock_taken(enum sfr__lock_rank rank)
 {
 	if (held >> rank)

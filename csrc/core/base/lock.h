@@ -17,14 +17,15 @@
 #include <pthread.h>
 
 enum sfr__lock_rank {
-	SFR__LOCK_SESSION,  /* trace/json.c: the one timeline that is being written */
-	SFR__LOCK_ENGINE,   /* an engine's queues and slots, its tickets, its snapshots */
-	SFR__LOCK_LANES,    /* which devices an engine has lanes for */
-	SFR__LOCK_LANE,     /* a device's stream, the order on it, and what is in flight there */
-	SFR__LOCK_LOG,      /* commit/log.c: the process's ordered log */
-	SFR__LOCK_POOL,     /* a pool's free blocks, waiters, figures */
-	SFR__LOCK_PIN,      /* what the driver knows of a pool's memory */
-	SFR__LOCK_AHEAD,    /* check/ahead.c: pieces between the readers and the check */
+	SFR__LOCK_SESSION, /* trace/json.c: the one timeline that is being written */
+	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
+	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
+	SFR__LOCK_LANE,  /* what is in flight on a device's stream; never over a call that queues */
+	SFR__LOCK_EYES,  /* device/glance.c: through which devices are looked at */
+	SFR__LOCK_LOG,   /* commit/log.c: the process's ordered log */
+	SFR__LOCK_POOL,  /* a pool's free blocks, waiters, figures */
+	SFR__LOCK_PIN,   /* what the driver knows of a pool's memory */
+	SFR__LOCK_AHEAD, /* check/ahead.c: pieces between the readers and the check */
 	SFR__LOCK_RESTORE,  /* restore/restore.c: records between the readers and who waits */
 	SFR__LOCK_DRIVER,   /* cuda/driver.c: whether it is loaded and initialised */
 	SFR__LOCK_TMP,      /* file/tmp.c: the temporaries of this process that live */
@@ -41,6 +42,8 @@ struct sfr__mutex {
 #define SFR__MUTEX(of_rank) { .mu = PTHREAD_MUTEX_INITIALIZER, .rank = (of_rank) }
 
 #ifdef SFR_CHECK_LOCKS
+/* How many the calling thread holds. */
+unsigned sfr__locks_held(void);
 /* Before a lock is taken, and after it is given up. */
 void sfr__lock_taken(enum sfr__lock_rank rank);
 void sfr__lock_given(enum sfr__lock_rank rank);

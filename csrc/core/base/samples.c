@@ -57,3 +57,50 @@ uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t 
 	}
 	return nr;
 }
+
+/* ---- on a device ---- */
+
+#define MOST_PITCH ((uint64_t)1 << 30) /* devices take twice as much */
+
+uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
+{
+	uint64_t least = nbytes / MOST_PITCH + 2;
+
+	return each > least ? each : least;
+}
+
+/* How many rows there can be: odd, so that one of them is in the middle; fewer at random, so that
+ * their distance changes and no stride goes unseen for ever. */
+static uint64_t nr_rows(uint64_t nbytes, uint64_t each, uint64_t *random)
+{
+	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
+
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	if (n > 8)
+		n -= (*random >> 33) % (n / 4);
+	if (nbytes > MOST_PITCH)
+		n = n > nbytes / MOST_PITCH + 2 ? n : nbytes / MOST_PITCH + 2;
+	else if (n > 2 && n % 2 == 0)
+		n--;
+	return n > 1 ? n : 1;
+}
+
+uint32_t sfr__samples_rows(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
+			   uint64_t each, uint64_t *random, uint64_t *pitch)
+{
+	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
+	uint64_t n = nr_rows(nbytes, each, random), off = 0;
+
+	*pitch = 0;
+	if (nbytes == 0)
+		return 0;
+	if (n == 1)
+		off = (*random >> 33) % (nbytes - len + 1);
+	else
+		*pitch = (nbytes - len) / (n - 1);
+	for (uint64_t i = 0; i < n; i++)
+		items[i] = (struct sfr__sample){ .entry = entry,
+						 .len = (uint32_t)len,
+						 .off = off + i * *pitch };
+	return (uint32_t)n;
+}

@@ -17,6 +17,7 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,7 +26,8 @@
 
 #define NS_PER_S 1000000000u
 #define LOOK_AGAIN_NS NS_PER_S
-#define WORKER_NICE 10 /* below the training thread, above idle work */
+#define PROMPT_SLACK_NS 1000 /* the kernel's own is 50 us: as long as the sleeps it is for */
+#define WORKER_NICE 10       /* below the training thread, above idle work */
 
 static int plain_open(int dir, const char *name, int flags, mode_t mode)
 {
@@ -55,6 +57,11 @@ static int plain_set_flags(int fd, int flags)
 static int plain_set_nice(int nice_value)
 {
 	return setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), nice_value);
+}
+
+static int plain_set_slack(unsigned long ns)
+{
+	return prctl(PR_SET_TIMERSLACK, ns, 0, 0, 0);
 }
 
 static int plain_get_affinity(cpu_set_t *cpus)
@@ -105,6 +112,7 @@ struct sfr_sys sfr_sys = {
 	.thread_create = pthread_create,
 	.thread_join = pthread_join,
 	.set_nice = plain_set_nice,
+	.set_slack = plain_set_slack,
 	.get_affinity = plain_get_affinity,
 	.set_affinity = plain_set_affinity,
 	.clock_gettime = clock_gettime,
@@ -172,7 +180,7 @@ struct start {
 	void *(*main)(void *);
 	void *arg;
 	char name[16]; /* the kernel's limit, with the final zero */
-	bool yields;
+	bool yields, prompt;
 };
 
 /* Name and priority are set by the thread itself, so that they hold before its first line of
@@ -187,6 +195,8 @@ static void *thread_main(void *arg)
 	 * the same priority: slower, and nothing worse. */
 	if (start.yields)
 		(void)sfr_sys.set_nice(WORKER_NICE);
+	if (start.prompt)
+		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* or it wakes a little late */
 	return start.main(start.arg);
 }
 
@@ -195,7 +205,7 @@ static void *thread_main(void *arg)
  * thread brings on itself stay open: blocked, the kernel ends the process without asking a handler,
  * and nothing (faulthandler, a core dumper) could say where it crashed. */
 static int start_thread(pthread_t *thread, const char *name, void *(*main)(void *), void *arg,
-			bool yields)
+			bool yields, bool prompt)
 {
 	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
 	struct start *start;
@@ -208,6 +218,7 @@ static int start_thread(pthread_t *thread, const char *name, void *(*main)(void 
 	start->main = main;
 	start->arg = arg;
 	start->yields = yields;
+	start->prompt = prompt;
 	memset(start->name, 0, sizeof(start->name));
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
@@ -226,10 +237,15 @@ static int start_thread(pthread_t *thread, const char *name, void *(*main)(void 
 
 int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
 {
-	return start_thread(thread, name, main, arg, true);
+	return start_thread(thread, name, main, arg, true, false);
 }
 
 int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
 {
-	return start_thread(thread, name, main, arg, false);
+	return start_thread(thread, name, main, arg, false, false);
+}
+
+int sfr__thread_start_prompt(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
+{
+	return start_thread(thread, name, main, arg, false, true);
 }

@@ -53,7 +53,8 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	int (*set_nice)(int nice); /* of the calling thread, as the next two */
+	int (*set_nice)(int nice);          /* of the calling thread, as the next three */
+	int (*set_slack)(unsigned long ns); /* how late the kernel may wake it */
 	int (*get_affinity)(cpu_set_t *cpus);
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);

@@ -67,6 +67,23 @@ _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER
 SAME(batch_v2, PFN_cuMemcpyBatchAsync_v13000, size_t, CUstream);
 SAME(batch_v1, PFN_cuMemcpyBatchAsync_v12080, size_t, size_t *, CUstream);
 #undef SAME
+_Static_assert(__builtin_types_compatible_p(PFN_cuMemcpy3DBatchAsync_v13000,
+					    CUresult (*)(size_t, CUDA_MEMCPY3D_BATCH_OP *,
+							 unsigned long long, CUstream)) &&
+		       sizeof(CUDA_MEMCPY3D_BATCH_OP) == sizeof(struct sfr__cu_copy_3d) &&
+		       offsetof(CUDA_MEMCPY3D_BATCH_OP, src.op.ptr.rowLength) ==
+			       offsetof(struct sfr__cu_copy_3d, src.row_len) &&
+		       offsetof(CUDA_MEMCPY3D_BATCH_OP, dst.op.ptr.ptr) ==
+			       offsetof(struct sfr__cu_copy_3d, dst.ptr) &&
+		       offsetof(CUDA_MEMCPY3D_BATCH_OP, extent.width) ==
+			       offsetof(struct sfr__cu_copy_3d, width) &&
+		       offsetof(CUDA_MEMCPY3D_BATCH_OP, flags) ==
+			       offsetof(struct sfr__cu_copy_3d, flags) &&
+		       (int)CU_MEMCPY_OPERAND_TYPE_POINTER == SFR__CU_OPERAND_POINTER,
+	       "CUDA_MEMCPY3D_BATCH_OP");
+#define X(name, value) _Static_assert((int)CUDA_ERROR_##name == (value), #name);
+SFR__CUDA_LATER_VALUES(X)
+#undef X
 #endif
 #endif
 
@@ -129,8 +146,10 @@ static void load_locked(void)
 		return;
 	}
 	/* A symbol may be there long before the driver means it. */
-	if (table->version >= BATCH_V2_VERSION)
+	if (table->version >= BATCH_V2_VERSION) {
 		TAKE(table->batch_v2, handle, "cuMemcpyBatchAsync_v2");
+		TAKE(table->batch_3d, handle, "cuMemcpy3DBatchAsync_v2");
+	}
 	if (table->version >= BATCH_VERSION && !table->batch_v2)
 		TAKE(table->batch_v1, handle, "cuMemcpyBatchAsync");
 	driver.loaded = true;
@@ -205,6 +224,19 @@ void sfr__cuda_sentence(char *text, size_t len)
 
 /* ---- contexts ------------------------------------------------------------- */
 
+/* Retaining and releasing a context allocates and frees: not known to be legal beside a capture. */
+static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
+{
+	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
+	CUresult rc = cu->exchange_mode(&mode);
+
+	if (rc != CUDA_SUCCESS)
+		return rc;
+	rc = cu->primary_retain(context, dev);
+	(void)cu->exchange_mode(&mode); /* it worked a moment ago */
+	return rc;
+}
+
 int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len)
 {
@@ -224,7 +256,7 @@ int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *con
 		return -ENODEV;
 	}
 	if (rc == CUDA_SUCCESS)
-		rc = cu->primary_retain(context, dev);
+		rc = retain(cu, context, dev);
 	if (rc != CUDA_SUCCESS) {
 		sfr__cuda_explain(cu, device, "cuDevicePrimaryCtxRetain", rc, why, why_len);
 		*context = NULL;
@@ -235,10 +267,17 @@ int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *con
 
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
 {
+	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
 	CUdevice dev = 0;
+	bool relaxed;
 
-	if (cu->device_get(&dev, (int)device) == CUDA_SUCCESS)
-		(void)cu->primary_release(dev); /* nothing can be done about a failure */
+	/* Nothing can be done about a failure of any of these. */
+	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS)
+		return;
+	relaxed = cu->exchange_mode(&mode) == CUDA_SUCCESS;
+	(void)cu->primary_release(dev);
+	if (relaxed)
+		(void)cu->exchange_mode(&mode);
 }
 
 CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *cu,
@@ -300,6 +339,11 @@ bool sfr__cuda_is_sticky(CUresult rc)
 	case CUDA_ERROR_INVALID_ADDRESS_SPACE:
 	case CUDA_ERROR_INVALID_PC:
 	case CUDA_ERROR_LAUNCH_FAILED:
+	case CUDA_ERROR_LAUNCH_TIMEOUT:
+	case SFR__CUDA_ERROR_CONTAINED:
+	case SFR__CUDA_ERROR_TENSOR_MEMORY_LEAK:
+	case SFR__CUDA_ERROR_MPS_CLIENT_TERMINATED:
+	case SFR__CUDA_ERROR_EXTERNAL_DEVICE:
 		return true;
 	default:
 		return false;

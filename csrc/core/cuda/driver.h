@@ -44,7 +44,9 @@
 	  (void **mem, size_t len, unsigned int flags))                                            \
 	X(host_free, cuMemFreeHost, "cuMemFreeHost", (void *mem))                                  \
 	X(copy, cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                         \
-	  (void *dst, CUdeviceptr src, size_t len, CUstream stream))
+	  (void *dst, CUdeviceptr src, size_t len, CUstream stream))                               \
+	X(copy_2d, cuMemcpy2DAsync, "cuMemcpy2DAsync_v2",                                          \
+	  (const CUDA_MEMCPY2D *copy, CUstream stream))
 /* clang-format on */
 
 struct sfr__cuda {
@@ -58,6 +60,9 @@ struct sfr__cuda {
 	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, size_t *failed, CUstream stream);
+	/* Copies of rows in one batch; NULL where the driver has none. */
+	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
+			     CUstream stream);
 	int version;
 };
 

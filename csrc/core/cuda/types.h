@@ -27,6 +27,21 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
 typedef int CUstreamCaptureMode;
 typedef int CUstreamCaptureStatus;
+typedef struct {
+	size_t srcXInBytes, srcY;
+	int srcMemoryType;
+	const void *srcHost;
+	CUdeviceptr srcDevice;
+	void *srcArray;
+	size_t srcPitch;
+	size_t dstXInBytes, dstY;
+	int dstMemoryType;
+	void *dstHost;
+	CUdeviceptr dstDevice;
+	void *dstArray;
+	size_t dstPitch;
+	size_t WidthInBytes, Height;
+} CUDA_MEMCPY2D;
 #endif
 
 /* Values: X(name, value). cuda/driver.c compares them with the header's. */
@@ -37,6 +52,8 @@ typedef int CUstreamCaptureStatus;
 	X(CUDA_ERROR_NOT_INITIALIZED, 3)                                                           \
 	X(CUDA_ERROR_DEINITIALIZED, 4)                                                             \
 	X(CUDA_ERROR_ECC_UNCORRECTABLE, 214)                                                       \
+	X(CUDA_ERROR_INVALID_HANDLE, 400)                                                          \
+	X(CUDA_ERROR_LAUNCH_TIMEOUT, 702)                                                          \
 	X(CUDA_ERROR_CONTEXT_IS_DESTROYED, 709)                                                    \
 	X(CUDA_ERROR_HARDWARE_STACK_ERROR, 714)                                                    \
 	X(CUDA_ERROR_ILLEGAL_INSTRUCTION, 715)                                                     \
@@ -48,7 +65,10 @@ typedef int CUstreamCaptureStatus;
 	X(CUDA_ERROR_ASSERT, 710)                                                                  \
 	X(CUDA_ERROR_NOT_READY, 600)                                                               \
 	X(CUDA_ERROR_NOT_SUPPORTED, 801)                                                           \
+	X(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 900)                                              \
 	X(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, 906)                                                 \
+	X(CU_MEMORYTYPE_HOST, 1)                                                                   \
+	X(CU_MEMORYTYPE_DEVICE, 2)                                                                 \
 	X(CU_STREAM_NON_BLOCKING, 1)                                                               \
 	X(CU_EVENT_DISABLE_TIMING, 2)                                                              \
 	X(CU_MEMHOSTREGISTER_PORTABLE, 1)                                                          \
@@ -73,6 +93,33 @@ struct sfr__cu_copy_attributes {
 	struct sfr__cu_location src_hint, dst_hint;
 	unsigned int flags;
 };
+
+/* Values that only newer headers have. */
+#define SFR__CUDA_LATER_VALUES(X)                                                                  \
+	X(CONTAINED, 226)                                                                          \
+	X(TENSOR_MEMORY_LEAK, 721)                                                                 \
+	X(MPS_CLIENT_TERMINATED, 810)                                                              \
+	X(EXTERNAL_DEVICE, 911)
+enum {
+#define X(name, value) SFR__CUDA_ERROR_##name = value,
+	SFR__CUDA_LATER_VALUES(X)
+#undef X
+};
+
+/* One copy of rows in a batch of such: from pointer to pointer, in bytes. */
+struct sfr__cu_operand {
+	int type; /* 1: a pointer */
+	CUdeviceptr ptr;
+	size_t row_len, layer_height; /* bytes from row to row; 0: none but these */
+	struct sfr__cu_location hint;
+};
+struct sfr__cu_copy_3d {
+	struct sfr__cu_operand src, dst;
+	size_t width, height, depth;
+	int src_access_order;
+	unsigned int flags;
+};
+#define SFR__CU_OPERAND_POINTER 1
 #define SFR__CU_ORDER_STREAM 1
 #define SFR__CU_PREFER_OVERLAP 1u /* copy engines, not the multiprocessors that train */
 

@@ -8,50 +8,90 @@
 
 #include "device/lane.h"
 
-void sfr__cuda_die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
+void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
 {
-	if (lane->dead)
-		return;
-	lane->dead = true;
-	sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
-	pthread_cond_signal(&lane->cv);
-	sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
+	bool first;
+
+	sfr__lock(&lane->mu);
+	first = !lane->dead;
+	if (first) {
+		sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
+		lane->dead = true;
+		pthread_cond_signal(&lane->cv);
+	}
+	sfr__unlock(&lane->mu);
+	if (first)
+		sfr__notice_text("%s: nothing on this device can be saved any more", lane->why);
 }
 
-CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane)
+bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane)
+{
+	bool dead;
+
+	sfr__lock(&lane->mu);
+	dead = lane->dead;
+	sfr__unlock(&lane->mu);
+	return dead;
+}
+
+bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)
+{
+	char why[sizeof(lane->why)];
+
+	if (!sfr__cuda_is_dead(lane))
+		return false;
+	(void)snprintf(why, sizeof(why), "this device is dead since %.130s", lane->why);
+	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, why);
+	return true;
+}
+
+CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
 	CUresult rc;
 
-	if (lane->nr_events > 0)
-		return lane->events[--lane->nr_events];
+	sfr__lock(&lane->mu);
+	if (lane->nr_events > 0 && !lane->dead)
+		event = lane->events[--lane->nr_events];
+	sfr__unlock(&lane->mu);
+	if (event)
+		return event;
 	rc = lane->cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
 	if (sfr__cuda_is_sticky(rc))
-		sfr__cuda_die_locked(lane, "cuEventCreate", rc);
+		sfr__cuda_die(lane, "cuEventCreate", rc);
 	return rc == CUDA_SUCCESS ? event : NULL;
 }
 
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
 {
-	if (!event)
+	if (!event || lane->dead) /* a dead context has freed it */
 		return;
 	if (lane->nr_events < SFR__CUDA_EVENTS_KEPT)
 		lane->events[lane->nr_events++] = event;
 	else
-		(void)lane->cu->event_free(event); /* a dead context has freed it */
+		(void)lane->cu->event_free(event); /* nothing can be done about a failure */
 }
 
-bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			     struct sfr_err *err)
+void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
+{
+	sfr__lock(&lane->mu);
+	sfr__cuda_event_put_locked(lane, event);
+	sfr__unlock(&lane->mu);
+}
+
+bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+		      struct sfr_err *err)
 {
 	char text[160];
+	bool dead;
 
 	if (sfr__cuda_is_sticky(rc))
-		sfr__cuda_die_locked(lane, call, rc);
+		sfr__cuda_die(lane, call, rc);
+	dead = sfr__cuda_is_dead(lane);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
 	/* What it died of says more than what can no longer be done. */
-	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, lane->dead ? lane->why : text);
-	return lane->dead;
+	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
+	return dead;
 }
 
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
@@ -63,7 +103,11 @@ struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane)
 	if (piece)
 		lane->free_pieces = piece->next;
 	sfr__unlock(&lane->mu);
-	return piece ? piece : sfr_sys.malloc(sizeof(*piece));
+	if (!piece)
+		piece = sfr_sys.malloc(sizeof(*piece));
+	if (piece)
+		*piece = (struct sfr__cuda_piece){ 0 };
+	return piece;
 }
 
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
@@ -72,4 +116,16 @@ void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *pi
 	piece->next = lane->free_pieces;
 	lane->free_pieces = piece;
 	sfr__unlock(&lane->mu);
+}
+
+CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
+{
+	CUevent event = sfr__cuda_event_get(lane);
+	CUresult rc = event ? lane->cu->event_record(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
+
+	if (rc == CUDA_SUCCESS)
+		return event;
+	(void)sfr__cuda_failed(lane, event ? "cuEventRecord" : "cuEventCreate", rc, err);
+	sfr__cuda_event_put(lane, event);
+	return NULL;
 }

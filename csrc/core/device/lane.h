@@ -1,127 +1,175 @@
-/* Lanes of devices: copies to the host's memory, the order on a lane's stream, who hears of their
- * end. A lane's mutex is held over calls of the driver, none of which waits for a device. */
+/* A device's lane: what queues copies on its stream, and hears of their end. See lane.c.
+ *
+ * A lane knows neither saves nor snapshots: who queues copies brings a landing, which is told of
+ * their end, and who has more to queue than the lane should have at a time brings work for its
+ * thread.
+ *
+ * Locks: lane->mu stands below engine->mu, lanes->mu alone. Neither is held over a call that puts
+ * something on a stream: a full stream makes the call wait. Who does that has the lane's turn.
+ */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
-#include "cuda/driver.h"
 #include "base/queue.h"
-#include "memory/pin.h"
-#include "memory/range.h"
-
-struct sfr__run;
+#include "cuda/driver.h"
 
 enum {
 	SFR__CUDA_EVENTS_KEPT = 64, /* free ones a lane holds on to */
 	SFR__CUDA_STORES_KEPT = 2,
-	SFR__CUDA_BATCH = 256,       /* copies in one batched call */
-	SFR__CUDA_SMALL = 256 << 10, /* copies below it go in batches */
+	SFR__CUDA_SMALL = 256 << 10, /* copies below it are small */
 	SFR__CUDA_QUERIES = 64, /* that fail in a row: nothing is expected of the device then */
 };
 
-/* How much is asked of a device at a time: copies queued on other streams stand in line behind
- * what is queued here. Chosen so that the line is at most 0.3 ms long at 55 GB/s; tests and the
- * benchmark's sweep change them while no save is in flight. */
+/* How much is asked of a device at a time as long as nobody hurries: copies queued on other streams
+ * stand in line behind what is queued here. Chosen so that the line is at most 0.3 ms long at
+ * 55 GB/s; tests and the benchmark's sweep change them while no save is in flight. */
 extern uint64_t sfr__cuda_piece_bytes, sfr__cuda_nr_in_flight;
 
 struct sfr__cuda_piece;
 
-/* Who hears of a piece's end, on the lane's thread and with no lock held. `ok` is false when the
- * device died, and nobody can know what became of the copies. */
+/* Who hears of a piece's end, on the lane's thread. `ok` is false when the device died, and nobody
+ * can know what became of the copies. The piece is the landing's until fn returns. */
 struct sfr__cuda_landing {
-	void (*fn)(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece, bool ok);
+	void (*fn)(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok);
 };
 
 /* Copies that are followed by one event. */
 struct sfr__cuda_piece {
 	struct sfr__cuda_piece *next;
 	struct sfr__cuda_landing *landing;
-	CUevent landed;  /* NULL: could not be recorded, the stream is asked instead */
-	uint32_t failed; /* queries that failed in a row */
-	/* the landing's own: a block that is full with this piece, NULL for others; which it is */
-	struct sfr__block *block;
+	struct sfr__block *blocks; /* the landing's, as the next two: full with this piece */
 	const struct sfr__run *run;
-	uint32_t blk;
+	uint32_t first_blk; /* the first block's number in its run; they follow one another */
+	CUevent landed;     /* NULL: could not be recorded, the stream is asked instead */
+	uint32_t failed;    /* queries that failed in a row */
 };
 
 /* Memory that samples are copied into, kept from save to save: pinning it takes longer than all
  * else that a call does. */
 struct sfr__cuda_store {
-	struct sfr__range range; /* empty: none */
+	void *mem; /* NULL: none */
 	size_t len;
 	bool pinned;
 };
 
+/* S: the event behind all copies of a part, and who is about to wait for it. Guarded by lane->mu. */
+struct sfr__cuda_staged {
+	CUevent event; /* NULL: could not be had */
+	uint32_t nr_waits;
+	bool over; /* all has landed: there is nothing to wait for */
+};
+
 struct sfr__cuda_lane {
-	struct sfr__cuda_lane *next; /* of the engine's */
+	struct sfr__cuda_lane *next; /* of the engine's; guarded by lanes->mu */
 	uint32_t device;             /* constant, as the next four */
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
 	pthread_t thread;
 
-	struct sfr__mutex mu; /* guards what follows, and the order on the stream */
-	pthread_cond_t cv;
-	SFR__QUEUE(struct sfr__cuda_piece) flying; /* in the stream's order */
-	struct sfr__cuda_piece *free_pieces;       /* to be used again */
-	SFR__QUEUE(struct sfr__task) tasks;        /* copies to be queued by the lane's thread */
+	struct sfr__mutex mu; /* guards what follows */
+	pthread_cond_t cv;    /* for the thread */
+	pthread_cond_t cv_turn;
+	bool queueing;                       /* somebody has the turn */
+	struct sfr__cuda_piece *head, *tail; /* in flight, in the stream's order */
+	struct sfr__cuda_piece *free_pieces; /* to be used again */
+	SFR__QUEUE(struct sfr__task) tasks;
 	uint64_t nr_in_flight;
 	uint64_t rush_seq; /* a gate waits for saves up to this one: no bound on what is queued */
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
 	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* free ones */
-	bool single_copies;                                   /* the driver refused a batch */
+	bool no_batches, no_row_batches;                      /* the driver has none */
+	uint32_t nr_refused;                                  /* single batches that it refused */
 	bool stopping, dead;
-	char why[160]; /* what it died of */
+	char why[160]; /* what it died of; constant from then on */
 };
 
-/* The lanes of one engine. */
+/* The lanes of an engine. */
 struct sfr__cuda_lanes {
-	struct sfr__mutex mu; /* guards what follows, and each lane's `next` */
-	struct sfr__cuda_lane *first;
-	bool closing; /* there will be no more */
+	struct sfr__mutex mu;
+	struct sfr__cuda_lane *head; /* stay until the engine is freed */
+	bool stopped;
 };
 
-/* ---- lane.c; events.c from sfr__cuda_event_get_locked on ---- */
+/* ---- lanes.c ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
 /* The lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
 int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
 		       char *why, size_t why_len);
-/* From now on no lane is made. */
-void sfr__cuda_lanes_close(struct sfr__cuda_lanes *lanes);
 /* Ends the lanes' threads and frees what they hold on their devices. */
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
-/* Adds a sentence for each dead device. */
-void sfr__cuda_lanes_describe(struct sfr__cuda_lanes *lanes, char *text, size_t len);
-/* Has the lane's thread queue copies. */
-void sfr__cuda_push_locked(struct sfr__cuda_lane *lane, struct sfr__task *task);
-/* An event, new or used before; NULL when the driver has none to give. */
-CUevent sfr__cuda_event_get_locked(struct sfr__cuda_lane *lane);
+/* Appends a sentence for each device that is dead. */
+void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
+
+/* ---- events.c ---- */
+/* An event, new or used before; NULL when the driver has none to give. And back. */
+CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane);
+void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Notes that a call failed. True when the device is dead from now on, or was before. */
-bool sfr__cuda_failed_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
-			     struct sfr_err *err);
+bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+		      struct sfr_err *err);
 /* Gives the device up: nothing of it works any more, or nobody can tell. */
-void sfr__cuda_die_locked(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
-/* A piece, new or used before (NULL without memory), and back. */
+void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
+bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
+/* The same; sets *err to what the device died of. */
+bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
+/* A piece, all zero, new or used before (NULL without memory), and back. */
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
-/* Appends a piece to those in flight. */
-void sfr__cuda_fly_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
+/* An event behind what is on the stream; NULL with `err` set where none can be had. */
+CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
+
+/* ---- lane.c ---- */
+/* The thread of a lane. */
+void *sfr__cuda_lane_main(void *lane);
+/* Only one thread at a time puts something on a lane's stream: it has the turn, and no lock. */
+void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
+void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
+/* In a turn: an event behind what was queued, and the piece among those in flight. It always flies:
+ * where no event can be had or recorded, the stream as a whole is asked. */
+void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err);
 /* On the lane's thread: takes what has landed off the list. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
+/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
+void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
+/* Whether a gate waits for the save; and that one does. */
+bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
+void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
+/* Gives the lane's thread something to do, which may take its time. */
+void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
+
+/* ---- copies.c; in a turn ---- */
+/* Queues copies, in few calls where the driver has batches and the memory is pinned. The arrays
+ * come back in another order. */
+void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
+		    size_t nr, bool pinned, struct sfr_err *err);
+/* Copies of `nr` rows of `width` bytes, `pitch` bytes from row to row on the device. */
+struct sfr__cuda_rows {
+	void *dst;
+	CUdeviceptr src;
+	size_t width, nr, pitch;
+};
+/* Queues them; on the host rows stand dst_pitch bytes apart. */
+void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
+			 size_t dst_pitch, bool pinned, struct sfr_err *err);
+/* The same on any stream of the current context, by whoever knows what an error means. */
+CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
+			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
+			      bool batched);
+/* A sentence for reports when copies did not go the best way, else "". */
+void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len);
+
 /* ---- store.c ---- */
-/* Queues copies, in one call where the driver has one for that and the memory is pinned. */
-void sfr__cuda_copies_locked(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src,
-			     size_t *len, size_t nr, bool pinned, struct sfr_err *err);
 /* Memory for samples, of `len` bytes at least. 0 or -errno. */
 int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
-/* Reads bytes of the device through the store, waiting for them: *crc goes on. err->code. */
-int sfr__cuda_sum_through(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store,
-			  const char *src, uint64_t nbytes, uint32_t *crc, struct sfr_err *err);
-/* Gives memory of samples back: of a part, when it is over; of a lane, when it ends. */
+/* Gives it back: to the lane; to the driver, when the lane ends. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
-void sfr__cuda_store_free(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
+void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store);
+/* Memory of the driver's, which is pinned by birth; other memory where it has none to give. */
+int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
 
 /* ---- order.c ---- */
 /* Whether work put on the stream would become part of a graph, or break one. */
@@ -129,18 +177,15 @@ bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
 /* The caller's stream of a device, or NULL. */
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
 					uint32_t device);
-/* Says that the lane's device is dead, and of what. */
-void sfr__cuda_refuse_locked(const struct sfr__cuda_lane *lane, struct sfr_err *err);
-/* An event behind what is on the stream; NULL with `err` set where none can be had. */
-CUevent sfr__cuda_record_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
-/* E: records what is on the caller's stream and has the lane's stream wait for it, with nothing of
- * others in between. */
-void sfr__cuda_mark_locked(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
+/* E: records what is on the caller's stream and has the lane's stream wait for it. In a turn. */
+void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 /* C: has the caller's stream wait for *event (NULL: nothing to do), which is the lane's again. */
 void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event,
 			     struct sfr_err *err);
 /* S: has a step's stream wait. False when the host has to: no stream, no event, or a capture. */
-bool sfr__cuda_wait_staged_locked(struct sfr__cuda_lane *lane, const struct sfr_stream *stream,
-				  CUevent staged);
+bool sfr__cuda_wait_staged(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged,
+			   const struct sfr_stream *stream);
+/* All of it has landed. */
+void sfr__cuda_staged_over_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged);
 
 #endif

@@ -13,6 +13,7 @@
 
 #include "commit/log.h"
 #include "engine/engine.h"
+#include "memory/pin.h"
 
 /* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
  * it, and once only. */
@@ -185,7 +186,6 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	engine->closing = true;
-	sfr__cuda_lanes_close(&engine->cuda_lanes);
 	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
 	while (is_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
@@ -306,6 +306,6 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 	if (foreign(engine))
 		return SFR_EFORK;
 	sfr__cuda_sentence(text, len);
-	sfr__cuda_lanes_describe(&engine->cuda_lanes, text, len);
+	sfr__cuda_lanes_tell(&engine->cuda_lanes, text, len);
 	return 0;
 }

@@ -52,7 +52,7 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
-	struct sfr__cuda_lanes cuda_lanes; /* stay until the engine is freed */
+	struct sfr__cuda_lanes cuda_lanes; /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
 	SFR__QUEUE(struct sfr__shared)
 	shared;               /* the lane's, and where somebody waits the writers' */

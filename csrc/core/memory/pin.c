@@ -3,7 +3,7 @@
  * A copy engine writes only into memory whose pages cannot move. A block becomes such memory in
  * the best of these ways that the system allows:
  *
- *     registered, with its neighbours in one call of at most 1 GiB      (warm_up)
+ *     registered, with its neighbours in one call of at most 128 MiB    (warm_up)
  *     registered alone                                                  (a lane's first lease)
  *     memory of cuMemHostAlloc in its place
  *     left as it is: "pageable", copies into it pass through the driver's staging
@@ -25,7 +25,8 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-#define PIECE_BYTES_MAX ((uint64_t)1 << 30)
+/* A registration takes locks of the driver's, and 60 to 250 ms a GiB: meanwhile nobody can launch. */
+#define PIECE_BYTES_MAX ((uint64_t)128 << 20)
 
 enum way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 

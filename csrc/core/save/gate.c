@@ -7,35 +7,6 @@
  */
 #include "save/parts.h"
 
-static void rush(struct sfr_ticket *t)
-{
-	for (uint32_t i = 0; i < t->nr_parts; i++) {
-		struct sfr__cuda_lane *lane = t->parts[i].lane;
-
-		if (!lane)
-			continue;
-		sfr__lock(&lane->mu);
-		if (lane->rush_seq < t->seq)
-			lane->rush_seq = t->seq;
-		pthread_cond_signal(&lane->cv);
-		sfr__unlock(&lane->mu);
-	}
-}
-
-/* Has one stream wait for what is still being copied. False when the host has to do it. */
-static bool wait_on_stream(struct sfr__cuda_part *part, const struct sfr_stream *stream)
-{
-	struct sfr__cuda_lane *lane = part->lane;
-	bool done;
-
-	/* Under the lock S is the part's own, and the device's stream exists. */
-	sfr__lock(&lane->mu);
-	done = part->over || lane->dead || !part->deferred ||
-	       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
-	sfr__unlock(&lane->mu);
-	return done;
-}
-
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
 		  uint64_t slice_ns)
 {
@@ -53,7 +24,9 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	sfr__unlock(&engine->mu);
 	if (over)
 		return 0; /* copied, or discarded */
-	rush(t);
+	for (uint32_t i = 0; i < t->nr_parts; i++)
+		if (t->parts[i].lane)
+			sfr__cuda_rush(t->parts[i].lane, t->seq);
 	sfr__lock(&engine->mu);
 	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
 	if (sfr__ticket_is_open_locked(t))
@@ -62,10 +35,14 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || over)
 		return rc;
-	for (uint32_t i = 0; i < t->nr_parts; i++)
-		if (!wait_on_stream(&t->parts[i],
-				    sfr__stream_of(streams, nr_streams, t->parts[i].device)))
+	for (uint32_t i = 0; i < t->nr_parts; i++) {
+		struct sfr__cuda_part *part = &t->parts[i];
+
+		if (part->deferred &&
+		    !sfr__cuda_wait_staged(part->lane, &part->staged,
+					   sfr__stream_of(streams, nr_streams, part->device)))
 			on_host = true;
+	}
 	if (!on_host)
 		return 0;
 	now = sfr__now_ns();

@@ -1,93 +1,131 @@
-/* What becomes of a save's pieces when their copies have ended, on a device's lane.
+/* What becomes of a save's copies when they have landed: blocks go on to the writers.
  *
- * A block whose last piece has landed is compared with the samples and goes on to the writers. On a
- * dead device nobody can know whether a copy still runs: the block is retired, and the save fails.
- * When nothing of a part is queued or in flight any more, the part is over, which is said once.
+ * On the lane's thread. Deferred bytes are compared with the samples first, which have landed before
+ * them. What landed on a dead device nobody knows: those blocks are retired, and the save fails.
+ *
+ * A part is over when the call is through with it, nothing will be queued any more and nothing is in
+ * flight. Whoever brings about the last of the three settles it, and leaves it alone from then on:
+ * another thread may free the ticket.
  */
 #include <errno.h>
 #include <stdio.h>
 
 #include "save/parts.h"
 
-/* A save's piece: its block goes on to the writers, or is lost. */
-static void end_block(struct sfr__cuda_part *part, const struct sfr__cuda_piece *piece, bool landed)
+/* Compares one block with the samples. The index of a torn source, or -1. */
+static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+		     const struct sfr__block *block)
 {
-	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
-	struct sfr_err err = { .index = -1 };
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
 	int64_t torn = -1;
 
-	if (!landed)
-		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
-	else if (piece->block && piece->run == part->deferred)
-		torn = sfr__cuda_check(part, piece);
+	sfr__seg_iter_init(&it, &t->img, run, blk);
+	while (torn < 0 && sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
+			torn = sfr__check_piece(t, &part->samples, seg.entry, seg.off,
+						block->mem + seg.pos, seg.len);
+	return torn;
+}
+
+static void end_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
+		      struct sfr__block *block, bool ok)
+{
+	struct sfr_ticket *t = part->ticket;
+	struct sfr_err err = { .index = -1 };
+	int64_t torn = ok && run == part->deferred ? check(part, run, blk, block) : -1;
+
+	if (!ok)
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, part->lane->why); /* constant once dead */
 	if (torn >= 0) {
 		sfr__err_set(&err, SFR_ETORN, SFR_PHASE_STAGE, "samples");
 		err.index = torn;
 	}
-	if (piece->block || err.code) {
-		sfr__lock(&t->engine->mu);
-		if (err.code)
-			sfr__ticket_fail_locked(t, &err);
-		if (piece->block && landed)
-			sfr__push_block_locked(t, piece->run, piece->blk, piece->block, false);
-		else if (piece->block)
-			t->flight.blocks_held--;
-		sfr__unlock(&t->engine->mu);
-	}
+	sfr__lock(&t->engine->mu);
+	if (err.code)
+		sfr__ticket_fail_locked(t, &err);
+	if (ok)
+		sfr__push_block_locked(t, run, blk, block, false);
+	else
+		t->flight.blocks_held--;
+	sfr__unlock(&t->engine->mu);
 	/* Only now: who waits for a block and hears that there is none looks for the reason. */
-	if (piece->block && !landed)
-		sfr__pool_retire(t->engine->pool, piece->block);
+	if (!ok)
+		sfr__pool_retire(t->engine->pool, block);
 }
 
-void sfr__cuda_part_landed(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece,
-			   bool ok)
+static bool is_over_locked(struct sfr__cuda_part *part)
 {
-	struct sfr__cuda_part *part = sfr__container(landing, struct sfr__cuda_part, landing);
-	struct sfr__cuda_lane *lane = part->lane;
-	bool over;
-
-	end_block(part, piece, ok);
-	sfr__lock(&lane->mu);
-	part->nr_out--;
-	over = sfr__cuda_part_over_locked(part);
-	sfr__unlock(&lane->mu);
-	if (over)
-		sfr__cuda_part_settle(part);
-}
-
-bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part)
-{
-	struct sfr__cuda_lane *lane = part->lane;
-
 	if (!part->called || !part->submitted || part->nr_out != 0 || part->over)
 		return false;
 	part->over = true;
-	if (!lane->dead)
-		sfr__cuda_event_put_locked(lane, part->staged);
-	part->staged = NULL;
+	sfr__cuda_staged_over_locked(part->lane, &part->staged);
 	return true;
 }
 
-void sfr__cuda_part_settle(struct sfr__cuda_part *part)
+static void settle(struct sfr__cuda_part *part)
 {
-	struct sfr__cuda_lane *lane = part->lane;
 	struct sfr_ticket *t = part->ticket;
-	bool single;
+	char note[sizeof(t->fallback[3])] = "";
 
-	sfr__lock(&lane->mu);
-	single = lane->single_copies;
-	sfr__unlock(&lane->mu);
-	sfr__cuda_store_put(lane, &part->store);
+	sfr__cuda_copies_note(part->lane, note, sizeof(note));
+	sfr__cuda_store_put(part->lane, &part->store);
 	sfr__lock(&t->engine->mu);
 	t->cuda_out--;
 	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
-	if (single)
-		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]),
-			       "Device %u refuses batched copies: small tensors are copied one "
-			       "by one.",
-			       lane->device);
+	if (note[0])
+		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]), "%s", note);
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);
+}
+
+void sfr__cuda_part_landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece,
+			   bool ok)
+{
+	struct sfr__cuda_part *part = sfr__container(landing, struct sfr__cuda_part, landing);
+	struct sfr__block *block = piece->blocks, *next;
+	struct sfr_err err = { .index = -1 };
+	uint32_t blk = piece->first_blk;
+	bool over;
+
+	for (; block; block = next, blk++) {
+		next = block->next;
+		end_block(part, piece->run, blk, block, ok);
+	}
+	if (!ok) {
+		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, part->lane->why);
+		sfr__ticket_fail(part->ticket, &err);
+	}
+	sfr__lock(&part->lane->mu);
+	part->nr_out--;
+	over = is_over_locked(part);
+	sfr__unlock(&part->lane->mu);
+	if (over)
+		settle(part);
+}
+
+void sfr__cuda_part_called(struct sfr__cuda_part *part)
+{
+	sfr__lock(&part->lane->mu);
+	part->called = true;
+	sfr__unlock(&part->lane->mu);
+}
+
+void sfr__cuda_part_submitted(struct sfr__cuda_part *part)
+{
+	struct sfr_ticket *t = part->ticket;
+	bool over;
+
+	sfr__lock(&t->engine->mu);
+	t->cuda_unsubmitted--;
+	pthread_cond_broadcast(&t->engine->cv_state); /* the gate may look at S */
+	sfr__unlock(&t->engine->mu);
+	sfr__lock(&part->lane->mu);
+	part->submitted = true;
+	over = is_over_locked(part);
+	sfr__unlock(&part->lane->mu); /* the ticket may be gone from here on */
+	if (over)
+		settle(part);
 }

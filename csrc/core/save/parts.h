@@ -1,17 +1,18 @@
-/* A save's part in a device, as the files share it that know of devices. See stage_cuda.c. */
+/* A save's part in a device, as stage_cuda.c, fill_cuda.c, landing.c and gate.c share it. */
 #ifndef SFR_PARTS_H
 #define SFR_PARTS_H
 
 #include "device/lane.h"
+#include "memory/pin.h"
 #include "save/save.h"
 
-/* One save's part in one device. It belongs to the ticket. */
+/* It belongs to the ticket. */
 struct sfr__cuda_part {
-	struct sfr__cuda_landing landing; /* hears of each piece */
-	struct sfr__task staging;         /* on the lane's thread: queues the deferred bytes */
-	struct sfr_ticket *ticket;        /* constant, as the next four */
-	struct sfr__cuda_lane *lane;      /* NULL until begun */
-	uint32_t device;                  /* the driver's number */
+	struct sfr__cuda_landing landing;           /* first: the lane knows the part by it */
+	struct sfr__task staging;                   /* for the lane's thread */
+	struct sfr_ticket *ticket;                  /* constant, as the next four */
+	struct sfr__cuda_lane *lane;                /* NULL until begun */
+	uint32_t device;                            /* the driver's number */
 	const struct sfr__run *captured, *deferred; /* NULL: none */
 
 	/* only the capturing thread touches these */
@@ -24,33 +25,49 @@ struct sfr__cuda_part {
 	struct sfr__cuda_store store;
 
 	/* guarded by lane->mu */
-	CUevent staged;  /* S, recorded once `submitted`; NULL: could not be */
-	uint32_t nr_out; /* pieces in flight */
-	bool called;     /* the capturing thread is through */
-	bool submitted;  /* nothing will be queued any more */
+	struct sfr__cuda_staged staged; /* S */
+	uint32_t nr_out;                /* pieces in flight */
+	bool called;                    /* the capturing thread is through */
+	bool submitted;                 /* nothing will be queued any more */
 	bool over;
 };
 
-/* ---- blocks_cuda.c ---- */
-/* Fills one block: headers and padding at once, tensor bytes by copies that are queued. The block
- * is the lane's from here on. `slowly`: on the lane's thread, with few pieces in flight. */
-void sfr__cuda_stage_block(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
-			   struct sfr__block *block, bool slowly);
-/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
-void sfr__cuda_throttle(struct sfr__cuda_part *part);
+/* ---- landing.c ---- */
+/* sfr__cuda_landing.fn of a part. */
+void sfr__cuda_part_landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece,
+			   bool ok);
+/* The capturing thread is through; nothing will be queued any more. With the second of the two and
+ * the last piece the part is over, and the ticket may be gone. */
+void sfr__cuda_part_called(struct sfr__cuda_part *part);
+void sfr__cuda_part_submitted(struct sfr__cuda_part *part);
+
+/* ---- fill_cuda.c ---- */
+/* Blocks on their way, of one run: what is to be copied, and the piece that will watch it. */
+struct sfr__cuda_fill {
+	struct sfr__cuda_part *part;
+	const struct sfr__run *run;
+	bool slowly; /* few in flight: on the lane's thread, while nobody hurries */
+	struct sfr__cuda_piece *piece; /* flies next; made before anything is queued */
+	struct sfr__block *last;       /* of the piece's */
+	uint32_t nr_blocks;            /* of the piece's */
+	bool pinned;                   /* what stands in the arrays goes to pinned memory */
+	bool touched;                  /* the device was given a copy into a block of the piece's */
+	uint64_t bytes;                /* since the last event */
+	size_t nr;                     /* in the arrays */
+	CUdeviceptr dst[512], src[512];
+	size_t len[512];
+	struct sfr_err err;
+};
+void sfr__cuda_fill_begin(struct sfr__cuda_fill *fill, struct sfr__cuda_part *part,
+			  const struct sfr__run *run);
+/* Fills one leased block: headers and padding at once, tensor bytes by copies. The block is the
+ * fill's from here on, and flies with those before it when there are enough. */
+void sfr__cuda_fill_block(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr__block *block);
+/* Queues what is left, and has it fly; tells the ticket what went wrong. */
+void sfr__cuda_fill_end(struct sfr__cuda_fill *fill);
 /* Queues copies of the sampled lines of the part's deferred sources. */
 void sfr__cuda_take_samples(struct sfr__cuda_part *part);
 /* Checksums of the part's deferred sources, for SFR_SAVE_CHECK_BYTES: waits for each byte. */
 void sfr__cuda_sum(struct sfr__cuda_part *part);
-/* What landed in a block, compared with the samples. The index of a torn source, or -1. */
-int64_t sfr__cuda_check(struct sfr__cuda_part *part, const struct sfr__cuda_piece *piece);
 
-/* ---- landing.c ---- */
-void sfr__cuda_part_landed(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece,
-			   bool ok);
-/* After a change of what it depends on, with that in one piece: whether nothing of the part is queued
- * or in flight any more. True once, and then the caller settles the part, without the lock; whoever
- * hears false has to leave the part alone, since another thread may settle it and its ticket go. */
-bool sfr__cuda_part_over_locked(struct sfr__cuda_part *part);
-void sfr__cuda_part_settle(struct sfr__cuda_part *part);
 #endif

@@ -81,15 +81,13 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 		sfr__cuda_leave(&scope);
 		return SFR_ECAPTURING;
 	}
-	sfr__lock(&lane->mu);
-	if (lane->dead) {
-		sfr__cuda_refuse_locked(lane, err);
-	} else if (rc != CUDA_SUCCESS) {
-		(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", rc, err);
-	} else {
-		sfr__cuda_mark_locked(lane, stream, err);
+	if (rc != CUDA_SUCCESS) {
+		(void)sfr__cuda_failed(lane, "cuCtxPushCurrent", rc, err);
+	} else if (!sfr__cuda_refuses(lane, err)) {
+		sfr__cuda_turn_begin(lane);
+		sfr__cuda_mark(lane, stream, err);
+		sfr__cuda_turn_end(lane);
 	}
-	sfr__unlock(&lane->mu);
 	sfr__cuda_leave(&scope);
 	return 0;
 }
@@ -146,53 +144,75 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 	return 0;
 }
 
+/* Leases and fills the next block of a run. While there is none, nothing that has been filled is held
+ * back: its blocks may be the ones to wait for. SFR_EAGAIN when there was none within the slice. */
+static int fill_next(struct sfr__cuda_fill *fill, uint32_t *blk, uint64_t slice_ns)
+{
+	struct sfr_ticket *t = fill->part->ticket;
+	struct sfr__block *block;
+	uint64_t start;
+	int rc = lease(fill->part, 0, &block);
+
+	if (rc == SFR_EAGAIN) {
+		sfr__cuda_fill_end(fill);
+		start = sfr__now_ns();
+		rc = lease(fill->part, slice_ns, &block);
+		sfr__lock(&t->engine->mu);
+		if (fill->run == fill->part->captured) /* a lane's wait shows at the gate */
+			t->block_wait_ns += sfr__now_ns() - start;
+		sfr__unlock(&t->engine->mu);
+	}
+	if (rc == 0)
+		sfr__cuda_fill_block(fill, (*blk)++, block);
+	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
+		sfr__err_set(&fill->err, rc, SFR_PHASE_STAGE, NULL);
+	return rc;
+}
+
 /* C: recorded behind everything that the caller's stream has to wait for. */
 static void close_capture(struct sfr__cuda_part *part)
 {
 	struct sfr_err err = { .index = -1 };
 
-	sfr__lock(&part->lane->mu);
-	part->captured_event = sfr__cuda_record_locked(part->lane, part->lane->stream, &err);
-	sfr__unlock(&part->lane->mu);
+	sfr__cuda_turn_begin(part->lane);
+	part->captured_event = sfr__cuda_record(part->lane, part->lane->stream, &err);
+	sfr__cuda_turn_end(part->lane);
 	if (err.code)
 		sfr__ticket_fail(part->ticket, &err);
+}
+
+static int capture_blocks(struct sfr__cuda_part *part, uint64_t deadline)
+{
+	struct sfr__cuda_fill fill;
+	int rc = 0;
+
+	sfr__cuda_fill_begin(&fill, part, part->captured);
+	while (part->capture_blk < part->captured->nr_blocks && rc == 0 &&
+	       !sfr__ticket_failing(part->ticket)) {
+		uint64_t now = sfr__now_ns();
+
+		rc = fill_next(&fill, &part->capture_blk,
+			       deadline == SFR_FOREVER ? SFR_FOREVER :
+			       deadline > now          ? deadline - now :
+							 0);
+	}
+	sfr__cuda_fill_end(&fill); /* tells the ticket of an error */
+	return rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED ? rc : 0;
 }
 
 static int capture_part(struct sfr__cuda_part *part, uint64_t deadline)
 {
 	struct sfr_ticket *t = part->ticket;
+	int rc = part->captured ? capture_blocks(part, deadline) : 0;
 
-	while (part->captured && part->capture_blk < part->captured->nr_blocks &&
-	       !sfr__ticket_failing(t)) {
-		uint64_t start = sfr__now_ns();
-		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
-				 deadline > start        ? deadline - start :
-							   0;
-		struct sfr_err err = { .index = -1 };
-		struct sfr__block *block;
-		int rc = lease(part, slice, &block);
-
-		sfr__lock(&t->engine->mu);
-		t->block_wait_ns += sfr__now_ns() - start;
-		sfr__unlock(&t->engine->mu);
-		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
-			return rc;
-		if (rc < 0) {
-			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			sfr__ticket_fail(t, &err);
-			break;
-		}
-		sfr__cuda_stage_block(part, part->captured, part->capture_blk++, block, false);
-	}
-	if (!part->samples_taken && !sfr__ticket_failing(t)) {
-		part->samples_taken = true;
-		if (part->deferred && t->sums)
-			sfr__cuda_sum(part);
-		if (part->deferred && !sfr__ticket_failing(t))
-			sfr__cuda_take_samples(part);
-		if (part->captured || part->deferred)
-			close_capture(part);
-	}
+	if (rc < 0 || part->samples_taken || sfr__ticket_failing(t))
+		return rc;
+	part->samples_taken = true;
+	if (part->deferred && t->sums)
+		sfr__cuda_sum(part);
+	if (part->deferred && !sfr__ticket_failing(t))
+		sfr__cuda_take_samples(part);
+	close_capture(part);
 	return 0;
 }
 
@@ -214,9 +234,7 @@ int sfr__cuda_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		int rc;
 
 		if (cu_rc != CUDA_SUCCESS) {
-			sfr__lock(&lane->mu);
-			(void)sfr__cuda_failed_locked(lane, "cuCtxPushCurrent", cu_rc, &err);
-			sfr__unlock(&lane->mu);
+			(void)sfr__cuda_failed(lane, "cuCtxPushCurrent", cu_rc, &err);
 			sfr__ticket_fail(t, &err);
 			break;
 		}
@@ -242,89 +260,66 @@ void sfr__cuda_capture_end(struct sfr_ticket *t)
 
 /* ---- launch, and the lane's side ------------------------------------------------------ */
 
-/* The part has nothing to queue any more: the gate may look at S. */
-static void submitted(struct sfr__cuda_part *part)
-{
-	struct sfr_ticket *t = part->ticket;
-	struct sfr__cuda_lane *lane = part->lane;
-	bool over;
-
-	sfr__lock(&t->engine->mu);
-	t->cuda_unsubmitted--;
-	pthread_cond_broadcast(&t->engine->cv_state);
-	sfr__unlock(&t->engine->mu);
-	sfr__lock(&lane->mu);
-	part->submitted = true;
-	over = sfr__cuda_part_over_locked(part);
-	sfr__unlock(&lane->mu); /* the ticket may be gone from here on */
-	if (over)
-		sfr__cuda_part_settle(part);
-}
-
 void sfr__cuda_launch(struct sfr_ticket *t)
 {
 	bool go = !sfr__ticket_failing(t);
 
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		struct sfr__cuda_part *part = &t->parts[i];
-		struct sfr__cuda_lane *lane = part->lane;
-		bool queued = false;
 
-		if (!lane)
+		if (!part->lane)
 			continue;
-		sfr__lock(&lane->mu);
-		part->called = true;
-		if (go && part->deferred && !lane->dead) {
-			queued = true;
-			sfr__cuda_push_locked(lane, &part->staging);
-		}
-		sfr__unlock(&lane->mu);
-		if (!queued)
-			submitted(part);
+		sfr__cuda_part_called(part);
+		if (go && part->deferred && !sfr__cuda_is_dead(part->lane))
+			sfr__cuda_push(part->lane, &part->staging);
+		else
+			sfr__cuda_part_submitted(part);
 	}
+}
+
+/* On the lane's thread: queues the deferred blocks, few at a time until somebody waits for them. */
+static void stage_blocks(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+	struct sfr_ticket *t = part->ticket;
+	struct sfr__cuda_fill fill;
+	uint32_t blk = 0;
+	int rc = 0;
+
+	sfr__cuda_fill_begin(&fill, part, part->deferred);
+	while (blk < part->deferred->nr_blocks && (rc == 0 || rc == SFR_EAGAIN) &&
+	       !sfr__ticket_failing(t) && !fill.err.code) {
+		fill.slowly = !sfr__cuda_is_rushed(lane, t->seq);
+		if (fill.slowly)
+			sfr__cuda_throttle(lane, t->seq);
+		else
+			sfr__cuda_poll(lane);
+		if (sfr__cuda_is_dead(lane)) {
+			sfr__err_set(&fill.err, -EIO, SFR_PHASE_STAGE, lane->why);
+			break;
+		}
+		/* A block of our own in flight may be the one to wait for: it is polled for. */
+		rc = fill_next(&fill, &blk, 100 * 1000);
+	}
+	if (rc == SFR_EEXHAUSTED)
+		sfr__err_set(&fill.err, rc, SFR_PHASE_STAGE, NULL);
+	sfr__cuda_fill_end(&fill);
 }
 
 static void stage(struct sfr__task *task)
 {
 	struct sfr__cuda_part *part = sfr__container(task, struct sfr__cuda_part, staging);
 	struct sfr__cuda_lane *lane = part->lane;
-	struct sfr_ticket *t = part->ticket;
-	const struct sfr__run *run = part->deferred;
-	CUevent staged;
+	struct sfr_err err = { .index = -1 };
+	CUevent event;
 
-	for (uint32_t blk = 0; blk < run->nr_blocks && !sfr__ticket_failing(t);) {
-		struct sfr_err err = { .index = -1 };
-		struct sfr__block *block;
-		bool idle;
-		int rc;
-
-		sfr__cuda_throttle(part);
-		sfr__lock(&lane->mu);
-		idle = lane->flying.head == NULL;
-		if (lane->dead)
-			sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why);
-		sfr__unlock(&lane->mu);
-		if (err.code) {
-			sfr__ticket_fail(t, &err);
-			break;
-		}
-		/* A block of our own in flight may be the one to wait for. */
-		rc = lease(part, idle ? 50 * 1000 * 1000 : 100 * 1000, &block);
-		if (rc == 0) {
-			sfr__cuda_stage_block(part, run, blk++, block, true);
-		} else if (rc != SFR_EAGAIN) {
-			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			sfr__ticket_fail(t, &err);
-		}
-	}
+	stage_blocks(part);
+	sfr__cuda_turn_begin(lane);
+	/* Without an event the gate waits on the host. */
+	event = sfr__cuda_is_dead(lane) ? NULL : sfr__cuda_record(lane, lane->stream, &err);
+	sfr__cuda_turn_end(lane);
 	sfr__lock(&lane->mu);
-	staged = lane->dead ? NULL : sfr__cuda_event_get_locked(lane);
-	if (staged && lane->cu->event_record(staged, lane->stream) != CUDA_SUCCESS) {
-		/* The gate waits on the host instead. */
-		sfr__cuda_event_put_locked(lane, staged);
-		staged = NULL;
-	}
-	part->staged = staged;
+	part->staged.event = event;
 	sfr__unlock(&lane->mu);
-	submitted(part);
+	sfr__cuda_part_submitted(part);
 }

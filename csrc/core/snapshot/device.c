@@ -17,11 +17,13 @@
 #include <stddef.h>
 
 #include "device/lane.h"
+#include "memory/pin.h"
+#include "save/save.h"
 #include "snapshot/snapshot.h"
 
 struct sfr__snapshot_part {
-	struct sfr__cuda_landing landing;
-	struct sfr_snapshot *snapshot; /* constant, as the next */
+	struct sfr__cuda_landing landing; /* first: the lane knows the part by it */
+	struct sfr_snapshot *snapshot;    /* constant, as the next */
 	uint32_t device;
 	CUstream stream;             /* the caller's current one */
 	struct sfr__cuda_lane *lane; /* NULL until start */
@@ -31,9 +33,7 @@ struct sfr__snapshot_part {
 	struct sfr__sample *samples;  /* in the store */
 	uint32_t nr_samples;
 
-	/* guarded by lane->mu */
-	CUevent staged; /* S */
-	bool over;      /* landed, or nothing was queued */
+	struct sfr__cuda_staged staged; /* S; over: landed, or nothing was queued */
 };
 
 /* Copies that are made in one call. */
@@ -104,34 +104,35 @@ static int collect(const struct sfr__snapshot_part *part, bool captured, struct 
 	return rc;
 }
 
-/* Places samples of the deferred sources in memory of the lane's, and adds their copies. */
-static int sample(struct sfr__snapshot_part *part, struct batch *batch)
+/* Places samples of the deferred sources in memory of the lane's; *rows: which, from malloc. */
+static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows, size_t *nr)
 {
 	struct sfr_snapshot *s = part->snapshot;
-	size_t most = sfr__snapshot_samples_most(s, part->device + 1);
+	uint32_t nr_sources = sfr__snapshot_nr_deferred(s, part->device + 1);
+	size_t most = sfr__snapshot_rows_most(s, part->device + 1);
 	int rc;
 
-	if (most == 0)
+	*rows = NULL;
+	*nr = 0;
+	if (nr_sources == 0)
 		return 0;
-	rc = sfr__cuda_store_get(part->lane, most * sizeof(*part->samples), &part->store);
+	*rows = sfr_sys.malloc(nr_sources * sizeof(**rows));
+	rc = *rows ? sfr__cuda_store_get(part->lane, most * sizeof(*part->samples), &part->store) :
+		     -ENOMEM;
 	if (rc < 0)
 		return rc;
-	part->samples = (struct sfr__sample *)(void *)part->store.range.base;
-	part->nr_samples = sfr__snapshot_place_samples(s, part->device + 1, part->samples);
-	for (uint32_t k = 0; k < part->nr_samples && rc == 0; k++) {
-		struct sfr__sample *each = &part->samples[k];
-		const char *src = (const char *)(uintptr_t)s->sources[each->entry].addr;
-
-		rc = batch_add(batch, each->bytes, src + each->off, each->len);
-	}
-	return rc;
+	part->samples = part->store.mem;
+	part->nr_samples = sfr__snapshot_place_rows(s, part->device + 1, part->samples, *rows, nr);
+	return 0;
 }
 
 /* ---- start ------------------------------------------------------------------------- */
 
 /* What is queued for one part. */
 struct plan {
-	struct batch captured, captured_pageable, samples, deferred, deferred_pageable;
+	struct batch captured, captured_pageable, deferred, deferred_pageable;
+	struct sfr__cuda_rows *rows; /* samples */
+	size_t nr_rows;
 	struct sfr__cuda_piece *piece; /* NULL once it flies */
 };
 
@@ -139,7 +140,7 @@ static void plan_free(struct sfr__snapshot_part *part, struct plan *plan)
 {
 	batch_free(&plan->captured);
 	batch_free(&plan->captured_pageable);
-	batch_free(&plan->samples);
+	sfr_sys.free(plan->rows);
 	batch_free(&plan->deferred);
 	batch_free(&plan->deferred_pageable);
 	if (plan->piece)
@@ -157,43 +158,48 @@ static int plan_make(struct sfr__snapshot_part *part, struct plan *plan)
 	if (rc == 0)
 		rc = collect(part, false, &plan->deferred, &plan->deferred_pageable);
 	if (rc == 0)
-		rc = sample(part, &plan->samples);
+		rc = sample(part, &plan->rows, &plan->nr_rows);
 	return rc;
 }
 
-static void copy_locked(struct sfr__snapshot_part *part, struct batch *batch, bool pinned,
-			struct sfr_err *err)
+static void copy(struct sfr__snapshot_part *part, struct batch *batch, bool pinned,
+		 struct sfr_err *err)
 {
 	if (batch->nr && !err->code)
-		sfr__cuda_copies_locked(part->lane, batch->dst, batch->src, batch->len, batch->nr,
-					pinned, err);
+		sfr__cuda_copy(part->lane, batch->dst, batch->src, batch->len, batch->nr, pinned,
+			       err);
 }
 
 /* Queues the plan, between E and S. What a call that fails has done is not known, so from the
  * first copy on a piece flies, whatever comes. */
-static void queue_locked(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
+static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
 {
 	struct sfr__cuda_lane *lane = part->lane;
+	CUevent staged;
 
-	if (lane->dead) {
-		sfr__cuda_refuse_locked(lane, err);
+	if (sfr__cuda_refuses(lane, err))
 		return;
-	}
-	sfr__cuda_mark_locked(lane, part->stream, err);
+	sfr__cuda_mark(lane, part->stream, err);
 	if (err->code)
 		return;
-	copy_locked(part, &plan->captured, true, err);
-	copy_locked(part, &plan->captured_pageable, false, err);
-	copy_locked(part, &plan->samples, part->store.pinned, err);
-	part->captured = sfr__cuda_record_locked(lane, lane->stream, err);
-	copy_locked(part, &plan->deferred, true, err);
-	copy_locked(part, &plan->deferred_pageable, false, err);
-	part->staged = sfr__cuda_record_locked(lane, lane->stream, err);
-	*plan->piece = (struct sfr__cuda_piece){ .landing = &part->landing };
-	plan->piece->landed = sfr__cuda_record_locked(lane, lane->stream, err);
-	sfr__cuda_fly_locked(lane, plan->piece);
+	sfr__lock(&lane->mu);
+	part->staged.over = false; /* before it can land */
+	sfr__unlock(&lane->mu);
+	copy(part, &plan->captured, true, err);
+	copy(part, &plan->captured_pageable, false, err);
+	if (plan->nr_rows && !err->code)
+		sfr__cuda_copy_rows(lane, plan->rows, plan->nr_rows, sizeof(*part->samples),
+				    part->store.pinned, err);
+	part->captured = sfr__cuda_record(lane, lane->stream, err);
+	copy(part, &plan->deferred, true, err);
+	copy(part, &plan->deferred_pageable, false, err);
+	staged = sfr__cuda_record(lane, lane->stream, err);
+	sfr__lock(&lane->mu);
+	part->staged.event = staged;
+	sfr__unlock(&lane->mu);
+	plan->piece->landing = &part->landing;
+	sfr__cuda_fly(lane, plan->piece, err);
 	plan->piece = NULL;
-	part->over = false;
 }
 
 /* 0; or a code with err->code == 0: nothing is queued and the call is refused. */
@@ -217,9 +223,7 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	}
 	rc = sfr__cuda_enter(&scope, part->lane->cu, part->lane->context);
 	if (rc != CUDA_SUCCESS) {
-		sfr__lock(&part->lane->mu);
-		(void)sfr__cuda_failed_locked(part->lane, "cuCtxPushCurrent", rc, err);
-		sfr__unlock(&part->lane->mu);
+		(void)sfr__cuda_failed(part->lane, "cuCtxPushCurrent", rc, err);
 		return 0;
 	}
 	if (sfr__cuda_is_capturing(part->lane->cu, part->stream)) {
@@ -235,9 +239,9 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 		sfr__err_set(err, ret, SFR_PHASE_STAGE, NULL);
 	} else {
 		sfr__snapshot_out(s); /* before it can land */
-		sfr__lock(&part->lane->mu);
-		queue_locked(part, &plan, err);
-		sfr__unlock(&part->lane->mu);
+		sfr__cuda_turn_begin(part->lane);
+		queue(part, &plan, err);
+		sfr__cuda_turn_end(part->lane);
 		if (plan.piece)
 			sfr__snapshot_in(s, -1, NULL);
 	}
@@ -269,7 +273,7 @@ void sfr__snapshot_parts_captured(struct sfr_snapshot *s, struct sfr_err *err)
 /* ---- afterwards --------------------------------------------------------------------- */
 
 /* On the lane's thread: the piece behind all copies is off the list. */
-static void landed(struct sfr__cuda_landing *landing, const struct sfr__cuda_piece *piece, bool ok)
+static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok)
 {
 	struct sfr__snapshot_part *part =
 		sfr__container(landing, struct sfr__snapshot_part, landing);
@@ -278,16 +282,13 @@ static void landed(struct sfr__cuda_landing *landing, const struct sfr__cuda_pie
 	struct sfr_err err = { .index = -1 };
 	int64_t torn = -1;
 
-	(void)piece; /* one flies, behind everything */
+	(void)piece; /* it has no blocks */
 	if (ok)
 		torn = sfr__snapshot_compare(s, part->samples, part->nr_samples);
 	else
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
 	sfr__lock(&lane->mu);
-	part->over = true;
-	if (!lane->dead)
-		sfr__cuda_event_put_locked(lane, part->staged);
-	part->staged = NULL;
+	sfr__cuda_staged_over_locked(lane, &part->staged);
 	sfr__unlock(&lane->mu);
 	sfr__cuda_store_put(lane, &part->store);
 	if (!ok)
@@ -302,16 +303,9 @@ bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *s
 	for (uint32_t i = 0; i < s->nr_parts; i++) {
 		struct sfr__snapshot_part *part = &s->parts[i];
 		const struct sfr_stream *stream = sfr__stream_of(streams, nr, part->device);
-		struct sfr__cuda_lane *lane = part->lane;
-		bool done;
 
-		if (!lane)
-			continue;
-		sfr__lock(&lane->mu);
-		done = part->over || lane->dead ||
-		       sfr__cuda_wait_staged_locked(lane, stream, part->staged);
-		sfr__unlock(&lane->mu);
-		all = all && done;
+		if (part->lane && !sfr__cuda_wait_staged(part->lane, &part->staged, stream))
+			all = false;
 	}
 	return all;
 }
@@ -335,9 +329,10 @@ int sfr__snapshot_parts_new(struct sfr_snapshot *s)
 		if (!more)
 			return -ENOMEM;
 		s->parts = more;
-		s->parts[nr++] = (struct sfr__snapshot_part){
-			.landing.fn = landed, .snapshot = s, .device = device - 1, .over = true
-		};
+		s->parts[nr++] = (struct sfr__snapshot_part){ .landing.fn = landed,
+							      .snapshot = s,
+							      .device = device - 1,
+							      .staged.over = true };
 	}
 	s->nr_parts = nr;
 	return 0;

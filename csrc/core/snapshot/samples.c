@@ -48,6 +48,42 @@ uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t devi
 	return nr;
 }
 
+size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device)
+{
+	uint64_t per_source = samples_per_source(s), most = 0;
+
+	for (uint32_t i = 0; i < s->nr_sources; i++)
+		if (sfr__is_deferred(&s->sources[i]) && s->sources[i].device == device)
+			most += sfr__samples_rows_most(s->sources[i].nbytes, per_source);
+	return (size_t)most;
+}
+
+uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
+				  struct sfr__sample *samples, struct sfr__cuda_rows *rows,
+				  size_t *nr_rows)
+{
+	uint64_t per_source = samples_per_source(s), random = sfr__now_ns(), pitch;
+	uint32_t nr = 0;
+
+	*nr_rows = 0;
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		const struct sfr_source *source = &s->sources[i];
+		struct sfr__sample *first = samples + nr;
+		uint32_t n;
+
+		if (!sfr__is_deferred(source) || source->device != device)
+			continue;
+		n = sfr__samples_rows(first, i, source->nbytes, per_source, &random, &pitch);
+		rows[(*nr_rows)++] = (struct sfr__cuda_rows){ .dst = first->bytes,
+							      .src = source->addr + first->off,
+							      .width = first->len,
+							      .nr = n,
+							      .pitch = pitch };
+		nr += n;
+	}
+	return nr;
+}
+
 int sfr__snapshot_take_samples(struct sfr_snapshot *s)
 {
 	s->samples = sfr_sys.malloc(sfr__snapshot_samples_most(s, 0) * sizeof(*s->samples));

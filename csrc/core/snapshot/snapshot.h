@@ -75,6 +75,11 @@ int sfr__snapshot_take_samples(struct sfr_snapshot *s);
 size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device);
 uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
 				     struct sfr__sample *samples);
+/* The same for sources on a device, in rows. */
+size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device);
+uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
+				  struct sfr__sample *samples, struct sfr__cuda_rows *rows,
+				  size_t *nr_rows);
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
 			      uint32_t nr);
 

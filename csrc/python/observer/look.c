@@ -10,7 +10,6 @@
 
 #include <string.h>
 
-#define NR_CYCLES 2     /* cycles without a change until a storage may be deferred */
 #define NR_IMPL_LINES 3 /* of a TensorImpl: storage, sizes, version counter */
 #define AHEAD 8         /* storages whose memory is prefetched before it is looked at */
 #define BUDGET_EACH 16  /* storages between two looks at the clock */
@@ -25,6 +24,9 @@
 #define STEP_SHARE 100
 #define ENROLLED_NS 3000u /* for each undecided storage */
 #define ENROLLED_MAX_NS 4000000u
+/* The same of a device's time, of which a look takes 2 us: twice two looks. */
+#define ENROLLED_DEVICE_NS 8000u
+#define ENROLLED_DEVICE_MAX_NS 10000000u
 
 uint64_t sfr_py_clock_ns(clockid_t id)
 {
@@ -48,6 +50,9 @@ static void grant(struct sfr_py_observer *self)
 	self->stepped_ns = now;
 	most = self->credit_ns > 3 * share ? self->credit_ns : 3 * share;
 	self->credit_ns = self->credit_ns + share < most ? self->credit_ns + share : most;
+	most = self->device_credit_ns > 3 * share ? self->device_credit_ns : 3 * share;
+	self->device_credit_ns =
+		self->device_credit_ns + share < most ? self->device_credit_ns + share : most;
 }
 
 /* A stretch of looking, and what it may cost. The budget is CPU time: a thread that was off the
@@ -105,7 +110,7 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	sfr_py_prefetch(watch->wrapper);
 	sfr_py_prefetch(watch->cdata);
 	sfr_py_prefetch(watch->cdata + SFR_PY_LINE);
-	for (i = 0; i < SFR_PY_NR_LINES; i++) {
+	for (i = 0; i < SFR_PY_NR_LINES && watch->device == 0; i++) {
 		sfr_py_prefetch((uintptr_t)line_of(watch, i));
 		sfr_py_prefetch((uintptr_t)self->lines[number][i]);
 	}
@@ -180,6 +185,10 @@ static void record_one(struct sfr_py_observer *self, uint32_t number, int fresh)
 		self->wanted = 1;
 		return;
 	}
+	if (watch->device != 0) {
+		sfr_py_eyes_record(self, number);
+		return;
+	}
 	for (i = 0; i < SFR_PY_NR_LINES; i++)
 		memcpy(self->lines[number][i], line_of(watch, i), SFR_PY_LINE);
 	self->armed[self->nr_armed++] = number;
@@ -208,44 +217,64 @@ void sfr_py_observer_record(struct sfr_py_observer *self)
 			break;
 	}
 	stretch_end(&stretch, &self->credit_ns);
+	sfr_py_eyes_recorded(self);
+}
+
+static uint64_t allowance(uint64_t nr, uint64_t each_ns, uint64_t most_ns)
+{
+	return nr * each_ns < most_ns ? nr * each_ns : most_ns;
 }
 
 void sfr_py_observer_record_all(struct sfr_py_observer *self)
 {
-	uint32_t i;
+	uint32_t nr_device = 0, i;
 
+	for (i = 0; i < self->table.nr_watches; i++)
+		nr_device += self->table.watches[i].verdict == SFR_PY_UNDECIDED &&
+			     self->table.watches[i].device != 0;
+	self->device_credit_ns = allowance(nr_device, ENROLLED_DEVICE_NS, ENROLLED_DEVICE_MAX_NS);
 	for (i = 0; i < self->table.nr_watches; i++) {
 		if (self->table.watches[i].verdict == SFR_PY_UNDECIDED)
 			record_one(self, i, 1);
 	}
-	self->credit_ns = (uint64_t)self->nr_undecided * ENROLLED_NS;
-	if (self->credit_ns > ENROLLED_MAX_NS)
-		self->credit_ns = ENROLLED_MAX_NS;
+	self->credit_ns = allowance(self->nr_undecided, ENROLLED_NS, ENROLLED_MAX_NS);
+	sfr_py_eyes_recorded(self);
 	grant(self);
+}
+
+/* What the host can see of a storage: 1 when it is what it was. Gives the verdict when not. */
+static int is_same(struct sfr_py_observer *self, uint32_t number)
+{
+	struct sfr_py_table *t = &self->table;
+	struct sfr_py_watch *watch = &t->watches[number];
+	int whole;
+
+	if (watch->verdict != SFR_PY_UNDECIDED)
+		return 0;
+	whole = watch_is_whole(t, watch);
+	if (whole && watch_versions(t, watch, 1))
+		return 1;
+	sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
+	/* The tensor or its storage was replaced; the next enrolment finds the successor. */
+	self->wanted |= !whole;
+	return 0;
 }
 
 /* Compares one storage with what it was. */
 static void compare_one(struct sfr_py_observer *self, uint32_t number)
 {
-	struct sfr_py_table *t = &self->table;
-	struct sfr_py_watch *watch = &t->watches[number];
+	struct sfr_py_watch *watch = &self->table.watches[number];
 	int i;
 
-	if (watch->verdict != SFR_PY_UNDECIDED)
+	if (!is_same(self, number))
 		return;
-	if (!watch_is_whole(t, watch)) {
-		/* The tensor or its storage was replaced; the next enrolment finds the successor. */
-		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
-		self->wanted = 1;
-		return;
-	}
 	for (i = 0; i < SFR_PY_NR_LINES; i++) {
 		if (memcmp(self->lines[number][i], line_of(watch, i), SFR_PY_LINE) != 0)
 			break;
 	}
-	if (i < SFR_PY_NR_LINES || !watch_versions(t, watch, 1))
+	if (i < SFR_PY_NR_LINES)
 		sfr_py_observer_decide(self, watch, SFR_PY_CAPTURED);
-	else if (++watch->nr_cycles == NR_CYCLES)
+	else if (++watch->nr_cycles == SFR_PY_NR_CYCLES)
 		sfr_py_observer_decide(self, watch, SFR_PY_DEFERRABLE);
 }
 
@@ -254,6 +283,9 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 	struct stretch stretch = stretch_start(self->credit_ns);
 	uint32_t n = 0;
 
+	sfr_py_eyes_compare(self, is_same);
+	if (self->nr_armed == 0)
+		return;
 	while (n < self->nr_armed) {
 		if (n + AHEAD < self->nr_armed)
 			prefetch(self, self->armed[n + AHEAD]);

@@ -91,6 +91,9 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 	if (self->busy)
 		Py_RETURN_FALSE;
 	self->nr_armed = 0;
+	self->busy = 1; /* not enter(): the interpreter lock may be given up in between */
+	sfr_py_eyes_harvest(self);
+	self->busy = 0;
 	if (self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state))
 		Py_RETURN_TRUE;
 	if (self->nr_undecided) {
@@ -109,11 +112,62 @@ PyDoc_STRVAR(observer_compare_doc,
 static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
-	if (!self->busy && !self->forget && self->nr_armed) {
+	if (!self->busy && !self->forget && (self->nr_armed || self->nr_eyes)) {
 		sfr_py_observer_enter(self);
 		sfr_py_observer_compare(self);
 		sfr_py_observer_leave(self);
 	}
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_due_doc,
+"due()\n--\n\n"
+"The devices that wait for a look(), as a tuple of their numbers: after stepped() or enrol(), and\n"
+"after compare().");
+
+static PyObject *observer_due(struct sfr_py_observer *self, PyObject *none)
+{
+	(void)none;
+	return self->busy ? PyTuple_New(0) : sfr_py_eyes_due(self);
+}
+
+PyDoc_STRVAR(observer_look_doc,
+"look(streams, /)\n--\n\n"
+"Has lines of what is watched on devices copied down, behind what is on the streams, which wait for\n"
+"the copies; the host does not. `streams`: a tuple of (device, handle).");
+
+static PyObject *observer_look(struct sfr_py_observer *self, PyObject *streams)
+{
+	int ret;
+
+	if (!PyTuple_Check(streams)) {
+		PyErr_SetString(PyExc_TypeError, "streams is a tuple");
+		return NULL;
+	}
+	if (self->busy)
+		Py_RETURN_NONE;
+	self->busy = 1; /* not enter(): the interpreter lock is given up in between */
+	ret = sfr_py_eyes_look(self, streams);
+	self->busy = 0;
+	if (ret)
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_present_doc,
+"present(name, function, /)\n--\n\n"
+"Has observers take an attribute of torch's tensors or storages from a function, or (None) from\n"
+"torch again: \"is_cpu\", \"device_index\" of tensors, \"is_shared\", \"data_ptr\" of storages. For\n"
+"tests that show the host's memory as a device's.");
+
+static PyObject *observer_present(PyObject *type, PyObject *args)
+{
+	PyObject *name, *function;
+
+	(void)type;
+	if (!PyArg_ParseTuple(args, "UO:present", &name, &function) || sfr_py_torch_init() ||
+	    sfr_py_torch_present(name, function))
+		return NULL;
 	Py_RETURN_NONE;
 }
 
@@ -224,6 +278,7 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 	if (self->busy || self->forget || !t->nr_watches)
 		Py_RETURN_NONE;
 	sfr_py_observer_enter(self);
+	sfr_py_eyes_harvest(self);
 	if (sfr_py_walk(groups, state, &walk))
 		goto out;
 	defer_mark(self, &walk);
@@ -369,6 +424,7 @@ static void observer_dealloc(struct sfr_py_observer *self)
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	sfr_py_observer_drop(self);
+	sfr_py_eyes_fini(self);
 	PyMem_Free(self->lines);
 	PyMem_Free(self->armed);
 	Py_XDECREF(self->owned);
@@ -380,15 +436,12 @@ static void observer_dealloc(struct sfr_py_observer *self)
 #define METHOD(name, flags)                                                                        \
 	{ #name, (PyCFunction)(void (*)(void))observer_##name, flags, observer_##name##_doc }
 static PyMethodDef observer_methods[] = {
-	METHOD(enrol, METH_VARARGS),
-	METHOD(stepped, METH_VARARGS),
-	METHOD(compare, METH_NOARGS),
-	METHOD(defer, METH_VARARGS),
-	METHOD(changed, METH_VARARGS | METH_STATIC),
-	METHOD(capture, METH_O),
-	METHOD(forget, METH_NOARGS),
-	METHOD(counts, METH_NOARGS),
-	{ NULL, NULL, 0, NULL },
+	METHOD(enrol, METH_VARARGS),  METHOD(stepped, METH_VARARGS),
+	METHOD(compare, METH_NOARGS), METHOD(due, METH_NOARGS),
+	METHOD(look, METH_O),         METHOD(present, METH_VARARGS | METH_STATIC),
+	METHOD(defer, METH_VARARGS),  METHOD(changed, METH_VARARGS | METH_STATIC),
+	METHOD(capture, METH_O),      METHOD(forget, METH_NOARGS),
+	METHOD(counts, METH_NOARGS),  { NULL, NULL, 0, NULL },
 };
 
 PyDoc_STRVAR(observer_doc,

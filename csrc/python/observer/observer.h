@@ -1,4 +1,4 @@
-/* Private to observer.c, observer_table.c, observer_look.c and observer_walk.c. */
+/* Private to observer.c, table.c, look.c, eyes.c and walk.c. */
 #ifndef SFR_PY_OBSERVER_H
 #define SFR_PY_OBSERVER_H
 
@@ -35,13 +35,17 @@ struct sfr_py_torch {
 	PyObject *free_weak;              /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
 	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* tensors */
-	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref;        /* storages */
+	struct sfr_py_access device; /* of a tensor not of the host's: CUDA's number of it, or -1 */
+	struct sfr_py_access cdata, nbytes, data_ptr, is_shared, weak_ref; /* storages */
 	int ready;
 };
 extern struct sfr_py_torch sfr_py_torch;
 
 /* Fills sfr_py_torch; 0, or -1 with an exception set. */
 int sfr_py_torch_init(void);
+/* Has one attribute answered by a function of one argument, or (None) by torch again: for tests that
+ * show the host's memory as a device's. 0, or -1 with an exception set: no such attribute. */
+int sfr_py_torch_present(PyObject *name, PyObject *function);
 /* A new reference, or NULL with an exception set. */
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
 /* 0, or -1 with an exception set. */
@@ -96,6 +100,7 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 
 #define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
 #define SFR_PY_LINE 64                 /* bytes of a cache line */
+#define SFR_PY_NR_CYCLES 2             /* without a change until a storage may be deferred */
 #define SFR_PY_NR_LINES 3              /* looked at in each storage: start, middle, end */
 
 enum sfr_py_verdict { SFR_PY_UNDECIDED, SFR_PY_DEFERRABLE, SFR_PY_CAPTURED };
@@ -105,6 +110,8 @@ struct sfr_py_watch {
 	PyObject *ident; /* int: StorageImpl's address */
 	uint64_t cdata;  /* the same */
 	uint64_t addr, nbytes;
+	uint32_t
+		device; /* 0: the host's memory, n: of CUDA device n - 1, which the host cannot read */
 	uintptr_t wrapper;    /* Python's object for the storage; only to prefetch */
 	uint32_t first_claim; /* chain through claim.next */
 	uint32_t nr_claims;
@@ -129,6 +136,25 @@ struct sfr_py_table {
 	struct sfr_py_index by_storage, by_tensor;
 };
 
+/* What is looked at on one device; eyes.c has the states. */
+enum sfr_py_eye_state {
+	SFR_PY_IDLE,
+	SFR_PY_DUE,       /* storages are recorded; the first look is to be taken */
+	SFR_PY_LOOKED,    /* it was taken */
+	SFR_PY_DUE_AGAIN, /* the next gate is here; the second is to be taken */
+	SFR_PY_IN_FLIGHT, /* it was taken, and has not landed */
+	SFR_PY_BLIND,     /* the device cannot be looked at */
+};
+struct sfr_py_eye {
+	uint32_t device; /* as in a watch */
+	enum sfr_py_eye_state state;
+	struct sfr_glance *look;
+	struct sfr_glance_at *at; /* of the storages asked about */
+	uint32_t *asked;          /* their numbers */
+	uint32_t nr_asked, room;
+};
+#define SFR_PY_MAX_EYES 16 /* storages on further devices stay undecided */
+
 struct sfr_py_observer {
 	PyObject_HEAD
 	PyObject *owned;  /* dict shared by all observers: storage -> serial of the first owner */
@@ -138,10 +164,13 @@ struct sfr_py_observer {
 			      [SFR_PY_LINE]; /* of the storage with the same number */
 	uint32_t *armed; /* numbers of the storages recorded and not yet compared */
 	uint32_t nr_armed, nr_undecided, cursor, epoch;
-	size_t nr_passed_over; /* tensors of the last enrolment that can never be deferred */
-	uint64_t size;         /* sfr_py_walk_size at the last enrolment */
-	uint64_t credit_ns;    /* CPU time that may be spent on looking now */
-	uint64_t stepped_ns;   /* when a step ended last; at first when this was made */
+	size_t nr_passed_over;     /* tensors of the last enrolment that can never be deferred */
+	uint64_t size;             /* sfr_py_walk_size at the last enrolment */
+	uint64_t credit_ns;        /* CPU time that may be spent on looking now */
+	uint64_t device_credit_ns; /* time of devices */
+	struct sfr_py_eye eyes[SFR_PY_MAX_EYES];
+	uint32_t nr_eyes;
+	uint64_t stepped_ns; /* when a step ended last; at first when this was made */
 	int busy, wanted, forget, gc_was_on;
 };
 
@@ -162,7 +191,26 @@ void sfr_py_observer_drop(struct sfr_py_observer *self);
 int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
 			  PyObject *clashes);
 
-/* observer_look.c; all between enter() and leave(). A step has ended: records undecided storages
+/* eyes.c; all between enter() and leave(), but for the look itself. Whether a storage on a device is
+ * recorded for the next look, the budget allowing. */
+void sfr_py_eyes_record(struct sfr_py_observer *self, uint32_t number);
+/* All storages of this step are recorded. */
+void sfr_py_eyes_recorded(struct sfr_py_observer *self);
+/* The gate of the next step: `is_same` says of a storage what the host can see. */
+void sfr_py_eyes_compare(struct sfr_py_observer *self,
+			 int (*is_same)(struct sfr_py_observer *self, uint32_t number));
+/* Gives verdicts on what has landed. A call of the driver's: somebody else may have the interpreter
+ * lock meanwhile, so `busy` is set. */
+void sfr_py_eyes_harvest(struct sfr_py_observer *self);
+/* The numbers of storages mean others from now on. */
+void sfr_py_eyes_reset(struct sfr_py_observer *self);
+/* Devices that wait for a look: a tuple of their numbers as torch has them. */
+PyObject *sfr_py_eyes_due(struct sfr_py_observer *self);
+/* Takes them, on (device, stream) of each. 0, or -1 with an exception set. */
+int sfr_py_eyes_look(struct sfr_py_observer *self, PyObject *streams);
+void sfr_py_eyes_fini(struct sfr_py_observer *self);
+
+/* look.c; all between enter() and leave(). A step has ended: records undecided storages
  * as far as the budget goes; all of them without looking at the budget after an enrolment. */
 void sfr_py_observer_record(struct sfr_py_observer *self);
 void sfr_py_observer_record_all(struct sfr_py_observer *self);

@@ -65,6 +65,7 @@ void sfr_py_observer_drop(struct sfr_py_observer *self)
 	PyErr_Fetch(&type, &value, &trace);
 	memset(&self->table, 0, sizeof(self->table));
 	self->nr_armed = self->nr_undecided = 0;
+	sfr_py_eyes_reset(self);
 	table_fini(self, &old);
 	PyErr_Restore(type, value, trace);
 }
@@ -99,6 +100,27 @@ static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	return 0;
 }
 
+/* Says where the storage's memory is. 0; other than 0 when it can never be deferred: small ones, what
+ * other processes share, and devices that are not CUDA's. */
+static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	int on_host = sfr_py_read_flag(&torch->is_cpu, tensor);
+	PyObject *device;
+	long number;
+
+	if (on_host < 0)
+		return -1;
+	if (on_host) /* torch says of every storage of CUDA's that it is shared */
+		return watch->nbytes <= MIN_NBYTES ||
+		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
+	device = sfr_py_read(&torch->device, tensor);
+	number = device ? PyLong_AsLong(device) : -1;
+	Py_XDECREF(device);
+	watch->device = (uint32_t)(number + 1);
+	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
+}
+
 /* Starts to watch a storage not yet in the table. Returns 1 when it was added, 0 when it can
  * never be deferred, -1 with an exception set. Another observer's storage is captured in both:
  * [the other's serial, storage] goes to `clashes`. */
@@ -112,8 +134,7 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 
 	memset(watch, 0, sizeof(*watch));
 	if (sfr_py_read_u64(&torch->nbytes, storage, &watch->nbytes) ||
-	    watch->nbytes <= MIN_NBYTES || sfr_py_read_flag(&torch->is_cpu, tensor) != 1 ||
-	    sfr_py_read_flag(&torch->is_shared, storage) != 0 ||
+	    watch_place(watch, tensor, storage) != 0 ||
 	    sfr_py_read_u64(&torch->data_ptr, storage, &watch->addr) || !watch->addr) {
 		PyErr_Clear();
 		return 0;
@@ -246,6 +267,7 @@ static int enrol_arm(struct sfr_py_observer *self, const struct sfr_py_table *t)
 	self->lines = NULL;
 	self->armed = NULL;
 	self->nr_armed = self->cursor = self->nr_undecided = 0;
+	sfr_py_eyes_reset(self);
 	for (i = 0; i < t->nr_watches; i++)
 		self->nr_undecided += t->watches[i].verdict == SFR_PY_UNDECIDED;
 	self->lines = PyMem_Malloc((t->nr_watches + (size_t)1) * sizeof(*self->lines));

@@ -53,6 +53,31 @@ static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *b
 	return access->name ? 0 : -1;
 }
 
+/* The number of the device of a tensor that is not the host's, -1 for any that is not CUDA's: a build
+ * of torch for AMD's calls them "cuda" too, and the driver behind is another one. */
+static PyObject *no_device(PyObject *tensor, void *closure)
+{
+	(void)tensor, (void)closure;
+	return PyLong_FromLong(-1);
+}
+
+static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
+		       PyObject *base)
+{
+	PyObject *version = PyObject_GetAttrString(torch, "version");
+	PyObject *cuda = version ? PyObject_GetAttrString(version, "cuda") : NULL;
+	int is_cuda = cuda && cuda != Py_None;
+
+	Py_XDECREF(version);
+	Py_XDECREF(cuda);
+	PyErr_Clear();
+	if (access_init(access, tensor, base, "get_device", 1))
+		return -1;
+	if (!is_cuda)
+		access->get = no_device;
+	return 0;
+}
+
 int sfr_py_torch_init(void)
 {
 	struct sfr_py_torch *t = &sfr_py_torch;
@@ -81,6 +106,7 @@ int sfr_py_torch_init(void)
 	if (access_init(&t->version, tensor, tensor_base, "_version", 0) ||
 	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", 0) ||
 	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", 0) ||
+	    device_init(&t->device, torch, tensor, tensor_base) ||
 	    access_init(&t->grad, tensor, tensor_base, "grad", 0) ||
 	    access_init(&t->impl, tensor, tensor_base, "_cdata", 0) ||
 	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", 1) ||
@@ -112,6 +138,42 @@ out:
 	Py_XDECREF(storage_base);
 	Py_XDECREF(free_weak);
 	return ret;
+}
+
+static PyObject *ask_function(PyObject *object, void *function)
+{
+	return PyObject_CallFunctionObjArgs(function, object, NULL);
+}
+
+int sfr_py_torch_present(PyObject *name, PyObject *function)
+{
+	static struct {
+		const char *name;
+		struct sfr_py_access *access, was;
+		PyObject *function; /* NULL: torch answers */
+	} presented[] = {
+		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
+		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
+		{ .name = "device_index", .access = &sfr_py_torch.device },
+		{ .name = "data_ptr", .access = &sfr_py_torch.data_ptr },
+	};
+
+	for (size_t i = 0; i < sizeof(presented) / sizeof(presented[0]); i++) {
+		if (PyUnicode_CompareWithASCIIString(name, presented[i].name) != 0)
+			continue;
+		if (!presented[i].function)
+			presented[i].was = *presented[i].access;
+		*presented[i].access = presented[i].was;
+		Py_CLEAR(presented[i].function);
+		if (function != Py_None) {
+			presented[i].function = Py_NewRef(function);
+			presented[i].access->get = ask_function;
+			presented[i].access->closure = function;
+		}
+		return 0;
+	}
+	PyErr_Format(PyExc_ValueError, "nothing of torch's is called %R here", name);
+	return -1;
 }
 
 PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)

@@ -40,6 +40,11 @@ def place_of_tensor(tensor: torch.Tensor) -> int:
     return 0 if on_host(tensor) else place_of(tensor.device)
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Where a storage's memory is, as the driver is told."""
+    return storage.data_ptr()
+
+
 def current_stream(device: int) -> int:
     """The driver's handle of the calling thread's current stream on a device."""
     return int(_raw_stream(device))

@@ -27,6 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from stillframe import _core
+from stillframe._base import device
 from stillframe._save import steps
 from stillframe._save.guard import guarded
 
@@ -164,12 +165,13 @@ class Owner:
         groups, state = optimizer.param_groups, optimizer.state
         # A torch function mode (a default device is one) would run Python code at each read.
         with torch._C.DisableTorchFunction():
-            if not self.observer.stepped(groups, state):
-                return
-            try:
-                clashes = self.observer.enrol(groups, state)
-            except MemoryError:
-                return  # nothing is watched then, so everything is captured
+            clashes: list[tuple[int, int]] = []
+            if self.observer.stepped(groups, state):
+                try:
+                    clashes = self.observer.enrol(groups, state)
+                except MemoryError:
+                    return  # nothing is watched then, so everything is captured
+            self._look()
         for serial, storage in clashes:
             for rival in living():
                 if rival._serial == serial:
@@ -182,6 +184,13 @@ class Owner:
         """The gate of the next step is reached."""
         with torch._C.DisableTorchFunction():
             self.observer.compare()
+            self._look()
+
+    def _look(self) -> None:
+        """Has devices copy down what is not decided yet, on the current streams."""
+        devices = self.observer.due()
+        if devices:
+            self.observer.look(device.streams(devices))
 
     @bookkeeping
     def defer(

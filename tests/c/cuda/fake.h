@@ -16,6 +16,16 @@ static struct {
 #undef X
 } fake;
 
+/* ---- locks that the calling thread holds ----
+ *
+ * A call of the driver's may have to wait for room on its stream: whoever makes one with a lock in
+ * hand makes others wait too. So the fake asks here. */
+
+static int fake__count_locks(void)
+{
+	return (int)sfr__locks_held();
+}
+
 /* Points the core at the library that stands beside the program. False when it is not there. */
 static inline bool fake_load(void)
 {
@@ -42,6 +52,7 @@ static inline bool fake_load(void)
 	}
 	FAKE_CUDA_LIST(X)
 #undef X
+	fake.fake_cuda_watch_locks(fake__count_locks);
 	return true;
 }
 
@@ -64,11 +75,13 @@ static inline void fake_check_nothing_left(void)
 	CHECK_EQ(fake.fake_cuda_live("contexts"), 0);
 }
 
-/* Puts the last `nr` storages of a state on a device. */
+/* Puts storages [from, to) of a state on a device. */
 static inline void fake_place(struct saving_state *s, unsigned from, unsigned to, uint32_t device)
 {
-	for (unsigned i = from; i < to; i++)
+	for (unsigned i = from; i < to; i++) {
 		s->sources[i].device = device + 1;
+		s->sources[i].addr |= FAKE_CUDA_DEVICE;
+	}
 }
 
 /* From new to launched, with the current stream of each device. */

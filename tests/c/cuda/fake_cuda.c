@@ -23,6 +23,14 @@
  * Any call can be made to fail. An error after which a real context is lost stays: the device is
  * dead, nothing on it lands any more, and every call that has to do with it returns that error.
  *
+ * Memory of a device is the host's, seen from FAKE_CUDA_DEVICE bytes above it, where the host cannot
+ * read: only the driver's own copies know the way.
+ *
+ * What a real driver refuses or takes its time for, this one does too: in a capture whatever is
+ * illegal there; more operations than a stream takes, for which the call waits, with no lock of the
+ * core's in hand; a batch with an empty copy or two of one place; an event on another device's
+ * stream. A call takes 2 us, a copy 1.5, a registration 60 to 250 ms a GiB under the one mutex.
+ *
  * One mutex guards everything. `cv` is signalled when something has run; a stream's thread sleeps
  * on a condition of its own, so that one piece of work wakes one thread.
  *
@@ -33,6 +41,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "fake_cuda_state.h"
@@ -41,6 +50,7 @@ struct fake__state fk = { .mu = PTHREAD_MUTEX_INITIALIZER,
 			  .cv = PTHREAD_COND_INITIALIZER,
 			  .contexts = { { 0 }, { 1 }, { 2 }, { 3 } },
 			  .delay_one_in = 1,
+			  .depth = DEPTH,
 			  .delay_seed = 1 };
 
 __thread int fake__mode;
@@ -63,8 +73,9 @@ void fake__violated(const char *format, ...)
 
 bool fake__loses_context(int code)
 {
-	return code == 4 || code == 214 || code == 700 || code == 709 || code == 710 ||
-	       (code >= 714 && code <= 719);
+	return code == 4 || code == 214 || code == 226 || code == 700 || code == 702 ||
+	       code == 709 || code == 710 || (code >= 714 && code <= 719) || code == 721 ||
+	       code == 810 || code == 911;
 }
 
 int fake__current_device(void)
@@ -78,6 +89,7 @@ int fake__enter(const char *name, bool needs_context)
 	int device = fake__current_device(), code = 0;
 
 	fk.nr_calls++;
+	fake__spend(CALL_NS);
 	if (strcmp(name, "cuEventQuery") != 0 && device >= 0)
 		fk.nr_not_ready[device] = 0;
 	for (size_t i = 0; i < sizeof(fk.counts) / sizeof(fk.counts[0]); i++) {
@@ -123,6 +135,37 @@ void fake__check_holder(const char *call)
 	fake__violated("%s by a thread that must not wait for the device", call);
 	fk.held = false;
 	fake__wake_all();
+}
+
+/* Some time of the calling thread's, which nobody else can use: the lock is held. */
+void fake__spend(uint64_t ns)
+{
+	struct timespec start, now;
+
+	(void)clock_gettime(CLOCK_MONOTONIC, &start);
+	do
+		(void)clock_gettime(CLOCK_MONOTONIC, &now);
+	while ((uint64_t)(now.tv_sec - start.tv_sec) * 1000000000u + (uint64_t)now.tv_nsec -
+		       (uint64_t)start.tv_nsec <
+	       ns);
+}
+
+uint64_t fake__random(void)
+{
+	fk.delay_seed = fk.delay_seed * 6364136223846793005u + 1442695040888963407u;
+	return fk.delay_seed >> 33;
+}
+
+int fake__unsafe(const char *name, int code)
+{
+	bool capturing = fk.host_capturing;
+
+	for (const struct CUstream_st *s = fk.streams; s; s = s->next)
+		capturing |= s->capturing;
+	if (code || !capturing || fake__mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+		return code;
+	fake__violated("%s while a graph is captured", name);
+	return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 }
 
 /* ---- devices and contexts -------------------------------------------------------- */
@@ -210,7 +253,7 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags,
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device);
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
-	BEGIN("cuDevicePrimaryCtxRetain", false)
+	BEGIN_UNSAFE("cuDevicePrimaryCtxRetain", false)
 	if (!code) {
 		if (fk.inactive[device])
 			fake__violated("device %d is made active by us", device);
@@ -223,7 +266,7 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-	BEGIN("cuDevicePrimaryCtxRelease_v2", false)
+	BEGIN_UNSAFE("cuDevicePrimaryCtxRelease_v2", false)
 	if (--fk.retained[device] < 0)
 		fake__violated("device %d is released once too often", device);
 	END

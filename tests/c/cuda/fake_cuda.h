@@ -8,6 +8,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* An address of a device: this much above the host's memory that stands for it, where no process
+ * has memory. So whoever reads it on the host dies of that. */
+#define FAKE_CUDA_DEVICE ((uint64_t)1 << 54)
+
 #define FAKE_CUDA_LIST(X)                                                                               \
 	/* No faults, violations, delays, counts; dead devices live. Streams and memory stay. */        \
 	X(void, fake_cuda_reset, (void))                                                                \
@@ -23,6 +27,12 @@
 	X(uint64_t, fake_cuda_nr_violations, (void))                                                    \
 	X(const char *, fake_cuda_violation, (uint64_t i)) /* a sentence */                             \
 	X(void, fake_cuda_allow_pageable, (int yes)) /* copies to memory nobody registered */           \
+	/* How many operations a stream takes before a call has to wait; 0: as many as a real one. */   \
+	X(void, fake_cuda_depth, (uint64_t nr))                                                         \
+	/* Batches refuse a copy across a multiple of `len` bytes of a device's memory; 0: none. */     \
+	X(void, fake_cuda_segments, (uint64_t len))                                                     \
+	/* nr() is how many locks the calling thread holds: none, when it has to wait for room. */      \
+	X(void, fake_cuda_watch_locks, (int (*nr)(void)))                                               \
 	X(void, fake_cuda_delay, (uint64_t max_ns, uint64_t seed)) /* before things happen */           \
 	X(void, fake_cuda_delay_one_in,                                                                 \
 	  (uint64_t nr))                   /* only before one thing in so many (< 64) */                \

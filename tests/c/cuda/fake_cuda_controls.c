@@ -25,9 +25,13 @@ EXPORT void fake_cuda_reset(void)
 		0;
 	fk.fail_copy_at = fk.delay_max = 0;
 	fk.held = fk.pageable_allowed = fk.host_capturing = false;
+	for (struct CUstream_st *s = fk.streams; s; s = s->next)
+		s->capturing = false;
 	fk.first = NOBODY;
 	fk.never_settles = false;
 	fk.delay_one_in = 1;
+	fk.depth = DEPTH;
+	fk.segment = 0;
 	fake__wake_all();
 	pthread_mutex_unlock(&fk.mu);
 }
@@ -162,6 +166,9 @@ GETTER(uint64_t, fake_cuda_copied_bytes, (void), fk.bytes_copied)
 		pthread_mutex_unlock(&fk.mu);                                                      \
 	}
 SETTER(fake_cuda_allow_pageable, (int yes), fk.pageable_allowed = yes)
+SETTER(fake_cuda_depth, (uint64_t nr), fk.depth = nr ? nr : DEPTH)
+SETTER(fake_cuda_segments, (uint64_t len), fk.segment = len)
+SETTER(fake_cuda_watch_locks, (int (*nr)(void)), fk.nr_locks = nr)
 SETTER(fake_cuda_delay, (uint64_t max_ns, uint64_t seed), fk.delay_max = max_ns,
        fk.delay_seed = seed)
 SETTER(fake_cuda_delay_one_in, (uint64_t nr), fk.delay_one_in = nr)
@@ -200,6 +207,7 @@ EXPORT void fake_cuda_freed(const void *mem, uint64_t len);
 EXPORT void fake_cuda_freed(const void *mem, uint64_t len)
 {
 	pthread_mutex_lock(&fk.mu);
+	mem = (const void *)((uintptr_t)mem & ~(uintptr_t)FAKE_CUDA_DEVICE); /* NOLINT */
 	if (fake__in_use(mem, len))
 		fake__violated("memory of a device is freed under a copy");
 	pthread_mutex_unlock(&fk.mu);

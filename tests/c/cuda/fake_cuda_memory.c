@@ -20,9 +20,23 @@ struct registration *fake__registration_of(const char *mem, size_t len, bool *st
 	return NULL;
 }
 
+const char *fake__memory_of(CUdeviceptr ptr)
+{
+	if (ptr & FAKE_CUDA_DEVICE)
+		return (const char *)(uintptr_t)(ptr & ~FAKE_CUDA_DEVICE); /* NOLINT */
+	fake__violated("a copy from memory that is no device's");
+	return NULL;
+}
+
 static bool overlaps(const char *mem, size_t len, const char *with, size_t with_len)
 {
 	return mem < with + with_len && with < mem + len;
+}
+
+/* Bytes from the first row's begin to the last one's end. */
+static size_t extent(const struct op *op, size_t pitch)
+{
+	return (op->nr - 1) * pitch + op->len;
 }
 
 /* Whether a copy that is still to land reads from the memory, or writes to it. */
@@ -33,8 +47,9 @@ bool fake__in_use(const char *mem, size_t len)
 			continue;
 		for (int i = 0; i < 2; i++)
 			for (const struct op *op = i ? s->head : s->queued; op; op = op->next)
-				if (op->kind == COPY && (overlaps(mem, len, op->dst, op->len) ||
-							 overlaps(mem, len, op->src, op->len)))
+				if (op->kind == COPY &&
+				    (overlaps(mem, len, op->dst, extent(op, op->dst_pitch)) ||
+				     overlaps(mem, len, op->src, extent(op, op->src_pitch))))
 					return true;
 	}
 	return false;
@@ -73,15 +88,19 @@ static int drop_registration(void *mem, bool allocated)
 EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags);
 EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags)
 {
-	BEGIN("cuMemHostRegister_v2", true)
+	BEGIN_UNSAFE("cuMemHostRegister_v2", true)
 	if (!code && !(flags & CU_MEMHOSTREGISTER_PORTABLE))
 		fake__violated("memory is registered for one device only");
-	if (!code && len > (size_t)1 << 30)
-		fake__violated("a registration of more than 1 GiB");
+	if (!code && len > REGISTER_MAX)
+		fake__violated("a registration of more than 128 MiB");
 	for (struct registration *r = fk.registrations; r && !code; r = r->next)
 		if (overlaps(mem, len, r->mem, r->len))
 			code = ALREADY_REGISTERED;
 	if (!code) {
+		fake__spend((REGISTER_NS_MIN +
+			     fake__random() % (REGISTER_NS_MAX - REGISTER_NS_MIN)) *
+				    len >>
+			    30);
 		((volatile char *)mem)[0] = 0; /* pages that nobody may write are refused */
 		((volatile char *)mem)[len - 1] = 0;
 		add_registration(mem, len, false);
@@ -92,7 +111,7 @@ EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags)
 EXPORT CUresult cuMemHostUnregister(void *mem);
 EXPORT CUresult cuMemHostUnregister(void *mem)
 {
-	BEGIN("cuMemHostUnregister", true)
+	BEGIN_UNSAFE("cuMemHostUnregister", true)
 	if (!code || fake__loses_context(code)) {
 		int rc = drop_registration(mem, false);
 
@@ -107,7 +126,7 @@ EXPORT CUresult cuMemHostUnregister(void *mem)
 EXPORT CUresult cuMemHostAlloc(void **mem, size_t len, unsigned int flags);
 EXPORT CUresult cuMemHostAlloc(void **mem, size_t len, unsigned int flags)
 {
-	BEGIN("cuMemHostAlloc", true)
+	BEGIN_UNSAFE("cuMemHostAlloc", true)
 	(void)flags;
 	if (!code) {
 		*mem = aligned_alloc(4096, (len + 4095) / 4096 * 4096);
@@ -121,7 +140,7 @@ EXPORT CUresult cuMemHostAlloc(void **mem, size_t len, unsigned int flags)
 EXPORT CUresult cuMemFreeHost(void *mem);
 EXPORT CUresult cuMemFreeHost(void *mem)
 {
-	BEGIN("cuMemFreeHost", true)
+	BEGIN_UNSAFE("cuMemFreeHost", true)
 	if (!code || fake__loses_context(code)) {
 		if (drop_registration(mem, true))
 			fake__violated("memory is freed that was not allocated");
@@ -133,21 +152,25 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-static int copy(void *dst, CUdeviceptr src, size_t len, CUstream stream, const char *call)
+/* Queues the copy of op->nr rows. */
+static int copy(struct op op, CUdeviceptr src, CUstream stream, const char *call)
 {
 	bool straddles, pinned;
-	struct op op = { .kind = COPY,
-			 .dst = dst,
-			 .src = (const char *)(uintptr_t)src, /* NOLINT: a device pointer */
-			 .len = len };
+	size_t len;
 
+	op.kind = COPY;
+	op.src = fake__memory_of(src);
 	if (!fake__usable_stream(stream, call))
-		return INVALID_HANDLE;
+		return CUDA_ERROR_INVALID_HANDLE;
 	if (is_host(stream)) {
 		fake__violated("%s on a caller's stream", call);
 		return CUDA_ERROR_INVALID_VALUE;
 	}
-	pinned = fake__registration_of(dst, len, &straddles) != NULL;
+	if (!op.src || op.nr == 0 || op.dst_pitch > MAX_PITCH || op.src_pitch > MAX_PITCH ||
+	    (op.nr > 1 && (op.dst_pitch < op.len || op.src_pitch < op.len)))
+		return CUDA_ERROR_INVALID_VALUE;
+	len = extent(&op, op.dst_pitch);
+	pinned = fake__registration_of(op.dst, len, &straddles) != NULL;
 	if (straddles && !pinned) {
 		fake__violated("a copy across two registrations, or over the edge of one");
 		return CUDA_ERROR_INVALID_VALUE;
@@ -157,12 +180,14 @@ static int copy(void *dst, CUdeviceptr src, size_t len, CUstream stream, const c
 	if (!stream->knows_caller)
 		fake__violated("a copy on a stream that has waited for nothing of its caller");
 	op.pageable = !pinned;
-	memset(dst, RUBBISH, len);
-	fake__push_op(stream, &op);
+	for (size_t i = 0; i < op.nr; i++)
+		memset(op.dst + i * op.dst_pitch, RUBBISH, op.len);
+	fake__queue_op(stream, &op, call);
 	if (!pinned) {
 		/* The driver copies through memory of its own, and the caller waits. */
 		struct CUevent_st done = { .alive = true, .device = stream->device, .recorded = 1 };
 
+		fake__check_holder(call);
 		fake__push_op(stream, &(struct op){ .kind = RECORD, .event = &done, .gen = 1 });
 		while (done.completed < 1 && !fk.dead_of[stream->device])
 			pthread_cond_wait(&fk.cv, &fk.mu);
@@ -172,29 +197,140 @@ static int copy(void *dst, CUdeviceptr src, size_t len, CUstream stream, const c
 	return 0;
 }
 
+static int copy_span(void *dst, CUdeviceptr src, size_t len, CUstream stream, const char *call)
+{
+	return copy((struct op){ .dst = dst, .len = len, .nr = 1 }, src, stream, call);
+}
+
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUstream stream);
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUstream stream)
 {
 	BEGIN("cuMemcpyDtoHAsync_v2", true)
 	if (!code)
-		code = copy(dst, src, len, stream, "cuMemcpyDtoHAsync");
+		code = copy_span(dst, src, len, stream, "cuMemcpyDtoHAsync");
 	END
+}
+
+EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *c, CUstream stream);
+EXPORT CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D *c, CUstream stream)
+{
+	BEGIN("cuMemcpy2DAsync_v2", true)
+	if (!code &&
+	    (c->srcMemoryType != CU_MEMORYTYPE_DEVICE || c->dstMemoryType != CU_MEMORYTYPE_HOST ||
+	     c->srcY || c->dstY || c->srcXInBytes || c->dstXInBytes || c->WidthInBytes == 0))
+		code = CUDA_ERROR_INVALID_VALUE;
+	if (!code)
+		code = copy((struct op){ .dst = c->dstHost,
+					 .len = c->WidthInBytes,
+					 .nr = c->Height,
+					 .dst_pitch = c->dstPitch,
+					 .src_pitch = c->srcPitch },
+			    c->srcDevice, stream, "cuMemcpy2DAsync");
+	END
+}
+
+/* The places that a batch writes to, to see whether two are one. */
+struct place {
+	const char *at;
+	size_t len;
+};
+
+static int by_address(const void *a, const void *b)
+{
+	const char *one = ((const struct place *)a)->at, *two = ((const struct place *)b)->at;
+
+	return one < two ? -1 : one > two;
+}
+
+static bool any_overlap(struct place *places, size_t nr)
+{
+	qsort(places, nr, sizeof(*places), by_address);
+	for (size_t i = 1; i < nr; i++)
+		if (places[i].at < places[i - 1].at + places[i - 1].len)
+			return true;
+	return false;
+}
+
+/* Whether memory of the device consists of segments, and this of more than one. */
+static bool crosses(CUdeviceptr src, size_t len)
+{
+	return fk.segment && src / fk.segment != (src + len - 1) / fk.segment;
+}
+
+/* What a batch as a whole is refused for: its copies go in any order, and together. */
+static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *lens,
+		       size_t nr)
+{
+	struct place *places = calloc(nr, sizeof(*places));
+	int code = 0;
+
+	if (!places)
+		abort();
+	for (size_t i = 0; i < nr; i++) {
+		places[i] =
+			(struct place){ (const char *)(uintptr_t)dsts[i], lens[i] }; /* NOLINT */
+		if (lens[i] == 0) {
+			fake__violated("a batch with an empty copy");
+			code = CUDA_ERROR_INVALID_VALUE;
+		}
+		if (crosses(srcs[i], lens[i]))
+			code = CUDA_ERROR_INVALID_VALUE;
+	}
+	if (any_overlap(places, nr)) {
+		fake__violated("a batch with two copies to one place");
+		code = CUDA_ERROR_INVALID_VALUE;
+	}
+	free(places);
+	return code;
 }
 
 static int batch(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 		 const struct sfr__cu_copy_attributes *attrs, const size_t *attr_at,
 		 size_t nr_attrs, CUstream stream)
 {
-	int code = 0;
+	int code;
 
 	if (nr == 0 || nr_attrs != 1 || attr_at[0] != 0)
 		return CUDA_ERROR_INVALID_VALUE;
 	if (attrs[0].src_access_order != SFR__CU_ORDER_STREAM)
 		fake__violated("a batch that may read before its turn");
+	code = check_batch(dsts, srcs, lens, nr);
 	for (size_t i = 0; i < nr && !code; i++)
-		code = copy((void *)(uintptr_t)dsts[i], srcs[i], lens[i], stream, /* NOLINT */
-			    "cuMemcpyBatchAsync");
+		code = copy_span((void *)(uintptr_t)dsts[i], srcs[i], lens[i], stream, /* NOLINT */
+				 "cuMemcpyBatchAsync");
 	return code;
+}
+
+static int copy_rows(const struct sfr__cu_copy_3d *c, CUstream stream)
+{
+	if (c->src.type != SFR__CU_OPERAND_POINTER || c->dst.type != SFR__CU_OPERAND_POINTER ||
+	    c->width == 0 || c->height == 0 || c->depth != 1 || c->src.layer_height ||
+	    c->dst.layer_height || (c->src.row_len && c->src.row_len < c->width) ||
+	    (c->dst.row_len && c->dst.row_len < c->width))
+		return CUDA_ERROR_INVALID_VALUE;
+	if (c->src_access_order != SFR__CU_ORDER_STREAM)
+		fake__violated("a batch that may read before its turn");
+	if (crosses(c->src.ptr, (c->height - 1) * c->src.row_len + c->width))
+		return CUDA_ERROR_INVALID_VALUE;
+	return copy((struct op){ .dst = (char *)(uintptr_t)c->dst.ptr, /* NOLINT */
+				 .len = c->width,
+				 .nr = c->height,
+				 .dst_pitch = c->dst.row_len ? c->dst.row_len : c->width,
+				 .src_pitch = c->src.row_len ? c->src.row_len : c->width },
+		    c->src.ptr, stream, "cuMemcpy3DBatchAsync");
+}
+
+EXPORT CUresult cuMemcpy3DBatchAsync_v2(size_t nr, struct sfr__cu_copy_3d *copies,
+					unsigned long long flags, CUstream stream);
+EXPORT CUresult cuMemcpy3DBatchAsync_v2(size_t nr, struct sfr__cu_copy_3d *copies,
+					unsigned long long flags, CUstream stream)
+{
+	BEGIN("cuMemcpy3DBatchAsync_v2", true)
+	if (!code && (nr == 0 || flags))
+		code = CUDA_ERROR_INVALID_VALUE;
+	for (size_t i = 0; i < nr && !code; i++)
+		code = copy_rows(&copies[i], stream);
+	END
 }
 
 EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,

@@ -15,18 +15,23 @@
 #define NR_FAULTS 16
 #define NR_VIOLATIONS 64
 #define INVALID_CONTEXT 201
-#define INVALID_HANDLE 400
-#define CAPTURE_UNSUPPORTED 900
 #define ALREADY_REGISTERED 712
 #define NOT_REGISTERED 713
+#define DEPTH 1024               /* operations that a stream takes */
+#define MAX_PITCH 0x7fffffffu    /* CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far */
+#define CALL_NS 2000             /* what a call takes */
+#define COPY_NS 1500             /* what a copy takes before its first byte */
+#define REGISTER_NS_MIN 60000000 /* a GiB */
+#define REGISTER_NS_MAX 250000000
+#define REGISTER_MAX ((size_t)128 << 20)
 
 enum kind { COPY, RECORD, WAIT, WORK };
 struct op {
 	struct op *next;
 	enum kind kind;
-	char *dst;
+	char *dst; /* COPY: `nr` rows of `len` bytes */
 	const char *src;
-	size_t len;
+	size_t len, nr, dst_pitch, src_pitch;
 	bool pageable;
 	CUevent event;
 	uint64_t gen;
@@ -53,6 +58,7 @@ struct CUstream_st {
 	struct CUstream_st *next;
 	bool alive, of_caller, capturing, knows_caller;
 	bool busy;             /* in an operation */
+	uint64_t nr_ops;       /* taken and not yet run */
 	bool flushed, dropped; /* once destroyed: its last copies are to land; nothing is to */
 	int device;
 	const struct op *wait; /* the operation it is in waits, for an event */
@@ -98,6 +104,9 @@ extern struct fake__state {
 	int64_t nr_events;
 
 	/* what tests ask for */
+	uint64_t depth;
+	uint64_t segment;      /* memory of a device has an edge every so many bytes; 0: none */
+	int (*nr_locks)(void); /* locks that the calling thread holds; NULL: not known */
 	bool held;
 	pthread_t holder; /* who let nothing go on */
 	enum { NOBODY, CALLERS, CORE } first;
@@ -120,11 +129,19 @@ extern __thread int fake__mode; /* of graph captures; 0 = global */
 /* All of these are called with the lock. */
 __attribute__((format(printf, 1, 2))) void fake__violated(const char *format, ...);
 int fake__enter(const char *name, bool needs_context);
+/* Makes a call one that a thread whose mode is not relaxed may not make beside a capture. */
+int fake__unsafe(const char *name, int code);
+void fake__spend(uint64_t ns);
+uint64_t fake__random(void);
+/* The host's memory behind an address of a device; NULL, and a violation, for any other. */
+const char *fake__memory_of(CUdeviceptr ptr);
 int fake__current_device(void);
 bool fake__loses_context(int code);
 void fake__check_holder(const char *call);
 struct CUstream_st *fake__new_stream(int device, bool of_caller);
 void fake__push_op(struct CUstream_st *stream, const struct op *op);
+/* The same for a call of the driver's: it returns when the stream has room. */
+void fake__queue_op(struct CUstream_st *stream, const struct op *op, const char *call);
 void fake__wake_all(void);
 bool fake__usable_stream(CUstream stream, const char *call);
 struct registration *fake__registration_of(const char *mem, size_t len, bool *straddles);
@@ -141,6 +158,10 @@ static inline bool is_host(CUstream stream)
 	int code;                                                                                  \
 	pthread_mutex_lock(&fk.mu);                                                                \
 	code = fake__enter(name, needs_context);
+/* The same for a call that must not be made beside a capture of a graph. */
+#define BEGIN_UNSAFE(name, needs_context)                                                          \
+	BEGIN(name, needs_context)                                                                 \
+	code = fake__unsafe(name, code);
 #define END                                                                                        \
 	pthread_mutex_unlock(&fk.mu);                                                              \
 	return code;

@@ -14,10 +14,9 @@ static void pause_a_little(void)
 
 	if (fk.delay_max == 0)
 		return;
-	fk.delay_seed = fk.delay_seed * 6364136223846793005u + 1442695040888963407u;
-	if ((fk.delay_seed >> 58) % fk.delay_one_in)
+	if (fake__random() % fk.delay_one_in)
 		return;
-	ts.tv_nsec = (long)((fk.delay_seed >> 33) % fk.delay_max);
+	ts.tv_nsec = (long)(fake__random() % fk.delay_max);
 	pthread_mutex_unlock(&fk.mu);
 	(void)nanosleep(&ts, NULL);
 	pthread_mutex_lock(&fk.mu);
@@ -42,8 +41,10 @@ static void land(struct CUstream_st *stream)
 			fake__violated("a copy of %zu bytes lands in memory no longer registered",
 				       op->len);
 		} else {
-			memcpy(op->dst, op->src, op->len);
-			fk.bytes_copied += op->len;
+			for (size_t i = 0; i < op->nr; i++)
+				memcpy(op->dst + i * op->dst_pitch, op->src + i * op->src_pitch,
+				       op->len);
+			fk.bytes_copied += op->len * op->nr;
 		}
 		free(op);
 	}
@@ -62,6 +63,7 @@ static void run(struct CUstream_st *stream, struct op *op)
 		pause_a_little();
 	switch (op->kind) {
 	case COPY:
+		fake__spend(COPY_NS);
 		op->next = NULL;
 		*stream->queued_end = op;
 		stream->queued_end = &op->next;
@@ -144,6 +146,7 @@ static void *stream_main(void *arg)
 			stream->busy = true;
 			run(stream, op);
 			stream->busy = false;
+			stream->nr_ops--;
 			pthread_cond_broadcast(&fk.cv);
 		} else if (!op && !stream->alive && (!stream->queued || stream->flushed)) {
 			land(stream);
@@ -170,7 +173,20 @@ void fake__push_op(struct CUstream_st *stream, const struct op *op)
 	else
 		stream->head = copy;
 	stream->tail = copy;
+	stream->nr_ops++;
 	pthread_cond_signal(&stream->todo);
+}
+
+void fake__queue_op(struct CUstream_st *stream, const struct op *op, const char *call)
+{
+	if (stream->nr_ops >= fk.depth) {
+		fake__check_holder(call);
+		if (fk.nr_locks && fk.nr_locks() > 0)
+			fake__violated("%s has to wait for room on its stream, under a lock", call);
+	}
+	while (stream->nr_ops >= fk.depth && stream->alive && !fk.dead_of[stream->device])
+		pthread_cond_wait(&fk.cv, &fk.mu);
+	fake__push_op(stream, op);
 }
 
 struct CUstream_st *fake__new_stream(int device, bool of_caller)
@@ -229,7 +245,7 @@ void fake__wake_all(void)
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags);
 EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
 {
-	BEGIN("cuStreamCreate", true)
+	BEGIN_UNSAFE("cuStreamCreate", true)
 	if (!(flags & CU_STREAM_NON_BLOCKING))
 		fake__violated("a stream that waits for the legacy one");
 	if (!code)
@@ -246,7 +262,7 @@ static void end_stream(struct CUstream_st *stream)
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream);
 EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
 {
-	BEGIN("cuStreamDestroy_v2", true)
+	BEGIN_UNSAFE("cuStreamDestroy_v2", true)
 	if (is_host(stream))
 		fake__violated("a caller's stream is destroyed");
 	else if (fake__usable_stream(stream, "cuStreamDestroy") &&
@@ -277,8 +293,9 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 				pthread_cond_wait(&fk.cv, &fk.mu);
 		} else {
 			stream->knows_caller |= event->of_caller;
-			fake__push_op(stream,
-				      &(struct op){ .kind = WAIT, .event = event, .gen = gen });
+			fake__queue_op(stream,
+				       &(struct op){ .kind = WAIT, .event = event, .gen = gen },
+				       "cuStreamWaitEvent");
 		}
 	}
 	END
@@ -287,7 +304,7 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 EXPORT CUresult cuStreamQuery(CUstream stream);
 EXPORT CUresult cuStreamQuery(CUstream stream)
 {
-	BEGIN("cuStreamQuery", true)
+	BEGIN_UNSAFE("cuStreamQuery", true)
 	if (!code && fake__usable_stream(stream, "cuStreamQuery") && !is_host(stream)) {
 		/* A real stream runs dry by itself: so does this one when it is asked. */
 		if (stream->head || stream->busy) {
@@ -347,6 +364,11 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 	BEGIN("cuEventRecord", true)
 	if (!code && fake__usable_stream(stream, "cuEventRecord") &&
 	    usable_event(event, "cuEventRecord")) {
+		if (event->device != (is_host(stream) ? fake__current_device() : stream->device)) {
+			fake__violated("an event is recorded on a stream of another device");
+			pthread_mutex_unlock(&fk.mu);
+			return CUDA_ERROR_INVALID_HANDLE;
+		}
 		check_waited(event);
 		event->recorded++;
 		event->waited = false;
@@ -357,9 +379,11 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 			event->completed = event->recorded;
 			pthread_cond_broadcast(&fk.cv);
 		} else {
-			fake__push_op(stream, &(struct op){ .kind = RECORD,
-							    .event = event,
-							    .gen = event->recorded });
+			fake__queue_op(stream,
+				       &(struct op){ .kind = RECORD,
+						     .event = event,
+						     .gen = event->recorded },
+				       "cuEventRecord");
 		}
 	}
 	END
@@ -370,14 +394,8 @@ EXPORT CUresult cuEventQuery(CUevent event)
 {
 	BEGIN("cuEventQuery", true)
 	if (!code && usable_event(event, "cuEventQuery")) {
-		bool capturing = fk.host_capturing;
-
-		for (struct CUstream_st *s = fk.streams; s; s = s->next)
-			capturing |= s->capturing;
-		if (capturing && fake__mode != CU_STREAM_CAPTURE_MODE_RELAXED) {
-			fake__violated("an event is asked while a graph is captured");
-			code = CAPTURE_UNSUPPORTED;
-		} else if (event->completed < event->recorded) {
+		code = fake__unsafe("cuEventQuery", 0);
+		if (!code && event->completed < event->recorded) {
 			code = CUDA_ERROR_NOT_READY;
 			fake__check_holder("cuEventQuery");
 			fk.nr_not_ready[event->device]++;

@@ -1,5 +1,9 @@
 /* The fake driver itself: each rule that it watches over, broken once, is noticed, and work that
  * keeps to all of them is not. What follows is a lane's work in the driver's own calls. */
+#include <signal.h>
+#include <sys/wait.h>
+#include <time.h>
+
 #include "fake.h"
 
 /* X: member, symbol, parameters; as csrc/core/cuda/driver.h has them. */
@@ -8,6 +12,11 @@ static struct {
 	SFR__CUDA_CALLS(X)
 #undef X
 	CUresult (*stream_sync)(CUstream stream);
+	CUresult (*batch)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
+			  struct sfr__cu_copy_attributes *attrs, size_t *attr_at, size_t nr_attrs,
+			  CUstream stream);
+	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
+			     CUstream stream);
 } cu;
 
 static _Alignas(4096) char pinned[3 * 4096];
@@ -25,6 +34,10 @@ static void look_up(void)
 	memcpy(&cu.member, &found, sizeof(found));
 	SFR__CUDA_CALLS(X)
 #undef X
+	found = dlsym(handle, "cuMemcpyBatchAsync_v2");
+	memcpy(&cu.batch, &found, sizeof(found));
+	found = dlsym(handle, "cuMemcpy3DBatchAsync_v2");
+	memcpy(&cu.batch_3d, &found, sizeof(found));
 	found = dlsym(handle, "cuStreamSynchronize");
 	memcpy(&cu.stream_sync, &found, sizeof(found));
 }
@@ -52,9 +65,14 @@ static void mark(void)
 	CHECK_EQ(cu.stream_wait(lane, e, 0), 0);
 }
 
+static CUdeviceptr device(const char *host)
+{
+	return (CUdeviceptr)(uintptr_t)host | FAKE_CUDA_DEVICE;
+}
+
 static CUresult copy(char *to, size_t len)
 {
-	return cu.copy(to, (CUdeviceptr)(uintptr_t)source, len, lane);
+	return cu.copy(to, device(source), len, lane);
 }
 
 static void wait_for(CUevent event)
@@ -211,7 +229,218 @@ static void a_graph_that_is_captured_is_not_to_be_touched(void)
 	begin();
 	fake.fake_cuda_capture(caller, 1);
 	CHECK(cu.event_query(landed) != CUDA_SUCCESS);
-	end("asked while a graph is captured");
+	end("cuEventQuery while a graph is captured");
+}
+
+static void end_capture(const char *words)
+{
+	fake.fake_cuda_capture(caller, 0);
+	end(words);
+}
+
+static void what_a_capture_forbids_is_refused_beside_one(void)
+{
+	CUstreamCaptureMode relaxed = CU_STREAM_CAPTURE_MODE_RELAXED;
+	CUcontext context;
+	CUstream more;
+	void *mem;
+
+#define FORBIDDEN(call, words)                                                                     \
+	begin();                                                                                   \
+	fake.fake_cuda_capture(caller, 1);                                                         \
+	CHECK_EQ(call, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);                                     \
+	end_capture(words);
+	FORBIDDEN(cu.host_register(source, 4096, CU_MEMHOSTREGISTER_PORTABLE), "cuMemHostRegister")
+	FORBIDDEN(cu.host_unregister(pinned), "cuMemHostUnregister")
+	FORBIDDEN(cu.host_alloc(&mem, 4096, CU_MEMHOSTALLOC_PORTABLE), "cuMemHostAlloc")
+	FORBIDDEN(cu.host_free(pinned), "cuMemFreeHost")
+	FORBIDDEN(cu.stream_new(&more, CU_STREAM_NON_BLOCKING), "cuStreamCreate")
+	FORBIDDEN(cu.stream_free(lane), "cuStreamDestroy")
+	FORBIDDEN(cu.stream_query(lane), "cuStreamQuery")
+	FORBIDDEN(cu.primary_retain(&context, 0), "cuDevicePrimaryCtxRetain")
+	FORBIDDEN(cu.primary_release(0), "cuDevicePrimaryCtxRelease")
+#undef FORBIDDEN
+	begin();
+	fake.fake_cuda_capture(caller, 1);
+	CHECK_EQ(cu.exchange_mode(&relaxed), 0);
+	CHECK_EQ(cu.stream_query(lane), 0);
+	CHECK_EQ(cu.host_alloc(&mem, 4096, CU_MEMHOSTALLOC_PORTABLE), 0);
+	CHECK_EQ(cu.host_free(mem), 0);
+	CHECK_EQ(cu.exchange_mode(&relaxed), 0);
+	fake_check();
+	end_capture(NULL);
+}
+
+/* The host dies of reading a device's memory, and the driver takes nothing else for it. */
+static void memory_of_a_device_is_for_the_driver_alone(void)
+{
+	pid_t child;
+	int status = 0;
+
+	begin();
+	mark();
+	CHECK_EQ(cu.copy(pinned, (CUdeviceptr)(uintptr_t)source, 100, lane),
+		 CUDA_ERROR_INVALID_VALUE);
+	end("no device's");
+
+	child = fork();
+	if (child == 0) {
+		(void)signal(SIGSEGV, SIG_DFL);
+		(void)signal(SIGBUS, SIG_DFL);
+		status = *(volatile const char *)(uintptr_t)device(source);
+		_exit(0);
+	}
+	CHECK_EQ(waitpid(child, &status, 0), child);
+	CHECK(WIFSIGNALED(status) || WEXITSTATUS(status) != 0); /* a sanitizer exits */
+}
+
+static void a_stream_that_is_full_makes_a_call_wait(void)
+{
+	static struct sfr__mutex mu = SFR__MUTEX(SFR__LOCK_LANE);
+
+	begin();
+	fake.fake_cuda_depth(4);
+	mark();
+	for (int i = 0; i < 100; i++)
+		CHECK_EQ(copy(pinned + 40 * i, 40), 0);
+	CHECK_EQ(cu.event_record(landed, lane), 0);
+	wait_for(landed);
+	CHECK_EQ(pinned[99 * 40], 7);
+	end(NULL);
+
+	begin(); /* who lets nothing go on waits for ever */
+	fake.fake_cuda_depth(4);
+	fake.fake_cuda_hold(1);
+	mark();
+	for (int i = 0; i < 4; i++)
+		CHECK_EQ(copy(pinned + 40 * i, 40), 0);
+	end("must not wait for the device");
+
+	begin();
+	fake.fake_cuda_depth(1);
+	mark();
+	sfr__lock(&mu);
+	for (int i = 0; i < 1000 && fake.fake_cuda_nr_violations() == 0; i++)
+		CHECK_EQ(copy(pinned + i, 1), 0);
+	sfr__unlock(&mu);
+	CHECK_EQ(cu.event_record(landed, lane), 0);
+	wait_for(landed);
+	end("under a lock");
+}
+
+static void a_batch_that_makes_no_sense_is_refused(void)
+{
+	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM };
+	CUdeviceptr dst[2], src[2] = { device(source), device(source) + 100 };
+	size_t len[2] = { 100, 0 }, at = 0;
+
+	dst[0] = (CUdeviceptr)(uintptr_t)pinned;
+	dst[1] = dst[0] + 99;
+	begin();
+	mark();
+	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
+	end("an empty copy");
+
+	len[1] = 100;
+	begin();
+	mark();
+	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
+	end("two copies to one place");
+
+	begin(); /* as memory that consists of segments has it refused; nobody is to blame */
+	mark();
+	dst[1] = dst[0] + 200;
+	fake.fake_cuda_segments(4096);
+	src[1] = (src[0] + 4096) / 4096 * 4096 - 50;
+	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), CUDA_ERROR_INVALID_VALUE);
+	fake.fake_cuda_segments(0);
+	CHECK_EQ(cu.batch(dst, src, len, 2, &attrs, &at, 1, lane), 0);
+	CHECK_EQ(cu.event_record(landed, lane), 0);
+	wait_for(landed);
+	end(NULL);
+}
+
+static void rows_are_copied_by_their_pitch(void)
+{
+	struct sfr__cu_copy_3d rows[2] = {
+		{ .src = { .type = 1, .ptr = device(source) + 10, .row_len = 1000 },
+		  .dst = { .type = 1, .row_len = 80 },
+		  .width = 64,
+		  .height = 3,
+		  .depth = 1,
+		  .src_access_order = SFR__CU_ORDER_STREAM }
+	};
+	CUDA_MEMCPY2D copy_2d = { .srcMemoryType = CU_MEMORYTYPE_DEVICE,
+				  .srcDevice = device(source),
+				  .srcPitch = 500,
+				  .dstMemoryType = CU_MEMORYTYPE_HOST,
+				  .dstHost = pinned + 4096,
+				  .dstPitch = 100,
+				  .WidthInBytes = 50,
+				  .Height = 2 };
+
+	begin();
+	mark();
+	for (int i = 0; i < 3; i++)
+		memset(source + 10 + i * 1000, 20 + i, 64);
+	rows[0].dst.ptr = (CUdeviceptr)(uintptr_t)pinned;
+	rows[1] = rows[0];
+	rows[1].dst.ptr += 2048;
+	CHECK_EQ(cu.batch_3d(2, rows, 0, lane), 0);
+	CHECK_EQ(cu.copy_2d(&copy_2d, lane), 0);
+	CHECK_EQ(cu.event_record(landed, lane), 0);
+	wait_for(landed);
+	for (int i = 0; i < 3; i++)
+		CHECK(pinned[i * 80] == 20 + i && pinned[i * 80 + 63] == 20 + i &&
+		      pinned[2048 + i * 80 + 63] == 20 + i);
+	CHECK_EQ(memcmp(pinned + 4096, source, 50), 0);
+	CHECK_EQ(memcmp(pinned + 4196, source + 500, 50), 0);
+	rows[0].depth = 0;
+	CHECK_EQ(cu.batch_3d(1, rows, 0, lane), CUDA_ERROR_INVALID_VALUE);
+	copy_2d.srcPitch = (size_t)1 << 31;
+	CHECK_EQ(cu.copy_2d(&copy_2d, lane), CUDA_ERROR_INVALID_VALUE);
+	copy_2d.srcPitch = 49;
+	CHECK_EQ(cu.copy_2d(&copy_2d, lane), CUDA_ERROR_INVALID_VALUE);
+	end(NULL);
+}
+
+static void an_event_belongs_to_its_device(void)
+{
+	CUcontext context;
+	CUevent other;
+
+	begin();
+	CHECK_EQ(cu.primary_retain(&context, 1), 0);
+	CHECK_EQ(cu.push(context), 0);
+	CHECK_EQ(cu.event_new(&other, CU_EVENT_DISABLE_TIMING), 0);
+	CHECK_EQ(cu.pop(&context), 0);
+	CHECK_EQ(cu.event_record(other, lane), CUDA_ERROR_INVALID_HANDLE);
+	CHECK_EQ(cu.primary_release(1), 0);
+	end("a stream of another device");
+}
+
+static uint64_t now_ns(void)
+{
+	struct timespec ts;
+
+	(void)clock_gettime(CLOCK_MONOTONIC, &ts);
+	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* At least so much: a machine that is busy takes longer. */
+static void calls_take_their_time(void)
+{
+	static _Alignas(4096) char large[1 << 20];
+	uint64_t start = now_ns();
+
+	begin();
+	for (int i = 0; i < 100; i++)
+		CHECK_EQ(cu.stream_query(lane), 0);
+	CHECK(now_ns() - start >= 100 * 2000);
+	start = now_ns();
+	CHECK_EQ(cu.host_register(large, sizeof(large), CU_MEMHOSTREGISTER_PORTABLE), 0);
+	CHECK(now_ns() - start >= 60000000 / 1024);
+	end(NULL);
 }
 
 static void a_call_that_waits_is_counted(void)
@@ -235,6 +464,13 @@ int main(void)
 	RUN(memory_that_may_not_be_written_is_noticed);
 	RUN(what_was_destroyed_is_noticed_when_it_is_used);
 	RUN(a_graph_that_is_captured_is_not_to_be_touched);
+	RUN(what_a_capture_forbids_is_refused_beside_one);
+	RUN(memory_of_a_device_is_for_the_driver_alone);
+	RUN(a_stream_that_is_full_makes_a_call_wait);
+	RUN(a_batch_that_makes_no_sense_is_refused);
+	RUN(rows_are_copied_by_their_pitch);
+	RUN(an_event_belongs_to_its_device);
+	RUN(calls_take_their_time);
 	RUN(a_call_that_waits_is_counted);
 	return check_done();
 }

@@ -287,7 +287,8 @@ static void a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks(void)
 			CHECK(snapshot_is(snapshot, 0, 5));
 			sfr_snapshot_unview(snapshot);
 		}
-		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 3);
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"), 2);
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpy3DBatchAsync_v2"), 1); /* samples */
 		fake.fake_cuda_drain(stream);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);

@@ -1,4 +1,4 @@
-/* Random schedules of a training that saves from devices, over the fake driver.
+/* Random schedules of a training that saves from devices and takes snapshots, over the fake driver.
  *
  * Every step is queued without waiting for anything and overwrites what was saved as early as the
  * order between the streams lets it; each file has to be the one step at which it was saved, and
@@ -14,7 +14,7 @@
 
 #include "cuda/fake.h"
 
-enum { NR_SAVES = 3, ROOMY = 64, SAY_EVERY_S = 5, HANGS_S = 100, ENOUGH_FAILED = 5 };
+enum { NR_SAVES = 3, ROOMY = 64, FITS = 16, SAY_EVERY_S = 5, HANGS_S = 100, ENOUGH_FAILED = 5 };
 
 /* What comes between a save and the next change of its deferred storages. */
 #define STEPS(X)                                                                                   \
@@ -26,7 +26,7 @@ enum { NR_SAVES = 3, ROOMY = 64, SAY_EVERY_S = 5, HANGS_S = 100, ENOUGH_FAILED =
 	X(NO_STREAM, "gated with no stream")                                                       \
 	X(LATE, "gated when all before it has run")                                                \
 	X(WAITED, "no gate, a wait")                                                               \
-	X(CANCELLED, "the save is given up")
+	X(CANCELLED, "given up")
 enum step {
 #define X(name, text) name,
 	STEPS(X)
@@ -40,7 +40,7 @@ static const char *const step_names[] = {
 };
 
 static const char *dir;
-static uint64_t nr_steps[NR_STEPS];
+static uint64_t nr_steps[NR_STEPS], nr_snapshots;
 
 /* A training's storages, and where work on them is queued: for each device its stream. */
 static struct training {
@@ -104,15 +104,50 @@ static void drain(const struct sfr_stream *streams)
 
 static bool held; /* nothing on the devices goes on, and so nobody may wait for them */
 
-static int gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr)
+/* What is taken of the state: a save, or a snapshot. */
+struct taken {
+	struct sfr_ticket *save;
+	struct sfr_snapshot *snapshot;
+	unsigned char value;
+	bool wanted; /* not given up */
+};
+
+static int gate_once(const struct taken *t, const struct sfr_stream *streams, uint32_t nr)
 {
-	int rc = sfr_save_gate(t, streams, nr, held ? 0 : SFR_FOREVER);
+	uint64_t slice_ns = held ? 0 : SFR_FOREVER;
+
+	return t->save ? sfr_save_gate(t->save, streams, nr, slice_ns) :
+			 sfr_snapshot_gate(t->snapshot, streams, nr, slice_ns);
+}
+
+static int gate(const struct taken *t, const struct sfr_stream *streams, uint32_t nr)
+{
+	int rc = gate_once(t, streams, nr);
 
 	if (rc == SFR_EAGAIN && held) {
 		fake.fake_cuda_settle();
-		rc = sfr_save_gate(t, streams, nr, 0);
+		rc = gate_once(t, streams, nr);
 	}
 	return rc;
+}
+
+static void wait_copied(const struct taken *t)
+{
+	int64_t torn = -1;
+
+	CHECK_EQ(t->save ? sfr_save_wait(t->save, SFR_WAIT_COPIED, SFR_FOREVER) :
+			   sfr_snapshot_wait(t->snapshot, SFR_FOREVER, &torn),
+		 0);
+	CHECK_EQ(torn, -1);
+}
+
+/* A snapshot that nobody can read any more is given up too: nobody looks at it. */
+static bool give_up(const struct taken *t)
+{
+	if (t->save)
+		return sfr_save_cancel(t->save) == 1;
+	sfr_snapshot_unview(t->snapshot);
+	return true;
 }
 
 static void *gate_and_step(void *arg)
@@ -123,7 +158,7 @@ static void *gate_and_step(void *arg)
 }
 
 /* A step: changes the deferred storages as soon as it may. False when the save was given up. */
-static bool step(struct sfr_ticket *t, enum step kind)
+static bool step(struct taken *t, enum step kind)
 {
 	const struct sfr_stream *on = training.main, *side = training.side;
 	unsigned from = FAKE_FIRST_DEFERRED;
@@ -169,13 +204,13 @@ static bool step(struct sfr_ticket *t, enum step kind)
 		fake_freed(&training.state, from);
 		break;
 	case WAITED:
-		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		wait_copied(t);
 		fake_freed(&training.state, 0);
 		break;
 	case CANCELLED:
-		given_up = sfr_save_cancel(t) == 1;
+		given_up = give_up(t);
 #ifdef __SANITIZE_THREAD__ /* the step races with copies that nobody looks at */
-		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		wait_copied(t);
 #endif
 		CHECK_EQ(gate(t, on, 2), 0);
 		break;
@@ -189,67 +224,151 @@ static bool step(struct sfr_ticket *t, enum step kind)
 /* ---- one schedule -------------------------------------------------------------------- */
 
 /* The file of a save that has ended: the one step, or none. */
-static void look(unsigned number, unsigned char value, bool wanted)
+static void look(unsigned number, const struct taken *t)
 {
 	char path[PATH_MAX], name[8];
 
 	(void)snprintf(name, sizeof(name), "s%u", number);
-	CHECK_EQ(saving_look_as(dir, name, &training.state), wanted ? value : -1);
+	CHECK_EQ(saving_look_as(dir, name, &training.state), t->wanted ? t->value : -1);
 	if (CHECK(snprintf(path, sizeof(path), "%s/%s", dir, name) < PATH_MAX))
 		(void)unlink(path);
 }
 
-static void one_schedule(uint64_t seed)
+static bool is_full_of(const struct sfr_snapshot *snapshot, unsigned char value)
 {
-	struct training *tr = &training;
-	struct sfr_ticket *t[NR_SAVES];
-	unsigned char value[NR_SAVES];
-	bool wanted[NR_SAVES], roomy;
-	struct sfr_engine *engine;
-	enum step kind;
+	uint64_t len;
+	char *base;
+	bool good = true;
+
+	sfr_snapshot_memory(snapshot, &base, &len);
+	for (unsigned i = 0; i < SAVING_NR; i++) {
+		const char *copy = base + sfr_snapshot_offset(snapshot, i);
+
+		for (uint64_t k = 0; k < training.state.sources[i].nbytes; k++)
+			good = good && copy[k] == (char)value;
+	}
+	return good;
+}
+
+/* The call, with nothing on the devices going on from its begin of the copies on. */
+static void take_save(struct sfr_engine *engine, unsigned number, bool hold, struct taken *t)
+{
 	char name[8];
 
-	fake__random = seed * 2654435761u + 1;
+	(void)snprintf(name, sizeof(name), "s%u", number);
+	CHECK_EQ(saving_new(engine, dir, name, &training.state, 0, &t->save), 0);
+	CHECK_EQ(sfr_save_begin(t->save, training.main, 2), 0);
+	CHECK_EQ(sfr_save_admit(t->save, SFR_FOREVER), 0); /* needs others to end */
+	held = hold;
+	fake.fake_cuda_hold(held);
+	CHECK_EQ(sfr_save_capture(t->save, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t->save), 0);
+}
+
+static void take_snapshot(struct sfr_engine *engine, bool hold, struct taken *t)
+{
+	const struct saving_state *state = &training.state;
+
+	CHECK_EQ(sfr_snapshot_new(engine, state->sources, SAVING_NR, 0, &t->snapshot), 0);
+	CHECK_EQ(sfr_snapshot_lease(t->snapshot, SFR_FOREVER), 0); /* as above */
+	CHECK_EQ(sfr_snapshot_streams(t->snapshot, training.main, 2), 0);
+	held = hold;
+	fake.fake_cuda_hold(held);
+	CHECK_EQ(sfr_snapshot_start(t->snapshot), 0);
+}
+
+/* Its end, but for the notice. */
+static void end(struct taken *t)
+{
+	wait_copied(t);
+	if (t->snapshot && t->wanted) {
+		CHECK(is_full_of(t->snapshot, t->value));
+		sfr_snapshot_unview(t->snapshot);
+	}
+	if (t->save)
+		CHECK_EQ(sfr_save_wait(t->save, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+}
+
+/* Takes the notice of the end of each. */
+static void take_notices(void)
+{
+	for (unsigned nr = 0; nr < NR_SAVES;) {
+		unsigned what = saving_notice();
+
+		nr += what == SFR_NOTICE_ENDED || what == SFR_NOTICE_SNAPSHOT;
+	}
+}
+
+/* Where the storages live, and what the devices are like. */
+static void begin_schedule(uint64_t seed, bool roomy)
+{
+	struct training *tr = &training;
+
 	fake.fake_cuda_delay(fake_rng(3) ? 1 + fake_rng(30000) : 0, seed);
 	fake.fake_cuda_delay_one_in(1 + fake_rng(8));
 	fake.fake_cuda_first((int)fake_rng(3));
+	/* Who holds the devices must not have to wait for room. */
+	fake.fake_cuda_depth(roomy || fake_rng(2) ? 0 : 3 + fake_rng(30));
+	fake.fake_cuda_segments(fake_rng(3) ? 0 : 512u << fake_rng(6));
 	sfr_cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));
-	/* Room for all: then nothing on the devices has to go on before everything is queued. */
-	roomy = fake_rng(4) == 0;
-	engine = fake_engine(roomy ? ROOMY : 1 + fake_rng(7), 1 + fake_rng(2));
 	saving_fill(&tr->state, 0);
 	tr->nr_work = 0;
 	tr->first = fake_rng(2);
 	tr->split = fake_rng(2) ? SAVING_NR : 1 + fake_rng(SAVING_NR - 1);
 	fake_place(&tr->state, tr->first, tr->split, 0);
 	fake_place(&tr->state, tr->split, SAVING_NR, 1);
+}
+
+static void one_schedule(uint64_t seed)
+{
+	struct training *tr = &training;
+	struct taken taken[NR_SAVES] = { 0 };
+	struct sfr_engine *engine;
+	uint64_t nr_blocks;
+	bool roomy;
+
+	fake__random = seed * 2654435761u + 1;
+	/* Room for all: then nothing on the devices has to go on before everything is queued. */
+	roomy = fake_rng(4) == 0;
+	nr_blocks = roomy ? ROOMY : fake_rng(2) ? 1 + fake_rng(7) : FITS + fake_rng(8);
+	begin_schedule(seed, roomy);
+	engine = fake_engine(nr_blocks, 1 + fake_rng(2));
 	for (unsigned i = 0; i < NR_SAVES; i++) {
-		kind = (enum step)fake_rng(NR_STEPS);
-		value[i] = (unsigned char)(1 + fake_rng(200));
-		memset(tr->state.bytes[0], value[i], tr->first ? SAVING_LEN : 0);
-		launch(tr->main, tr->first, SAVING_NR, value[i]);
-		(void)snprintf(name, sizeof(name), "s%u", i);
-		CHECK_EQ(saving_new(engine, dir, name, &tr->state, 0, &t[i]), 0);
-		CHECK_EQ(sfr_save_begin(t[i], tr->main, 2), 0);
-		CHECK_EQ(sfr_save_admit(t[i], SFR_FOREVER), 0); /* needs others to end */
-		held = roomy && kind <= THREAD;
-		fake.fake_cuda_hold(held);
-		CHECK_EQ(sfr_save_capture(t[i], SFR_FOREVER), 0);
-		CHECK_EQ(sfr_save_launch(t[i]), 0);
+		enum step kind = (enum step)fake_rng(NR_STEPS);
+		struct taken *t = &taken[i];
+
+		t->value = (unsigned char)(1 + fake_rng(200));
+		memset(tr->state.bytes[0], t->value, tr->first ? SAVING_LEN : 0);
+		launch(tr->main, tr->first, SAVING_NR, t->value);
+		if (nr_blocks >= FITS && fake_rng(3) == 0)
+			take_snapshot(engine, roomy && kind <= THREAD, t);
+		else
+			take_save(engine, i, roomy && kind <= THREAD, t);
+		nr_snapshots += t->snapshot != NULL;
 		memset(tr->state.bytes[0], FAKE_GARBAGE, tr->first ? SAVING_LEN : 0);
 		launch(tr->main, tr->first, FAKE_FIRST_DEFERRED, FAKE_GARBAGE);
-		wanted[i] = step(t[i], kind);
-		(void)sfr_save_confirm(t[i], -1);
+		t->wanted = step(t, kind);
+		if (t->save)
+			(void)sfr_save_confirm(t->save, -1);
 		held = false;
 		fake.fake_cuda_hold(0);
+		if (t->snapshot) /* its memory is wanted by those that come */
+			end(t);
 	}
 	for (unsigned i = 0; i < NR_SAVES; i++)
-		CHECK_EQ(sfr_save_wait(t[i], SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		wait_copied(&taken[i]);
 	fake_freed(&training.state, 0);
 	for (unsigned i = 0; i < NR_SAVES; i++) {
-		saving_finish(t[i]);
-		sfr_ticket_put(t[i]);
-		look(i, value[i], wanted[i]);
+		if (taken[i].save) {
+			(void)sfr_save_confirm(taken[i].save, -1);
+			end(&taken[i]);
+			look(i, &taken[i]);
+		}
+	}
+	take_notices();
+	for (unsigned i = 0; i < NR_SAVES; i++) {
+		sfr_ticket_put(taken[i].save);
+		sfr_snapshot_put(taken[i].snapshot);
 	}
 	drain(tr->side); /* they write to the state, and read the work */
 	drain(tr->main);
@@ -314,12 +433,16 @@ static void random_schedules_tear_nothing(void)
 				      (unsigned long long)nr, (unsigned long long)seed, nr_failed);
 		}
 	}
+	CHECK(nr_snapshots > 0 || nr < 100);
 	for (int kind = 0; kind < NR_STEPS; kind++) {
 		CHECK(nr_steps[kind] > 0 || nr < 100);
 		if (say)
-			(void)fprintf(stderr, "  %8llu saves: %s\n",
+			(void)fprintf(stderr, "  %8llu saves or snapshots: %s\n",
 				      (unsigned long long)nr_steps[kind], step_names[kind]);
 	}
+	if (say)
+		(void)fprintf(stderr, "  %llu of all were snapshots\n",
+			      (unsigned long long)nr_snapshots);
 	if (say)
 		(void)fprintf(stderr, "  %llu schedules in %lld s, %u failed\n",
 			      (unsigned long long)(seed - first), (long long)(time(NULL) - start),

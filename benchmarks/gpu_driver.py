@@ -1,0 +1,327 @@
+"""The CUDA driver alone: what its calls and copies cost, measured without stillframe.
+
+    small spans    4,096 x 64 B: one batch, rows in one batch, rows one by one, spans one by one
+    tensors        1,200 and 20,000 x 4 KiB: batches and single copies
+    large          16 MiB copies in batches of 1, 4 and 16: GB/s
+    queue          how many operations stand behind a sleeping kernel before a call takes 1 ms
+    register       16 MiB, 128 MiB and 1 GiB beside a loop of launches: its longest gap
+
+Each figure is measured on its own; one that cannot be had is a sentence. Needs torch with a device
+(for the context, memory and kernels). `--rehearse` runs it over the tests' driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+MIB = 1 << 20
+FAKE_DEVICE = 1 << 54
+
+
+class Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class Attributes(ctypes.Structure):
+    _fields_ = [
+        ("order", ctypes.c_int),
+        ("src_hint", Location),
+        ("dst_hint", Location),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class Operand(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("ptr", ctypes.c_uint64),
+        ("row_len", ctypes.c_size_t),
+        ("layer_height", ctypes.c_size_t),
+        ("hint", Location),
+    ]
+
+
+class Copy3D(ctypes.Structure):
+    _fields_ = [
+        ("src", Operand),
+        ("dst", Operand),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+        ("order", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class Copy2D(ctypes.Structure):
+    _fields_ = [
+        *[(f"src_{name}", ctypes.c_size_t) for name in ("x", "y")],
+        ("src_type", ctypes.c_int),
+        *[(f"src_{name}", ctypes.c_uint64) for name in ("host", "device", "array", "pitch")],
+        *[(f"dst_{name}", ctypes.c_size_t) for name in ("x", "y")],
+        ("dst_type", ctypes.c_int),
+        *[(f"dst_{name}", ctypes.c_uint64) for name in ("host", "device", "array", "pitch")],
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    ]
+
+
+class Machine:
+    """A stream of its own, memory on both sides, and the driver's calls."""
+
+    def __init__(self, rehearse: bool) -> None:
+        import torch
+
+        self.torch, self.rehearse = torch, rehearse
+        name = str(ROOT / "build" / "libfake_cuda.so") if rehearse else "libcuda.so.1"
+        self.cuda = ctypes.CDLL(name)
+        if rehearse:
+            context = ctypes.c_void_p()
+            self.call("cuInit", 0)
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+            self.call("cuCtxPushCurrent_v2", context)
+        else:
+            torch.zeros(1, device="cuda")
+        stream = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(stream), 1)
+        self.stream = stream
+        self.host_bytes = (1 if rehearse else 1024) * MIB
+        host = ctypes.c_void_p()
+        self.call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(self.host_bytes), 1)
+        self.host = host.value or 0
+        device = "cpu" if rehearse else "cuda"
+        self.memory = torch.zeros(self.host_bytes, dtype=torch.uint8, device=device)
+        self.device = self.memory.data_ptr() | (FAKE_DEVICE if rehearse else 0)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self.cuda, name)(*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name}: {code}")
+
+    def finish(self) -> None:
+        """Waits for the stream."""
+        event = ctypes.c_void_p()
+        self.call("cuEventCreate", ctypes.byref(event), 2)
+        self.call("cuEventRecord", event, self.stream)
+        while self.cuda.cuEventQuery(event) == 600:
+            pass
+        self.call("cuEventDestroy_v2", event)
+
+    def sleep(self, seconds: float) -> None:
+        """Keeps the stream busy; its work stands behind a kernel that does nothing."""
+        if self.rehearse:
+            return
+        torch = self.torch
+        stream = torch.cuda.ExternalStream(self.stream.value)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))
+
+    # ---- ways to copy ----
+
+    def batch(self, spans: list[tuple[int, int, int]]) -> None:
+        """One cuMemcpyBatchAsync of (to, from, length)."""
+        nr = len(spans)
+        arrays = [(ctypes.c_uint64 * nr)(*column) for column in zip(*spans, strict=True)]
+        attributes, at = Attributes(order=1, flags=1), ctypes.c_size_t(0)
+        self.call(
+            "cuMemcpyBatchAsync_v2",
+            *arrays,
+            ctypes.c_size_t(nr),
+            ctypes.byref(attributes),
+            ctypes.byref(at),
+            ctypes.c_size_t(1),
+            self.stream,
+        )
+
+    def single(self, spans: list[tuple[int, int, int]]) -> None:
+        copy, stream = self.cuda.cuMemcpyDtoHAsync_v2, self.stream
+        for to, source, length in spans:
+            copy(ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(length), stream)
+
+    def rows_batch(self, nr: int, rows: int) -> None:
+        copies = (Copy3D * nr)()
+        for i, copy in enumerate(copies):
+            copy.src = Operand(type=1, ptr=self.device + i * rows * 128, row_len=128)
+            copy.dst = Operand(type=1, ptr=self.host + i * rows * 80, row_len=80)
+            copy.width, copy.height, copy.depth, copy.order, copy.flags = 64, rows, 1, 1, 1
+        self.call(
+            "cuMemcpy3DBatchAsync_v2", ctypes.c_size_t(nr), copies, ctypes.c_uint64(0), self.stream
+        )
+
+    def rows_single(self, nr: int, rows: int) -> None:
+        copy = Copy2D(src_type=2, src_pitch=128, dst_type=1, dst_pitch=80, width=64, height=rows)
+        for i in range(nr):
+            copy.src_device = self.device + i * rows * 128
+            copy.dst_host = self.host + i * rows * 80
+            self.call("cuMemcpy2DAsync_v2", ctypes.byref(copy), self.stream)
+
+
+def timed(machine: Machine, work: Callable[[], None]) -> dict[str, float]:
+    """Seconds of the calls, and until all of it has run; the best of five."""
+    best = {"calls_s": float("inf"), "all_s": float("inf")}
+    for _ in range(5):
+        machine.finish()
+        start = time.perf_counter()
+        work()
+        called = time.perf_counter()
+        machine.finish()
+        best["calls_s"] = min(best["calls_s"], called - start)
+        best["all_s"] = min(best["all_s"], time.perf_counter() - start)
+    return best
+
+
+def spans(machine: Machine, nr: int, length: int, apart: int) -> list[tuple[int, int, int]]:
+    nr = min(nr, machine.host_bytes // apart)
+    return [(machine.host + i * length, machine.device + i * apart, length) for i in range(nr)]
+
+
+def small_spans(machine: Machine) -> dict[str, Any]:
+    lines = spans(machine, 4096, 64, 128)
+    return {
+        "batch": timed(machine, lambda: machine.batch(lines)),
+        "rows, 1,200 x 3, one batch": timed(machine, lambda: machine.rows_batch(1200, 3)),
+        "rows, 1,200 x 3, one by one": timed(machine, lambda: machine.rows_single(1200, 3)),
+        "rows, 1 x 4,096": timed(machine, lambda: machine.rows_single(1, 4096)),
+        "one by one": timed(machine, lambda: machine.single(lines)),
+    }
+
+
+def tensors(machine: Machine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for nr in (1200, 20_000):
+        each = spans(machine, nr, 4096, 4096)
+
+        def in_batches(each: list[tuple[int, int, int]] = each) -> None:
+            for at in range(0, len(each), 512):
+                machine.batch(each[at : at + 512])
+
+        found[f"{nr} x 4 KiB, batches of 512"] = timed(machine, in_batches)
+        found[f"{nr} x 4 KiB, one by one"] = timed(machine, lambda each=each: machine.single(each))
+    return found
+
+
+def large(machine: Machine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    length = min(16 * MIB, machine.host_bytes // 4)
+    each = spans(machine, 64, length, length)
+    total = sum(span[2] for span in each)
+    for size in (1, 4, 16):
+
+        def in_batches(size: int = size) -> None:
+            for at in range(0, len(each), size):
+                (machine.batch if size > 1 else machine.single)(each[at : at + size])
+
+        took = timed(machine, in_batches)
+        found[f"batches of {size}"] = {**took, "bytes_per_s": total / took["all_s"]}
+    return found
+
+
+def queue(machine: Machine) -> dict[str, Any]:
+    """Copies queued behind a kernel of half a second until one call takes a millisecond."""
+    machine.finish()
+    machine.sleep(0.5)
+    slowest, taken = 0.0, 0
+    while taken < 5000:
+        start = time.perf_counter()
+        machine.single([(machine.host, machine.device, 64)])
+        took = time.perf_counter() - start
+        slowest = max(slowest, took)
+        taken += 1
+        if took > 1e-3:
+            break
+    machine.finish()
+    return {"operations": taken, "slowest_call_s": slowest}
+
+
+def register(machine: Machine) -> dict[str, Any]:
+    """The longest gap of a thread that launches kernels while another registers memory."""
+    import mmap
+
+    torch = machine.torch
+    found: dict[str, Any] = {}
+    for size in (16, 128) if machine.rehearse else (16, 128, 1024):
+        nbytes = MIB if machine.rehearse else size * MIB
+        memory = mmap.mmap(-1, nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        ctypes.memset(address, 1, nbytes)
+        gaps, stop = [], threading.Event()
+        value = torch.zeros(16, device="cpu" if machine.rehearse else "cuda")
+
+        def launch(
+            gaps: list[float] = gaps, stop: threading.Event = stop, value: Any = value
+        ) -> None:
+            last = time.perf_counter()
+            while not stop.is_set():
+                value.add_(1)
+                now = time.perf_counter()
+                gaps.append(now - last)
+                last = now
+
+        thread = threading.Thread(target=launch)
+        thread.start()
+        time.sleep(0.05)
+        before = max(gaps, default=0.0)
+        start = time.perf_counter()
+        flags = ctypes.c_uint(1)
+        machine.call(
+            "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags
+        )
+        took = time.perf_counter() - start
+        stop.set()
+        thread.join()
+        machine.call("cuMemHostUnregister", ctypes.c_void_p(address))
+        found[f"{size} MiB"] = {
+            "register_s": took,
+            "longest_gap_s": max(gaps),
+            "longest_gap_before_s": before,
+        }
+    return found
+
+
+MEASURES = {
+    "small spans": small_spans,
+    "tensors": tensors,
+    "large": large,
+    "queue": queue,
+    "register": register,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "gpu_driver.json")
+    parser.add_argument("--rehearse", action="store_true", help="over the tests' driver")
+    options = parser.parse_args()
+    if not options.rehearse:
+        import torch
+
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            print("benchmarks/gpu_driver.py skips: torch finds no CUDA device")
+            return 0
+    machine = Machine(options.rehearse)
+    found: dict[str, Any] = {}
+    failed = 0
+    for name, measure in MEASURES.items():
+        try:
+            found[name] = measure(machine)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            failed += 1
+        print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)
+        options.json.write_text(json.dumps(found, indent=1))
+    os.sync()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

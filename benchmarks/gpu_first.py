@@ -1,0 +1,194 @@
+"""The first half hour on a GPU: everything that needs one, in parts that fail on their own.
+
+    python benchmarks/gpu_first.py --out DIR [--parts facts tests ...] [--dir DIR] [--rehearse]
+
+Each part is a command of its own with at most ten minutes; what it says goes to DIR/NAME.log, its
+figures to DIR/NAME.json. A part that fails or is ended leaves the others alone, and the table at
+the end says of each how it ended. Together the files stay below 16 MiB: what is larger is cut in
+the middle (logs) or left out (traces). `make gpu` runs it; nothing is installed or fetched.
+
+    facts       driver, topology, memlock, ZONE_MOVABLE, huge pages, disk
+    tests       tests/gpu
+    segments    tests/gpu with expandable_segments:True
+    one-queue   tests/gpu with CUDA_DEVICE_MAX_CONNECTIONS=1
+    driver      the driver alone: batches, rows, queue depth, registrations beside launches
+    pinning     warm_up and a cold first save
+    small       saves of a small state, every way
+    large       saves of a large one
+    busy        the large one with a busy process on every core
+    sweep       pieces and pieces in flight
+    profile     copies under compute, no synchronise
+    ahead       a training whose host runs ahead of the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PART_S = 590  # of the ten minutes that a machine may be lent for
+LOG_BYTES = 512 << 10
+OUT_BYTES = 15 << 20
+GRACE_S = 5
+
+FACTS = """
+nvidia-smi; nvidia-smi topo -m; nvidia-smi -q | head -150
+uname -a; nproc; free -g; lscpu | head -30; ulimit -a
+grep -iE 'huge|mlocked|unevict' /proc/meminfo; cat /sys/kernel/mm/transparent_hugepage/enabled
+grep -E 'Node|present|managed' /proc/zoneinfo | grep -A2 -i movable
+cat /proc/driver/nvidia/version /proc/driver/nvidia/params 2>/dev/null | head -40
+df -h "$1" /tmp /dev/shm; findmnt -T "$1"; lsblk -o NAME,MODEL,SIZE,ROTA 2>/dev/null
+"$2" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
+"$2" -c 'import stillframe; print(stillframe.default_engine().stats())'
+true
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, what it finds in its environment, and busy processes beside it."""
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    busy: int = 0
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    python, out = sys.executable, options.out
+    rehearse = ["--rehearse"] if options.rehearse else []
+    pytest = [python, "-m", "pytest", "-c", os.devnull, f"--rootdir={ROOT}", "-ra"]
+    pytest += ["-p", "no:cacheprovider", str(ROOT / "tests" / "gpu")]
+    config = "expandable_segments:True"
+
+    def gpu(name: str, part: str, *more: str, busy: int = 0) -> Part:
+        script = [python, str(ROOT / "benchmarks" / "gpu.py"), "--dir", str(options.dir)]
+        script += ["--json", str(out / f"{name}.json"), "--parts", part, "--until-s", "560"]
+        return Part(name, [*script, *more, *rehearse], {}, busy)
+
+    driver = [python, str(ROOT / "benchmarks" / "gpu_driver.py")]
+    ours = ["--ways", "stillframe"]
+    cores = 1 if options.rehearse else os.cpu_count() or 1
+    return [
+        Part("facts", ["sh", "-c", FACTS, "facts", str(options.dir), python], {}),
+        Part("tests", pytest, {}),
+        Part(
+            "segments",
+            pytest,
+            {"PYTORCH_CUDA_ALLOC_CONF": config, "PYTORCH_ALLOC_CONF": config},
+        ),
+        Part("one-queue", pytest, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        Part("driver", [*driver, "--json", str(out / "driver.json"), *rehearse], {}),
+        gpu("pinning", "pinning", "--states", "small"),
+        gpu("small", "saves", "--states", "small"),
+        gpu("large", "saves", "--states", "large"),
+        gpu("busy", "saves", "--states", "large", *ours, busy=cores),
+        gpu("sweep", "sweep", "--states", "small"),
+        gpu("profile", "profile", "--states", "small"),
+        gpu("ahead", "ahead", "--states", "small"),
+    ]
+
+
+@contextlib.contextmanager
+def busy_beside(count: int) -> Iterator[None]:
+    """Processes that do nothing but take processor time."""
+    spin = [sys.executable, "-c", "while True: pass"]
+    beside = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in beside:
+            each.kill()
+            each.wait()
+
+
+def run(part: Part, out: Path) -> str:
+    """Runs a part; how it ended."""
+    log = out / f"{part.name}.log"
+    paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, **part.env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    start = time.monotonic()
+    with log.open("wb") as output, busy_beside(part.busy):
+        process = subprocess.Popen(
+            part.command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        try:
+            status = process.wait(PART_S - GRACE_S)
+            ended = "ok" if status == 0 else f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            ended = f"took more than {PART_S - GRACE_S} s and was ended"
+        finally:
+            # What the part started itself, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    shorten(log)
+    return f"{ended}, {time.monotonic() - start:.0f} s"
+
+
+def shorten(log: Path) -> None:
+    """Leaves begin and end of a log that is too long."""
+    text = log.read_bytes()
+    if len(text) > LOG_BYTES:
+        half = LOG_BYTES // 2
+        log.write_bytes(text[:half] + b"\n... cut ...\n" + text[-half:])
+
+
+def keep_small(out: Path) -> list[str]:
+    """Removes the largest files until all fit; their names."""
+    gone = []
+    files = sorted((each for each in out.rglob("*") if each.is_file()), key=size_of)
+    while files and sum(map(size_of, files)) > OUT_BYTES:
+        largest = files.pop()
+        gone.append(f"{largest.name} ({size_of(largest) >> 20} MiB)")
+        largest.unlink()
+    return gone
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to write to")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="these alone")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny, without a GPU: do the parts work?"
+    )
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.dir = options.dir.resolve()
+    known = parts(options)
+    wanted = options.parts or [part.name for part in known]
+    if unknown := set(wanted) - {part.name for part in known}:
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}")
+    endings = []
+    for part in known:
+        if part.name not in wanted:
+            continue
+        print(f"---- {part.name}", flush=True)
+        ended = run(part, options.out)
+        print(f"     {ended}", flush=True)
+        endings.append((part.name, ended))
+    left_out = keep_small(options.out)
+    lines = [f"{name:10} {ended}" for name, ended in endings]
+    lines += [f"left out: {name}" for name in left_out]
+    (options.out / "summary.txt").write_text("\n".join(lines) + "\n")
+    print("\n".join(["", *lines]))
+    return 1 if any(not ended.startswith("ok") for _, ended in endings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

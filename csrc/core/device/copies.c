@@ -1,0 +1,201 @@
+/* Queueing copies from a device, in few calls.
+ *
+ * One call costs about 2 us and a batch not much more, so copies go in batches: small ones and large
+ * ones apart, since some drivers treat a batch as what its largest copy is. Rows that lie equally far
+ * apart (samples) are one copy, and such copies go in batches of their own. Memory that is not pinned
+ * is copied to one by one: each of those calls returns when its copy has run.
+ *
+ * A driver may have no batches: then it is not asked again. It may also refuse a single one (memory
+ * that consists of several segments is such a case): then its copies are made one by one, and the
+ * next batch is tried as before. Either way reports say so.
+ */
+#include <stdio.h>
+
+#include "base/base.h"
+#include "device/lane.h"
+
+enum { ROWS_AT_A_TIME = 128 };
+
+/* Whether a batch's answer is to be taken for "one by one, please"; *none: from now on always. */
+static bool is_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *none)
+{
+	bool first;
+
+	if (rc != CUDA_ERROR_NOT_SUPPORTED && rc != CUDA_ERROR_INVALID_VALUE)
+		return false;
+	sfr__lock(&lane->mu);
+	first = !lane->no_batches && !lane->no_row_batches && lane->nr_refused == 0;
+	if (rc == CUDA_ERROR_NOT_SUPPORTED)
+		*none = true;
+	lane->nr_refused++;
+	sfr__unlock(&lane->mu);
+	if (first)
+		sfr__notice_text("Device %u refuses %s: its copies are made one by one.",
+				 lane->device,
+				 rc == CUDA_ERROR_NOT_SUPPORTED ? "batched copies" :
+								  "a batch of copies");
+	return true;
+}
+
+void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
+{
+	sfr__lock(&lane->mu);
+	if (lane->no_batches)
+		(void)snprintf(text, len,
+			       "Device %u refuses batched copies: small tensors are copied one "
+			       "by one.",
+			       lane->device);
+	else if (lane->nr_refused)
+		(void)snprintf(text, len,
+			       "Device %u has refused %u batches of copies: those were copied one "
+			       "by one.",
+			       lane->device, lane->nr_refused);
+	sfr__unlock(&lane->mu);
+}
+
+static bool is_still(struct sfr__cuda_lane *lane, const bool *none)
+{
+	bool yes;
+
+	sfr__lock(&lane->mu);
+	yes = !*none;
+	sfr__unlock(&lane->mu);
+	return yes;
+}
+
+/* ---- spans -------------------------------------------------------------------- */
+
+/* Queues one batch. True when the copies are queued, or failed for good; false: one by one. */
+static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
+		       size_t nr, struct sfr_err *err)
+{
+	struct sfr__cu_copy_attributes attrs = { .src_access_order = SFR__CU_ORDER_STREAM,
+						 .flags = SFR__CU_PREFER_OVERLAP };
+	const struct sfr__cuda *cu = lane->cu;
+	size_t at = 0, failed = 0;
+	CUresult rc;
+
+	if (cu->batch_v2)
+		rc = cu->batch_v2(dst, src, len, nr, &attrs, &at, 1, lane->stream);
+	else if (cu->batch_v1)
+		rc = cu->batch_v1(dst, src, len, nr, &attrs, &at, 1, &failed, lane->stream);
+	else
+		return false;
+	if (rc == CUDA_SUCCESS)
+		return true;
+	/* Whatever of it was queued is copied a second time, from and to the same place. */
+	if (is_refusal(lane, rc, &lane->no_batches))
+		return false;
+	(void)sfr__cuda_failed(lane, "cuMemcpyBatchAsync", rc, err);
+	return true;
+}
+
+static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
+		       size_t nr, bool batched, struct sfr_err *err)
+{
+	CUresult rc = CUDA_SUCCESS;
+
+	if (nr > 1 && batched && copy_batch(lane, dst, src, len, nr, err))
+		return;
+	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++)
+		rc = lane->cu->copy((void *)(uintptr_t)dst[i], src[i], len[i], lane->stream);
+	if (rc != CUDA_SUCCESS)
+		(void)sfr__cuda_failed(lane, "cuMemcpyDtoHAsync", rc, err);
+}
+
+/* Small copies first, then large ones. How many are small. */
+static size_t sort_by_size(CUdeviceptr *dst, CUdeviceptr *src, size_t *len, size_t nr)
+{
+	size_t nr_small = 0;
+
+	for (size_t i = 0; i < nr; i++) {
+		const CUdeviceptr d = dst[i], s = src[i];
+		const size_t l = len[i];
+
+		if (l >= SFR__CUDA_SMALL)
+			continue;
+		dst[i] = dst[nr_small], src[i] = src[nr_small], len[i] = len[nr_small];
+		dst[nr_small] = d, src[nr_small] = s, len[nr_small] = l;
+		nr_small++;
+	}
+	return nr_small;
+}
+
+void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
+		    size_t nr, bool pinned, struct sfr_err *err)
+{
+	size_t nr_small = sort_by_size(dst, src, len, nr);
+	bool batched = pinned && is_still(lane, &lane->no_batches);
+
+	copy_alike(lane, dst, src, len, nr_small, batched, err);
+	if (!err->code)
+		copy_alike(lane, dst + nr_small, src + nr_small, len + nr_small, nr - nr_small,
+			   batched, err);
+}
+
+/* ---- rows ----------------------------------------------------------------------- */
+
+static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
+				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
+{
+	struct sfr__cu_copy_3d copies[ROWS_AT_A_TIME];
+	CUresult rc = CUDA_SUCCESS;
+
+	for (size_t at = 0, step; at < nr && rc == CUDA_SUCCESS; at += step) {
+		step = nr - at < ROWS_AT_A_TIME ? nr - at : ROWS_AT_A_TIME;
+		for (size_t i = 0; i < step; i++) {
+			const struct sfr__cuda_rows *each = &rows[at + i];
+
+			copies[i] = (struct sfr__cu_copy_3d){
+				.src = { .type = SFR__CU_OPERAND_POINTER,
+					 .ptr = each->src,
+					 .row_len = each->pitch },
+				.dst = { .type = SFR__CU_OPERAND_POINTER,
+					 .ptr = (CUdeviceptr)(uintptr_t)each->dst,
+					 .row_len = dst_pitch },
+				.width = each->width,
+				.height = each->nr,
+				.depth = 1,
+				.src_access_order = SFR__CU_ORDER_STREAM,
+				.flags = SFR__CU_PREFER_OVERLAP,
+			};
+		}
+		rc = cu->batch_3d(step, copies, 0, stream);
+	}
+	return rc;
+}
+
+CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
+			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
+			      bool batched)
+{
+	CUresult rc = CUDA_SUCCESS;
+
+	if (batched && cu->batch_3d && nr > 1)
+		return copy_rows_batch(cu, stream, rows, nr, dst_pitch);
+	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
+		const CUDA_MEMCPY2D copy = { .srcMemoryType = CU_MEMORYTYPE_DEVICE,
+					     .srcDevice = rows[i].src,
+					     .srcPitch = rows[i].pitch,
+					     .dstMemoryType = CU_MEMORYTYPE_HOST,
+					     .dstHost = rows[i].dst,
+					     .dstPitch = dst_pitch,
+					     .WidthInBytes = rows[i].width,
+					     .Height = rows[i].nr };
+
+		rc = cu->copy_2d(&copy, stream);
+	}
+	return rc;
+}
+
+void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
+			 size_t dst_pitch, bool pinned, struct sfr_err *err)
+{
+	bool batched = pinned && is_still(lane, &lane->no_row_batches);
+	CUresult rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
+
+	if (batched && is_refusal(lane, rc, &lane->no_row_batches))
+		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
+	if (rc != CUDA_SUCCESS)
+		(void)sfr__cuda_failed(lane, "cuMemcpy2DAsync", rc, err);
+}

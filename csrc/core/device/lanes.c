@@ -1,0 +1,195 @@
+/* The lanes of an engine: one for each device, made at its first use, ended with the engine. */
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/base.h"
+#include "device/lane.h"
+
+/* Frees what the lane has on its device. */
+static void fini_device(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_scope scope;
+
+	if (!lane->context)
+		return;
+	if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
+		/* Each may fail on a dead device, which has nothing left to be freed. */
+		while (lane->nr_events > 0)
+			(void)lane->cu->event_free(lane->events[--lane->nr_events]);
+		if (lane->stream)
+			(void)lane->cu->stream_free(lane->stream);
+		for (size_t i = 0; i < SFR__CUDA_STORES_KEPT; i++)
+			sfr__cuda_store_free(lane->cu, &lane->stores[i]);
+		sfr__cuda_leave(&scope);
+	}
+	lane->stream = NULL;
+	sfr__cuda_release(lane->cu, lane->device);
+	lane->context = NULL;
+}
+
+static void free_lane(struct sfr__cuda_lane *lane)
+{
+	struct sfr__cuda_piece *piece;
+
+	while ((piece = lane->free_pieces)) {
+		lane->free_pieces = piece->next;
+		sfr_sys.free(piece);
+	}
+	(void)pthread_cond_destroy(&lane->cv_turn); /* nobody waits any more */
+	(void)pthread_cond_destroy(&lane->cv);
+	sfr__mutex_fini(&lane->mu);
+	sfr_sys.free(lane);
+}
+
+/* Makes the stream and starts the thread. 0 or -errno with `why`. */
+static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
+{
+	struct sfr__cuda_scope scope;
+	char name[16];
+	CUresult rc;
+	int ret;
+
+	ret = sfr__cuda_retain(lane->cu, lane->device, &lane->context, why, why_len);
+	if (ret < 0)
+		return ret;
+	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
+	if (rc == CUDA_SUCCESS)
+		rc = lane->cu->stream_new(&lane->stream, CU_STREAM_NON_BLOCKING);
+	sfr__cuda_leave(&scope);
+	if (rc != CUDA_SUCCESS) {
+		lane->stream = NULL;
+		sfr__cuda_explain(lane->cu, lane->device, "cuStreamCreate", rc, why, why_len);
+		return -EIO;
+	}
+	(void)snprintf(name, sizeof(name), "sfr-cuda%u", lane->device);
+	ret = sfr__thread_start_prompt(&lane->thread, name, sfr__cuda_lane_main, lane);
+	if (ret < 0)
+		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
+	return ret;
+}
+
+/* A lane with its thread running. 0 or -errno with `why`. */
+static int make_lane(uint32_t device, struct sfr__cuda_lane **out, char *why, size_t why_len)
+{
+	struct sfr__cuda_lane *lane = sfr_sys.calloc(1, sizeof(*lane));
+	int rc;
+
+	if (!lane)
+		return -ENOMEM;
+	sfr__mutex_init(&lane->mu, SFR__LOCK_LANE);
+	lane->device = device;
+	rc = sfr__cond_init(&lane->cv);
+	if (rc == 0) {
+		rc = sfr__cond_init(&lane->cv_turn);
+		if (rc < 0)
+			(void)pthread_cond_destroy(&lane->cv);
+	}
+	if (rc < 0) {
+		sfr__mutex_fini(&lane->mu);
+		sfr_sys.free(lane);
+		return rc;
+	}
+	lane->cu = sfr__cuda_get(why, why_len);
+	rc = lane->cu ? init_device(lane, why, why_len) : -ENODEV;
+	if (rc < 0) {
+		fini_device(lane);
+		free_lane(lane);
+		return rc;
+	}
+	*out = lane;
+	return 0;
+}
+
+static void stop_lane(struct sfr__cuda_lane *lane)
+{
+	sfr__lock(&lane->mu);
+	lane->stopping = true;
+	pthread_cond_signal(&lane->cv);
+	sfr__unlock(&lane->mu);
+	(void)sfr_sys.thread_join(lane->thread, NULL); /* ours and joinable */
+	fini_device(lane);
+}
+
+/* The lane that is there, or SFR_ECLOSED; 0 and NULL when it is to be made. */
+static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
+		       struct sfr__cuda_lane **out)
+{
+	*out = NULL;
+	if (lanes->stopped)
+		return SFR_ECLOSED;
+	for (struct sfr__cuda_lane *lane = lanes->head; lane; lane = lane->next)
+		if (lane->device == device)
+			*out = lane;
+	return 0;
+}
+
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
+		       char *why, size_t why_len)
+{
+	struct sfr__cuda_lane *made = NULL;
+	int rc;
+
+	sfr__lock(&lanes->mu);
+	rc = find_locked(lanes, device, out);
+	sfr__unlock(&lanes->mu);
+	if (rc < 0 || *out)
+		return rc;
+	rc = make_lane(device, &made, why, why_len);
+	if (rc < 0)
+		return rc;
+	sfr__lock(&lanes->mu);
+	rc = find_locked(lanes, device, out); /* another thread may have been first */
+	if (rc == 0 && !*out) {
+		made->next = lanes->head;
+		lanes->head = *out = made;
+		made = NULL;
+	}
+	sfr__unlock(&lanes->mu);
+	if (made) {
+		stop_lane(made);
+		free_lane(made);
+	}
+	return rc;
+}
+
+void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes)
+{
+	*lanes = (struct sfr__cuda_lanes){ .mu = SFR__MUTEX(SFR__LOCK_LANES) };
+}
+
+void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes)
+{
+	bool stopped;
+
+	sfr__lock(&lanes->mu);
+	stopped = lanes->stopped;
+	lanes->stopped = true; /* the list is constant from here on */
+	sfr__unlock(&lanes->mu);
+	for (struct sfr__cuda_lane *lane = lanes->head; lane && !stopped; lane = lane->next)
+		stop_lane(lane);
+}
+
+void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes)
+{
+	struct sfr__cuda_lane *lane;
+
+	while ((lane = lanes->head)) {
+		lanes->head = lane->next;
+		free_lane(lane);
+	}
+	sfr__mutex_fini(&lanes->mu); /* the caller vouches that nobody uses it */
+}
+
+void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len)
+{
+	sfr__lock(&lanes->mu);
+	for (struct sfr__cuda_lane *lane = lanes->head; lane; lane = lane->next) {
+		size_t used = strlen(text);
+
+		if (sfr__cuda_is_dead(lane))
+			(void)snprintf(text + used, len - used, " Device %u is dead: %s.",
+				       lane->device, lane->why);
+	}
+	sfr__unlock(&lanes->mu);
+}

@@ -1,0 +1,368 @@
+/* A save's copies from a device: blocks, samples, checksums.
+ *
+ * A block's headers and padding are written at once, its tensor bytes by copies that are queued, one
+ * for each extent of a tensor. While a gate waits, and in the call, a piece is a few blocks: one or
+ * two batches and one event. While nobody hurries a piece is a few MiB, and few are in flight. The
+ * piece that has the blocks is made before anything is queued, so that nothing can ever be in
+ * flight with nobody to hear of its end.
+ *
+ * Samples are rows of each deferred source, right into the array that the staged bytes are later
+ * compared with.
+ *
+ * A device that fails a call fails the save; what it had been given before is still watched.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "save/parts.h"
+
+enum { BLOCKS_A_PIECE = 4 };
+
+/* ---- pieces ------------------------------------------------------------------------ */
+
+void sfr__cuda_fill_begin(struct sfr__cuda_fill *fill, struct sfr__cuda_part *part,
+			  const struct sfr__run *run)
+{
+	fill->part = part;
+	fill->run = run;
+	fill->slowly = false;
+	fill->piece = NULL;
+	fill->last = NULL;
+	fill->nr_blocks = 0;
+	fill->pinned = fill->touched = false;
+	fill->bytes = 0;
+	fill->nr = 0;
+	fill->err = (struct sfr_err){ .index = -1 };
+}
+
+/* In a turn: has a piece fly behind what was queued. */
+static void fly(struct sfr__cuda_part *part, struct sfr__cuda_piece *piece, struct sfr_err *err)
+{
+	piece->landing = &part->landing;
+	sfr__lock(&part->lane->mu);
+	part->nr_out++;
+	sfr__unlock(&part->lane->mu);
+	sfr__cuda_fly(part->lane, piece, err);
+}
+
+/* In a turn: queues the copies that stand in the arrays. */
+static void queue(struct sfr__cuda_fill *fill)
+{
+	if (fill->nr > 0 && !fill->err.code && !sfr__cuda_is_dead(fill->part->lane)) {
+		fill->touched = true; /* what a call that fails has done is not known */
+		sfr__cuda_copy(fill->part->lane, fill->dst, fill->src, fill->len, fill->nr,
+			       fill->pinned, &fill->err);
+	}
+	fill->nr = 0;
+}
+
+/* Queues what stands in the arrays. With an event of its own where there is memory for it: without,
+ * the event of the piece that has the blocks is behind these copies too. */
+static void send(struct sfr__cuda_fill *fill, bool with_event)
+{
+	struct sfr__cuda_lane *lane = fill->part->lane;
+	struct sfr__cuda_piece *piece = with_event ? sfr__cuda_piece_get(lane) : NULL;
+
+	sfr__cuda_turn_begin(lane);
+	queue(fill);
+	if (piece) {
+		fly(fill->part, piece, &fill->err);
+		fill->bytes = 0;
+	}
+	sfr__cuda_turn_end(lane);
+}
+
+/* Blocks of which nothing was given to the device, which is dead: no copy can be running. */
+static void give_back(struct sfr__cuda_fill *fill)
+{
+	struct sfr_engine *engine = fill->part->ticket->engine;
+	struct sfr__block *block = fill->piece->blocks, *next;
+
+	for (; block; block = next) {
+		next = block->next;
+		sfr__lock(&engine->mu);
+		fill->part->ticket->flight.blocks_held--;
+		sfr__unlock(&engine->mu);
+		sfr__pool_put(engine->pool, block);
+	}
+	sfr__cuda_piece_put(fill->part->lane, fill->piece);
+}
+
+/* Has the piece with the blocks fly. */
+static void send_blocks(struct sfr__cuda_fill *fill)
+{
+	struct sfr__cuda_lane *lane = fill->part->lane;
+	bool unused;
+
+	sfr__cuda_turn_begin(lane);
+	queue(fill);
+	unused = !fill->touched && sfr__cuda_refuses(lane, &fill->err);
+	if (!unused)
+		fly(fill->part, fill->piece, &fill->err);
+	sfr__cuda_turn_end(lane);
+	if (unused)
+		give_back(fill);
+	fill->piece = NULL;
+	fill->last = NULL;
+	fill->nr_blocks = 0;
+	fill->touched = false;
+	fill->bytes = 0;
+}
+
+/* ---- one block ------------------------------------------------------------------------ */
+
+static void add_copy(struct sfr__cuda_fill *fill, char *dst, const char *src, size_t len)
+{
+	if (fill->nr == sizeof(fill->len) / sizeof(fill->len[0]))
+		send(fill, false);
+	fill->dst[fill->nr] = (CUdeviceptr)(uintptr_t)dst;
+	fill->src[fill->nr] = (CUdeviceptr)(uintptr_t)src;
+	fill->len[fill->nr++] = len;
+	fill->bytes += len;
+	if (fill->slowly && fill->bytes >= sfr__cuda_piece_bytes) {
+		send(fill, true);
+		sfr__cuda_throttle(fill->part->lane, fill->part->ticket->seq);
+	}
+}
+
+/* An extent of a tensor: one copy, or several where pieces are to be small. */
+static void add_extent(struct sfr__cuda_fill *fill, char *dst, const char *src, size_t nbytes)
+{
+	for (size_t done = 0, len; done < nbytes && !fill->err.code; done += len) {
+		uint64_t room = sfr__cuda_piece_bytes > fill->bytes ?
+					sfr__cuda_piece_bytes - fill->bytes :
+					sfr__cuda_piece_bytes;
+
+		len = nbytes - done;
+		if (fill->slowly && len > room)
+			len = (size_t)room;
+		add_copy(fill, dst + done, src + done, len);
+	}
+}
+
+/* Puts the block among those of the next piece. False without memory for one. */
+static bool add_to_piece(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr__block *block)
+{
+	bool pinned = sfr__pin_is_pinned(block);
+
+	if (fill->nr > 0 && fill->pinned != pinned)
+		send(fill, false);
+	fill->pinned = pinned;
+	if (!fill->piece) {
+		fill->piece = sfr__cuda_piece_get(fill->part->lane);
+		if (!fill->piece)
+			return false;
+		fill->piece->run = fill->run;
+		fill->piece->first_blk = blk;
+	}
+	block->next = NULL;
+	if (fill->last)
+		fill->last->next = block;
+	else
+		fill->piece->blocks = block;
+	fill->last = block;
+	fill->nr_blocks++;
+	return true;
+}
+
+void sfr__cuda_fill_block(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr__block *block)
+{
+	struct sfr_ticket *t = fill->part->ticket;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	if (!add_to_piece(fill, blk, block)) {
+		sfr__err_set(&fill->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
+		sfr__lock(&t->engine->mu);
+		t->flight.blocks_held--;
+		sfr__unlock(&t->engine->mu);
+		sfr__pool_put(t->engine->pool, block);
+		return;
+	}
+	sfr__seg_iter_init(&it, &t->img, fill->run, blk);
+	while (sfr__seg_next(&it, &seg)) {
+		switch (seg.kind) {
+		case SFR__SEG_HEADER:
+			sfr__image_put_header(&t->img, seg.entry, seg.off, seg.len,
+					      block->mem + seg.pos);
+			break;
+		case SFR__SEG_DATA:
+			add_extent(fill, block->mem + seg.pos,
+				   t->img.entries[seg.entry].src + seg.off, seg.len);
+			break;
+		case SFR__SEG_DESC:
+		case SFR__SEG_PAD:
+			memset(block->mem + seg.pos, 0, seg.len); /* as stage.c does */
+			break;
+		}
+	}
+	if (fill->slowly || fill->nr_blocks == BLOCKS_A_PIECE || fill->err.code)
+		send_blocks(fill);
+}
+
+void sfr__cuda_fill_end(struct sfr__cuda_fill *fill)
+{
+	if (fill->piece)
+		send_blocks(fill);
+	if (fill->err.code)
+		sfr__ticket_fail(fill->part->ticket, &fill->err);
+}
+
+/* ---- samples ---------------------------------------------------------------------- */
+
+/* Memory for samples of the part's deferred sources, as many as there can be. */
+static int store_get(struct sfr__cuda_part *part)
+{
+	const struct sfr__run *run = part->deferred;
+	uint64_t each = sfr__samples_per_entry(part->ticket), most = 0;
+
+	if (part->store.mem)
+		return 0;
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++)
+		most += sfr__samples_rows_most(part->ticket->img.entries[i].nbytes, each);
+	return sfr__cuda_store_get(part->lane, (size_t)most * sizeof(*part->samples.items),
+				   &part->store);
+}
+
+/* Says which rows of each source are sampled, and where they go. */
+static void place_rows(struct sfr__cuda_part *part, struct sfr__cuda_rows *rows)
+{
+	struct sfr_ticket *t = part->ticket;
+	const struct sfr__run *run = part->deferred;
+	uint64_t each = sfr__samples_per_entry(t), random = t->seq + t->created_ns, pitch;
+	uint32_t nr = 0, at = 0;
+
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->img.entries[i];
+		struct sfr__sample *first = &part->samples.items[at];
+		uint32_t n = sfr__samples_rows(first, i, entry->nbytes, each, &random, &pitch);
+
+		if (n == 0)
+			continue;
+		rows[nr++] = (struct sfr__cuda_rows){
+			.dst = first->bytes,
+			.src = (CUdeviceptr)(uintptr_t)entry->src + first->off,
+			.width = first->len,
+			.nr = n,
+			.pitch = pitch,
+		};
+		at += n;
+	}
+	part->samples.nr = at;
+	rows[nr].nr = 0;
+}
+
+void sfr__cuda_take_samples(struct sfr__cuda_part *part)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+	struct sfr_err err = { .index = -1 };
+	struct sfr__cuda_rows *rows =
+		sfr_sys.malloc((part->deferred->nr_entries + (size_t)1) * sizeof(*rows));
+	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(lane);
+	int rc = rows && piece ? store_get(part) : -ENOMEM;
+	size_t nr = 0;
+
+	if (rc == 0) {
+		part->samples.items = part->store.mem;
+		place_rows(part, rows);
+		while (rows[nr].nr)
+			nr++;
+		sfr__cuda_turn_begin(lane);
+		sfr__cuda_copy_rows(lane, rows, nr, sizeof(*part->samples.items),
+				    part->store.pinned, &err);
+		fly(part, piece, &err);
+		piece = NULL;
+		sfr__cuda_turn_end(lane);
+	} else {
+		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+	}
+	if (piece)
+		sfr__cuda_piece_put(lane, piece);
+	sfr_sys.free(rows);
+	if (err.code)
+		sfr__ticket_fail(part->ticket, &err);
+}
+
+/* ---- checksums ------------------------------------------------------------------ */
+
+/* For a thread that asks the device every now and then. */
+static void pause_a_little(struct sfr__cuda_lane *lane, pthread_cond_t *never)
+{
+	sfr__lock(&lane->mu);
+	(void)sfr__cond_wait(never, &lane->mu, sfr__deadline(50 * 1000));
+	sfr__unlock(&lane->mu);
+}
+
+/* Waits until nothing of the stream runs any more, or the device is given up: whoever gives memory
+ * back has to know. */
+static void drain(struct sfr__cuda_lane *lane, pthread_cond_t *never)
+{
+	struct sfr_err err = { .index = -1 };
+	uint32_t failed = 0;
+	CUresult rc;
+
+	while (!sfr__cuda_is_dead(lane) &&
+	       (rc = lane->cu->stream_query(lane->stream)) != CUDA_SUCCESS) {
+		failed = rc == CUDA_ERROR_NOT_READY ? 0 : failed + 1;
+		if (failed == SFR__CUDA_QUERIES)
+			sfr__cuda_die(lane, "cuStreamQuery", rc);
+		else if (failed)
+			(void)sfr__cuda_failed(lane, "cuStreamQuery", rc, &err);
+		pause_a_little(lane, never);
+	}
+}
+
+/* Copies one chunk and waits for it, asking like the lane does. */
+static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthread_cond_t *never,
+		 struct sfr_err *err)
+{
+	struct sfr__cuda_lane *lane = part->lane;
+	CUevent event = NULL;
+	CUresult rc;
+
+	sfr__cuda_turn_begin(lane);
+	rc = lane->cu->copy(part->store.mem, (CUdeviceptr)(uintptr_t)src, len, lane->stream);
+	if (rc == CUDA_SUCCESS)
+		event = sfr__cuda_record(lane, lane->stream, err);
+	sfr__cuda_turn_end(lane);
+	while (event && (rc = lane->cu->event_query(event)) == CUDA_ERROR_NOT_READY &&
+	       !sfr__cuda_is_dead(lane))
+		pause_a_little(lane, never);
+	if (rc != CUDA_SUCCESS)
+		(void)sfr__cuda_failed(lane, "cuMemcpyDtoHAsync", rc, err);
+	if (err->code)
+		drain(lane, never);
+	if (event)
+		sfr__cuda_event_put(lane, event);
+	return err->code;
+}
+
+void sfr__cuda_sum(struct sfr__cuda_part *part)
+{
+	struct sfr_ticket *t = part->ticket;
+	const struct sfr__run *run = part->deferred;
+	struct sfr_err err = { .index = -1 };
+	pthread_cond_t never;
+	int rc = store_get(part);
+
+	if (rc == 0)
+		rc = sfr__cond_init(&never);
+	if (rc < 0) {
+		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+		sfr__ticket_fail(t, &err);
+		return;
+	}
+	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->img.entries[i];
+
+		for (uint64_t off = 0, len; off < entry->nbytes && !err.code; off += len) {
+			len = entry->nbytes - off < part->store.len ? entry->nbytes - off :
+								      part->store.len;
+			if (fetch(part, entry->src + off, (size_t)len, &never, &err) == 0)
+				t->sums[i] = sfr_crc32(t->sums[i], part->store.mem, (size_t)len);
+		}
+	}
+	(void)pthread_cond_destroy(&never); /* nobody waits */
+	if (err.code)
+		sfr__ticket_fail(t, &err);
+}

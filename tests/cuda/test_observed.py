@@ -1,0 +1,165 @@
+"""What is learned of storages on a device, whose bytes the host cannot look at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from fix_training import Training, adamw, adamw_fused, sgd
+from stillframe._base import device
+from stillframe._save import ownership
+from stillframe.testing import FakeDriver
+from test_mutation_oracle import WRITES, assert_same, few_threads, now, read, warmed_up
+
+__all__ = ["few_threads"]  # a fixture
+
+
+@pytest.fixture
+def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Has the calls meet a current stream that is not the calling thread."""
+    handle = fake.stream()
+    monkeypatch.setattr(device, "current_stream", lambda index: handle)
+    yield handle
+    fake.hold(False)
+
+
+def counts(training: Training) -> tuple[int, int, int]:
+    """(undecided, deferrable, captured) storages of the first optimizer."""
+    owner = ownership.find(training.optimizers[0])
+    assert owner is not None
+    return owner.observer.counts()
+
+
+def test_what_only_steps_change_is_known_by_the_third_gate(fake: FakeDriver) -> None:
+    training = adamw()
+    seen = []
+    for _ in range(4):
+        training.advance()
+        seen.append(counts(training))
+    # Three storages of each weight are large enough; biases are captured whoever owns them.
+    assert seen == [(6, 0, 0), (6, 0, 0), (0, 6, 0), (0, 6, 0)]
+
+
+def test_nobody_waits_for_a_look_and_its_verdict_comes_later(fake: FakeDriver, stream: int) -> None:
+    training = adamw()
+    training.advance()
+    # By another thread: this one asks whether a look has landed, and would hang if it waited.
+    holder = threading.Thread(target=fake.hold, args=(True,))
+    holder.start()
+    holder.join()
+    for _ in range(5):
+        training.advance()
+    assert counts(training) == (6, 0, 0)
+    fake.hold(False)
+    deadline = time.monotonic() + 60
+    while counts(training) != (0, 6, 0) and time.monotonic() < deadline:
+        time.sleep(0.001)
+        training.advance()
+    assert counts(training) == (0, 6, 0)
+
+
+def test_a_write_to_data_between_steps_is_seen_on_the_device(fake: FakeDriver) -> None:
+    training = adamw()
+    assert training.model is not None
+    for _ in range(6):
+        training.advance()
+        for parameter in training.model.parameters():
+            parameter.data.mul_(0.999)  # counts no version
+    assert counts(training) == (0, 4, 2)
+
+
+def test_a_step_in_a_capture_is_not_looked_at(fake: FakeDriver) -> None:
+    training = adamw()
+    fake.capture(True)
+    training.advance()  # the fixture fails if anything is put into the graph
+    fake.capture(False)
+    assert counts(training)[1] == 0
+
+
+def test_memory_that_consists_of_segments_is_looked_at_line_by_line(
+    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.segments(1 << 16)
+    training = warmed_up(adamw, steps=4)
+    assert counts(training) == (0, 6, 0)
+    wanted = now(training)
+    report = stillframe.async_save(training.state(), tmp_path / "a", engine=engine).result()
+    assert report is not None and report.deferred_nbytes > 0
+    assert any("refused" in each for each in report.fallbacks)
+    assert_same(read(tmp_path / "a"), wanted)
+    fake.segments(0)
+    batches = fake.calls("cuMemcpyBatchAsync_v2")
+    stillframe.save([torch.ones(10) for _ in range(9)], tmp_path / "a", engine=engine)
+    assert fake.calls("cuMemcpyBatchAsync_v2") == batches + 1  # they are not given up
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("make", [adamw, adamw_fused, sgd], ids=lambda m: m.__name__)
+def test_a_write_before_the_copy_fails_the_save_and_keeps_the_old_file(
+    make: Callable[[], Training],
+    write: Callable[[Training], None],
+    tmp_path: Path,
+    fake: FakeDriver,
+    engine: stillframe.Engine,
+) -> None:
+    path = tmp_path / "state.pt"
+    training = warmed_up(make, steps=6)
+    stillframe.save(training.state(), path, engine=engine)
+    old = path.read_bytes()
+    fake.delay(60_000_000, seed=7)
+    handle = stillframe.async_save(training.state(), path, engine=engine)
+    write(training)
+    with pytest.raises(stillframe.TornSnapshotError, match="wait_staged"):
+        handle.result()
+    fake.delay(0)
+    assert path.read_bytes() == old
+    # From now on this optimizer's storages are captured.
+    wanted = now(training)
+    handle = stillframe.async_save(training.state(), path, engine=engine)
+    write(training)
+    report = handle.result()
+    assert report is not None and report.deferred_nbytes == 0
+    assert_same(read(path), wanted)
+
+
+BLIND = """
+import sys, torch, stillframe
+sys.path.append({oracle!r})
+from fix_training import adamw
+from stillframe import testing
+with testing.host_as_device() as fake:
+    fake.fail({call!r}, code={code})
+    training = adamw()
+    for _ in range(6):
+        training.advance()
+    assert fake.hits == 1
+    report = stillframe.async_save(training.state(), sys.argv[1]).result()
+    assert report.deferred_nbytes == 0, report
+    assert report.captured_nbytes > 6 << 20
+    stillframe.default_engine().close()
+    assert fake.violations == [], fake.violations
+"""
+
+
+@pytest.mark.parametrize("call", ["cuMemHostAlloc", "cuEventCreate", "cuEventRecord"])
+def test_a_device_that_cannot_be_looked_at_has_everything_captured(
+    call: str, tmp_path: Path
+) -> None:
+    oracle = str(Path(__file__).parents[1] / "oracle")
+    done = subprocess.run(
+        [sys.executable, "-c", BLIND.format(oracle=oracle, call=call, code=2), str(tmp_path / "a")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "copied in the call from now on" in done.stderr  # in the log
