@@ -380,7 +380,8 @@ void sfr_log_load_free(struct sfr_log_load *load);
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Saves and removes not yet ended. */
 uint64_t sfr_log_pending(void);
-/* Ends the log's thread once the log has run out; the next save or remove starts it again. */
+/* Ends the log's thread once the log has run out and no save is between admit and launch; the next
+ * save or remove starts it again. */
 int sfr_log_stop(void);
 
 /* ---- work done elsewhere, in the log's order (work.c) -------------------- */

@@ -217,6 +217,33 @@ def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path):
         assert load(tmp_path / f"{nr}.ckpt")["x"][-1] == nr
 
 
+def test_the_other_may_take_a_snapshot_while_a_save_waits_behind_it(lit, tmp_path):
+    gate = Gate(opened=False)
+    taken = []
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
+
+        class Snapping(lit.TorchCheckpointIO):
+            def save_checkpoint(self, checkpoint, path, storage_options=None):
+                assert gate.event.wait(60)
+                own = stillframe.snapshot({"x": torch.ones(10)}, engine=engine)
+                taken.append(float(own.tree["x"].sum()))
+                own.release()
+                super().save_checkpoint(checkpoint, path)
+
+        plugin = lit.AsyncCheckpointIO(Snapping())
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+        later = stillframe.async_save(state(2.0), tmp_path / "b.pt", engine=engine)
+        later.wait_staged()
+        gate.event.set()
+        try:
+            later.result(timeout=30)
+        finally:
+            later.cancel()  # were the snapshot to wait for it, neither would ever end
+        plugin.teardown()
+    assert taken == [10.0]
+    assert load(tmp_path / "a.ckpt")["x"][0] == 1
+
+
 def test_it_trains_as_with_the_other_alone(pkg, tmp_path):
     expected = {}
 

@@ -44,6 +44,7 @@ static struct {
 	uint64_t last_seq, close_seq;
 	uint64_t done_seq; /* every entry up to here has ended and left the list */
 	uint64_t nr_pending;
+	uint64_t nr_reserved; /* places that entries will take, or somebody gives up */
 	uint64_t nr_stops;
 	bool last_save_bad; /* the last save that left the list did not become durable */
 } slog = { .mu = SFR__MUTEX(SFR__LOCK_LOG) };
@@ -166,7 +167,7 @@ static void *log_main(void *unused)
 	for (;;) {
 		struct sfr__log_entry *e = slog.entries.head;
 
-		if (!e && slog.stopping)
+		if (!e && slog.stopping && slog.nr_reserved == 0)
 			break;
 		if (e && has_ended(e)) {
 			leave_locked(e);
@@ -180,11 +181,12 @@ static void *log_main(void *unused)
 			(void)sfr__cond_wait(&slog.cv_work, &slog.mu, SFR_FOREVER);
 		}
 	}
+	slog.running = slog.stopping = false; /* whoever reserves from now on starts another one */
 	sfr__unlock(&slog.mu);
 	return NULL;
 }
 
-int sfr__log_start(void)
+int sfr__log_reserve(void)
 {
 	int rc;
 
@@ -194,8 +196,17 @@ int sfr__log_start(void)
 		rc = sfr__thread_start(&slog.thread, "sfr-log", log_main, NULL);
 		slog.running = rc == 0;
 	}
+	slog.nr_reserved += rc == 0;
 	sfr__unlock(&slog.mu);
 	return rc;
+}
+
+void sfr__log_unreserve(void)
+{
+	sfr__lock(&slog.mu);
+	slog.nr_reserved--;
+	pthread_cond_signal(&slog.cv_work);
+	sfr__unlock(&slog.mu);
 }
 
 int sfr_log_stop(void)
@@ -214,9 +225,6 @@ int sfr_log_stop(void)
 	pthread_cond_broadcast(&slog.cv_done); /* who waits for work is to end as well */
 	sfr__unlock(&slog.mu);
 	(void)sfr_sys.thread_join(thread, NULL); /* cannot fail: it is ours and joinable */
-	sfr__lock(&slog.mu);
-	slog.running = slog.stopping = false;
-	sfr__unlock(&slog.mu);
 	return 0;
 }
 
@@ -242,6 +250,7 @@ uint64_t sfr__log_append(struct sfr__log_entry *entry)
 		slog.close_seq = seq;
 	sfr__queue_push(&slog.entries, entry);
 	slog.nr_pending++;
+	slog.nr_reserved--;
 	pthread_cond_signal(&slog.cv_work);
 	sfr__unlock(&slog.mu);
 	return seq;

@@ -38,10 +38,12 @@ struct sfr__log_entry {
 	struct sfr_log_load *loads; /* opened when this entry has ended */
 };
 
-/* Starts the log's thread if it does not run. 0 or -errno. */
-int sfr__log_start(void);
-/* Appends an entry whose ops, key and state are set; it stays the caller's until it has left. Its
- * number. */
+/* Keeps a place: the log's thread is started if it does not run, and runs until the place is taken
+ * or given up. So what was promised then cannot fail any more. 0 or -errno. */
+int sfr__log_reserve(void);
+void sfr__log_unreserve(void);
+/* Takes a reserved place, at the end, for an entry whose ops, key and state are set; it stays the
+ * caller's until it has left. Its number. */
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
 /* WAITING -> READY. */
 void sfr__log_ready(struct sfr__log_entry *entry);

@@ -44,8 +44,6 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 	uint64_t seq;
 	int rc = sfr_fork_init();
 
-	if (rc == 0)
-		rc = sfr__log_start();
 	if (rc < 0)
 		return rc;
 	entry = sfr_sys.calloc(1, sizeof(*entry));
@@ -54,9 +52,10 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 	entry->ops = &ops;
 	entry->state = SFR__LOG_READY;
 	entry->key = sfr__log_key(key);
-	if (!entry->key) {
-		sfr_sys.free(entry);
-		return -ENOMEM;
+	rc = entry->key ? sfr__log_reserve() : -ENOMEM;
+	if (rc < 0) {
+		left(entry);
+		return rc;
 	}
 	seq = sfr__log_append(entry);
 	if (seq_out)

@@ -79,11 +79,13 @@ int sfr_log_work_append(struct sfr_log_work *work)
 
 	if (foreign(work))
 		return SFR_EFORK;
-	rc = sfr__log_start();
+	rc = sfr__log_reserve();
 	if (rc < 0)
 		return rc;
-	if (atomic_exchange(&work->appended, true))
+	if (atomic_exchange(&work->appended, true)) {
+		sfr__log_unreserve();
 		return SFR_ESTATE;
+	}
 	atomic_fetch_add(&work->refs, 1);
 	(void)sfr__log_append(&work->entry);
 	return 0;

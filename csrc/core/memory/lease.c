@@ -15,10 +15,11 @@
  * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_let_go),
  * and a wait that held blocks alone would have to end is refused at once: SFR_EEXHAUSTED.
  *
- * The other side is kept safe too: as long as there are saves, a run leaves one block to them, which
- * is enough to go on with. Whether there are is asked under the pool's lock, at each look: one that
- * begins while a run is waited for counts. A save that the waiting thread itself has interrupted
- * does not: it goes on only afterwards.
+ * The other side is kept safe too: as long as there are saves that need blocks yet, a run leaves one
+ * block to them, which is enough to go on with. Whether there are is asked under the pool's lock, at
+ * each look: one that begins while a run is waited for counts. A save that the waiting thread itself
+ * has interrupted does not: it goes on only afterwards. Nor does one whose blocks are all written:
+ * what it waits for, its turn in the log, may be the end of the very work that wants the run.
  *
  * Devices. A run is contiguous, so its blocks are pinned in their own place or not at all: memory
  * that a driver gave for one of them is of no use here, and goes back first.

@@ -69,8 +69,8 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out);
 
 /* ---- supply.c ---- */
 
-/* A save that takes blocks begins, and has ended: of so many of them the whole memory. From the
- * beginning on the pool lacks what it has less. */
+/* A save that takes blocks begins, and needs none any more: of so many of them the whole memory.
+ * From the beginning on the pool lacks what it has less. */
 void sfr__pool_join(struct sfr__pool *pool, uint32_t nr_whole);
 void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole);
 /* Whether there is memory to be made that saves could use. */
@@ -97,7 +97,7 @@ struct sfr__lease {
 
 /* Leases memory for `nr` items of `lens` bytes, each contiguous and aligned to SFR_ALIGN, all or
  * nothing; addrs[i] gets its address (NULL for no bytes). Behind every waiter of sfr__pool_get. One
- * block at least is left as long as there are saves (sfr__pool_join) but the `nr_own` that the
+ * block at least is left as long as saves need some (sfr__pool_join) but the `nr_own` that the
  * caller itself holds up. SFR_EAGAIN when `slice_ns` passes (0: no wait); SFR_EEXHAUSTED when the
  * items do not fit beside what is held, so that only a holder could end the wait; -ENOMEM. On
  * success the lease is held. */

@@ -35,7 +35,7 @@ struct sfr__pool {
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_waiters;
 	uint32_t nr_in_hand, nr_retired;
-	uint32_t nr_saves;    /* that take blocks, one at a time */
+	uint32_t nr_saves;    /* that need blocks yet, one at a time */
 	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */
 	uint32_t nr_wanted, nr_full, nr_filling;
 	uint32_t nr_supplying; /* blocks in the hands of sfr__pool_supply */

@@ -107,12 +107,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
-	rc = sfr__log_start();
-	if (rc < 0)
-		return rc;
 	sfr__lock(&engine->mu);
-	if (t->state != SFR_NEW)
-		rc = SFR_ESTATE;
+	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
 	while (rc == 0) {
 		if (engine->closing) {
 			rc = SFR_ECLOSED;
@@ -131,8 +127,11 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	}
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
+	if (rc == 0)
+		rc = sfr__log_reserve(); /* the launch, or who gives the save up, has it then */
 	if (rc == 0) {
 		t->nr_whole = nr_whole_blocks(t);
+		t->needs_blocks = true;
 		sfr__pool_join(engine->pool, t->nr_whole);
 		sfr__engine_wake_idle_locked(engine);
 		sfr__engine_enter_locked(engine, &t->flight);
@@ -278,6 +277,7 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	if (yes) {
 		t->abandoned = true;
 		t->flight.in_call = false;
+		sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}

@@ -56,8 +56,9 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
-	bool fetching;  /* somebody gets memory for the next block */
+	bool needs_blocks; /* the pool counts it among the saves that do */
+	bool lane_owns;    /* deferred bytes of the host are being handed out or copied: share.c */
+	bool fetching;     /* somebody gets memory for the next block */
 	uint32_t copy_blk, nr_copying;
 	const struct sfr__run *deferred; /* constant from the launch on */
 	struct sfr__job *parked;         /* blocks that wait for the CRC of an entry's beginning */

@@ -142,6 +142,14 @@ bool sfr__ticket_failing(struct sfr_ticket *t)
 	return yes;
 }
 
+/* What is left of the save may wait in the log for work that waits for memory itself. */
+static void leave_pool_locked(struct sfr_ticket *t)
+{
+	if (t->needs_blocks)
+		sfr__pool_leave(t->engine->pool, t->nr_whole);
+	t->needs_blocks = false;
+}
+
 void sfr__ticket_step_locked(struct sfr_ticket *t)
 {
 	if (t->state == SFR_ENDING) {
@@ -156,6 +164,7 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
 		t->tail_queued = true;
+		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
 	}
 	if (t->state == SFR_STAGING && t->copied && t->confirmed) {
@@ -209,7 +218,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	if (t->file.fallback[1][0])
 		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
 	t->ended_ns = sfr__now_ns();
-	sfr__pool_leave(engine->pool, t->nr_whole);
+	leave_pool_locked(t);
 	sfr__engine_wake_idle_locked(engine);
 	sfr__engine_leave_locked(engine, &t->flight);
 	/* Before the log says so: who has waited for the log finds the save ended, without a lock. */

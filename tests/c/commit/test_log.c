@@ -1,5 +1,6 @@
 /* The ordered log: renames and removes in the order of submission, loads in between. */
 #include <errno.h>
+#include <pthread.h>
 #include <sys/wait.h>
 
 #include "saving.h"
@@ -328,6 +329,44 @@ static void running_out_of_memory_is_an_error_and_loses_nothing(void)
 	CHECK_EQ(saving_look(dir, "m"), 1);
 }
 
+static void *stop_the_log(void *unused)
+{
+	(void)unused;
+	CHECK_EQ(sfr_log_stop(), 0);
+	return NULL;
+}
+
+/* A save that is admitted has its place: it is kept, or given up. */
+static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
+{
+	pthread_t stopper;
+	struct sfr_ticket *t = NULL, *given_up = NULL;
+	int rc;
+
+	CHECK_EQ(saving_new(engine, dir, "admitted", &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(pthread_create(&stopper, NULL, stop_the_log, NULL), 0);
+	(void)usleep(50000); /* were it to stop at once, it would have done so now */
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t), 0);
+	confirm(t, -1);
+	rc = sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000));
+	CHECK_EQ(rc, 0);
+	if (rc < 0)
+		CHECK_EQ(sfr_log_remove(key("none"), NULL), 0); /* has the log run again */
+	finish(t);
+	CHECK_EQ(pthread_join(stopper, NULL), 0);
+	CHECK_EQ(saving_look(dir, "admitted"), 1);
+
+	CHECK_EQ(saving_new(engine, dir, "given up", &one, SFR_SAVE_DURABLE, &given_up), 0);
+	CHECK_EQ(sfr_save_admit(given_up, SFR_FOREVER), 0);
+	sfr_save_abandon(given_up);
+	CHECK_EQ(sfr_log_stop(), 0); /* waits for nothing */
+	finish(given_up);
+	finish(submit("next", &one));
+	CHECK_EQ(saving_look(dir, "next"), 1);
+}
+
 int main(void)
 {
 	const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK,
@@ -352,6 +391,7 @@ int main(void)
 	RUN(a_failed_save_leaves_the_name_to_what_was_before);
 	RUN(after_a_fork_the_child_is_refused_and_the_parent_goes_on);
 	RUN(running_out_of_memory_is_an_error_and_loses_nothing);
+	RUN(the_log_does_not_stop_between_a_saves_admission_and_its_launch);
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	sfr_engine_put(engine);
 	CHECK_EQ(sfr_log_stop(), 0);

@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include "saving.h"
+#include "snapshot/snapshot.h"
 
 enum {
 	NR_ROUNDS = 60,
@@ -299,6 +300,34 @@ static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(
 	free_engine(engine);
 }
 
+/* Work that has its turn in the log may want a snapshot before it ends, and saves behind it wait
+ * for just that: with every block written, they leave all of the pool to it. */
+static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot(void)
+{
+	struct sfr_engine *engine = new_engine(1, 1, 1);
+	const struct sfr_source source = { .nbytes = BLOCK };
+	char key[PATH_MAX];
+	struct sfr_snapshot *snapshot;
+	struct sfr_log_work *work;
+	struct sfr_ticket *t;
+
+	(void)snprintf(key, sizeof(key), "%s/elsewhere", dir);
+	CHECK_EQ(sfr_log_work_new(key, SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(saving_new(engine, dir, "behind", &one, 0, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_snapshot_new(engine, &source, 1, 0, &snapshot), 0);
+	CHECK_EQ(sfr_snapshot_lease(snapshot, UINT64_C(20000000000)), 0);
+	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_put(snapshot);
+	sfr_log_work_end(work, 1);
+	sfr_log_work_put(work);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	free_engine(engine);
+	CHECK_EQ(saving_look(dir, "behind"), 1);
+}
+
 /* ---- ends ---- */
 
 /* Jobs hold no reference: a writer that has said what it wrote, and has not yet come back for the
@@ -375,6 +404,7 @@ int main(void)
 	RUN(any_layout_goes_through_any_small_pool_whoever_else_saves);
 	RUN(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger);
 	RUN(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for);
+	RUN(a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot);
 	RUN(a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it);
 	RUN(close_waits_for_those_who_warm_and_trim_the_pool);
 	CHECK_EQ(sfr_log_stop(), 0);
