@@ -107,7 +107,7 @@ lint: $(VENV)/.requirements
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m mypy --strict examples
+	MYPYPATH=python $(PY) -m mypy --strict examples
 	@echo "clang-format: $(words $(C_FORMATTED)) files"
 	@$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
 

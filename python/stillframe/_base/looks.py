@@ -99,7 +99,8 @@ def _is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def is_another_zip(fd: int) -> bool:
-    """Whether an archive's first record lies in no directory, as in no file of torch (an .npz, most zips).
+    """Whether an archive's first record lies in no directory, which is so in no file of torch (but
+    in an .npz, and most zips).
     A file of torch whose first name was altered still says ``data.pkl`` there."""
     head = os.pread(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
