@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PART_S = 590  # of the ten minutes that a machine may be lent for
+PART_S = 590  # each part ends within ten minutes
 LOG_BYTES = 512 << 10
 OUT_BYTES = 15 << 20
 GRACE_S = 5
