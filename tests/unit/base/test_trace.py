@@ -166,10 +166,10 @@ def test_bytes_and_counts_are_those_of_the_saves(traced):
     timeline, reports, trace = traced
     assert trace.error is None and trace.dropped == 0
     assert timeline.total("write") == sum(report.nbytes for report in reports)
-    # Whoever waits helps to copy, and not all that a helper does is in the timeline yet.
-    assert 0 < timeline.total("copy") <= timeline.total("block")
-    assert 0 < timeline.total("checksum") <= timeline.total("block")
-    assert timeline.total("block") + timeline.total("tail") == timeline.total("write")
+    blocks = timeline.total("write") - timeline.total("tail")
+    assert timeline.total("copy") == blocks
+    # A block whose checksum is not known yet is laid aside, and taken up again.
+    assert timeline.total("block") >= blocks
     assert timeline.total("capture") == sum(report.captured_nbytes for report in reports)
     for name in ("async_save", "plan", "open", "tail", "sync", "commit", "sync directory"):
         assert len(timeline.named(name)) == 3, name
