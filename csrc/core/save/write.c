@@ -134,14 +134,17 @@ static bool do_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err 
 	struct sfr_engine *engine = t->engine;
 	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
 	uint64_t off = sfr__image_block_off(&t->img, job->run, job->blk);
-	SFR__TRACE(SFR_TRACE_BLOCK, t->number, len);
+	struct sfr__span span __attribute__((cleanup(sfr__span_end))) =
+		sfr__span_begin(SFR_TRACE_BLOCK, t->number, len);
 	bool written;
 
 	if (!sfr__ticket_failing(t)) {
 		if (!job->summed)
 			sum_block(t, job);
-		if (!is_known(t, job))
+		if (!is_known(t, job)) {
+			span.number = 0; /* its bytes count when it is taken up again */
 			return false;
+		}
 	}
 	written = wait_opened(t); /* and it has not failed */
 	if (written) {
