@@ -91,7 +91,7 @@ class Staged:
             for reference in tensors if taken is not None and is_leased(taken) else []:
                 tensor = reference()
                 if tensor is not None:
-                    tensor.set_()
+                    tensor.set_()  # type: ignore[call-overload]
         self._taken = None
 
     def holds_memory(self) -> bool:

@@ -89,7 +89,7 @@ class PinnedStager(AsyncStager):
         self._closed = False
         self._before: list[Staged] = []
 
-    def stage(self, state_dict: StateDict, **_: Any) -> Future[StateDict]:  # type: ignore[override]
+    def stage(self, state_dict: StateDict, **_: Any) -> Future[StateDict]:
         """Copies `state_dict`; DCP calls this.
 
         Returns:
