@@ -16,8 +16,8 @@
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make clean  removes what was built; make distclean removes .venv too
 #
-# Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
-# PYTHON=python3.12, CC=clang CXX=clang++, ARGS='arguments of the demo, of pytest, of
+# Each target does everything it needs, from Python >= 3.11, a C compiler and make.
+# PYTHON=python3.12, CC=clang, ARGS='arguments of the demo, of pytest, of
 # vs_peers.py', DIR='a directory on the disk that make bench measures'.
 
 PYTHON ?= python3
@@ -30,10 +30,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(origin CC),default)
 CC := cc
 endif
-ifeq ($(origin CXX),default)
-CXX := c++
-endif
-export CC CXX
+export CC
 
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
@@ -70,9 +67,8 @@ $(VENV)/bin/pip:
 		echo "stillframe needs Python 3.11 or later; '$(PYTHON)' is not there (make PYTHON=...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "stillframe needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1) (make PYTHON=...)" >&2; exit 1; }
-	@for compiler in '$(CC)' '$(CXX)'; do \
-		command -v $${compiler%% *} >/dev/null || { \
-		echo "stillframe needs a C and a C++ compiler; '$$compiler' is not there (make CC=... CXX=...)" >&2; exit 1; }; done
+	@compiler='$(CC)'; command -v $${compiler%% *} >/dev/null || { \
+		echo "stillframe needs a C compiler; '$$compiler' is not there (make CC=...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -118,7 +114,7 @@ format: $(VENV)/.requirements
 
 # ---- the C tests: programs of their own, each in a process of its own -----------------------
 
-C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" -o -name "*.cpp" | LC_ALL=C sort)
+C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" | LC_ALL=C sort)
 C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
 FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))
