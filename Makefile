@@ -128,8 +128,8 @@ wheel-versions: $(WHEEL)
 	$(PY) tests/wheel/wheel.py versions build/wheel/*.whl $(WHEEL_TORCHES)
 
 $(WHEEL): $(VENV)/.requirements $(SOURCES) pyproject.toml setup.py MANIFEST.in $(shell find python -name "*.py")
-	@rm -rf $(@D)
-	$(PY) setup.py --quiet sdist --dist-dir $(@D)
+	@rm -rf $(@D) && mkdir -p $(@D)
+	$(PY) setup.py --quiet egg_info --egg-base $(@D) sdist --dist-dir $(@D)
 	STILLFRAME_STRIP=1 $(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir $(@D) $(@D)/*.tar.gz
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Runs the Python blocks of pages and notebooks: `python run_pages.py DIRECTORY PAGE...`, for test_docs.py.
+"""Runs Python blocks of pages and notebooks, for test_docs.py: `run_pages.py DIRECTORY PAGE...`.
 
 A page is one program: its blocks share a namespace, in their order, in a scratch directory of the
 page's own. Each page runs in a fork of this process, which has imported torch and Lightning once

@@ -25,9 +25,10 @@ sys.path.pop(0)
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> tarfile.TarFile:
     directory = tmp_path_factory.mktemp("sdist")
-    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "sdist", "-d", directory]
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "egg_info", "-e", directory]
+    command += ["sdist", "-d", directory]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (made,) = directory.iterdir()
+    (made,) = directory.glob("*.tar.gz")
     return tarfile.open(made)
 
 

@@ -4,8 +4,8 @@
     python tests/wheel/wheel.py versions WHEEL VERSION...  an environment for each torch, and a save
 
 Each environment is a fresh one below build/, with the CPU build of torch (a CUDA one is up to a
-gigabyte). What cannot be had is skipped, and a line says why. Exit status 1: something is wrong with
-the wheel.
+gigabyte). What cannot be had is skipped, and a line says why. Exit status 1: something is wrong
+with the wheel.
 """
 
 from __future__ import annotations
