@@ -467,10 +467,12 @@ def test_a_warm_up_says_how_far_it_is(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
-    with stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine:
-        with caplog.at_level(logging.INFO, "stillframe"):
-            engine.warm_up("24MiB")  # more than the cap
-            engine.warm_up("4MiB")
+    with (
+        stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
+        caplog.at_level(logging.INFO, "stillframe"),
+    ):
+        engine.warm_up("24MiB")  # more than the cap
+        engine.warm_up("4MiB")
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(" (")[0] for line in said] == [
         "stillframe: warm-up: the pool holds 8 MiB, 24 MiB were asked for",
