@@ -142,7 +142,7 @@ def imports(top: Path, *package: str) -> Graph:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 # The binary modules are below everything, and no files of the package.
-                if name not in names and alias.name in ("_core", "_bridge"):
+                if name not in names and alias.name == "_core":
                     continue
                 yield name if name in names else node.module
 
