@@ -9,6 +9,7 @@ the CRC of the bytes before it:
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from collections.abc import Sequence
@@ -36,8 +37,13 @@ class Payload:
     def frame(self) -> tuple[bytes, bytes]:
         """(head, tail) of its archive."""
         nbytes = self.flat.numel()
-        crc = _core.crc32(memoryview(self.flat.numpy())) if nbytes else 0
+        crc = _core.crc32(view_of(self.flat))
         return frame(self.dtype, self.size, self.stride, nbytes, crc)
+
+
+def view_of(flat: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor of bytes, which has to live as long."""
+    return memoryview((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())).cast("B")
 
 
 def payload(tensor: torch.Tensor) -> Payload | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from stillframe._dcp.archive import view_of
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, submit
 from stillframe._save.handle import SaveHandle
@@ -47,7 +48,7 @@ class DataFile:
     ) -> None:
         self.path = path
         image = torch.empty(length(parts), dtype=torch.uint8)
-        view, at = memoryview(image.numpy()), 0
+        view, at = view_of(image), 0
         for part in parts:
             end = at + _length(part)
             if isinstance(part, torch.Tensor):
