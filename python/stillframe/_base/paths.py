@@ -150,11 +150,21 @@ def _make_directories(directory: str, durable: bool) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Makes the entries of a directory durable, where its file system knows how."""
     try:
-        os.fsync(fd)
+        _sync(directory, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def sync_file(path: str) -> None:
+    _sync(path, 0)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
