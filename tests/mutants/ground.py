@@ -19,7 +19,6 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mutant_list
 
@@ -31,6 +30,14 @@ PARTS = (
 )
 NOT_COPIED = {"__pycache__", "build", ".hypothesis"}
 C_TIMEOUT_S, PYTHON_TIMEOUT_S, BUILD_TIMEOUT_S = 60.0, 240.0, 600.0
+# What setup.py builds the first extension of.
+RECIPE = """
+import json
+from distutils.core import run_setup
+from setuptools.dist import Distribution
+core = run_setup("setup.py", stop_after="init").ext_modules[0]
+print(json.dumps([core.sources, core.define_macros, core.include_dirs, core.extra_compile_args]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,6 @@ class Ground:
 
     def __init__(self, root: Path, place: Path, variant: str) -> None:
         self.root, self.place, self.variant = root, place, variant
-        self._extension: list[Any] | None = None
         self._extension_differs = False
         self._copy_tree()
 
@@ -107,23 +113,8 @@ class Ground:
 
     def _build_extension(self) -> str:
         """python/stillframe/_core.abi3.so of the copy, from its sources as they are now."""
-        if self._extension is None:
-            code = "from setuptools.dist import Distribution; import distutils.core as c, json;"
-            code += "e = c.run_setup('setup.py', stop_after='init').ext_modules[0]; print(json.dumps("
-            code += "[e.sources, e.define_macros, e.include_dirs, e.extra_compile_args]))"
-            said = subprocess.run(
-                [sys.executable, "-c", code], cwd=self.place, env=_environment(self.place),
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            self._extension = json.loads(said.stdout.splitlines()[-1])
-        sources, macros, includes, flags = self._extension
+        sources, flags = self._recipe()
         cc = os.environ.get("CC", "cc").split()
-        flags = [
-            *flags,
-            *("-O1", "-fPIC", f"-I{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030b0000"),
-            *(f"-D{name}" if value is None else f"-D{name}={value}" for name, value in macros),
-            *(f"-I{each}" for each in includes),
-        ]
         headers = max(each.stat().st_mtime_ns for each in self.place.glob("csrc/**/*.h"))
         objects = []
         for source in sources:
@@ -139,6 +130,21 @@ class Ground:
         target = self.place / "python/stillframe/_core.abi3.so"
         target.unlink(missing_ok=True)
         return self._command([*cc, "-shared", "-pthread", *objects, "-o", str(target)])
+
+    @functools.cache  # noqa: B019  (a ground lives as long as the process)
+    def _recipe(self) -> tuple[list[str], list[str]]:
+        """The extension's sources and flags."""
+        said = subprocess.run(
+            [sys.executable, "-c", RECIPE], cwd=self.place, env=_environment(self.place),
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        sources, macros, includes, flags = json.loads(said.stdout.splitlines()[-1])
+        return sources, [
+            *flags,
+            *("-O1", "-fPIC", f"-I{sysconfig.get_path('include')}", "-DPy_LIMITED_API=0x030b0000"),
+            *(f"-D{name}" if value is None else f"-D{name}={value}" for name, value in macros),
+            *(f"-I{each}" for each in includes),
+        ]
 
     # ---- tests ------------------------------------------------------------------------------
 

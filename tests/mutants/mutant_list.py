@@ -11,6 +11,7 @@
     loses = "another writer's temporary"      # what a user would lose
     tests = ["test_tmp", "asan/test_file"]    # C programs, of a variant or not, and ids of pytest
     same = "..."                              # instead of being killed: why nothing changes
+    open = "..."                              # known to live: the test that is still wanted
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KNOWN = {"old", "new", "loses", "tests", "same"}
+KNOWN = {"old", "new", "loses", "tests", "same", "open"}
 
 
 class ListError(Exception):
@@ -36,6 +37,7 @@ class Mutant:
     loses: str
     tests: tuple[str, ...]
     same: str = ""
+    open: str = ""
 
     @property
     def key(self) -> str:
@@ -95,9 +97,12 @@ def _mutant(file: str, edit: dict[str, Any], tests: list[str]) -> Mutant:
         edit.get("loses", ""),
         tuple(edit.get("tests", tests)),
         edit.get("same", ""),
+        edit.get("open", ""),
     )
     if not mutant.old or mutant.old == mutant.new:
         raise ListError(f"{file}: an edit that changes no text: {mutant.old!r}")
+    if mutant.same and mutant.open:
+        raise ListError(f"{file}: changes nothing, and is open: {mutant.old!r}")
     if not mutant.same and not (mutant.loses and mutant.tests):
         raise ListError(f"{file}: no tests, or nothing that a user would lose: {mutant.old!r}")
     return mutant

@@ -4,9 +4,10 @@
 
 An edit is *killed* when one of its tests fails, and *lived* when all pass. One that no longer
 applies, or no longer compiles, is an error: the list follows the code. So is one that is said to
-change nothing and is killed, and a test that fails without any edit. What was killed, and whose
-file and tests are as they were then, is not run again (`--again` does): build/mutants/results.json
-keeps it, so a campaign can be interrupted. Exit status 0: every edit is killed or explained.
+change nothing, or to be open, and is killed, and a test that fails without any edit. What was
+killed, and whose file and tests are as they were then, is not run again (`--again` does):
+build/mutants/results.json keeps it, so a campaign can be interrupted. Exit status 0: every edit is
+killed, explained, or known to be open; those that are open count against the score.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from mutant_list import Mutant
 
 HERE = Path(__file__).resolve().parent
 WELL = ("killed", "explained")
+KNOWN = (*WELL, "open")
 
 
 class Campaign:
@@ -127,12 +129,14 @@ class Campaign:
                     return "does not compile", why
                 ran = place.run(tests)
                 if not ran.passed:
-                    if mutant.same:
-                        return "error", f"said to change nothing ({mutant.same}):\n{ran.why}"
+                    if said := mutant.same or mutant.open:
+                        return "error", f"said to live ({said}):\n{ran.why}"
                     return "killed", f"{' '.join(tests)}: {ran.why}"
         finally:
             place.undo(mutant)
-        return ("explained", mutant.same) if mutant.same else ("lived", mutant.loses)
+        if mutant.same:
+            return "explained", mutant.same
+        return ("open", mutant.open) if mutant.open else ("lived", mutant.loses)
 
     def _fails_untouched(self, place: ground.Ground, tests: list[str]) -> str:
         """Each test is run once without an edit, by whoever needs it first."""
@@ -178,9 +182,11 @@ class Campaign:
         results = [self.results[key] for key in self.done]
         counts = collections.Counter(each["outcome"] for each in results)
         for each in sorted(results, key=lambda each: (each["file"], each["line"])):
-            if each["outcome"] not in WELL:
+            if each["outcome"] not in KNOWN:
                 print(f"\n{each['file']}:{each['line']}: {each['outcome']}: {each['edit']}")
                 print(f"  {each['why']}".replace("\n", "\n    "))
+        if not_begun := len(self.mutants) - len(results):
+            print(f"\n{not_begun} were not begun in {self.options.seconds:.0f} s")
         print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))
         score = {
             "of": len(results),
@@ -189,7 +195,7 @@ class Campaign:
         }
         (self.build / "score.json").write_text(json.dumps(score, indent=1) + "\n")
         print(f"mutants: {score['score']:.1%} of {len(results)} killed or explained")
-        return 0 if results and score["score"] == 1 else 1
+        return 0 if results and counts.keys() <= set(KNOWN) else 1
 
 
 def _together(tests: tuple[str, ...]) -> list[list[str]]:
@@ -201,21 +207,22 @@ def _together(tests: tuple[str, ...]) -> list[list[str]]:
 def chosen(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
     """Those that the options ask for; of a sample, others every day."""
     if options.only:
-        mutants = [
-            each
-            for each in mutants
-            if any(fnmatch.fnmatch(each.file, f"*{only}*") or only == each.key for only in options.only)
-        ]
+        mutants = [each for each in mutants if any(_is_asked_for(each, x) for x in options.only)]
     if options.sample:
-        mutants = [each for each in mutants if not _needs_extension(each) and not each.same]
+        mutants = [each for each in mutants if _is_for_samples(each)]
         rng = random.Random(options.day)
         mutants = rng.sample(mutants, min(options.sample, len(mutants)))
     return mutants
 
 
-def _needs_extension(mutant: Mutant) -> bool:
-    """Whether the extension has to be compiled, all of which is more than a sample has time for."""
-    return not mutant.file.endswith(".py") and any(map(ground.is_pytest, mutant.tests))
+def _is_asked_for(mutant: Mutant, only: str) -> bool:
+    return only == mutant.key or fnmatch.fnmatch(mutant.file, f"*{only}*")
+
+
+def _is_for_samples(mutant: Mutant) -> bool:
+    """Whether it needs no compiled extension: all of that is more than there is time for."""
+    extension = not mutant.file.endswith(".py") and any(map(ground.is_pytest, mutant.tests))
+    return not (extension or mutant.same or mutant.open)
 
 
 def main(arguments: list[str]) -> int:

@@ -89,6 +89,15 @@ def test_an_edit_with_a_reason_may_live_and_must_not_be_killed(tree: Path) -> No
     assert run(tree, entry(C_FILE, "n / 2", "n / 4", C_TEST, same="why not")) == (1, ["error"])
 
 
+def test_an_edit_that_is_known_to_live_counts_and_fails_nothing_until_it_is_killed(
+    tree: Path,
+) -> None:
+    known = entry(C_FILE, "unused = 1", "unused = 4", C_TEST, open="a test of what nobody reads")
+    assert run(tree, known) == (0, ["open"])
+    assert json.loads((tree / "build/mutants/score.json").read_text())["score"] == 0
+    assert run(tree, entry(C_FILE, "n / 2", "n / 4", C_TEST, open="a test")) == (1, ["error"])
+
+
 def test_an_edit_that_does_not_apply_or_compile_is_an_error(tree: Path) -> None:
     twice = entry(C_FILE, "half(int n)", "half(long n)", C_TEST)
     nowhere = entry("csrc/core/third.c", "n", "m", C_TEST)

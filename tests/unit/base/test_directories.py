@@ -110,6 +110,19 @@ def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(
     assert descriptors() == before
 
 
+def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may read everything: so the answers of both looks are put in their place.
+    look = paths._core.look
+    monkeypatch.setattr(paths._core, "look", lambda text, follow: (*look(text, follow)[:3], False))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(SaveError, match="cannot be synced without permission") as caught:
+        make(tmp_path / "file.ckpt")
+    assert (caught.value.errno, caught.value.phase) == (errno.EACCES, "open")
+    assert make(tmp_path / "file.ckpt", durable=False).name == b"file.ckpt"
+
+
 # ---- links -------------------------------------------------------------------------------------
 
 
