@@ -123,6 +123,27 @@ def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before
     assert make(tmp_path / "file.ckpt", durable=False).name == b"file.ckpt"
 
 
+def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(
+    tmp_path: Path,
+) -> None:
+    link = tmp_path / "round"
+    link.symlink_to("round")
+    with pytest.raises(SaveError) as caught:
+        paths.target(str(link), follow_link=True, create_parents=False, durable=True)
+    assert (caught.value.errno, caught.value.phase) == (errno.ELOOP, "open")
+    assert make(link).name == b"round"
+
+
+def test_a_directory_whose_remove_stands_in_the_log_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "epoch").mkdir()
+    with pytest.raises(SaveError):
+        make(tmp_path / "epoch")
+    monkeypatch.setattr(paths._core, "log_exists", lambda key: 0)
+    assert make(tmp_path / "epoch").name == b"epoch"
+
+
 # ---- links -------------------------------------------------------------------------------------
 
 
