@@ -84,7 +84,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     parent, name = _split(text, follow_link)
     try:
         if create_parents:
-            _make_directories(parent, durable)
+            make_directories(parent, durable)
         if not stat.S_ISDIR(os.stat(parent).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if durable and not os.access(parent, os.R_OK, effective_ids=True):
@@ -128,7 +128,7 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
     raise OSError(errno.EINVAL, "not a regular file")
 
 
-def _make_directories(directory: str, durable: bool) -> None:
+def make_directories(directory: str, durable: bool) -> None:
     """Makes what is missing of `directory`; a directory's entry is durable once its parent is
     synced."""
     missing = []
