@@ -11,6 +11,8 @@
 Plans, resharding, collectives and metadata stay PyTorch's.
 """
 
+from stillframe._dcp.reader import Reader
 from stillframe._dcp.stager import PinnedStager
+from stillframe._dcp.writer import FileSystemWriter
 
-__all__ = ["PinnedStager"]
+__all__ = ["FileSystemWriter", "PinnedStager", "Reader"]

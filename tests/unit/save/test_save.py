@@ -463,6 +463,26 @@ def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
         assert engine.stats()["committed_bytes"] == 0
 
 
+def test_a_warm_up_says_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
+    with (
+        stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
+        caplog.at_level(logging.INFO, "stillframe"),
+    ):
+        engine.warm_up("24MiB")  # more than the cap
+        engine.warm_up("4MiB")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in said] == [
+        "stillframe: warm-up: the pool holds 8 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 16 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 20 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 20 MiB, 4 MiB were asked for",
+    ]
+    assert [line.endswith(" GB/s)") for line in said] == [True, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
