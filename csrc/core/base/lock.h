@@ -16,7 +16,7 @@
 #include <pthread.h>
 
 enum sfr__lock_rank {
-	SFR__LOCK_SESSION, /* trace/json.c: the one timeline that is being written */
+	SFR__LOCK_SESSION, /* trace/session.c: the one timeline that is being written */
 	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
 	SFR__LOCK_LANE,  /* what is in flight on a device's stream; never over a call that queues */

@@ -85,7 +85,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     parent, name = _split(text, follow_link)
     try:
         if create_parents:
-            _make_directories(parent, durable)
+            make_directories(parent, durable)
         found = os.stat(parent)
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -130,7 +130,7 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
     raise OSError(errno.EINVAL, "not a regular file")
 
 
-def _make_directories(directory: str, durable: bool) -> None:
+def make_directories(directory: str, durable: bool) -> None:
     """Makes what is missing of `directory`; a directory's entry is durable once its parent is
     synced."""
     missing = []
@@ -152,11 +152,21 @@ def _make_directories(directory: str, durable: bool) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Makes the entries of a directory durable, where its file system knows how."""
     try:
-        os.fsync(fd)
+        _sync(directory, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def sync_file(path: str) -> None:
+    _sync(path, 0)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)

@@ -116,7 +116,7 @@ def async_save(
 
     What only an optimizer's step changes is copied after the call, under the next forward and
     backward; the next step waits for the copy by itself. Everything else is copied before the call
-    returns. See "What a save promises" in README.
+    returns: see docs/guarantees.md.
 
     Args:
         obj: Anything `torch.save` takes.

@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -65,6 +66,7 @@ class _Copy:
         self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
         self.owner: weakref.ref[Snapshot[Any]] | None = None
+        self._told: list[Callable[[], object]] = []  # once it is settled
         self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
@@ -122,6 +124,17 @@ class _Copy:
                 self._tear(torn, deferral)
             deferral.release()
             self.sources = []
+            for function in self._told:
+                completion.callbacks.put(function)
+            self._told = []
+
+    def tell(self, function: Callable[[], object]) -> None:
+        """Has the callbacks' thread call `function` once the verdict is known."""
+        with self._lock:
+            if not self._settled:
+                self._told.append(function)
+                return
+        completion.callbacks.put(function)
 
     def is_settled(self) -> bool:
         return self._settled
@@ -280,11 +293,6 @@ def is_copied(taken: Snapshot[Any]) -> bool:
     return copied and taken._copy.error is None
 
 
-def tree_now(taken: Snapshot[T]) -> T:
-    """The tree, whose bytes may still be on their way."""
-    return taken._tree  # type: ignore[return-value]
-
-
 def _unhold_once(held: list[_core.Snapshot]) -> None:
     """Ends a hold, however often a future calls back."""
     try:
@@ -349,13 +357,38 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
         return _take(tree, False, False, engine_or_default(None), wait=False)
 
 
+def snapshot_to_write(tree: T, *, overlap: bool, engine: Engine | None) -> Snapshot[T]:
+    """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
+    as they are at the call."""
+    with inside():
+        return _take(tree, overlap, False, engine_or_default(engine), own_objects=True)
+
+
+def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
+    """Has the callbacks' thread call `function` once `taken.wait()` would return, or raise, at
+    once."""
+    taken._copy.tell(function)
+
+
+def is_leased(taken: Snapshot[Any]) -> bool:
+    """Whether its memory has not gone back to the pool."""
+    return taken._copy.core.leased()
+
+
 def _take(
-    tree: T, overlap: bool, shared: bool, engine: Engine, *, wait: bool = True
+    tree: T,
+    overlap: bool,
+    shared: bool,
+    engine: Engine,
+    *,
+    wait: bool = True,
+    own_objects: bool = False,
 ) -> Snapshot[T]:
     engine_core = core_of(engine)
     source = Tree(tree)
+    objects = source.own_objects() if own_objects else {}
     for node in source.left_whole:
-        if isinstance(node, torch.nn.Module):
+        if id(node) not in objects and isinstance(node, torch.nn.Module):
             log.warning(
                 "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
                 " state_dict()",
@@ -409,6 +442,7 @@ def _take(
         memory,
         core.offsets(),
         identities=bool(deferral.indices),  # for names in an error
+        objects=objects,
     )
     taken = Snapshot(copy, built, identities, shared)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
