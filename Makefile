@@ -10,6 +10,7 @@
 # make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
+# make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make docs   the documentation, into build/site: needs no network once its requirements are there
@@ -38,7 +39,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
+.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -78,8 +79,18 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) -m stillframe demo $(ARGS)
 
+# The mutants of the day: as many as half a minute has time for.
 test: build asan
 	$(PY) -m pytest $(ARGS)
+ifeq ($(ARGS),)
+	$(MUTANTS) --variant asan --sample 50 --seconds 25
+endif
+
+MUTANTS = $(PY) tests/mutants/mutants.py -j$(JOBS)
+
+mutants: build
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain
+	$(MUTANTS) $(ARGS)
 
 # A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of restore.py.
 bench: build $(VENV)/.bench
