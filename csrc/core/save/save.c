@@ -46,6 +46,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
 	t->log.ops = &sfr__save_log_ops;
+	t->log.fs = desc->fs;
 	t->run_job = sfr__job_run;
 
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);

@@ -12,7 +12,7 @@ struct sfr_py_ticket {
 
 static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", NULL };
+	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", "fs", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_ticket *self;
 	struct sfr_ticket *ticket = NULL;
@@ -20,16 +20,18 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	const char *dir, *name;
 	Py_buffer rows;
 	unsigned int flags;
+	unsigned long long fs = 0;
 	allocfunc alloc;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I:Ticket", names,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I|K:Ticket", names,
 					 state->engine_type, &engine, &dir, &name, &PyBytes_Type,
-					 &skeleton, &rows, &flags))
+					 &skeleton, &rows, &flags, &fs))
 		return NULL;
 	const struct sfr_save_desc desc = {
 		.dir = dir,
 		.name = name,
+		.fs = fs,
 		.skeleton = PyBytes_AsString(skeleton),
 		.skeleton_len = (uint64_t)PyBytes_Size(skeleton),
 		.sources = rows.buf,

@@ -131,7 +131,7 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 		if (!tensor || tensor == Py_None)
 			return 0;
 		Py_INCREF(tensor);
-		storage = sfr_py_read(&torch->storage, tensor);
+		storage = sfr_py_storage_of(tensor);
 		if (storage) {
 			(void)sfr_py_read_u64(&torch->data_ptr, storage, &addr);
 			(void)sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
@@ -160,7 +160,7 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 		if (!tensor || tensor == Py_None)
 			return 0;
 		Py_INCREF(tensor);
-		failed = sfr_py_read_u64(&sfr_py_torch.version, tensor, &version);
+		failed = sfr_py_version_of(tensor, &version);
 		Py_DECREF(tensor);
 		if (failed) {
 			PyErr_Clear(); /* an inference tensor counts none */

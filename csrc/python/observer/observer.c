@@ -23,7 +23,7 @@
  * code runs in between unless an object's end runs some. `busy` turns a second entry into a
  * harmless refusal then (nothing is deferred, nothing is counted); nothing ever waits.
  *
- * observer_walk.c finds what an optimizer owns, observer_table.c holds it, observer_look.c looks
+ * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c holds it, look.c looks
  * at it; here are the type and the marking of a save's storages.
  */
 #include "observer/observer.h"
@@ -171,6 +171,22 @@ static PyObject *observer_present(PyObject *type, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(observer_see_through_doc,
+"see_through(type, name, /)\n--\n\n"
+"Has all observers watch the memory behind tensors that are exactly of this type, which show that of\n"
+"the tensor in attribute `name`. One type at a time.");
+
+static PyObject *observer_see_through(PyObject *type, PyObject *args)
+{
+	PyObject *wrapper, *name;
+
+	(void)type;
+	if (!PyArg_ParseTuple(args, "O!U:see_through", &PyType_Type, &wrapper, &name) ||
+	    sfr_py_torch_init() || sfr_py_see_through((PyTypeObject *)wrapper, name))
+		return NULL;
+	Py_RETURN_NONE;
+}
+
 /* ---- deferring ---------------------------------------------------------- */
 
 /* Marks the claims that the optimizer still has over the storages it had; notes that an enrolment
@@ -196,7 +212,7 @@ static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *w
 			continue;
 		claim->epoch = self->epoch;
 		watch = &t->watches[claim->watch];
-		storage = sfr_py_read(&torch->storage, tensor);
+		storage = sfr_py_storage_of(tensor);
 		if (storage)
 			(void)sfr_py_read_u64(&torch->cdata, storage, &cdata);
 		PyErr_Clear();
@@ -221,6 +237,7 @@ static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 {
 	PyObject *tensor, *version;
 	Py_ssize_t start = PyList_Size(lists[1]);
+	uint64_t count = 0;
 	uint32_t i;
 	int ret = 0;
 
@@ -229,7 +246,8 @@ static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 		if (!tensor)
 			return -1;
 		Py_INCREF(tensor);
-		version = sfr_py_read(&sfr_py_torch.version, tensor);
+		version = sfr_py_version_of(tensor, &count) ? NULL :
+							      PyLong_FromUnsignedLongLong(count);
 		if (!version || PyList_Append(lists[1], index) || PyList_Append(lists[2], tensor) ||
 		    PyList_Append(lists[3], version))
 			ret = -1;
@@ -341,8 +359,8 @@ static PyObject *observer_changed(PyObject *type, PyObject *args)
 
 		wanted = PyList_GetItem(versions, i);
 		then = wanted ? PyLong_AsUnsignedLongLong(wanted) : 0;
-		if (sfr_py_read_u64(&sfr_py_torch.version, PyList_GetItem(tensors, i), &now) ||
-		    now != then || PyErr_Occurred()) {
+		if (sfr_py_version_of(PyList_GetItem(tensors, i), &now) || now != then ||
+		    PyErr_Occurred()) {
 			PyErr_Clear(); /* a version that cannot be read proves nothing */
 			return PyLong_FromSsize_t(i);
 		}
@@ -441,7 +459,8 @@ static PyMethodDef observer_methods[] = {
 	METHOD(look, METH_O),         METHOD(present, METH_VARARGS | METH_STATIC),
 	METHOD(defer, METH_VARARGS),  METHOD(changed, METH_VARARGS | METH_STATIC),
 	METHOD(capture, METH_O),      METHOD(forget, METH_NOARGS),
-	METHOD(counts, METH_NOARGS),  { NULL, NULL, 0, NULL },
+	METHOD(counts, METH_NOARGS),  METHOD(see_through, METH_VARARGS | METH_STATIC),
+	{ NULL, NULL, 0, NULL },
 };
 
 PyDoc_STRVAR(observer_doc,

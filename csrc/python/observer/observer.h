@@ -1,4 +1,4 @@
-/* Private to observer.c, table.c, look.c, eyes.c and walk.c. */
+/* Private to observer.c, table.c, look.c, eyes.c, walk.c and read.c. */
 #ifndef SFR_PY_OBSERVER_H
 #define SFR_PY_OBSERVER_H
 
@@ -32,7 +32,9 @@ struct sfr_py_access {
  * itself can be loaded only once and never unloads. */
 struct sfr_py_torch {
 	PyTypeObject *tensor, *parameter; /* the exact types that may be deferred */
-	PyObject *free_weak;              /* UntypedStorage._free_weak_ref */
+	PyTypeObject *wrapper; /* and the one that is seen through; NULL until it is known */
+	PyObject *str_local;   /* where that has the tensor whose memory it shows */
+	PyObject *free_weak;   /* UntypedStorage._free_weak_ref */
 	PyObject *str_params;
 	struct sfr_py_access version, requires_grad, is_cpu, grad, impl, storage; /* tensors */
 	struct sfr_py_access device; /* of a tensor not of the host's: CUDA's number of it, or -1 */
@@ -52,9 +54,20 @@ PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object);
 int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out);
 /* 1, 0, or -1 with an exception set. */
 int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object);
-/* Whether `object` is exactly a Tensor or a Parameter: subclasses may run Python code in any
- * attribute, and nothing is known about who writes them. */
-int sfr_py_is_plain_tensor(PyObject *object);
+/* Sees from now on through tensors that are exactly of this type: `name` is the attribute with the
+ * tensor whose memory they show. Everything of such a type that is asked of it here runs no Python
+ * code. 0, or -1 with an exception set. */
+int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name);
+/* The tensor that has the memory: `tensor` itself where it is exactly a Tensor or a Parameter, the one
+ * inside where it is seen through. A new reference. NULL, with no exception, for any other: subclasses
+ * may run Python code in any attribute, and nothing is known about who writes them. */
+PyObject *sfr_py_memory_of(PyObject *tensor);
+int sfr_py_is_seen(PyObject *tensor);
+/* The storage of that memory, a new reference; or NULL with an exception set. */
+PyObject *sfr_py_storage_of(PyObject *tensor);
+/* A number that grows with every write that torch counts, under either name. 0, or -1 with an exception
+ * set: it has no memory, or (inference tensors) counts nothing. */
+int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
 /* ---- a map from an address to a small number ---------------------------- */
 

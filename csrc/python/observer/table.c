@@ -105,18 +105,21 @@ static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *storage)
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
-	int on_host = sfr_py_read_flag(&torch->is_cpu, tensor);
-	PyObject *device;
-	long number;
+	PyObject *memory = sfr_py_memory_of(tensor), *device = NULL;
+	int on_host = memory ? sfr_py_read_flag(&torch->is_cpu, memory) : -1;
+	long number = -1;
 
+	if (on_host == 0)
+		device = sfr_py_read(&torch->device, memory);
+	if (device)
+		number = PyLong_AsLong(device);
+	Py_XDECREF(device);
+	Py_XDECREF(memory);
 	if (on_host < 0)
 		return -1;
 	if (on_host) /* torch says of every storage of CUDA's that it is shared */
 		return watch->nbytes <= MIN_NBYTES ||
 		       sfr_py_read_flag(&torch->is_shared, storage) != 0;
-	device = sfr_py_read(&torch->device, tensor);
-	number = device ? PyLong_AsLong(device) : -1;
-	Py_XDECREF(device);
 	watch->device = (uint32_t)(number + 1);
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
@@ -196,7 +199,7 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 		if (!grad || grad == Py_None)
 			return 0;
 	}
-	storage = sfr_py_read(&torch->storage, tensor);
+	storage = sfr_py_storage_of(tensor);
 	if (!storage || sfr_py_read_u64(&torch->cdata, storage, &cdata)) {
 		PyErr_Clear(); /* sparse and the like have none */
 		self->nr_passed_over++;
@@ -242,12 +245,10 @@ out:
 /* A tensor of the groups that is not trained may write to whatever it shares storage with. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
-	PyObject *storage = NULL;
+	PyObject *storage = sfr_py_storage_of(tensor);
 	uint64_t cdata;
 	uint32_t *place;
 
-	if (sfr_py_is_plain_tensor(tensor))
-		storage = sfr_py_read(&sfr_py_torch.storage, tensor);
 	if (storage && !sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
 		place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
 		if (place)

@@ -1,8 +1,7 @@
-/* What an optimizer owns: reading torch's tensors, and walking param_groups and state.
+/* What an optimizer owns: walking param_groups and state, and the map that numbers what is found.
  *
  * An optimizer of 400 parameters has 1,600 tensors, and the walk over them happens inside saves
- * and steps, so both reading and walking avoid the interpreter: attributes are read through the
- * getter functions that torch's types publish in their slots, containers through the C API.
+ * and steps, so it avoids the interpreter: containers are read through the C API.
  *
  * The walk takes strong references to everything it finds before anything is read that could
  * allocate: an allocation may start a garbage collection, and with it any Python code.
@@ -10,218 +9,6 @@
 #include "observer/observer.h"
 
 #include <string.h>
-
-struct sfr_py_torch sfr_py_torch;
-
-/* ---- reading ------------------------------------------------------------ */
-
-/* Finds `name` in the table of `base`, whose meaning `type` (a subclass) may have replaced.
- * 0, or -1 with an exception set. */
-static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
-		       const char *name, int is_method)
-{
-	PyObject *own = PyObject_GetAttrString(type, name);
-	PyObject *inherited = PyObject_GetAttrString(base, name);
-	PyGetSetDef *getset;
-	PyMethodDef *method;
-
-	memset(access, 0, sizeof(*access));
-	PyErr_Clear();
-	access->is_method = is_method;
-	access->name = PyUnicode_InternFromString(name);
-	if (own && own == inherited) {
-		getset = PyType_GetSlot((PyTypeObject *)base, Py_tp_getset);
-		for (; !is_method && getset && getset->name; getset++) {
-			if (strcmp(getset->name, name) == 0) {
-				access->get = getset->get;
-				access->closure = getset->closure;
-				break;
-			}
-		}
-		method = PyType_GetSlot((PyTypeObject *)base, Py_tp_methods);
-		for (; is_method && method && method->ml_name; method++) {
-			if (strcmp(method->ml_name, name) == 0) {
-				if (method->ml_flags == METH_NOARGS)
-					access->call = method->ml_meth;
-				break;
-			}
-		}
-		PyErr_Clear(); /* a type without the slot's table takes the ordinary way */
-	}
-	Py_XDECREF(own);
-	Py_XDECREF(inherited);
-	return access->name ? 0 : -1;
-}
-
-/* The number of the device of a tensor that is not the host's, -1 for any that is not CUDA's: a build
- * of torch for AMD's calls them "cuda" too, and the driver behind is another one. */
-static PyObject *no_device(PyObject *tensor, void *closure)
-{
-	(void)tensor, (void)closure;
-	return PyLong_FromLong(-1);
-}
-
-static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
-		       PyObject *base)
-{
-	PyObject *version = PyObject_GetAttrString(torch, "version");
-	PyObject *cuda = version ? PyObject_GetAttrString(version, "cuda") : NULL;
-	int is_cuda = cuda && cuda != Py_None;
-
-	Py_XDECREF(version);
-	Py_XDECREF(cuda);
-	PyErr_Clear();
-	if (access_init(access, tensor, base, "get_device", 1))
-		return -1;
-	if (!is_cuda)
-		access->get = no_device;
-	return 0;
-}
-
-int sfr_py_torch_init(void)
-{
-	struct sfr_py_torch *t = &sfr_py_torch;
-	PyObject *torch = NULL, *nn = NULL, *binding = NULL, *tensor = NULL, *parameter = NULL;
-	PyObject *storage = NULL, *tensor_base = NULL, *storage_base = NULL, *free_weak = NULL;
-	int ret = -1;
-
-	if (t->ready)
-		return 0;
-	torch = PyImport_ImportModule("torch");
-	nn = PyImport_ImportModule("torch.nn");
-	binding = PyImport_ImportModule("torch._C");
-	if (!torch || !nn || !binding)
-		goto out;
-	tensor = PyObject_GetAttrString(torch, "Tensor");
-	parameter = PyObject_GetAttrString(nn, "Parameter");
-	storage = PyObject_GetAttrString(torch, "UntypedStorage");
-	tensor_base = PyObject_GetAttrString(binding, "TensorBase");
-	storage_base = PyObject_GetAttrString(binding, "StorageBase");
-	if (!tensor || !parameter || !storage || !tensor_base || !storage_base)
-		goto out;
-	free_weak = PyObject_GetAttrString(storage, "_free_weak_ref");
-	if (!free_weak || !PyType_Check(tensor) || !PyType_Check(parameter) ||
-	    !PyType_Check(tensor_base) || !PyType_Check(storage_base))
-		goto out;
-	if (access_init(&t->version, tensor, tensor_base, "_version", 0) ||
-	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", 0) ||
-	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", 0) ||
-	    device_init(&t->device, torch, tensor, tensor_base) ||
-	    access_init(&t->grad, tensor, tensor_base, "grad", 0) ||
-	    access_init(&t->impl, tensor, tensor_base, "_cdata", 0) ||
-	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", 1) ||
-	    access_init(&t->cdata, storage, storage_base, "_cdata", 0) ||
-	    access_init(&t->nbytes, storage, storage_base, "nbytes", 1) ||
-	    access_init(&t->data_ptr, storage, storage_base, "data_ptr", 1) ||
-	    access_init(&t->is_shared, storage, storage_base, "is_shared", 1) ||
-	    access_init(&t->weak_ref, storage, storage_base, "_weak_ref", 1))
-		goto out;
-	t->str_params = PyUnicode_InternFromString("params");
-	if (!t->str_params)
-		goto out;
-	t->tensor = (PyTypeObject *)tensor;
-	t->parameter = (PyTypeObject *)parameter;
-	t->free_weak = free_weak;
-	tensor = parameter = free_weak = NULL;
-	t->ready = 1;
-	ret = 0;
-out:
-	if (ret && !PyErr_Occurred())
-		PyErr_SetString(PyExc_ImportError, "torch lacks what the observer reads");
-	Py_XDECREF(torch);
-	Py_XDECREF(nn);
-	Py_XDECREF(binding);
-	Py_XDECREF(tensor);
-	Py_XDECREF(parameter);
-	Py_XDECREF(storage);
-	Py_XDECREF(tensor_base);
-	Py_XDECREF(storage_base);
-	Py_XDECREF(free_weak);
-	return ret;
-}
-
-static PyObject *ask_function(PyObject *object, void *function)
-{
-	return PyObject_CallFunctionObjArgs(function, object, NULL);
-}
-
-int sfr_py_torch_present(PyObject *name, PyObject *function)
-{
-	static struct {
-		const char *name;
-		struct sfr_py_access *access, was;
-		PyObject *function; /* NULL: torch answers */
-	} presented[] = {
-		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
-		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
-		{ .name = "device_index", .access = &sfr_py_torch.device },
-		{ .name = "data_ptr", .access = &sfr_py_torch.data_ptr },
-	};
-
-	for (size_t i = 0; i < sizeof(presented) / sizeof(presented[0]); i++) {
-		if (PyUnicode_CompareWithASCIIString(name, presented[i].name) != 0)
-			continue;
-		if (!presented[i].function)
-			presented[i].was = *presented[i].access;
-		*presented[i].access = presented[i].was;
-		Py_CLEAR(presented[i].function);
-		if (function != Py_None) {
-			presented[i].function = Py_NewRef(function);
-			presented[i].access->get = ask_function;
-			presented[i].access->closure = function;
-		}
-		return 0;
-	}
-	PyErr_Format(PyExc_ValueError, "nothing of torch's is called %R here", name);
-	return -1;
-}
-
-PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)
-{
-	PyObject *value, *bound;
-
-	if (access->get)
-		return access->get(object, access->closure);
-	if (access->call)
-		return access->call(object, NULL);
-	value = PyObject_GetAttr(object, access->name);
-	if (!value || !access->is_method)
-		return value;
-	bound = value;
-	value = PyObject_CallNoArgs(bound);
-	Py_DECREF(bound);
-	return value;
-}
-
-int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out)
-{
-	PyObject *value = sfr_py_read(access, object);
-
-	if (!value)
-		return -1;
-	*out = PyLong_AsUnsignedLongLong(value);
-	Py_DECREF(value);
-	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
-}
-
-int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object)
-{
-	PyObject *value = sfr_py_read(access, object);
-	int flag;
-
-	if (!value)
-		return -1;
-	flag = PyObject_IsTrue(value);
-	Py_DECREF(value);
-	return flag;
-}
-
-int sfr_py_is_plain_tensor(PyObject *object)
-{
-	PyTypeObject *type = Py_TYPE(object);
-
-	return type == sfr_py_torch.tensor || type == sfr_py_torch.parameter;
-}
 
 /* ---- the map ------------------------------------------------------------ */
 
@@ -338,13 +125,13 @@ static int walk_wrapper(PyObject *tensor, struct sfr_py_refs *found, int depth)
 	return ret;
 }
 
-/* Pushes every plain tensor of a parameter's state. */
+/* Pushes every tensor of a parameter's state that is plain or seen through. */
 static int walk_state(PyObject *value, struct sfr_py_refs *found, int depth)
 {
 	PyObject *key, *item;
 	Py_ssize_t i, pos = 0;
 
-	if (sfr_py_is_plain_tensor(value))
+	if (sfr_py_is_seen(value))
 		return refs_push(found, value);
 	if (depth == WALK_DEPTH)
 		return 0;
@@ -407,7 +194,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	}
 	for (i = 0; i < params.nr; i++) {
 		uintptr_t address = (uintptr_t)params.items[i];
-		int flag = sfr_py_is_plain_tensor(params.items[i]) ?
+		int flag = sfr_py_is_seen(params.items[i]) ?
 				   sfr_py_read_flag(&sfr_py_torch.requires_grad, params.items[i]) :
 				   0;
 

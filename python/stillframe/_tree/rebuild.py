@@ -7,6 +7,7 @@ Most of the tensors of a checkpoint are plain ones: these are made already, and 
 from __future__ import annotations
 
 import copy
+import copyreg
 import datetime
 import decimal
 import enum
@@ -62,6 +63,45 @@ def attributes_of(node: object) -> dict[str, Any]:
 def dict_of(state: Any) -> dict[str, Any]:
     """What somebody has hung onto a plain tensor, out of its state."""
     return state if isinstance(state, dict) else {}
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_WALKED = (Tensor, UntypedStorage, TypedStorage)
+
+
+def _slots_of(node: object) -> list[Any]:
+    names = copyreg._slotnames(type(node))  # type: ignore[attr-defined]
+    return [getattr(node, name) for name in names if hasattr(node, name)]
+
+
+def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
+    """An object among `parts`, or in containers there, that the walk leaves whole although it has
+    tensors in its attributes, at any depth; None where there is none.
+
+    Args:
+        parts: What a tensor is made from.
+        holder: Given where the walk looks at none of them: returned where there is a tensor.
+    """
+    # Each with the object left whole that led to it.
+    stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
+    seen: set[int] = set()
+    while stack:
+        node, holder = stack.pop()
+        if isinstance(node, _WALKED):
+            if holder is not None:
+                return holder  # type: ignore[no-any-return]
+            continue
+        if id(node) in seen or type(node) in ATOMS or is_atom(node) or is_array(node):
+            continue
+        seen.add(id(node))
+        inner = list(attributes_of(node).values())
+        if isinstance(node, _CONTAINERS):
+            inner += node.values() if isinstance(node, dict) else node
+        else:
+            holder = node if holder is None else holder
+            inner += _slots_of(node)
+        stack.extend((each, holder) for each in inner)
+    return None
 
 
 class Reduced:

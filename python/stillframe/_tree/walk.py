@@ -12,11 +12,15 @@ NumPy arrays are copied. Every other object is left whole: the very same object 
 Plain tensors are found and made again in C, all of them in one call (skeleton/copies.c). Other
 strided ones are described by offset, size and stride. All the rest (sparse, quantized, nested,
 subclasses) reduce themselves as they do for `torch.save`, and the storages in what they reduce to
-are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened.
+are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened. A tensor that
+reduces itself to objects with tensors of their own (ShardedTensor does) is refused: such an object
+is left whole, and the new tensor would have the old one's memory.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +43,7 @@ from stillframe._tree.rebuild import (
     attributes_of,
     dict_of,
     getstate,
+    holder_of_tensors,
     is_array,
     is_atom,
 )
@@ -138,12 +143,29 @@ class Tree:
             return list(dict_of(getstate(tensor)).values())
         if _can_be_flattened(tensor):
             flattened = Flattened(tensor)
+            holder = holder_of_tensors([flattened.context], flattened.context)
+            if holder is not None:
+                raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            return [*flattened.inner.values(), *attributes_of(tensor).values()]
+            # DTensor's mesh is among them: it stands for processes, nobody changes it.
+            inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
+            return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
+        holder = holder_of_tensors([*reduced.args, reduced.state])
+        if holder is not None:
+            raise TypeError(self._refusal(tensor, holder))
         self.reads_bytes = True
         self._others[key] = reduced
         return [*reduced.args, reduced.state]
+
+    def _refusal(self, tensor: Tensor, holder: object) -> str:
+        place = next((path for path, _ in paths(self._root, lambda node: node is tensor)), "")
+        kind = type(tensor).__qualname__
+        return (
+            f"{f'{place} is' if place else 'there is'} a {kind}, whose bytes cannot be copied: they"
+            f" are in an object of class {type(holder).__qualname__} inside of it, which would keep"
+            f" its live memory. Take the tensors out of the {kind}, or save it with async_save"
+        )
 
     def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
         """The number of a storage, new or known; `place` as `_device.place_of` says it."""
@@ -160,6 +182,16 @@ class Tree:
                 self.elsewhere.append(number)
         self.devices = ()
 
+    def own_objects(self) -> dict[int, Any]:
+        """Deep copies of the objects that are left whole, by id; what they share stays shared. One
+        that cannot be copied is left: it cannot be pickled either, and whoever tries says so."""
+        memo: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
+        for node in self.left_whole:
+            with contextlib.suppress(Exception):
+                copies[id(node)] = copy.deepcopy(node, memo)
+        return copies
+
     def nbytes(self) -> int:
         """Bytes of all storages."""
         return sum(nbytes for _, nbytes in self.sources())
@@ -170,7 +202,12 @@ class Tree:
         return zip(words[::3], words[1::3], strict=True)
 
     def rebuild(
-        self, memory: Any, offsets: list[int], *, identities: bool = False
+        self,
+        memory: Any,
+        offsets: list[int],
+        *,
+        identities: bool = False,
+        objects: dict[int, Any] | None = None,
     ) -> tuple[Any, list[int]]:
         """The tree over new host storages, and the addresses of their StorageImpls if wanted.
         Once: what is known of the old tensors goes with it.
@@ -178,6 +215,7 @@ class Tree:
         Args:
             memory: An object with the buffer protocol that holds their bytes.
             offsets: Where each begins.
+            objects: By id of objects that are left whole, what stands in their place.
 
         Storages elsewhere are copied here, by torch.
         """
@@ -192,6 +230,7 @@ class Tree:
         ):
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
             self._others.update((id(tensor), number) for tensor, number in left)
+            made.update(objects or {})
             nbytes = memoryview(self.rows).cast("Q")[1::3]
             builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
             for number in self.elsewhere:

@@ -243,6 +243,82 @@ def test_a_wrapper_subclass_is_flattened_and_put_together(engine: stillframe.Eng
     assert new.b.equal(torch.zeros(3))
 
 
+class Holder:
+    """An object that a walk over containers does not look into."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+class HoldingTensor(torch.Tensor):
+    """A subclass that reduces itself to its attributes, as ShardedTensor does."""
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_tensor_whose_bytes_are_in_objects_left_whole_is_refused_by_its_place(
+    depth: int, engine: stillframe.Engine
+) -> None:
+    live = torch.ones(2)
+    tensor = torch.zeros(2).as_subclass(HoldingTensor)
+    inner: Any = live
+    for _ in range(depth):
+        inner = Holder({"deeper": [inner]})
+    tensor.parts = [Holder(inner)]  # type: ignore[attr-defined]
+    before = engine.stats()["leased_bytes"]
+    with pytest.raises(TypeError, match=r"^model\.0\.weight is a HoldingTensor.*class Holder"):
+        stillframe.snapshot({"model": [{"weight": tensor}]}, engine=engine)
+    assert engine.stats()["leased_bytes"] == before
+
+
+def test_objects_without_tensors_inside_a_reduced_tensor_are_left_whole(
+    engine: stillframe.Engine,
+) -> None:
+    tensor = torch.zeros(2).as_subclass(HoldingTensor)
+    config: Any = Holder(None)
+    config.inner = [config, {"width": 3}]
+    tensor.config = config  # type: ignore[attr-defined]
+    new: Any = stillframe.snapshot([tensor], engine=engine).tree[0]
+    assert type(new) is HoldingTensor
+    assert new.config is config
+
+
+def test_a_wrapper_subclass_with_a_tensor_in_its_context_is_refused(
+    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapped = TwoTensor(torch.ones(3), torch.zeros(3))
+    monkeypatch.setattr(TwoTensor, "__tensor_flatten__", lambda self: (["a"], {"b": [self.b]}))
+    with pytest.raises(TypeError, match=r"^0 is a TwoTensor.*class dict "):
+        stillframe.snapshot([wrapped], engine=engine)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of every ShardedTensor
+def test_a_sharded_tensor_is_refused_and_saved_with_the_bytes_of_the_call(
+    engine: stillframe.Engine, tmp_path: Any
+) -> None:
+    from torch import distributed
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        live = torch.arange(64.0).reshape(8, 8)
+        metadata = ShardMetadata([0, 0], [8, 8], "rank:0/cpu")
+        tensor: Any = init_from_local_shards([Shard(live, metadata)], 8, 8)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"^a\.w is a ShardedTensor.*class Shard "):
+            stillframe.snapshot({"a": {"w": tensor}}, engine=engine)
+        handle = stillframe.async_save({"w": tensor}, tmp_path / "s.pt", engine=engine)
+        live.zero_()
+        handle.result()
+        loaded = torch.load(tmp_path / "s.pt", weights_only=False)["w"]
+        assert loaded.local_shards()[0].tensor.equal(torch.arange(64.0).reshape(8, 8))
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_the_snapshot_of_inference_mode_can_be_used_outside(engine: stillframe.Engine) -> None:
     with torch.inference_mode():
         new = stillframe.snapshot([torch.ones(2)], engine=engine).tree[0]

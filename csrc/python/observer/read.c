@@ -1,0 +1,300 @@
+/* Reading torch's tensors, and seeing through those that only wrap another.
+ *
+ * A look reads a handful of attributes of each tensor, after every step, so attributes are read through
+ * the getter functions that torch's types publish in their slots, past the interpreter.
+ *
+ * A DTensor has no memory of its own: its bytes are its local tensor's, which stands in a slot of the
+ * object. Whoever owns, trains or writes it does so under the DTensor's name, so the DTensor is what
+ * is found, held and asked for its gradient; place and bytes are asked of the local tensor. Its
+ * operators write the local one below the layer that counts versions, and whoever writes the
+ * local one directly does not touch the DTensor's count. So both counts are looked at.
+ */
+#include "observer/observer.h"
+
+#include <string.h>
+
+struct sfr_py_torch sfr_py_torch;
+
+/* ---- reading ------------------------------------------------------------ */
+
+/* Finds `name` in the table of `base`, whose meaning `type` (a subclass) may have replaced.
+ * 0, or -1 with an exception set. */
+static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *base,
+		       const char *name, int is_method)
+{
+	PyObject *own = PyObject_GetAttrString(type, name);
+	PyObject *inherited = PyObject_GetAttrString(base, name);
+	PyGetSetDef *getset;
+	PyMethodDef *method;
+
+	memset(access, 0, sizeof(*access));
+	PyErr_Clear();
+	access->is_method = is_method;
+	access->name = PyUnicode_InternFromString(name);
+	if (own && own == inherited) {
+		getset = PyType_GetSlot((PyTypeObject *)base, Py_tp_getset);
+		for (; !is_method && getset && getset->name; getset++) {
+			if (strcmp(getset->name, name) == 0) {
+				access->get = getset->get;
+				access->closure = getset->closure;
+				break;
+			}
+		}
+		method = PyType_GetSlot((PyTypeObject *)base, Py_tp_methods);
+		for (; is_method && method && method->ml_name; method++) {
+			if (strcmp(method->ml_name, name) == 0) {
+				if (method->ml_flags == METH_NOARGS)
+					access->call = method->ml_meth;
+				break;
+			}
+		}
+		PyErr_Clear(); /* a type without the slot's table takes the ordinary way */
+	}
+	Py_XDECREF(own);
+	Py_XDECREF(inherited);
+	return access->name ? 0 : -1;
+}
+
+/* The number of the device of a tensor that is not the host's, -1 for any that is not CUDA's: a build
+ * of torch for AMD's calls them "cuda" too, and the driver behind is another one. */
+static PyObject *no_device(PyObject *tensor, void *closure)
+{
+	(void)tensor, (void)closure;
+	return PyLong_FromLong(-1);
+}
+
+static int device_init(struct sfr_py_access *access, PyObject *torch, PyObject *tensor,
+		       PyObject *base)
+{
+	PyObject *version = PyObject_GetAttrString(torch, "version");
+	PyObject *cuda = version ? PyObject_GetAttrString(version, "cuda") : NULL;
+	int is_cuda = cuda && cuda != Py_None;
+
+	Py_XDECREF(version);
+	Py_XDECREF(cuda);
+	PyErr_Clear();
+	if (access_init(access, tensor, base, "get_device", 1))
+		return -1;
+	if (!is_cuda)
+		access->get = no_device;
+	return 0;
+}
+
+int sfr_py_torch_init(void)
+{
+	struct sfr_py_torch *t = &sfr_py_torch;
+	PyObject *torch = NULL, *nn = NULL, *binding = NULL, *tensor = NULL, *parameter = NULL;
+	PyObject *storage = NULL, *tensor_base = NULL, *storage_base = NULL, *free_weak = NULL;
+	int ret = -1;
+
+	if (t->ready)
+		return 0;
+	torch = PyImport_ImportModule("torch");
+	nn = PyImport_ImportModule("torch.nn");
+	binding = PyImport_ImportModule("torch._C");
+	if (!torch || !nn || !binding)
+		goto out;
+	tensor = PyObject_GetAttrString(torch, "Tensor");
+	parameter = PyObject_GetAttrString(nn, "Parameter");
+	storage = PyObject_GetAttrString(torch, "UntypedStorage");
+	tensor_base = PyObject_GetAttrString(binding, "TensorBase");
+	storage_base = PyObject_GetAttrString(binding, "StorageBase");
+	if (!tensor || !parameter || !storage || !tensor_base || !storage_base)
+		goto out;
+	free_weak = PyObject_GetAttrString(storage, "_free_weak_ref");
+	if (!free_weak || !PyType_Check(tensor) || !PyType_Check(parameter) ||
+	    !PyType_Check(tensor_base) || !PyType_Check(storage_base))
+		goto out;
+	if (access_init(&t->version, tensor, tensor_base, "_version", 0) ||
+	    access_init(&t->requires_grad, tensor, tensor_base, "requires_grad", 0) ||
+	    access_init(&t->is_cpu, tensor, tensor_base, "is_cpu", 0) ||
+	    device_init(&t->device, torch, tensor, tensor_base) ||
+	    access_init(&t->grad, tensor, tensor_base, "grad", 0) ||
+	    access_init(&t->impl, tensor, tensor_base, "_cdata", 0) ||
+	    access_init(&t->storage, tensor, tensor_base, "untyped_storage", 1) ||
+	    access_init(&t->cdata, storage, storage_base, "_cdata", 0) ||
+	    access_init(&t->nbytes, storage, storage_base, "nbytes", 1) ||
+	    access_init(&t->data_ptr, storage, storage_base, "data_ptr", 1) ||
+	    access_init(&t->is_shared, storage, storage_base, "is_shared", 1) ||
+	    access_init(&t->weak_ref, storage, storage_base, "_weak_ref", 1))
+		goto out;
+	t->str_params = PyUnicode_InternFromString("params");
+	if (!t->str_params)
+		goto out;
+	t->tensor = (PyTypeObject *)tensor;
+	t->parameter = (PyTypeObject *)parameter;
+	t->free_weak = free_weak;
+	tensor = parameter = free_weak = NULL;
+	t->ready = 1;
+	ret = 0;
+out:
+	if (ret && !PyErr_Occurred())
+		PyErr_SetString(PyExc_ImportError, "torch lacks what the observer reads");
+	Py_XDECREF(torch);
+	Py_XDECREF(nn);
+	Py_XDECREF(binding);
+	Py_XDECREF(tensor);
+	Py_XDECREF(parameter);
+	Py_XDECREF(storage);
+	Py_XDECREF(tensor_base);
+	Py_XDECREF(storage_base);
+	Py_XDECREF(free_weak);
+	return ret;
+}
+
+static PyObject *ask_function(PyObject *object, void *function)
+{
+	return PyObject_CallFunctionObjArgs(function, object, NULL);
+}
+
+int sfr_py_torch_present(PyObject *name, PyObject *function)
+{
+	static struct {
+		const char *name;
+		struct sfr_py_access *access, was;
+		PyObject *function; /* NULL: torch answers */
+	} presented[] = {
+		{ .name = "is_cpu", .access = &sfr_py_torch.is_cpu },
+		{ .name = "is_shared", .access = &sfr_py_torch.is_shared },
+		{ .name = "device_index", .access = &sfr_py_torch.device },
+		{ .name = "data_ptr", .access = &sfr_py_torch.data_ptr },
+	};
+
+	for (size_t i = 0; i < sizeof(presented) / sizeof(presented[0]); i++) {
+		if (PyUnicode_CompareWithASCIIString(name, presented[i].name) != 0)
+			continue;
+		if (!presented[i].function)
+			presented[i].was = *presented[i].access;
+		*presented[i].access = presented[i].was;
+		Py_CLEAR(presented[i].function);
+		if (function != Py_None) {
+			presented[i].function = Py_NewRef(function);
+			presented[i].access->get = ask_function;
+			presented[i].access->closure = function;
+		}
+		return 0;
+	}
+	PyErr_Format(PyExc_ValueError, "nothing of torch's is called %R here", name);
+	return -1;
+}
+
+PyObject *sfr_py_read(const struct sfr_py_access *access, PyObject *object)
+{
+	PyObject *value, *bound;
+
+	if (access->get)
+		return access->get(object, access->closure);
+	if (access->call)
+		return access->call(object, NULL);
+	value = PyObject_GetAttr(object, access->name);
+	if (!value || !access->is_method)
+		return value;
+	bound = value;
+	value = PyObject_CallNoArgs(bound);
+	Py_DECREF(bound);
+	return value;
+}
+
+int sfr_py_read_u64(const struct sfr_py_access *access, PyObject *object, uint64_t *out)
+{
+	PyObject *value = sfr_py_read(access, object);
+
+	if (!value)
+		return -1;
+	*out = PyLong_AsUnsignedLongLong(value);
+	Py_DECREF(value);
+	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+int sfr_py_read_flag(const struct sfr_py_access *access, PyObject *object)
+{
+	PyObject *value = sfr_py_read(access, object);
+	int flag;
+
+	if (!value)
+		return -1;
+	flag = PyObject_IsTrue(value);
+	Py_DECREF(value);
+	return flag;
+}
+
+/* ---- seeing through ------------------------------------------------------- */
+
+static int is_plain_tensor(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+
+	return type == sfr_py_torch.tensor || type == sfr_py_torch.parameter;
+}
+
+int sfr_py_see_through(PyTypeObject *wrapper, PyObject *name)
+{
+	PyTypeObject *old = sfr_py_torch.wrapper;
+	PyObject *old_name = sfr_py_torch.str_local;
+
+	if (wrapper == old)
+		return 0;
+	if (!PyType_IsSubtype(wrapper, sfr_py_torch.tensor)) {
+		PyErr_SetString(PyExc_TypeError, "what is seen through is a class of tensors");
+		return -1;
+	}
+	sfr_py_torch.str_local = Py_NewRef(name);
+	sfr_py_torch.wrapper = (PyTypeObject *)Py_NewRef((PyObject *)wrapper);
+	Py_XDECREF((PyObject *)old);
+	Py_XDECREF(old_name);
+	return 0;
+}
+
+PyObject *sfr_py_memory_of(PyObject *tensor)
+{
+	PyObject *local;
+
+	if (is_plain_tensor(tensor))
+		return Py_NewRef(tensor);
+	if (!sfr_py_torch.wrapper || Py_TYPE(tensor) != sfr_py_torch.wrapper)
+		return NULL;
+	/* The slot itself, whatever __getattribute__ and __torch_function__ say. */
+	local = PyObject_GenericGetAttr(tensor, sfr_py_torch.str_local);
+	if (local && !is_plain_tensor(local))
+		Py_CLEAR(local);
+	PyErr_Clear();
+	return local;
+}
+
+int sfr_py_is_seen(PyObject *tensor)
+{
+	PyObject *memory = sfr_py_memory_of(tensor);
+
+	Py_XDECREF(memory);
+	return memory != NULL;
+}
+
+PyObject *sfr_py_storage_of(PyObject *tensor)
+{
+	PyObject *memory = sfr_py_memory_of(tensor), *storage;
+
+	if (!memory) {
+		PyErr_SetString(PyExc_TypeError, "a tensor without memory of its own");
+		return NULL;
+	}
+	storage = sfr_py_read(&sfr_py_torch.storage, memory);
+	Py_DECREF(memory);
+	return storage;
+}
+
+int sfr_py_version_of(PyObject *tensor, uint64_t *out)
+{
+	PyObject *memory = sfr_py_memory_of(tensor);
+	uint64_t own, inner = 0;
+	int ret = -1;
+
+	if (!memory)
+		PyErr_SetString(PyExc_TypeError, "a tensor without memory of its own");
+	else if (!sfr_py_read_u64(&sfr_py_torch.version, tensor, &own) &&
+		 (memory == tensor || !sfr_py_read_u64(&sfr_py_torch.version, memory, &inner)))
+		ret = 0;
+	if (!ret)
+		*out = own + inner; /* neither is ever less than it was */
+	Py_XDECREF(memory);
+	return ret;
+}
