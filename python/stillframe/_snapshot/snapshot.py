@@ -15,10 +15,8 @@ dropped, and nothing is overwritten while somebody can still read it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -50,7 +48,6 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_ALIGN = 64  # of each storage, as in the pool
 _INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
 
 
@@ -171,6 +168,7 @@ class Snapshot(Generic[T]):
         self._released = False
         self.num_tensors = 0  # for the callback
         self.nbytes = 0
+        self.deferred_nbytes = 0
 
     def __enter__(self) -> Snapshot[T]:
         return self
@@ -457,31 +455,15 @@ def _take(
     )
     taken = Snapshot(copy, built, identities, shared)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
+    if deferral.indices:
+        nbytes = [nbytes for _, nbytes in source.sources()]
+        taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
         del memory, built
         taken.wait()
     source.forget()
     return taken
-
-
-def ordinary_copy(tree: T) -> tuple[T, int, int]:
-    """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
-    tensors, the bytes of its storages)."""
-    source = Tree(tree, lanes=False)
-    offsets: list[int] = []
-    end = 0
-    for _, nbytes in source.sources():
-        offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    # It lives as long as a tensor over it does.
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
-        if address:
-            ctypes.memmove(base + offset, address, nbytes)
-    built, _ = source.rebuild(memory, offsets)
-    return built, source.num_tensors(), source.nbytes()
 
 
 # ---- forks and the end of the process ----
