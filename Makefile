@@ -10,14 +10,17 @@
 # make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
+# make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
+# make wheel-check      a wheel from a source distribution, looked over by auditwheel and abi3audit
+# make wheel-versions   that wheel beside torch 2.10, 2.11, 2.13 and the newest, as far as there are CPU builds
 # make clean  removes what was built; make distclean removes .venv too
 #
-# Each target does everything it needs, from Python >= 3.11, a C and a C++ compiler and make.
-# PYTHON=python3.12, CC=clang CXX=clang++, ARGS='arguments of the demo, of pytest, of
+# Each target does everything it needs, from Python >= 3.11, a C compiler and make.
+# PYTHON=python3.12, CC=clang, ARGS='arguments of the demo, of pytest, of
 # vs_peers.py', DIR='a directory on the disk that make bench measures'.
 
 PYTHON ?= python3
@@ -30,17 +33,14 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 ifeq ($(origin CC),default)
 CC := cc
 endif
-ifeq ($(origin CXX),default)
-CXX := c++
-endif
-export CC CXX
+export CC
 
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign gpu \
-	lightning-suite lightning-versions lightning-theirs clean distclean
+.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants gpu \
+	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -70,9 +70,8 @@ $(VENV)/bin/pip:
 		echo "stillframe needs Python 3.11 or later; '$(PYTHON)' is not there (make PYTHON=...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "stillframe needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) -V 2>&1) (make PYTHON=...)" >&2; exit 1; }
-	@for compiler in '$(CC)' '$(CXX)'; do \
-		command -v $${compiler%% *} >/dev/null || { \
-		echo "stillframe needs a C and a C++ compiler; '$$compiler' is not there (make CC=... CXX=...)" >&2; exit 1; }; done
+	@compiler='$(CC)'; command -v $${compiler%% *} >/dev/null || { \
+		echo "stillframe needs a C compiler; '$$compiler' is not there (make CC=...)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
 		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -80,8 +79,18 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) -m stillframe demo $(ARGS)
 
+# The mutants of the day: as many as half a minute has time for.
 test: build asan
 	$(PY) -m pytest $(ARGS)
+ifeq ($(ARGS),)
+	$(MUTANTS) --variant asan --sample 50 --seconds 25
+endif
+
+MUTANTS = $(PY) tests/mutants/mutants.py -j$(JOBS)
+
+mutants: build
+	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain
+	$(MUTANTS) $(ARGS)
 
 # A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of restore.py.
 bench: build $(VENV)/.bench
@@ -116,9 +125,34 @@ format: $(VENV)/.requirements
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(C_FORMATTED)
 
+# ---- what is released -----------------------------------------------------------------------
+
+WHEEL_TORCHES ?= 2.10.0 2.11.0 2.13.0 newest
+WHEEL         := build/wheel/built
+
+# From a source distribution, so that both are tried. Wheels for everybody are built by cibuildwheel
+# in the manylinux image, by .github/workflows/release.yml; this one runs on machines like this one.
+wheel-check: $(WHEEL) $(VENV)/.wheel
+	$(VENV)/wheel/bin/python tests/wheel/wheel.py check build/wheel/*.whl
+
+wheel-versions: $(WHEEL)
+	$(PY) tests/wheel/wheel.py versions build/wheel/*.whl $(WHEEL_TORCHES)
+
+$(WHEEL): $(VENV)/.requirements $(SOURCES) pyproject.toml setup.py MANIFEST.in $(shell find python -name "*.py")
+	@rm -rf $(@D) && mkdir -p $(@D)
+	$(PY) setup.py --quiet egg_info --egg-base $(@D) sdist --dist-dir $(@D)
+	STILLFRAME_STRIP=1 $(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir $(@D) $(@D)/*.tar.gz
+	@touch $@
+
+# In an environment of their own: what they need is no business of ours. None is no failure.
+$(VENV)/.wheel: $(VENV)/.requirements
+	$(PYTHON) -m venv $(VENV)/wheel
+	-$(VENV)/wheel/bin/pip --disable-pip-version-check install --quiet auditwheel==6.8.2 abi3audit==0.0.26
+	@touch $@
+
 # ---- the C tests: programs of their own, each in a process of its own -----------------------
 
-C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" -o -name "*.cpp" | LC_ALL=C sort)
+C_FORMATTED := $(shell find csrc tests/c -name "*.[ch]" | LC_ALL=C sort)
 C_HEADERS   := $(filter csrc/core/%.h tests/c/%.h,$(C_FORMATTED))
 C_CORE      := $(patsubst csrc/core/%.c,%.o,$(filter csrc/core/%.c,$(C_FORMATTED)))
 FAKE_CUDA   := $(filter tests/c/cuda/fake_cuda%.c,$(C_FORMATTED))

@@ -1,13 +1,13 @@
-"""Builds the two extension modules; everything else about the package is in pyproject.toml.
+"""Builds stillframe._core; everything else about the package is in pyproject.toml.
 
-    stillframe._core    the C11 core and its binding (limited API, CPython 3.11 and later)
-    stillframe._bridge  the one C++ file, on torch's stable ABI
-
-One binary of each serves many Python and torch versions. Switches, all from the environment:
+It is the C11 core with its binding: limited API of CPython 3.11, and nothing of torch, whose
+functions are looked up when it is imported. So one binary serves many Pythons and torches, and a
+build needs a C compiler. Switches, all from the environment:
 
     STILLFRAME_SANITIZE=address,undefined   builds with these sanitizers
     STILLFRAME_COVERAGE=1                   builds with gcov counters
     STILLFRAME_WERROR=1                     makes warnings errors (our CI does; users should not)
+    STILLFRAME_STRIP=1                      leaves debugging symbols out (what is released has none)
 
 From a checkout it also builds build/libfake_cuda.so, the tests' CUDA driver. The core is compiled
 with the CUDA toolkit's cuda.h, else with the one of the nvidia-cuda-runtime wheel; where there is
@@ -16,37 +16,25 @@ neither it declares the few types that it needs, which gives the same binary.
 
 import hashlib
 import os
+import re
 import runpy
 import shutil
 import sys
 import sysconfig
+import tomllib
 from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-try:
-    from torch.utils import cpp_extension
-except ImportError:
-    cpp_extension = None
-
 PYTHON_ABI = "0x030b0000"  # CPython 3.11
-TORCH_ABI = "0x020a000000000000"  # torch 2.10
 FAKE_DRIVER = "fake_cuda*"
 HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
 
 support = runpy.run_path("python/stillframe/_base/support.py")
 if complaint := support["complaint_of_python"](sys.platform, support["is_free_threaded"]()):
     raise SystemExit(complaint)
-
-NO_TORCH = """
-stillframe is compiled against the torch it is going to run with, and finds none here.
-Install torch first, then build in that same environment:
-
-    pip install torch
-    pip install --no-build-isolation stillframe      (or: pip install --no-build-isolation .)
-"""
 
 
 def switches() -> tuple[list[str], list[str]]:
@@ -57,6 +45,8 @@ def switches() -> tuple[list[str], list[str]]:
     if os.environ.get("STILLFRAME_COVERAGE") == "1":
         both += ["--coverage", "-O0"]
     werror = ["-Werror"] if os.environ.get("STILLFRAME_WERROR") == "1" else []
+    if os.environ.get("STILLFRAME_STRIP") == "1":
+        return ["-g0", *both, *werror], [*both, "-s"]
     return ["-g", *both, *werror], both
 
 
@@ -74,68 +64,39 @@ def cuda_include() -> list[str]:
     return []
 
 
-def extensions() -> list[Extension]:
+def core() -> Extension:
     compile_flags, link_flags = switches()
-    warnings = ["-Wall", "-Wextra", "-Wshadow", "-fvisibility=hidden", *compile_flags]
-    core = Extension(
+    return Extension(
         "stillframe._core",
         sources=sorted(
             glob("csrc/core/**/*.c", recursive=True) + glob("csrc/python/**/*.c", recursive=True)
         ),
         depends=HEADERS,
-        define_macros=[("_GNU_SOURCE", None)],
-        include_dirs=["csrc/core", "csrc/python", "csrc", *cuda_include()],
+        define_macros=[("_GNU_SOURCE", None), ("Py_LIMITED_API", PYTHON_ABI)],
+        include_dirs=["csrc/core", "csrc/python", *cuda_include()],
         extra_compile_args=[
             *("-std=c11", "-pthread", "-Wstrict-prototypes", "-Wmissing-prototypes"),
-            *warnings,
+            *("-Wall", "-Wextra", "-Wshadow", "-fvisibility=hidden"),
+            *compile_flags,
         ],
         extra_link_args=["-pthread", *link_flags],
+        libraries=["dl"],  # of its own before glibc 2.34
         py_limited_api=True,
     )
-    if cpp_extension is None:
-        return [core]
-    # -isystem: torch's headers are not ours to warn about.
-    bridge = cpp_extension.CppExtension(
-        "stillframe._bridge",
-        sources=["csrc/torch/bridge.cpp"],
-        depends=HEADERS,
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_ABI)],
-        extra_compile_args=[
-            *(f"-isystem{path}" for path in cpp_extension.include_paths()),
-            *warnings,
-        ],
-        extra_link_args=link_flags,
-        py_limited_api=True,
-    )
-    return [core, bridge]
-
-
-def refuse_other_torch() -> None:
-    if cpp_extension is None:
-        raise SystemExit(NO_TORCH)
-    if why := support["complaint_of_torch"](support["installed"]("torch")):
-        raise SystemExit(why)
 
 
 def signature(ext: Extension) -> str:
-    """What the binary of `ext` is made from: flags, sources, headers, torch."""
-    torch_version = cpp_extension.torch.__version__ if cpp_extension else ""
+    """What the binary of `ext` is made from: flags, sources, headers."""
     digest = hashlib.sha256()
-    args = (ext.extra_compile_args, ext.extra_link_args, ext.define_macros, torch_version)
-    args += (ext.include_dirs if ext.name == "stillframe._core" else [],)
-    digest.update(repr((args, os.environ.get("CC"), os.environ.get("CXX"))).encode())
+    args = (ext.extra_compile_args, ext.extra_link_args, ext.define_macros, ext.include_dirs)
+    digest.update(repr((args, os.environ.get("CC"))).encode())
     for path in [*ext.sources, *ext.depends, __file__]:
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()
 
 
-class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # type: ignore[misc]
+class Build(build_ext):
     """Rebuilds an extension when what it is made from has changed, whatever the file times say."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        refuse_other_torch()
-        cpp_extension.min_supported_cpython = PYTHON_ABI  # as its documentation tells one to
-        super().__init__(*args, use_ninja=False, **kwargs)
 
     def run(self) -> None:
         super().run()
@@ -166,6 +127,10 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
         )
 
     def build_extension(self, ext: Extension) -> None:
+        # A Python that was built with a path of its own would write it into what it links.
+        self.compiler.linker_so = [
+            each for each in self.compiler.linker_so if not each.startswith("-Wl,-rpath")
+        ]
         marker = Path("build", f"{ext.name}.signature")
         made_from = signature(ext)
         self.force = not marker.exists() or marker.read_text() != made_from
@@ -174,8 +139,19 @@ class Build(cpp_extension.BuildExtension if cpp_extension else build_ext):  # ty
         marker.write_text(made_from)
 
 
+def readme() -> str:
+    """README with links and pictures of the repository's, for readers who are not in it."""
+    urls = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]
+    blob, raw = f"{urls['Source']}/blob/main/", f"{urls['Source']}/raw/main/"
+    text = Path("README.md").read_text()
+    text = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{raw}", text)
+    return re.sub(r"(?<!!)(\[(?:[^][]|\[[^]]*\])*\]\()(?![a-z]+:|#)", rf"\g<1>{blob}", text)
+
+
 setup(
-    ext_modules=extensions(),
+    ext_modules=[core()],
     cmdclass={"build_ext": Build},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -153,6 +153,7 @@ struct sfr_place {
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root */
 	uint32_t mode;     /* of what stands there (st_mode; links are not followed), or 0 */
 	uint32_t readable; /* the directory: what may not be read cannot be synced */
+	uint64_t fs;       /* of the directory: st_dev */
 };
 /* Finds out where `path` leads, with a link in its last component followed or not. 0, or -errno: some
  * part of the path is missing, is no directory, or cannot be looked at. Blocks on file systems. */
@@ -179,6 +180,7 @@ struct sfr_source {
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
 	const char *name;     /* file name in it */
+	uint64_t fs;          /* its file system, as sfr_look says; 0 = not known */
 	const void *skeleton; /* data.pkl; stays valid until the save is staged or has ended */
 	uint64_t skeleton_len;
 	const struct sfr_source *sources; /* copied; the bytes stay valid until staged or ended */
@@ -242,12 +244,12 @@ struct sfr_tensor {
 };
 int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
 
-/* A save of such a file: from here on as any other (admit, capture, launch), but that nothing is
+/* A save of such a file to where `desc` says, which has no skeleton and no sources: from here on as any other (admit, capture, launch), but that nothing is
  * captured: SFR_WAIT_COPIED is the moment when the last source is written, and the bytes of the
  * sources stay as they are until the save has ended. The file's length is that of the parts, to the
  * byte. The parts are the save's when 0 is returned. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
-int sfr_save_new_parts(struct sfr_engine *engine, const char *dir, const char *name,
-		       struct sfr_parts *parts, uint32_t flags, struct sfr_ticket **out);
+int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		       struct sfr_parts *parts, struct sfr_ticket **out);
 
 /* ---- one save, continued (ticket.c) -------------------------------------- */
 
@@ -420,8 +422,13 @@ void sfr_log_load_free(struct sfr_log_load *load);
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Saves and removes not yet ended. */
 uint64_t sfr_log_pending(void);
-/* Ends the log's thread once the log has run out and no save is between admit and launch; the next
- * save or remove starts it again. */
+/* Is there something pending whose file system has not answered for 20 s? 1, with a sentence that
+ * names it in `text`, or 0. What is saved to others and ready does not wait for it. */
+int sfr_log_unanswered(char *text, size_t len);
+/* For tests: how long a file system may take before it is set aside; 0 = as ever. */
+void sfr_log_tune(uint64_t patience_ns);
+/* Ends the log's threads once the log has run out and no save is between admit and launch; the next
+ * save or remove starts one again. */
 int sfr_log_stop(void);
 
 /* ---- work done elsewhere, in the log's order (work.c) -------------------- */

@@ -50,7 +50,7 @@ from stillframe.errors import (
     TornSnapshotError,
 )
 
-__version__ = "0.1.0"
+__version__ = _support.VERSION
 
 __all__ = [
     "BusyError",

@@ -1,8 +1,8 @@
-"""`python -m stillframe`, and the command `stillframe`."""
+"""`python -m stillframe`: the command `stillframe`, by the Python that is to run it."""
 
 import sys
 
-from stillframe._shell.cli import main
+from _stillframe_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

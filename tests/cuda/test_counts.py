@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import stillframe
+import torch
 from stillframe.testing import FakeDriver
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -29,3 +32,22 @@ def test_few_calls_and_nearly_all_bytes_are_deferred(
         assert figure <= most, what
     assert found["call"]["samples"] > 0
     assert found["deferred_after_step"][0] == 0
+
+
+def test_a_devices_lane_is_not_niced_and_wakes_in_time(tmp_path: Path, fake: FakeDriver) -> None:
+    """Training may wait for it; the writers, for which nobody waits, are niced."""
+    stillframe.save({"w": torch.zeros(100_000)}, tmp_path / "a.pt")
+    threads = {
+        (task / "comm").read_text().strip(): task for task in Path("/proc/self/task").iterdir()
+    }
+    nice = {name: int(_stat(task)[16]) for name, task in threads.items()}
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice["sfr-cuda0"] == own
+    assert nice["sfr-lane0"] == max(own, 10)
+    slack_ns = Path("/proc", threads["sfr-cuda0"].name, "timerslack_ns").read_text()
+    assert int(slack_ns) <= 1000
+
+
+def _stat(task: Path) -> list[str]:
+    """proc(5)'s fields from the third on: behind the name, which may hold anything."""
+    return (task / "stat").read_text().rpartition(")")[2].split()

@@ -9,6 +9,7 @@ process what the scenario raised to raised<n>.txt.
 import contextlib
 import errno
 import json
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -34,6 +35,14 @@ class Report:
 
     def write(self, rank):
         (Path(self.directory) / f"rank{rank}.json").write_text(json.dumps(self.notes))
+        # A rank that Lightning started ends like this, before the interpreter does: gloo's
+        # threads abort a process that ends around them, whoever saved.
+        multiprocessing.util.Finalize(None, leave, exitpriority=0)
+
+
+def leave():
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def make_trainer(start, directory, callbacks, **options):
@@ -334,7 +343,5 @@ def main(start, directory, *scenarios):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(*sys.argv[1:])
-    # gloo's threads may outlive the interpreter, whoever saved.
     sys.stdout.flush()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()

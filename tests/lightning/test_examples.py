@@ -1,4 +1,4 @@
-"""The worked examples run, print what README says, and stand in README as they are."""
+"""The worked examples run, print what their page says, and stand there as they are."""
 
 import pathlib
 import re
@@ -8,14 +8,14 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/examples.md").read_text()
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def shown_output(name):
-    """What README shows under an example's name, as patterns: any number of seconds will do."""
-    block = re.search(rf"`examples/{name}`.*?```python\n(.*?)```.*?```text\n(.*?)```", README, re.S)
-    assert block, f"README does not show {name}"
+    """What the page shows under an example's name, as patterns: any number of seconds will do."""
+    block = re.search(rf"`examples/{name}`.*?```py\n(.*?)```.*?```text\n(.*?)```", PAGE, re.S)
+    assert block, f"docs/examples.md does not show {name}"
     lines = [re.escape(line) for line in block[2].splitlines()]
     return block[1], [re.sub(r"\d+\\\.\d{3}\\ s", r"\\d+\\.\\d{3}\\ s", line) for line in lines]
 
@@ -29,7 +29,7 @@ def test_there_are_three():
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_readme_shows(path, tmp_path):
+def test_an_example_prints_what_its_page_shows(path, tmp_path):
     code, lines = shown_output(path.name)
     assert code == path.read_text()
     done = subprocess.run(

@@ -262,11 +262,17 @@ def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parent_directories_are_made(lit, tmp_path):
-    plugin = lit.AsyncCheckpointIO()
+@pytest.mark.parametrize("durable", [True, False])
+def test_parent_directories_are_made_and_are_as_durable_as_the_file(
+    lit, tmp_path, monkeypatch, durable
+):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    plugin = lit.AsyncCheckpointIO(durable=durable)
     plugin.save_checkpoint(STATE, tmp_path / "a" / "b" / "c.ckpt")
     plugin.teardown()
     assert load(tmp_path / "a" / "b" / "c.ckpt")["n"] == 3
+    assert synced == ([str(tmp_path), str(tmp_path / "a")] if durable else [])
 
 
 def test_a_bare_file_name_is_saved_in_the_working_directory(lit, tmp_path, monkeypatch):

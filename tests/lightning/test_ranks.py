@@ -42,10 +42,11 @@ class Ran:
         directory: The scenario's own.
         notes: What each rank noted.
         raised: The traceback of each process that the scenario raised in, or "".
+        said: What the processes of all scenarios wrote to stderr.
     """
 
-    def __init__(self, directory):
-        self.directory = directory
+    def __init__(self, directory, said):
+        self.directory, self.said = directory, said
         self.notes = {
             int(path.stem.removeprefix("rank")): json.loads(path.read_text())
             for path in sorted(directory.glob("rank*.json"))
@@ -63,9 +64,10 @@ def ran(tmp_path_factory):
 
     def run(scenario, start):
         if start not in directories:
-            directories[start] = tmp_path_factory.mktemp(start)
-            _run(start, directories[start])
-        return Ran(directories[start] / scenario)
+            directory = tmp_path_factory.mktemp(start)
+            directories[start] = directory, _run(start, directory)
+        directory, said = directories[start]
+        return Ran(directory / scenario, said)
 
     return run
 
@@ -80,18 +82,20 @@ def _run(start, directory):
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
             "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",  # an abort of a rank says where
         },
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 @starts("trains")
 def test_two_ranks_train_and_only_the_writing_one_has_a_pool(ran, start):
     done = ran("trains", start)
-    assert not done.raised
+    assert not done.raised, done.said
     assert done.files() == ["last.ckpt", "step=6.ckpt"]
     assert os.readlink(done.directory / "c" / "last.ckpt") == "step=6.ckpt"
     assert load(done.directory / "c" / "last.ckpt")["global_step"] == 6
@@ -123,34 +127,34 @@ def test_the_run_ends_with_what_rank_0s_full_disk_says(ran, scenario, start):
 
 def test_a_full_disk_after_training_leaves_nobody_in_the_barrier(ran):
     done = ran("full_disk_after_training", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     assert done.notes == {0: {"raised": errno.ENOSPC}, 1: {"raised": None}}
 
 
 @starts("resumes")
 def test_all_ranks_load_what_rank_0_is_still_writing(ran, start):
     done = ran("resumes", start)
-    assert not done.raised
+    assert not done.raised, done.said
     assert done.notes == {0: {"loaded": 4}, 1: {"loaded": 4}}
 
 
 def test_the_learning_rate_finder_restores_on_all_ranks(ran):
     done = ran("finds_a_rate", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     assert {note["step"] for note in done.notes.values()} == {6}
     assert list(done.directory.glob(".lr_find*")) == []
 
 
 def test_all_ranks_find_the_newest_checkpoint_of_the_fit_before(ran):
     done = ran("several_fits", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     assert {note["step"] for note in done.notes.values()} == {8}
     assert load(done.directory / "c" / "last.ckpt")["global_step"] == 8
 
 
 def test_model_parallel_with_full_state_dicts_saves_all_of_it(ran):
     done = ran("full_state", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     assert {rank: note["engine"] for rank, note in done.notes.items()} == {0: True, 1: False}
     state = load(done.directory / "c" / "step=6.ckpt")
     assert state["state_dict"]["layer.0.weight"].shape == (300, 300)
@@ -160,7 +164,7 @@ def test_model_parallel_with_full_state_dicts_saves_all_of_it(ran):
 
 def test_a_strategy_that_writes_for_itself_brings_one_warning(ran):
     done = ran("sharded", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     (warning,) = done.notes[0]["warnings"]
     assert "save_distributed_checkpoint=False" in warning
     assert done.notes[1]["warnings"] == []
@@ -169,7 +173,7 @@ def test_a_strategy_that_writes_for_itself_brings_one_warning(ran):
 @starts("fabric")
 def test_fabric_saves_and_loads_under_ddp(ran, start):
     done = ran("fabric", start)
-    assert not done.raised
+    assert not done.raised, done.said
     assert done.notes == {0: {"engine": True}, 1: {"engine": False}}
     assert sorted(path.name for path in done.directory.glob("*.ckpt")) == [
         f"{nr}.ckpt" for nr in range(6)
@@ -178,6 +182,6 @@ def test_fabric_saves_and_loads_under_ddp(ran, start):
 
 def test_fabric_saves_and_loads_the_full_state_of_fsdp2(ran):
     done = ran("fabric_fsdp2", "torchrun")
-    assert not done.raised
+    assert not done.raised, done.said
     assert {note["same"] for note in done.notes.values()} == {True}
     assert done.notes[0]["names"] == ["0.bias", "0.weight", "2.bias", "2.weight"]

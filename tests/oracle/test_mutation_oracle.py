@@ -353,7 +353,7 @@ def test_check_mutation_notices_a_sparse_write_that_counts_no_version(tmp_path: 
     raises=pytest.fail.Exception,
     strict=True,
     reason="a sparse .data write between call and copy: no version is counted and no sample lies "
-    "there; README states it, wait_staged() or check_mutation=True is the remedy",
+    "there; docs/guarantees.md states it, wait_staged() or check_mutation=True is the remedy",
 )
 def test_a_sparse_data_write_outside_the_step_is_noticed(tmp_path: Path) -> None:
     for _ in range(8):  # one line in eight is sampled here, others each time

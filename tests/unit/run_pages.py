@@ -1,4 +1,4 @@
-"""Runs the Python blocks of pages: `python run_pages.py DIRECTORY PAGE...`, for test_docs.py.
+"""Runs Python blocks of pages and notebooks, for test_docs.py: `run_pages.py DIRECTORY PAGE...`.
 
 A page is one program: its blocks share a namespace, in their order, in a scratch directory of the
 page's own. Each page runs in a fork of this process, which has imported torch and Lightning once
@@ -28,9 +28,24 @@ _BLOCK = re.compile(
 )
 
 
+def text_of(page: Path) -> str:
+    """The page; a notebook as the page that it would be."""
+    text = page.read_text()
+    if page.suffix != ".ipynb":
+        return text
+    blocks = []
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] == "code":
+            blocks.append("```python\n" + "".join(cell["source"]) + "\n```\n\n")
+            for output in cell["outputs"]:
+                printed = "".join(output["text"])
+                blocks.append(f'```text title="prints"\n{printed}```\n\n')
+    return "".join(blocks)
+
+
 def run(page: Path) -> str | None:
     """What is wrong with the page."""
-    text = page.read_text()
+    text = text_of(page)
     names = {"__name__": "__main__"}
     for block in _BLOCK.finditer(text):
         line = text.count("\n", 0, block.start()) + 1

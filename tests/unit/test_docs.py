@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 RUN = [page for page in PAGES if "\n```python\n" in page.read_text()]
+RUN += sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def _name(page: Path) -> str:
-    return str(page.relative_to(DOCS))
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ CORE_LAYERS = [
 ]
 # The same for packages; a module that is not in one of them stands by itself.
 PACKAGE_LAYERS = [
-    *("errors", "_base", "_tree", "_save", "_snapshot", "_lightning"),
-    *("lightning", "pytorch_lightning", "__init__", "testing", "_shell", "__main__"),
+    *("errors", "_base", "_tree", "_save", "_snapshot", "_dcp", "_lightning"),
+    *("lightning", "pytorch_lightning", "dcp", "__init__", "testing", "_shell", "__main__"),
 ]
 MOST_LINES = 500  # of a file; 450 for a new one
 
@@ -142,7 +142,7 @@ def imports(top: Path, *package: str) -> Graph:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 # The binary modules are below everything, and no files of the package.
-                if name not in names and alias.name in ("_core", "_bridge"):
+                if name not in names and alias.name == "_core":
                     continue
                 yield name if name in names else node.module
 

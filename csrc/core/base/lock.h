@@ -8,8 +8,7 @@
  * Nothing waits under any of them but for its own condition, and no system call for a file is made
  * under one, with these exceptions, all by calls that return as soon as the kernel answers: a
  * thread is started under SESSION, ENGINE, LANE and LOG (so that there is one of each, at most); the
- * timeline's file is opened under SESSION; FORK is held across each open, since a child must not
- * inherit a descriptor that is not in the table (a fork waits a second for it at most).
+ * timeline's file is opened under SESSION, which may wait a second for a fork.
  */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H
@@ -17,7 +16,7 @@
 #include <pthread.h>
 
 enum sfr__lock_rank {
-	SFR__LOCK_SESSION, /* trace/json.c: the one timeline that is being written */
+	SFR__LOCK_SESSION, /* trace/session.c: the one timeline that is being written */
 	SFR__LOCK_ENGINE,  /* an engine's queues and slots, its tickets, its snapshots */
 	SFR__LOCK_LANES,   /* device/lanes.c: the lanes of an engine */
 	SFR__LOCK_LANE,  /* what is in flight on a device's stream; never over a call that queues */

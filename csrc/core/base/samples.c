@@ -1,8 +1,8 @@
 /* Which cache lines of a source are sampled.
  *
  * Lines of every deferred source are kept in the call and compared with the staged copy: a
- * difference means that somebody wrote in between. Saves (lane.c, blocks_cuda.c) and snapshots look
- * at the same lines; how they keep and compare them is their own business.
+ * difference means that somebody wrote in between. Saves (save/stage.c, save/fill_cuda.c) and
+ * snapshots look at the same lines; how they keep and compare them is their own business.
  */
 #include "base/base.h"
 

@@ -19,7 +19,8 @@
 #include "trace/trace.h"
 
 /* A ticket without an image. -ENOMEM, SFR_EFORK. */
-static int ticket_new(struct sfr_engine *engine, uint32_t flags, struct sfr_ticket **out)
+static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		      struct sfr_ticket **out)
 {
 	static _Atomic uint64_t nr_saves;
 	struct sfr_ticket *t;
@@ -33,7 +34,8 @@ static int ticket_new(struct sfr_engine *engine, uint32_t flags, struct sfr_tick
 	t->fork_generation = engine->fork_generation;
 	t->engine = engine;
 	sfr__engine_get(engine);
-	t->flags = flags;
+	t->flags = desc->flags;
+	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
 	t->created_ns = sfr__now_ns();
@@ -49,8 +51,9 @@ static int ticket_new(struct sfr_engine *engine, uint32_t flags, struct sfr_tick
 }
 
 /* What a laid out image needs to be written to dir/name. */
-static int ticket_aim(struct sfr_ticket *t, const char *dir, const char *name)
+static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 {
+	const char *dir = desc->dir, *name = desc->name;
 	size_t dir_len = strlen(dir), key_len = dir_len + 1 + strlen(name) + 1;
 
 	for (uint32_t i = 0; i < t->img.nr_runs; i++)
@@ -73,7 +76,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	int rc;
 
 	*out = NULL;
-	rc = ticket_new(engine, desc->flags, &t);
+	rc = ticket_new(engine, desc, &t);
 	if (rc < 0)
 		return rc;
 	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
@@ -84,7 +87,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		rc = t->sums ? 0 : -ENOMEM;
 	}
 	if (rc == 0)
-		rc = ticket_aim(t, desc->dir, desc->name);
+		rc = ticket_aim(t, desc);
 	if (rc < 0)
 		sfr__ticket_free(t);
 	else
@@ -92,20 +95,20 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	return rc;
 }
 
-int sfr_save_new_parts(struct sfr_engine *engine, const char *dir, const char *name,
-		       struct sfr_parts *parts, uint32_t flags, struct sfr_ticket **out)
+int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		       struct sfr_parts *parts, struct sfr_ticket **out)
 {
 	struct sfr_ticket *t;
 	int rc;
 
 	*out = NULL;
-	rc = ticket_new(engine, flags, &t);
+	rc = ticket_new(engine, desc, &t);
 	if (rc < 0)
 		return rc;
 	t->in_place = true;
 	rc = sfr__image_init_parts(&t->img, parts, engine->opts.block_bytes);
 	if (rc == 0)
-		rc = ticket_aim(t, dir, name);
+		rc = ticket_aim(t, desc);
 	if (rc < 0)
 		sfr__ticket_free(t);
 	else

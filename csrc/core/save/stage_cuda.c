@@ -122,7 +122,10 @@ int sfr_save_begin(struct sfr_ticket *t, const struct sfr_stream *streams, uint3
 
 /* ---- capture ------------------------------------------------------------------------ */
 
-/* Leases a block with memory that the device can write to. */
+/* Leases a block with memory that the device can write to. A pool without such memory registers it
+ * here, block by block, for captured bytes inside the call. That is bought once: copies to pageable
+ * memory would hold up the call for as long (the driver stages them, and returns when they have run),
+ * at this save and the next. warm_up() takes it out of the call. */
 static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__block **block)
 {
 	struct sfr_ticket *t = part->ticket;

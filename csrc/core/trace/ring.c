@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "trace/trace.h"
+#include "trace/ring.h"
 
 #define SMALL_PIECE (64u << 10) /* pieces below it are seen in their block's span only */
 

@@ -1,4 +1,5 @@
-/* A timeline of what the threads of a save do: recording it (trace.c), writing it (json.c).
+/* A timeline of what the threads of a save do: recording it (ring.c), and
+ * writing it (session.c, events.c, document.c).
  *
  * A trace point is one line at the head of a scope; its span ends with the scope:
  *
@@ -6,7 +7,7 @@
  *
  * While no trace is being written it costs one relaxed load. Otherwise two looks at the clock and
  * a store into a ring of the thread's own: no lock, no system call. A full ring drops events and
- * counts them. A thread of its own empties the rings into the file (json.c).
+ * counts them. A thread of its own empties the rings into the file (session.c).
  */
 #ifndef SFR_TRACE_H
 #define SFR_TRACE_H
@@ -46,7 +47,7 @@ enum sfr_trace_kind {
 		SFR_NR_TRACE_KINDS
 };
 
-/* ---- one trace a process (json.c) ---- */
+/* ---- one trace a process (session.c) ---- */
 
 struct sfr_trace_result {
 	uint64_t nr_events; /* written, without those that name rows */
@@ -65,7 +66,7 @@ int sfr_trace_stop(struct sfr_trace_result *out);
 /* Names the row of a thread; the last name counts. Dropped when no trace is being written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
-/* ---- recording (trace.c) ---- */
+/* ---- recording (ring.c) ---- */
 
 /* The present moment, or 0 when no trace is being written: what sfr_trace_end takes. */
 uint64_t sfr_trace_begin(void);
@@ -110,50 +111,5 @@ static inline void sfr__span_end(struct sfr__span *span)
 #define SFR__TRACE_AS(kind, save, number, line)                                                    \
 	struct sfr__span sfr__span_##line __attribute__((cleanup(sfr__span_end), unused)) =        \
 		sfr__span_begin(kind, save, number)
-
-/* ---- between trace.c and json.c ---- */
-
-struct sfr__trace_event {
-	uint64_t start_ns, end_ns, save, number;
-	uint16_t kind;  /* enum sfr_trace_kind */
-	uint16_t state; /* SAVE: enum sfr_state */
-	char name[28];  /* SAVE: of the file, UTF-8, shortened */
-};
-
-enum { SFR__RING_EVENTS = 8192 };
-
-/* What one thread has recorded and nobody has read yet. */
-struct sfr__ring {
-	struct sfr__ring *next; /* guarded by the registry's mutex */
-	uint64_t tid;
-	char name[16];            /* the kernel's name of the thread */
-	atomic_bool dead;         /* its thread has ended */
-	_Atomic uint64_t head;    /* next to be written, by the thread */
-	_Atomic uint64_t tail;    /* next to be read, by the reader */
-	_Atomic uint64_t dropped; /* in the present trace */
-	/* the reader's */
-	uint32_t named_in, steps_named_in; /* the trace in which its row has been named */
-	uint64_t dropped_seen;
-	/* the thread's own */
-	uint64_t save; /* of the innermost span that named one */
-	uint32_t steps_in, nr_steps;
-	uint64_t step_number, last_step_ns;
-	struct {
-		uint64_t optimizer, start_ns;
-	} steps[8];
-	struct sfr__trace_event events[SFR__RING_EVENTS];
-};
-
-/* Begins the trace `number`: drops what is left of earlier ones. */
-void sfr__rings_begin(uint32_t number);
-/* Calls `read` for every ring. One reader at a time. */
-void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);
-/* Frees the rings of ended threads that have been read; `last` says that no reader comes after. */
-void sfr__rings_sweep(bool last);
-/* Events that found no memory for a ring, since sfr__rings_begin. */
-uint64_t sfr__rings_lost(void);
-/* The next unread event, or NULL; it stays valid until sfr__ring_pop. */
-const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring);
-void sfr__ring_pop(struct sfr__ring *ring);
 
 #endif

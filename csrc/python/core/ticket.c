@@ -27,22 +27,24 @@ static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyOb
 
 static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", NULL };
+	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", "fs", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_ticket *ticket = NULL;
 	PyObject *engine, *skeleton;
 	const char *dir, *name;
 	Py_buffer rows;
 	unsigned int flags;
+	unsigned long long fs = 0;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I:Ticket", names,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I|K:Ticket", names,
 					 state->engine_type, &engine, &dir, &name, &PyBytes_Type,
-					 &skeleton, &rows, &flags))
+					 &skeleton, &rows, &flags, &fs))
 		return NULL;
 	const struct sfr_save_desc desc = {
 		.dir = dir,
 		.name = name,
+		.fs = fs,
 		.skeleton = PyBytes_AsString(skeleton),
 		.skeleton_len = (uint64_t)PyBytes_Size(skeleton),
 		.sources = rows.buf,
@@ -65,17 +67,20 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
 {
 	struct sfr_py_state *state = PyType_GetModuleState((PyTypeObject *)type);
+	struct sfr_save_desc desc = { .flags = 0 };
 	struct sfr_ticket *ticket = NULL;
 	PyObject *engine, *parts;
-	const char *dir, *name;
+	unsigned long long fs = 0;
 	unsigned int flags;
 	int rc;
 
-	if (!PyArg_ParseTuple(args, "O!yyO!I:of_parts", state->engine_type, &engine, &dir, &name,
-			      state->parts_type, &parts, &flags))
+	if (!PyArg_ParseTuple(args, "O!yyO!I|K:of_parts", state->engine_type, &engine, &desc.dir,
+			      &desc.name, state->parts_type, &parts, &flags, &fs))
 		return NULL;
-	rc = sfr_save_new_parts(((struct sfr_py_engine *)engine)->engine, dir, name,
-				((struct sfr_py_parts *)parts)->parts, flags, &ticket);
+	desc.flags = flags;
+	desc.fs = fs;
+	rc = sfr_save_new_parts(((struct sfr_py_engine *)engine)->engine, &desc,
+				((struct sfr_py_parts *)parts)->parts, &ticket);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
 	return ticket_wrap((PyTypeObject *)type, ticket, NULL);
@@ -386,7 +391,7 @@ static PyMethodDef methods[] = {
 	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
 	METHOD("report", ticket_report, "report() -> dict."),
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
-	  "of_parts(engine, dir, name, parts, flags) -> Ticket: a save of Parts, which are empty"
+	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
 	  " afterwards. What they refer to stays as it is until the save has ended." },
 	{ NULL, NULL, 0, NULL },
 };

@@ -9,6 +9,10 @@
  * waiting for the copies and the host for nothing: so a verdict comes when both have landed, a step
  * later or several where the host runs far ahead. Until then nothing else is asked of that device.
  *
+ * Two whole cycles from a step's end to the next gate are looked at, so the earliest verdict comes
+ * at the third step, and not the second: with one cycle, a buffer that is written every other step
+ * would pass.
+ *
  * What fails or is not possible (a capture, another thread that is looking) leaves storages
  * undecided, and so captured.
  *

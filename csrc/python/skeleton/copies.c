@@ -272,7 +272,7 @@ static PyObject *wrap(const struct sfr_py_kinds *kinds, void *const *handles, si
 			Py_CLEAR(capsules); /* SetItem has taken the reference over */
 	}
 	if (capsules == NULL) {
-		kinds->bridge->drop(handles, nr);
+		sfr_py_bridge_drop(handles, nr);
 		return NULL;
 	}
 	/* What a failure of this leaves of the handles is not known. */
@@ -297,7 +297,7 @@ static PyObject *make(const struct job *job, PyObject *owner)
 		(void)PyErr_NoMemory(); /* always NULL */
 	if (hold == NULL)
 		goto end;
-	if (kinds->bridge->make(job->rows, job->nr_made, hold, handles) == 0)
+	if (sfr_py_bridge_make(job->rows, job->nr_made, hold, handles) == 0)
 		tensors = wrap(kinds, handles, job->nr_made);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
@@ -325,7 +325,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_ValueError, "copies() comes after finish()");
 		goto end;
 	}
-	together = together && job.c->kinds->bridge->make != NULL;
+	together = together && sfr_py_bridge_makes();
 	if ((size_t)PyList_Size(job.offsets) != job.c->nr_storages) {
 		PyErr_SetString(PyExc_ValueError, "there is an offset for each storage");
 		goto end;

@@ -204,7 +204,6 @@ static void kinds_dealloc(PyObject *self)
 		Py_CLEAR(kinds->dtype[i].storage_class);
 	}
 	Py_CLEAR(kinds->cpu);
-	Py_CLEAR(kinds->functions);
 	sfr_py_trail_fini(&kinds->trail);
 	free_self(self);
 	Py_DECREF(type);
@@ -294,23 +293,6 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 	return 0;
 }
 
-/* Takes the bridge's functions. 0 or -1. */
-static int take_bridge(struct sfr_py_kinds *kinds, PyObject *kwargs)
-{
-	PyObject *capsule = PyDict_GetItemString(kwargs, "bridge");
-
-	if (capsule == NULL) {
-		PyErr_SetString(PyExc_TypeError, "Kinds() needs the argument 'bridge'");
-		return -1;
-	}
-	kinds->bridge = PyCapsule_GetPointer(capsule, SFR_BRIDGE_CAPSULE);
-	if (kinds->bridge == NULL)
-		return -1;
-	Py_INCREF(capsule);
-	kinds->functions = capsule;
-	return 0;
-}
-
 static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
@@ -328,7 +310,7 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	for (part = 0; part < SFR_PY_NR_PARTS; part++)
 		if (take_part(kinds, kwargs, (enum sfr_py_part)part) != 0)
 			goto fail;
-	if (take_dtypes(kinds, kwargs) != 0 || take_bridge(kinds, kwargs) != 0)
+	if (take_dtypes(kinds, kwargs) != 0 || sfr_py_bridge_load() != 0)
 		goto fail;
 	sample = PyDict_GetItemString(kwargs, "sample");
 	if (sample == NULL) {

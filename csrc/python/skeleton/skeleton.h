@@ -88,8 +88,6 @@ struct sfr_py_kinds {
 	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
-	const struct sfr_bridge *bridge; /* of the capsule that `functions` is */
-	PyObject *functions;
 	PyObject *cpu;             /* "cpu" */
 	struct sfr_py_trail trail; /* of the last save */
 };

@@ -164,7 +164,7 @@ static const int64_t *ask_bridge(struct sfr_py_collector *c, void *const *tensor
 		}
 		rows->next = c->rows;
 		c->rows = rows;
-		words = c->kinds->bridge->describe(tensors, nr, rows->words, (int64_t)room);
+		words = sfr_py_bridge_describe(tensors, nr, rows->words, (int64_t)room);
 		if (words < 0) {
 			PyErr_SetString(PyExc_RuntimeError, "torch could not describe a tensor");
 			return NULL;
@@ -201,7 +201,7 @@ static const int64_t *describe(struct sfr_py_collector *c, PyObject *tensors)
 	}
 	if (i == nr)
 		rows = ask_bridge(c, handles, nr);
-	c->kinds->bridge->drop(handles, i);
+	sfr_py_bridge_drop(handles, i);
 end:
 	PyMem_Free(handles);
 	Py_XDECREF(capsules);

@@ -20,6 +20,7 @@ class Target:
     shown: str  # as the user gave it
     directory: bytes  # real path
     name: bytes
+    file_system: int  # st_dev of the directory
 
 
 def as_text(path: object) -> str:
@@ -80,12 +81,13 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     place = _core.look(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)
     if place is not None and well and _can_stand(place[2], follow_link):
-        return Target(text, *place[:2])
+        return Target(text, *place[:2], place[4])
     parent, name = _split(text, follow_link)
     try:
         if create_parents:
-            _make_directories(parent, durable)
-        if not stat.S_ISDIR(os.stat(parent).st_mode):
+            make_directories(parent, durable)
+        found = os.stat(parent)
+        if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if durable and not os.access(parent, os.R_OK, effective_ids=True):
             raise PermissionError(
@@ -101,7 +103,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
             if text.startswith("~"):
                 strerror += " ('~' is not expanded: give os.path.expanduser(path))"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
-    return Target(text, os.fsencode(parent), os.fsencode(name))
+    return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
 
 
 def _can_stand(mode: int, follow_link: bool) -> bool:
@@ -128,7 +130,7 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
     raise OSError(errno.EINVAL, "not a regular file")
 
 
-def _make_directories(directory: str, durable: bool) -> None:
+def make_directories(directory: str, durable: bool) -> None:
     """Makes what is missing of `directory`; a directory's entry is durable once its parent is
     synced."""
     missing = []
@@ -150,11 +152,21 @@ def _make_directories(directory: str, durable: bool) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Makes the entries of a directory durable, where its file system knows how."""
     try:
-        os.fsync(fd)
+        _sync(directory, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def sync_file(path: str) -> None:
+    _sync(path, 0)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)

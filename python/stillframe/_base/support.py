@@ -9,6 +9,7 @@ import importlib
 import re
 import sys
 
+VERSION = "0.1.0"
 TORCH = (2, 10)
 LIGHTNING = (2, 4)
 

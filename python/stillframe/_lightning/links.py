@@ -24,7 +24,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
     """Makes `path` a relative link to `target`; False, and a warning, if there is no target.
 
     Args:
-        durable: Sync the directory of the link.
+        durable: Sync the directory of the link, and first what stands for a link.
 
     Raises:
         SaveError: With phase "link". An older link is still there.
@@ -41,7 +41,9 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
     temporary = os.path.join(directory, f".{name}.stillframe-link")
     try:
         _remove(temporary)
-        _link_or_copy(target, temporary, directory)
+        copied = _link_or_copy(target, temporary, directory)
+        if copied and durable:
+            paths.sync_file(temporary)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)  # a name that is a directory cannot be replaced
         os.replace(temporary, path)
@@ -69,7 +71,8 @@ def remove_tree(path: str) -> None:
         _remove(path)
 
 
-def _link_or_copy(target: str, path: str, directory: str) -> None:
+def _link_or_copy(target: str, path: str, directory: str) -> bool:
+    """Whether it had to be copied."""
     try:
         os.symlink(os.path.relpath(target, directory or "."), path)
     except OSError as error:
@@ -77,6 +80,8 @@ def _link_or_copy(target: str, path: str, directory: str) -> None:
             raise
         log.warning("stillframe: %s is copied, as %s has no symbolic links", target, directory)
         shutil.copy(target, path)
+        return True
+    return False
 
 
 def _remove(path: str) -> None:

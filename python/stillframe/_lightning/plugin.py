@@ -104,7 +104,7 @@ class CheckpointPlugin:
     ) -> None:
         """Saves `checkpoint` to the file `path`.
 
-        When the call returns depends on who makes it, see README. Parent
+        When the call returns depends on who makes it, see docs/lightning.md. Parent
         directories are made. A symbolic link at `path` is replaced, not followed.
 
         Raises:

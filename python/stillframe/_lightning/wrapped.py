@@ -12,7 +12,6 @@ The snapshot's memory is held until `other` has returned. How durable the result
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
@@ -21,7 +20,6 @@ from concurrent.futures import Future
 from typing import Any
 
 import fsspec
-import torch
 
 from stillframe import _core
 from stillframe._base.calls import inside
@@ -32,13 +30,12 @@ from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._save.options import SaveOptions, WhenBusy
 from stillframe._save.report import IoMode
-from stillframe._snapshot.snapshot import Snapshot, snapshot, tree_now
+from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
 from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
 
 _MAX_WRAPPERS = 16
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
 
 
 class Slots:
@@ -124,8 +121,6 @@ class Inner:
                 sentence = "It does not fit into the pool: it was written inside the call."
                 log.warning("stillframe: %s: %s", path, sentence)
                 fallbacks.append(sentence)
-            else:
-                _make_own(tree_now(taken) if options.overlap else taken.tree, {})
             save = WrappedSave(
                 os.fsdecode(path),
                 path,
@@ -219,37 +214,12 @@ def _take(
     for the pool."""
     while True:
         try:
-            return snapshot(checkpoint, overlap=overlap, engine=engine)
+            return snapshot_to_write(checkpoint, overlap=overlap, engine=engine)
         except PoolExhaustedError:
             under_way = [save for save in list(pending) if not save.done()]
             if not under_way:
                 return None
             wait_for_end(under_way[0])
-
-
-def _make_own(node: Any, memo: dict[int, Any]) -> Any:
-    """Copies what a snapshot leaves whole: objects that training may change before they are
-    pickled. Containers and tensors of the snapshot are its own already."""
-    if isinstance(node, (torch.Tensor, *_IMMUTABLE)) or hasattr(node, "__array_interface__"):
-        return node
-    if isinstance(node, dict):
-        for key, value in list(node.items()):
-            own = _make_own(value, memo)
-            if own is not value:
-                node[key] = own
-        return node
-    if isinstance(node, list):
-        node[:] = [_make_own(value, memo) for value in node]
-        return node
-    if isinstance(node, tuple):
-        own_values = [_make_own(value, memo) for value in node]
-        if all(own is value for own, value in zip(own_values, node, strict=True)):
-            return node
-        return type(node)(*own_values) if hasattr(node, "_fields") else type(node)(own_values)
-    try:
-        return copy.deepcopy(node, memo)
-    except Exception:
-        return node  # it cannot be copied; if it cannot be pickled either, the save says so
 
 
 def _size(path: str, otherwise: int, io_mode: str) -> int:

@@ -116,7 +116,8 @@ class Engine:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
         In a process that has used CUDA the memory is pinned too, and the lanes of the devices it
-        has used are made. What cannot be pinned is logged, and in the reports of later saves.
+        has used are made. What cannot be pinned is logged, and in the reports of later saves. How
+        far it is and how fast is logged at INFO, once a GiB and at the end.
 
         Args:
             nbytes: An int, or a string such as "4GiB".
@@ -132,11 +133,12 @@ class Engine:
             if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
         # A piece at a time: between two of them signals are answered. What has memory is skipped.
-        for upto in range(_WARM_UP_PIECE, wanted, _WARM_UP_PIECE):
-            if core.stats()["pool_bytes"] < upto:
-                break
+        start, held = time.monotonic(), core.stats()["committed_bytes"]
+        for upto in (*range(_WARM_UP_PIECE, wanted, _WARM_UP_PIECE), wanted):
+            if upto < wanted and core.stats()["pool_bytes"] < upto:
+                continue
             core.warm_up(upto)
-        core.warm_up(wanted)
+            _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
 
     def trim(self) -> None:
         """Gives the memory of blocks that are not in use back to the system."""
@@ -256,7 +258,8 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             deferral = gate.defer(tree, overlap=options.overlap)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
-        ticket = _core.Ticket(core, target.directory, target.name, tree.data, tree.rows, flags)
+        place = target.directory, target.name
+        ticket = _core.Ticket(core, *place, tree.data, tree.rows, flags, target.file_system)
         save = CoreSave(
             ticket,
             tree,
@@ -301,4 +304,14 @@ def _busy(engine: Engine) -> BusyError:
     return BusyError(
         f"as many saves are under way as max_in_flight={most} allows ({names}). Wait for one with"
         " handle.result(), or make the engine with a larger max_in_flight or when_busy='wait'."
+    )
+
+
+def _log_warm_up(now: int, before: int, wanted: int, seconds: float) -> None:
+    speed = f" ({(now - before) / 1e9 / seconds:.1f} GB/s)" if now > before and seconds else ""
+    log.info(
+        "stillframe: warm-up: the pool holds %s, %s were asked for%s",
+        sizes.binary(now),
+        sizes.binary(wanted),
+        speed,
     )

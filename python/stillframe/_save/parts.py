@@ -112,7 +112,9 @@ def submit_parts(
         target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         flags = options.flags(nested=nested, when_busy="wait")
         completion.completion.start()
-        ticket = _core.Ticket.of_parts(core, target.directory, target.name, parts, flags)
+        ticket = _core.Ticket.of_parts(
+            core, target.directory, target.name, parts, flags, target.file_system
+        )
         sources = Skeleton(b"", list(owners), [], bytearray(), len(owners), [])
         deferral = gate.Deferral()
         save = PartsSave(

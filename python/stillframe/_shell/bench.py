@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from stillframe._base.sizes import argument, decimal
+from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
 
 GOOD, UNUSABLE = 0, 2
@@ -410,13 +410,15 @@ def show(result: Result) -> None:
     if not console.is_terminal:
         console = Console(width=max(100, len(result.directory) + 80))
     rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
-    print(
+    head = Text(
         f"{decimal(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
         f" pool of at most {decimal(result.pool_bytes)}"
     )
+    console.print(head, soft_wrap=not console.is_terminal)
     table = Table(box=None, pad_edge=False)
     for column in ("", "time", "rate", "share"):
-        table.add_column(column, justify="left" if column in ("", "share") else "right")
+        justify: Literal["left", "right"] = "left" if column in ("", "share") else "right"
+        table.add_column(column, justify=justify, overflow="fold")
     for name, seconds, share in rows:
         rate = (
             ""
@@ -426,7 +428,7 @@ def show(result: Result) -> None:
         table.add_row(Text(name), _time(seconds), rate, share)
     console.print(table)
     for sentence in advice(result):
-        print(sentence)
+        console.print(Text(sentence), soft_wrap=not console.is_terminal)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -448,16 +450,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(result)
     return GOOD
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    parser.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
-    parser.add_argument(
-        "--size",
-        type=argument(),
-        help="bytes of the state, such as 500MB (default: what the disk writes in a second,"
-        f" {decimal(_LEAST_NBYTES)} to {decimal(_MOST_NBYTES)})",
-    )
-    parser.add_argument("--json", action="store_true", help="print an object, not a table")
-    parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""The command line: `stillframe verify PATH...`, `inspect FILE`, `bench DIR` and `demo`.
+"""Runs the command line, once it is parsed, and `stillframe verify PATH...`.
 
 Exit status of verify, of several paths the largest:
 
@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
+import io
 import json
 import os
+import re
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 
 from stillframe import _core
 from stillframe._base import looks
-from stillframe._shell import bench, inspect
+from stillframe._base.sizes import decimal
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # what a shell reports for SIGINT
@@ -167,10 +171,11 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
         before = len(findings)
         findings.extend(show.verify(path) for path in checkpoints_in(argument, failures))
         findings.extend(
-            Finding(str(error.filename or argument), UNUSABLE, _reason(error)) for error in failures
+            show.found(Finding(str(error.filename or argument), UNUSABLE, _reason(error)))
+            for error in failures
         )
         if len(findings) == before:
-            findings.append(Finding(argument, UNUSABLE, _nothing_in(argument)))
+            findings.append(show.found(Finding(argument, UNUSABLE, _nothing_in(argument))))
     return findings
 
 
@@ -187,9 +192,11 @@ def _nothing_in(directory: str) -> str:
 
 
 class _Display:
-    """Verifies files and, where stderr is a terminal, shows how far a long one is."""
+    """Verifies files, says what it has found as each is done and, where stderr is a terminal, how
+    far a long one is."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
         self._on_terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def verify(self, path: str) -> Finding:
@@ -198,9 +205,15 @@ class _Display:
         except (OSError, ValueError):
             nbytes = 0
         if nbytes < _LONG_NBYTES or not self._on_terminal:
-            return verify_file(path)
+            return self.found(verify_file(path))
         with self._bar(path, nbytes) as progress:
-            return verify_file(path, progress)
+            finding = verify_file(path, progress)
+        return self.found(finding)
+
+    def found(self, finding: Finding) -> Finding:
+        if not self._quiet:
+            _print(finding)
+        return finding
 
     @contextmanager
     def _bar(self, path: str, nbytes: int) -> Iterator[Progress]:
@@ -209,14 +222,13 @@ class _Display:
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
         from rich.progress import Progress as Bars
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-        )
-        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-            task = bars.add_task(escape(_printable(os.path.basename(path))), total=nbytes)
+        console = Console(stderr=True)
+        columns = [TextColumn("{task.description}"), BarColumn(None), DownloadColumn()]
+        if console.width >= 80:
+            columns.append(TransferSpeedColumn())
+        with Bars(*columns, console=console, transient=True, expand=True) as bars:
+            name = _printable(os.path.basename(path))
+            task = bars.add_task(escape(name[: console.width // 3]), total=nbytes)
 
             def progress(done: int, total: int) -> None:
                 bars.update(task, completed=done, total=total)
@@ -230,117 +242,99 @@ def _printable(text: str) -> str:
 
 
 def _result(finding: Finding) -> str:
-    """The result column: one line, and one more for each bad record."""
+    """What was found: one line, and one more for each bad record."""
     if finding.ok:
-        if finding.legacy:
-            return "ok (torch's legacy format: it has no checksums)"
-        if finding.num_unchecked:
-            return f"ok ({finding.num_unchecked} records without a checksum)"
         return "ok"
     if finding.status != DAMAGED or not finding.bad_records:
         word = "damaged: " if finding.status == DAMAGED else ""
         return _printable(f"{word}{finding.error}")
     shown = [_printable(f"{name}: {why}") for name, why in finding.bad_records[:_MAX_SHOWN]]
     rest = finding.num_bad - len(shown)
-    noun = "record" if finding.num_bad == 1 else "records"
-    lines = [f"damaged: {finding.num_bad} {noun}", *shown]
+    lines = [f"damaged: {_records(finding.num_bad)}", *shown]
     return "\n".join([*lines, f"and {rest} more"] if rest > 0 else lines)
 
 
-def _print_table(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.filesize import decimal
-    from rich.table import Table
-    from rich.text import Text
+def _printed(finding: Finding) -> list[str]:
+    """What is said of a path: a line, and one more for each bad record."""
+    first, *rest = _result(finding).split("\n")
+    notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
+    if finding.num_records:
+        notes.append(_records(finding.num_records))
+    if finding.ok and finding.num_unchecked:
+        notes.append(f"{_records(finding.num_unchecked)} without a checksum")
+    if finding.ok and finding.legacy:
+        notes.append("torch's legacy format, which has no checksums")
+    size = f" ({', '.join(notes)})" if notes else ""
+    return [f"{_printable(finding.path)}: {first}{size}", *rest]
 
-    console = Console()
-    if not console.is_terminal:
-        # A file or a pipe has no width: make lines as long as they are.
-        widest = max(len(part) for f in findings for part in (f.path, *_result(f).splitlines()))
-        console = Console(width=max(80, 2 * widest + 60))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("path", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("records", justify="right", no_wrap=True)
-    table.add_column("result", overflow="fold")
-    for finding in findings:
-        table.add_row(
-            Text(_printable(finding.path)),
-            "-" if finding.nbytes is None else decimal(finding.nbytes),
-            str(finding.num_records) if finding.num_records else "-",
-            Text(_result(finding), style="green" if finding.ok else "bold red"),
-        )
-    console.print(table)
+
+def _records(number: int) -> str:
+    return f"{number} record{'' if number == 1 else 's'}"
+
+
+def _total(findings: Sequence[Finding]) -> str:
+    words = {GOOD: "ok", DAMAGED: "damaged", UNUSABLE: "not checked"}
+    counts = [
+        f"{number} {word}"
+        for status, word in words.items()
+        if (number := sum(each.status == status for each in findings))
+    ]
+    nbytes = sum(each.nbytes or 0 for each in findings)
+    return f"{len(findings)} paths, {decimal(nbytes)}: {', '.join(counts)}"
+
+
+def folded(text: str, width: int, indent: str = "    ") -> list[str]:
+    """`text` in lines of at most `width` letters, broken behind spaces and slashes only, so that a
+    path's parts stay whole; one that is wider than a line has a line of its own."""
+    lines: list[str] = []
+    line = ""
+    for part in re.findall(r"[^ /]*(?:/|\s+|$)", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = indent
+        line += part
+    return [*lines, line.rstrip()] if line.strip() else lines
+
+
+def _print(finding: Finding) -> None:
+    """At once, so that a long list can be read while it grows."""
+    first, *rest = _printed(finding)
+    if not sys.stdout.isatty():
+        print("\n".join([first, *(f"    {line}" for line in rest)]), flush=True)
+        return
+    width = shutil.get_terminal_size().columns
+    lines = folded(first, width)
+    for line in rest:
+        lines += folded(f"    {line}", width, indent=" " * 8)
+    colour = "32" if finding.ok else "31"
+    dressed = os.environ.get("TERM") != "dumb" and "NO_COLOR" not in os.environ
+    print(
+        "\n".join(f"\x1b[{colour}m{each}\x1b[m" if dressed else each for each in lines), flush=True
+    )
 
 
 # ---- the program ------------------------------------------------------------------------------
 
 
 def _verify(options: argparse.Namespace) -> int:
-    findings = verify_paths(options.paths, _Display())
+    found = _Display(quiet=options.json)
+    findings = verify_paths(options.paths, found)
     if options.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
-    else:
-        _print_table(findings)
+    elif len(findings) > 1:
+        print(_total(findings))
     return max(finding.status for finding in findings)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="stillframe", description="Saves PyTorch training state without stopping training."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    verify = commands.add_parser(
-        "verify",
-        help="check that checkpoints are whole: their structure and the CRC of every record",
-        description="Checks the structure of checkpoints and the CRC of every record in them.",
-        epilog="Exit status: 0 all good; 1 damaged; 2 missing, unreadable or no checkpoint there.",
-    )
-    verify.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory of files")
-    verify.add_argument("--json", action="store_true", help="print a list of objects, not a table")
-    verify.set_defaults(run=_verify)
-    bench.add_arguments(
-        commands.add_parser(
-            "bench",
-            help="measure a disk: what it can do, and what saves and loads make of it",
-            description="Half a minute: raw memcpy, write and read; save and load as shares of"
-            " them; and advice. Its files go to a directory of their own in DIR and are removed.",
-            epilog="Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
-        )
-    )
-    inspect.add_arguments(
-        commands.add_parser(
-            "inspect",
-            help="show what is in a checkpoint, without loading it",
-            description="Tensors by name, shape, type, device and bytes, and other values by type."
-            " The file's pickle is read, and never obeyed.",
-            epilog="Exit status: 0 shown; 1 damaged, and shown as far as it goes; 2 missing,"
-            " unreadable or no checkpoint.",
-        )
-    )
-    # Its options are its own: main hands them over unread.
-    commands.add_parser("demo", add_help=False, help="train a small model and compare two plugins")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status.
-
-    Args:
-        argv: The arguments behind the program's name; `sys.argv[1:]` by default.
-
-    Raises:
-        SystemExit: (status 2) Wrong usage; (status 0) `--help`.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:
-        from stillframe._shell import demo
-
-        return demo.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+def run(options: argparse.Namespace) -> int:
+    """Runs the command that was parsed; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an ASCII terminal gets a ? and no traceback
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()
+        status = _command(options.command)(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -348,3 +342,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNUSABLE
     return status
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    """What runs the command; the module of it is imported only now."""
+    if name == "verify":
+        return _verify
+    module = importlib.import_module(f"stillframe._shell.{name}")
+    command: Callable[[argparse.Namespace], int] = module.run
+    return command

@@ -16,20 +16,19 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from stillframe._base.sizes import argument, decimal
-from stillframe._shell.demo_lengths import LEAST_STEPS, MOST_STEPS, SAVES
+from stillframe._base.sizes import decimal
+from stillframe._shell.usage import SAVES
 
 if TYPE_CHECKING:
     from stillframe._shell.demo_story import Story
 
-MIN_BYTES = 1 << 20
 # Measured with Lightning 2.6: its clone, its writer's buffer and a copy of that, beside weights,
 # gradients, AdamW's moments and what the step itself needs.
 MEMORY_FACTOR = 6
@@ -40,9 +39,8 @@ class CannotRun(Exception):
     """The demo cannot run here; the message says why and what to do."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the demo with the arguments `argv`; returns the exit status (see the module)."""
-    options = _parser().parse_args(argv)
+def run(options: argparse.Namespace) -> int:
+    """The command; returns the exit status (see the module)."""
     console = Console(highlight=False)
     try:
         with _directory(options.dir) as directory, warnings.catch_warnings():
@@ -77,45 +75,6 @@ def _import_story() -> type[Story]:
             f"it needs {package}, which is not installed: pip install 'stillframe[demo]'"
         ) from error
     return Story
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="stillframe demo",
-        description="Trains a small model on CPU, saving with Lightning's AsyncCheckpointIO and "
-        "with stillframe's, and shows what a save costs in each.",
-    )
-    parser.add_argument(
-        "--size",
-        type=argument(least=MIN_BYTES),
-        default=300_000_000,
-        metavar="BYTES",
-        help="bytes of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
-    )
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        metavar="DIR",
-        help="directory for the checkpoints, which are kept there (default: a temporary one)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=_steps,
-        metavar="N",
-        help=f"steps of each training run, {SAVES} of which end in a save (default: "
-        f"{MOST_STEPS}, fewer where they are slow)",
-    )
-    return parser
-
-
-def _steps(text: str) -> int:
-    try:
-        steps = int(text)
-    except ValueError:
-        steps = 0
-    if steps < LEAST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number, {LEAST_STEPS} or more")
-    return steps - steps % SAVES
 
 
 # ---- where it runs -------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from stillframe._base.sizes import decimal
-from stillframe._shell.demo_lengths import LEAST_STEPS, MOST_STEPS, SAVES
 from stillframe._shell.demo_model import BATCH, HIDDEN_LAYERS, accuracy, width_for
 from stillframe._shell.demo_runs import (
     Figures,
@@ -34,6 +33,7 @@ from stillframe._shell.demo_runs import (
     with_ours,
     without_saves,
 )
+from stillframe._shell.usage import LEAST_STEPS, MOST_STEPS, SAVES
 from stillframe.lightning import AsyncCheckpointIO
 
 ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machine falls on all
@@ -243,7 +243,9 @@ class Story:
         self.failed = self.failed or not holds
         if not holds:
             said = f"[bold red]NOT SO:[/bold red] {said}"
-        self._paragraph("[green]✓[/green]" if holds else "[bold red]✗[/bold red]", said)
+        plain = not (self.console.encoding or "").lower().startswith("utf")
+        good, bad = ("ok", "NO") if plain else ("✓", "✗")
+        self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", said)
 
     # ---- what is checked -------------------------------------------------------------------------
 

@@ -191,16 +191,8 @@ def _tree(found: Found) -> Any:
     return top
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Gives a parser the command's arguments and what to run."""
-    parser.add_argument("path", metavar="FILE", help="a checkpoint")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
-    how.add_argument("--json", action="store_true", help="print an object, not a table")
-    parser.set_defaults(run=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """The command."""
     found = look(options.path)
     if options.json:
         json.dump(found.as_json(), sys.stdout, indent=2)

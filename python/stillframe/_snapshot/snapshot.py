@@ -15,13 +15,12 @@ dropped, and nothing is overwritten while somebody can still read it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
-import mmap
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -49,8 +48,6 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_ALIGN = 64  # of each storage, as in the pool
-
 
 class _Copy:
     """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
@@ -65,6 +62,7 @@ class _Copy:
         self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
         self.owner: weakref.ref[Snapshot[Any]] | None = None
+        self._told: list[Callable[[], object]] = []  # once it is settled
         self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
@@ -122,6 +120,17 @@ class _Copy:
                 self._tear(torn, deferral)
             deferral.release()
             self.sources = []
+            for function in self._told:
+                completion.callbacks.put(function)
+            self._told = []
+
+    def tell(self, function: Callable[[], object]) -> None:
+        """Has the callbacks' thread call `function` once the verdict is known."""
+        with self._lock:
+            if not self._settled:
+                self._told.append(function)
+                return
+        completion.callbacks.put(function)
 
     def is_settled(self) -> bool:
         return self._settled
@@ -157,6 +166,7 @@ class Snapshot(Generic[T]):
         self._released = False
         self.num_tensors = 0  # for the callback
         self.nbytes = 0
+        self.deferred_nbytes = 0
 
     def __enter__(self) -> Snapshot[T]:
         return self
@@ -280,11 +290,6 @@ def is_copied(taken: Snapshot[Any]) -> bool:
     return copied and taken._copy.error is None
 
 
-def tree_now(taken: Snapshot[T]) -> T:
-    """The tree, whose bytes may still be on their way."""
-    return taken._tree  # type: ignore[return-value]
-
-
 def _unhold_once(held: list[_core.Snapshot]) -> None:
     """Ends a hold, however often a future calls back."""
     try:
@@ -349,13 +354,38 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
         return _take(tree, False, False, engine_or_default(None), wait=False)
 
 
+def snapshot_to_write(tree: T, *, overlap: bool, engine: Engine | None) -> Snapshot[T]:
+    """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
+    as they are at the call."""
+    with inside():
+        return _take(tree, overlap, False, engine_or_default(engine), own_objects=True)
+
+
+def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
+    """Has the callbacks' thread call `function` once `taken.wait()` would return, or raise, at
+    once."""
+    taken._copy.tell(function)
+
+
+def is_leased(taken: Snapshot[Any]) -> bool:
+    """Whether its memory has not gone back to the pool."""
+    return taken._copy.core.leased()
+
+
 def _take(
-    tree: T, overlap: bool, shared: bool, engine: Engine, *, wait: bool = True
+    tree: T,
+    overlap: bool,
+    shared: bool,
+    engine: Engine,
+    *,
+    wait: bool = True,
+    own_objects: bool = False,
 ) -> Snapshot[T]:
     engine_core = core_of(engine)
     source = Tree(tree)
+    objects = source.own_objects() if own_objects else {}
     for node in source.left_whole:
-        if isinstance(node, torch.nn.Module):
+        if id(node) not in objects and isinstance(node, torch.nn.Module):
             log.warning(
                 "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
                 " state_dict()",
@@ -409,34 +439,19 @@ def _take(
         memory,
         core.offsets(),
         identities=bool(deferral.indices),  # for names in an error
+        objects=objects,
     )
     taken = Snapshot(copy, built, identities, shared)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
+    if deferral.indices:
+        nbytes = [nbytes for _, nbytes in source.sources()]
+        taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
         del memory, built
         taken.wait()
     source.forget()
     return taken
-
-
-def ordinary_copy(tree: T) -> tuple[T, int, int]:
-    """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
-    tensors, the bytes of its storages)."""
-    source = Tree(tree, lanes=False)
-    offsets: list[int] = []
-    end = 0
-    for _, nbytes in source.sources():
-        offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    # It lives as long as a tensor over it does.
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
-        if address:
-            ctypes.memmove(base + offset, address, nbytes)
-    built, _ = source.rebuild(memory, offsets)
-    return built, source.num_tensors(), source.nbytes()
 
 
 # ---- forks and the end of the process ----

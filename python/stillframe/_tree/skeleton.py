@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from stillframe import _bridge, _core
+from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
@@ -132,7 +132,6 @@ def _make_kinds(**other: Any) -> _core.Kinds:
         "device_index": _device.index_of,
         "to_handles": torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
         "from_handles": torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
-        "bridge": _bridge.functions,
         "layout": attributes["layout"],
         "is_cpu": attributes["is_cpu"],
         "is_cuda": attributes["is_cuda"],

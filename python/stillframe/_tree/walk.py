@@ -19,6 +19,8 @@ is left whole, and the new tensor would have the old one's memory.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,7 +147,9 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            return [*flattened.inner.values(), *attributes_of(tensor).values()]
+            # DTensor's mesh is among them: it stands for processes, nobody changes it.
+            inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
+            return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
         holder = holder_of_tensors([*reduced.args, reduced.state])
         if holder is not None:
@@ -178,6 +182,16 @@ class Tree:
                 self.elsewhere.append(number)
         self.devices = ()
 
+    def own_objects(self) -> dict[int, Any]:
+        """Deep copies of the objects that are left whole, by id; what they share stays shared. One
+        that cannot be copied is left: it cannot be pickled either, and whoever tries says so."""
+        memo: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
+        for node in self.left_whole:
+            with contextlib.suppress(Exception):
+                copies[id(node)] = copy.deepcopy(node, memo)
+        return copies
+
     def nbytes(self) -> int:
         """Bytes of all storages."""
         return sum(nbytes for _, nbytes in self.sources())
@@ -188,7 +202,12 @@ class Tree:
         return zip(words[::3], words[1::3], strict=True)
 
     def rebuild(
-        self, memory: Any, offsets: list[int], *, identities: bool = False
+        self,
+        memory: Any,
+        offsets: list[int],
+        *,
+        identities: bool = False,
+        objects: dict[int, Any] | None = None,
     ) -> tuple[Any, list[int]]:
         """The tree over new host storages, and the addresses of their StorageImpls if wanted.
         Once: what is known of the old tensors goes with it.
@@ -196,6 +215,7 @@ class Tree:
         Args:
             memory: An object with the buffer protocol that holds their bytes.
             offsets: Where each begins.
+            objects: By id of objects that are left whole, what stands in their place.
 
         Storages elsewhere are copied here, by torch.
         """
@@ -210,6 +230,7 @@ class Tree:
         ):
             made, firsts, left = collector.copies(memory, offsets, skeleton.make_tensors)
             self._others.update((id(tensor), number) for tensor, number in left)
+            made.update(objects or {})
             nbytes = memoryview(self.rows).cast("Q")[1::3]
             builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
             for number in self.elsewhere:

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
@@ -105,7 +106,7 @@ static void a_wake_up_that_was_lost_is_made_up_for(void)
 /* What a thread sees of itself. */
 struct self {
 	char name[16];
-	int nice;
+	int nice, slack_ns;
 	bool blocked; /* what others send */
 	bool open;    /* what it would bring on itself */
 };
@@ -117,6 +118,7 @@ static void *look_at_self(void *arg)
 
 	(void)pthread_getname_np(pthread_self(), self->name, sizeof(self->name));
 	self->nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
+	self->slack_ns = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &set);
 	self->blocked = self->open = true;
 	for (int sig = 1; sig < 32; sig++)
@@ -130,7 +132,7 @@ static void *look_at_self(void *arg)
 static void a_thread_is_named_nice_and_deaf_to_signals_but_its_own(void)
 {
 	int own_nice = getpriority(PRIO_PROCESS, 0);
-	struct self self = { "", 0, false, false };
+	struct self self = { "", 0, 0, false, false };
 	sigset_t before, after;
 	pthread_t thread;
 	void *value = NULL;
@@ -151,12 +153,33 @@ static void a_thread_is_named_nice_and_deaf_to_signals_but_its_own(void)
 	CHECK_EQ(getpriority(PRIO_PROCESS, 0), own_nice);
 }
 
+/* A device's lane sleeps for as long as a few copies take, and training waits for it. */
+static void a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time(void)
+{
+	int (*const starts[])(pthread_t *, const char *, void *(*)(void *),
+			      void *) = { sfr__thread_start_awaited, sfr__thread_start_prompt };
+	int own_nice = getpriority(PRIO_PROCESS, 0);
+	int own_slack_ns = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
+
+	for (int prompt = 0; prompt < 2; prompt++) {
+		struct self self = { "", 0, 0, false, false };
+		pthread_t thread;
+
+		if (!CHECK_EQ(starts[prompt](&thread, "sfr-test", look_at_self, &self), 0))
+			continue;
+		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
+		CHECK_EQ(self.nice, own_nice);
+		CHECK(prompt ? self.slack_ns <= 1000 : self.slack_ns == own_slack_ns);
+	}
+	CHECK_EQ(prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0), own_slack_ns);
+}
+
 static void a_thread_that_cannot_start_says_why_and_leaks_nothing(void)
 {
 	struct sfr_fault no_thread = { "thread_create", 1, 0, EAGAIN, -1, 0 };
 	struct sfr_fault no_memory = { "malloc", 1, 0, ENOMEM, -1, 0 };
 	struct sfr_fault no_nice = { "set_nice", 1, 0, EPERM, -1, 0 };
-	struct self self = { "", 0, false, false };
+	struct self self = { "", 0, 0, false, false };
 	pthread_t thread;
 
 	CHECK_EQ(sfr_inject_install(), 0);
@@ -514,6 +537,7 @@ int main(void)
 	RUN(a_condition_wait_ends_at_its_deadline_or_when_woken);
 	RUN(a_wake_up_that_was_lost_is_made_up_for);
 	RUN(a_thread_is_named_nice_and_deaf_to_signals_but_its_own);
+	RUN(a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time);
 	RUN(a_thread_that_cannot_start_says_why_and_leaks_nothing);
 	RUN(every_call_of_the_plain_table_works);
 	RUN(the_wrappers_pass_every_call_on_and_count_it);

@@ -107,6 +107,40 @@ static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 	fake_check();
 }
 
+/* Numbers of cuda.h 13. What a context survives, and what an earlier call of somebody else's left
+ * behind for whoever asks next, leaves the device alive. */
+static void the_errors_that_end_a_device_end_it_and_no_others(void)
+{
+	static const int ending[] = { 4,   214, 226, 700, 702, 709, 710, 714,
+				      715, 716, 717, 718, 719, 721, 810, 911 };
+	static const int passing[] = { 1, 2, 201, 701, 801, 999 };
+	struct sfr_stats stats;
+
+	for (size_t i = 0; i < sizeof(ending) / sizeof(ending[0]) + sizeof(passing) / sizeof(int);
+	     i++) {
+		bool ends = i < sizeof(ending) / sizeof(ending[0]);
+		int code = ends ? ending[i] : passing[i - sizeof(ending) / sizeof(ending[0])];
+		struct sfr_engine *engine;
+		int before = check__nr_failed;
+
+		begin();
+		engine = fake_engine(16, 2);
+		fake_place(&one, 0, SAVING_NR, 0);
+		fake.fake_cuda_fail("cuEventQuery", 1, 0, code); /* of a piece in flight */
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
+		CHECK(fake.fake_cuda_hits() > 0);
+		CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+		CHECK_EQ(stats.leased_bytes, 0);
+		fake.fake_cuda_reset();
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
+		if (check__nr_failed != before)
+			(void)fprintf(stderr, "  code %d\n", code);
+		fake_engine_end(engine);
+		fake_check();
+		fake.fake_cuda_forget();
+	}
+}
+
 static void a_pool_whose_every_block_is_retired_says_so(void)
 {
 	struct sfr_engine *engine;
@@ -227,6 +261,24 @@ static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
 	fake_end(engine);
 }
 
+/* The driver holds locks of its own while it registers: nobody can launch meanwhile. */
+static void no_registration_is_larger_than_128_mib(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 160u << 20,
+					      .block_bytes = 16u << 20,
+					      .nr_writers = 1,
+					      .max_in_flight = 1 };
+	struct sfr_engine *engine;
+	char why[160];
+
+	begin();
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
+	CHECK_EQ(sfr_engine_warm_up(engine, 160u << 20), 0);
+	CHECK_EQ(fake.fake_cuda_live("registered"), 2);
+	fake_end(engine); /* a larger one is a violation */
+}
+
 static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
 {
 	cpu_set_t cpus, before, after;
@@ -256,10 +308,12 @@ int main(void)
 	RUN(a_lane_has_few_pieces_in_flight_until_the_gate_comes);
 	RUN(a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended);
 	RUN(a_device_that_dies_retires_its_blocks_and_spares_the_others);
+	RUN(the_errors_that_end_a_device_end_it_and_no_others);
 	RUN(a_pool_whose_every_block_is_retired_says_so);
 	RUN(a_device_nobody_made_active_is_refused);
 	RUN(a_thread_that_gives_memory_goes_near_the_device_and_comes_back);
 	RUN(warm_up_registers_in_pieces_and_trim_takes_them_back);
+	RUN(no_registration_is_larger_than_128_mib);
 	RUN(a_checksum_whose_event_fails_leaves_no_copy_behind);
 	RUN(whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs);
 	saving_rmdir(dir);

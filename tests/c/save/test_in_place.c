@@ -99,6 +99,15 @@ static void free_engine(struct sfr_engine *engine)
 {
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0); /* no thread of the core runs any more */
+}
+
+static int new_save(struct sfr_engine *engine, struct sfr_parts *parts, uint32_t flags,
+		    struct sfr_ticket **t)
+{
+	const struct sfr_save_desc desc = { .dir = dir, .name = "a", .flags = flags };
+
+	return sfr_save_new_parts(engine, &desc, parts, t);
 }
 
 /* The code that the save of the list ends with; the list is gone. */
@@ -106,7 +115,7 @@ static int save(struct sfr_engine *engine, struct list *l, uint32_t flags)
 {
 	struct sfr_report report;
 	struct sfr_ticket *t = NULL;
-	int rc = sfr_save_new_parts(engine, dir, "a", l->parts, flags, &t);
+	int rc = new_save(engine, l->parts, flags, &t);
 
 	sfr_parts_free(l->parts);
 	if (rc < 0)
@@ -226,7 +235,7 @@ static void few_buffers_are_enough_for_any_length(void)
 		add_source(&l, memory + 1, 3 * MIB + i);
 		add_crc(&l, i);
 	}
-	CHECK_EQ(sfr_save_new_parts(engine, dir, "a", l.parts, 0, &t), 0);
+	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
 	sfr_parts_free(l.parts);
 	CHECK_EQ(saving_submit(t), 0);
 	saving_finish(t);
@@ -255,7 +264,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		CHECK_EQ(sfr_inject_set(&slow), 0);
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_source(&l, memory + 1, 3 * MIB);
-		CHECK_EQ(sfr_save_new_parts(engine, dir, "a", l.parts, 0, &t), 0);
+		CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
 		sfr_parts_free(l.parts);
 		CHECK_EQ(saving_submit(t), 0);
 		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
@@ -272,7 +281,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		sfr_ticket_put(t);
 	}
 	free_engine(engine);
-	sfr_inject_remove(); /* no thread of the core runs */
+	sfr_inject_remove();
 }
 
 static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
@@ -340,7 +349,7 @@ static void what_makes_no_file_is_refused_and_stays_so(void)
 			rc = sfr_parts_source(parts, 1, UINT64_C(1) << 63);
 		CHECK_EQ(rc, kind == 3 ? -EFBIG : -EINVAL);
 		CHECK_EQ(sfr_parts_bytes(parts, "x", 1), rc);
-		CHECK_EQ(sfr_save_new_parts(engine, dir, "a", parts, 0, &t), rc);
+		CHECK_EQ(new_save(engine, parts, 0, &t), rc);
 		CHECK(t == NULL);
 		sfr_parts_free(parts);
 	}

@@ -6,7 +6,7 @@
 
 #include "fix_dir.h"
 #include "saving.h"
-#include "trace/trace.h"
+#include "trace/ring.h"
 
 enum { NR_THREADS = 4, NR_SPANS = 5000 };
 

@@ -107,21 +107,7 @@ def build(path: Path, before: str = "") -> str:
     return done.stderr
 
 
-def test_building_beside_an_old_torch_says_so(tmp_path):
-    fake(tmp_path, "torch", "2.9.1")
-    (tmp_path / "torch" / "utils").mkdir()
-    (tmp_path / "torch" / "utils" / "__init__.py").touch()
-    (tmp_path / "torch" / "utils" / "cpp_extension.py").write_text(
-        "import torch\n"
-        "from setuptools import Extension as CppExtension\n"
-        "from setuptools.command.build_ext import build_ext as BuildExtension\n"
-        "def include_paths(): return []\n"
-    )
-    assert "needs torch 2.10 or later, and this is 2.9.1" in build(tmp_path)
-
-
-def test_building_without_torch_and_elsewhere_says_so(tmp_path):
-    assert "finds none here" in build(tmp_path, "sys.modules['torch'] = None")
-    loaded = "import sysconfig, setuptools, torch; sysconfig.get_config_vars()"
+def test_building_elsewhere_says_so(tmp_path):
+    loaded = "import sysconfig, setuptools; sysconfig.get_config_vars()"
     said = build(tmp_path, f"{loaded}; sys.platform = 'win32'")
     assert "runs on Linux only, and this is Windows" in said

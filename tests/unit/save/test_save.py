@@ -63,7 +63,9 @@ def test_what_an_optimizer_owns_is_deferred_and_the_next_step_waits(tmp_path: Pa
             {"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt"
         )
         assert handle.state == "staging"
-        step()
+        # Whoever waits copies what the lane has not begun: these copies are slow as well.
+        with slow("capture_copy", 0.05):
+            step()
         assert handle.state != "staging"
     report = handle.result()
     assert report.deferred_nbytes == 3 * 600 * 600 * 4 and report.gate_wait_s > 0.02
@@ -459,6 +461,26 @@ def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
         assert isinstance(stats["driver"], str) and "CUDA" in stats["driver"]
         engine.trim()
         assert engine.stats()["committed_bytes"] == 0
+
+
+def test_a_warm_up_says_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillframe._save.engine._WARM_UP_PIECE", 8 << 20)
+    with (
+        stillframe.Engine(pool_bytes=20 << 20, block_bytes=1 << 20) as engine,
+        caplog.at_level(logging.INFO, "stillframe"),
+    ):
+        engine.warm_up("24MiB")  # more than the cap
+        engine.warm_up("4MiB")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in said] == [
+        "stillframe: warm-up: the pool holds 8 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 16 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 20 MiB, 24 MiB were asked for",
+        "stillframe: warm-up: the pool holds 20 MiB, 4 MiB were asked for",
+    ]
+    assert [line.endswith(" GB/s)") for line in said] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(

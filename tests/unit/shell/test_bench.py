@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import stillframe
+from _stillframe_command import main as command
 from fix_checkpoints import open_descriptors, unprivileged
 from stillframe._shell import bench, bench_raw, cli
 from stillframe.testing import fault, slow
@@ -52,7 +53,7 @@ def nothing_is_left(tmp_path: Path):
 
 
 def run(*arguments: object) -> int:
-    return cli.main(["bench", *map(str, arguments)])
+    return command(["bench", *map(str, arguments)])
 
 
 def test_json_has_every_figure_the_shares_and_advice(disk_path: Path, capsys):
@@ -233,13 +234,14 @@ def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
 def test_a_real_signal_leaves_nothing(disk_path: Path, number):
     code = """
 import sys
-from stillframe._shell import bench_raw, cli
+from _stillframe_command import main
+from stillframe._shell import bench_raw
 write = bench_raw.write_seconds
 def told(*args, **named):
     print("writing", flush=True)
     return write(*args, **named)
 bench_raw.write_seconds = told
-sys.exit(cli.main(["bench", sys.argv[1], "--size", "8MiB"]))
+sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(disk_path)], stdout=subprocess.PIPE, text=True

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,25 +10,26 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from stillframe._shell import demo
+from _stillframe_command import main as command
+from stillframe._shell import demo, usage
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(("text", "steps"), [("24", 24), ("100", 96)])
 def test_steps_are_rounded_down_to_whole_windows(text, steps):
-    assert demo._steps(text) == steps
+    assert usage._steps(text) == steps
 
 
 @pytest.mark.parametrize("text", ["0", "-6", "23", "many"])
 def test_too_few_steps_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
-        demo._steps(text)
+        usage._steps(text)
 
 
 def test_bad_usage_ends_with_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
-        demo.main(["--size", "huge"])
+        command(["demo", "--size", "huge"])
     assert ended.value.code == 2
     assert "huge" in capsys.readouterr().err
 
@@ -35,7 +37,7 @@ def test_bad_usage_ends_with_status_2(capsys):
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
-    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
+    assert command(["demo", "--size", "300MB", "--dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "100 MB free" in error
     assert "--size" in error
@@ -44,7 +46,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
 
 def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "_free_memory", lambda: GIB)
-    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
+    assert command(["demo", "--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err
 
 
@@ -52,14 +54,14 @@ def test_a_directory_with_checkpoints_of_another_run_is_left_alone(tmp_path, cap
     kept = tmp_path / "checkpoints" / "step=16.ckpt"
     kept.parent.mkdir()
     kept.write_text("precious")
-    assert demo.main(["--dir", str(tmp_path)]) == 2
+    assert command(["demo", "--dir", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert kept.read_text() == "precious"
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert demo.main(["--dir", str(tmp_path / "file" / "dir")]) == 2
+    assert command(["demo", "--dir", str(tmp_path / "file" / "dir")]) == 2
     assert "cannot use --dir" in capsys.readouterr().err
 
 
@@ -70,8 +72,8 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
     code = f"""if True:
         import sys
         sys.modules[{module!r}] = None  # importing it fails as if it were not there
-        from stillframe._shell import demo
-        sys.exit(demo.main(["--size", "2MB"]))"""
+        from _stillframe_command import main
+        sys.exit(main(["demo", "--size", "2MB"]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"it needs {package}" in done.stderr
@@ -124,13 +126,17 @@ def test_a_small_demo_shows_the_table_and_passes_its_checks_leaving_nothing(tmp_
 
 @pytest.mark.slow
 def test_checkpoints_stay_where_the_user_named_a_directory(tmp_path):
-    done = run_demo(["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")], tmp_path)
+    arguments = ["--size", "3MB", "--steps", "24", "--dir", str(tmp_path / "here")]
+    done = run_demo(arguments, tmp_path, PYTHONIOENCODING="ascii")  # whatever the terminal takes
     assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^ *ok ", done.stdout, re.M)) == 3
     files = sorted(path.name for path in (tmp_path / "here" / "checkpoints").iterdir())
     assert files == sorted(f"step={step}.ckpt" for step in range(4, 25, 4))
 
 
-def run_demo(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+def run_demo(
+    arguments: list[str], directory: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """The demo in a process of its own, with `directory` for its temporary files."""
     if demo._file_system(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
@@ -138,7 +144,13 @@ def run_demo(arguments: list[str], directory: Path) -> subprocess.CompletedProce
         [sys.executable, "-m", "stillframe", "demo", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "TMPDIR": str(directory), "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "TMPDIR": str(directory),
+            "COLUMNS": "100",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
         timeout=240,
         check=False,
     )

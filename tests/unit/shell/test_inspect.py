@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import stillframe
 import torch
+from _stillframe_command import main as command
 from fix_checkpoints import (
     WRITERS,
     by_path,
@@ -16,7 +17,6 @@ from fix_checkpoints import (
     offset_of_storage,
     small_state,
 )
-from stillframe._shell import cli
 
 
 class Dangerous:
@@ -30,7 +30,7 @@ class Dangerous:
 
 
 def inspect(*arguments):
-    return cli.main(["inspect", *map(str, arguments)])
+    return command(["inspect", *map(str, arguments)])
 
 
 def inspect_json(capsys, path):

@@ -1,0 +1,179 @@
+/* A JSON document in a file that is whole after every write, also when the process dies without any
+ * clean-up.
+ *
+ * Each write appends events and the document's end behind them; the next one begins where that end
+ * stood:
+ *
+ *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}
+ *                                                           ^ off     ^ end of the document
+ *
+ * When a write fails, the end is put back where it was, spaces behind it (which JSON allows) where
+ * part of the new events had been written, and from then on events are counted as dropped.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "trace/document.h"
+
+enum {
+	TEXT_BYTES = 256 << 10,
+	LINE_BYTES = 768,
+	EVENT_LINES = 16, /* no event takes more, its row's names included */
+	END_BYTES = 256,
+};
+
+/* 0 or -errno; *done bytes have been written. */
+static int write_at(int fd, const char *bytes, size_t len, uint64_t off, size_t *done)
+{
+	int stalled = 0;
+
+	*done = 0;
+	while (*done < len) {
+		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
+
+		if (put < 0 && errno != EINTR)
+			return -errno;
+		stalled = put > 0 ? 0 : stalled + 1;
+		if (stalled == SFR__EINTR_TRIES)
+			return -EIO;
+		*done += put > 0 ? (size_t)put : 0;
+	}
+	return 0;
+}
+
+static size_t put_end(const struct sfr__document *doc, char *text)
+{
+	return (size_t)snprintf(text, END_BYTES,
+				"\n],\"otherData\":{\"producer\":\"stillframe\","
+				"\"started_unix_ns\":\"%" PRIu64 "\",\"dropped_events\":\"%" PRIu64
+				"\"}}\n",
+				doc->started_unix_ns, doc->nr_dropped);
+}
+
+void sfr__document_flush(struct sfr__document *doc)
+{
+	size_t end_len, done, all;
+	uint64_t old_end = doc->off + doc->end_len;
+	int rc;
+
+	if (doc->error)
+		goto out;
+	/* Room for the end is kept behind the text. */
+	end_len = put_end(doc, doc->text + doc->len);
+	all = doc->len + end_len;
+	rc = write_at(doc->fd, doc->text, all, doc->off, &done);
+	if (rc == 0) {
+		doc->off += doc->len;
+		doc->end_len = end_len;
+		goto out;
+	}
+	doc->error = rc;
+	doc->nr_events -= doc->nr_unwritten;
+	doc->nr_dropped += doc->nr_unwritten;
+	if (doc->off == 0)
+		goto out; /* not even the head: an empty file */
+	/* Only bytes that are there already are written over, so a full disk does not matter. */
+	end_len = put_end(doc, doc->text);
+	while (doc->off + end_len < (doc->off + done > old_end ? doc->off + done : old_end) &&
+	       end_len < TEXT_BYTES)
+		doc->text[end_len++] = ' ';
+	(void)write_at(doc->fd, doc->text, end_len, doc->off, &done); /* the first error is kept */
+out:
+	doc->len = 0;
+	doc->nr_unwritten = 0;
+}
+
+void sfr__document_add(struct sfr__document *doc, const char *format, ...)
+{
+	va_list args;
+	int len;
+
+	va_start(args, format);
+	len = vsnprintf(doc->text + doc->len, LINE_BYTES, format, args);
+	va_end(args);
+	if (len > 0)
+		doc->len += (size_t)len < LINE_BYTES ? (size_t)len : LINE_BYTES - 1;
+}
+
+void sfr__document_begin(struct sfr__document *doc)
+{
+	if (doc->len > TEXT_BYTES - EVENT_LINES * LINE_BYTES - END_BYTES)
+		sfr__document_flush(doc);
+}
+
+void sfr__document_escape(const char *in, size_t max, char *out)
+{
+	const unsigned char *s = (const unsigned char *)in, *end = s + strnlen(in, max);
+
+	while (s < end) {
+		size_t more = *s < 0x80               ? 0 :
+			      *s >= 0xc2 && *s < 0xe0 ? 1 :
+			      *s >= 0xe0 && *s < 0xf0 ? 2 :
+			      *s >= 0xf0 && *s < 0xf5 ? 3 :
+							4;
+		bool whole = more < 4 && (size_t)(end - s) > more;
+
+		for (size_t i = 1; whole && i <= more; i++)
+			whole = (s[i] & 0xc0) == 0x80;
+		/* Overlong forms, surrogates and what lies beyond U+10FFFF. */
+		if (whole && more == 2)
+			whole = !(*s == 0xe0 && s[1] < 0xa0) && !(*s == 0xed && s[1] >= 0xa0);
+		if (whole && more == 3)
+			whole = !(*s == 0xf0 && s[1] < 0x90) && !(*s == 0xf4 && s[1] >= 0x90);
+		if (!whole) {
+			*out++ = '?';
+			s++;
+		} else if (*s == '"' || *s == '\\') {
+			*out++ = '\\';
+			*out++ = (char)*s++;
+		} else if (*s < 0x20 || *s == 0x7f) {
+			out += snprintf(out, 7, "\\u%04x", *s++);
+		} else {
+			for (size_t i = 0; i <= more; i++)
+				*out++ = (char)*s++;
+		}
+	}
+	*out = '\0';
+}
+
+int sfr__document_open(struct sfr__document *doc, const char *path)
+{
+	struct timespec now = { 0, 0 };
+	struct stat st;
+
+	*doc = (struct sfr__document){ .text = sfr_sys.malloc(TEXT_BYTES) };
+	/* Not blocking: a pipe without a reader must not hold the caller. */
+	doc->fd = doc->text ?
+			  sfr__fd_open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY,
+				       0666) :
+			  -ENOMEM;
+	if (doc->fd < 0)
+		return doc->fd;
+	if (sfr_sys.fstat(doc->fd, &st) < 0)
+		return -errno;
+	if (!S_ISREG(st.st_mode))
+		return -EINVAL;
+	(void)sfr_sys.clock_gettime(CLOCK_REALTIME, &now); /* always there on Linux */
+	doc->started_unix_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+	sfr__document_add(doc,
+			  "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
+			  "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,"
+			  "\"args\":{\"name\":\"stillframe\"}}",
+			  (int)getpid());
+	sfr__document_flush(doc);
+	return doc->error;
+}
+
+void sfr__document_close(struct sfr__document *doc)
+{
+	if (doc->fd >= 0)
+		(void)sfr__fd_close(doc->fd); /* a timeline: not worth an error of its own */
+	doc->fd = -1;
+	sfr_sys.free(doc->text);
+	doc->text = NULL;
+}

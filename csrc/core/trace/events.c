@@ -1,0 +1,177 @@
+/* What the rings hold, as Trace Event JSON.
+ *
+ * Rows: one a thread, named after it; and above them, for each thread that runs optimizer steps, a
+ * row of its steps, under a thread number that no thread can have (the kernel's end at 2^22).
+ */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "trace/events.h"
+
+#define STEPS_TID (UINT64_C(1) << 22)
+
+static const struct {
+	const char *name, *category, *number;
+} kinds[] = {
+#define X(kind, kind_name, kind_category, kind_number)                                             \
+	[kind] = { .name = (kind_name), .category = (kind_category), .number = (kind_number) },
+	SFR_TRACE_LIST(X)
+#undef X
+};
+
+struct moment {
+	uint64_t us;
+	unsigned ns; /* of a microsecond */
+};
+
+static struct moment moment(uint64_t ns)
+{
+	return (struct moment){ .us = ns / 1000, .ns = (unsigned)(ns % 1000) };
+}
+
+#define MOMENT "%" PRIu64 ".%03u"
+#define MOMENT_ARGS(m) (m).us, (m).ns
+
+void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, int order)
+{
+	char escaped[6 * 64 + 1];
+
+	sfr__document_escape(name, 64, escaped);
+	sfr__document_add(doc,
+			  ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%" PRIu64
+			  ",\"args\":{\"name\":\"%s\"}}",
+			  (int)getpid(), tid, escaped);
+	if (order >= 0)
+		sfr__document_add(
+			doc,
+			",\n{\"name\":\"thread_sort_index\",\"ph\":\"M\",\"pid\":%d,\"tid\":%" PRIu64
+			",\"args\":{\"sort_index\":%d}}",
+			(int)getpid(), tid, order);
+}
+
+/* From top to bottom: steps, main thread, other threads of the program, then ours as bytes go. */
+static int order_of(const struct sfr__ring *ring)
+{
+	static const char *const prefixes[] = { "sfr-lane", "sfr-writer", "sfr-log" };
+
+	for (int i = 0; i < 3; i++)
+		if (strncmp(ring->name, prefixes[i], strlen(prefixes[i])) == 0)
+			return 3 + i;
+	return ring->tid == (uint64_t)getpid() ? 1 : 2;
+}
+
+static void name_rows(const struct sfr__timeline *tl, struct sfr__ring *ring, bool steps)
+{
+	char name[64];
+
+	if (ring->named_in != tl->number) {
+		ring->named_in = tl->number;
+		sfr__trace_row(tl->doc, ring->tid,
+			       ring->tid == (uint64_t)getpid() ? "main thread" : ring->name,
+			       order_of(ring));
+	}
+	if (steps && ring->steps_named_in != tl->number) {
+		ring->steps_named_in = tl->number;
+		(void)snprintf(name, sizeof(name),
+			       ring->tid == (uint64_t)getpid() ? "training steps" :
+								 "training steps (thread %" PRIu64
+								 ")",
+			       ring->tid);
+		sfr__trace_row(tl->doc, STEPS_TID + ring->tid, name, 0);
+	}
+}
+
+static void add_args(struct sfr__document *doc, const struct sfr__trace_event *event)
+{
+	const char *number = kinds[event->kind].number;
+
+	sfr__document_add(doc, ",\"args\":{");
+	if (event->save)
+		sfr__document_add(doc, "\"save\":%" PRIu64 "%s", event->save, number ? "," : "");
+	if (number)
+		sfr__document_add(doc, "\"%s\":%" PRIu64, number, event->number);
+}
+
+/* A save's life lies across rows: an asynchronous slice of its own. */
+static void add_save(const struct sfr__timeline *tl, uint64_t tid,
+		     const struct sfr__trace_event *event)
+{
+	uint64_t start = event->start_ns > tl->start_ns ? event->start_ns : tl->start_ns;
+	char name[6 * sizeof(event->name) + 1];
+
+	sfr__document_escape(event->name, sizeof(event->name), name);
+	sfr__document_add(tl->doc,
+			  ",\n{\"name\":\"save\",\"cat\":\"save\",\"ph\":\"b\",\"id\":%" PRIu64
+			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT,
+			  event->save, (int)getpid(), tid,
+			  MOMENT_ARGS(moment(start - tl->start_ns)));
+	add_args(tl->doc, event);
+	sfr__document_add(tl->doc, ",\"file\":\"%s\",\"state\":\"%s\"}}", name,
+			  sfr_state_name((enum sfr_state)event->state));
+	sfr__document_add(tl->doc,
+			  ",\n{\"name\":\"save\",\"cat\":\"save\",\"ph\":\"e\",\"id\":%" PRIu64
+			  ",\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT "}",
+			  event->save, (int)getpid(), tid,
+			  MOMENT_ARGS(moment(event->end_ns - tl->start_ns)));
+}
+
+static void add_event(const struct sfr__timeline *tl, const struct sfr__ring *ring,
+		      const struct sfr__trace_event *event)
+{
+	uint64_t tid = ring->tid;
+
+	if (event->kind == SFR_TRACE_SAVE) {
+		add_save(tl, tid, event);
+		return;
+	}
+	if (event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER)
+		tid += STEPS_TID;
+	sfr__document_add(
+		tl->doc,
+		",\n{\"name\":\"%s\",\"cat\":\"%s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%" PRIu64
+		",\"ts\":" MOMENT ",\"dur\":" MOMENT,
+		kinds[event->kind].name, kinds[event->kind].category, (int)getpid(), tid,
+		MOMENT_ARGS(moment(event->start_ns - tl->start_ns)),
+		MOMENT_ARGS(moment(event->end_ns - event->start_ns)));
+	add_args(tl->doc, event);
+	sfr__document_add(tl->doc, "}}");
+}
+
+void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
+{
+	const struct sfr__timeline *tl = arg;
+	const struct sfr__trace_event *event;
+	uint64_t dropped = atomic_load_explicit(&ring->dropped, memory_order_relaxed);
+
+	/* As many as fit at a time: a thread that records without end must not keep us here. */
+	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
+		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
+		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :
+							     event->start_ns < tl->start_ns;
+
+		if (!early && tl->doc->error) {
+			tl->doc->nr_dropped++;
+		} else if (!early) {
+			sfr__document_begin(tl->doc);
+			name_rows(tl, ring, steps);
+			tl->doc->nr_events++;
+			tl->doc->nr_unwritten++;
+			add_event(tl, ring, event);
+		}
+		sfr__ring_pop(ring);
+	}
+	if (dropped == ring->dropped_seen)
+		return;
+	sfr__document_begin(tl->doc);
+	name_rows(tl, ring, false);
+	sfr__document_add(tl->doc,
+			  ",\n{\"name\":\"%" PRIu64
+			  " events dropped\",\"cat\":\"trace\",\"ph\":\"i\",\"s\":\"t\","
+			  "\"pid\":%d,\"tid\":%" PRIu64 ",\"ts\":" MOMENT "}",
+			  dropped - ring->dropped_seen, (int)getpid(), ring->tid,
+			  MOMENT_ARGS(moment(sfr__now_ns() - tl->start_ns)));
+	tl->doc->nr_dropped += dropped - ring->dropped_seen;
+	ring->dropped_seen = dropped;
+}

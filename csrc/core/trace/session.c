@@ -1,0 +1,141 @@
+/* The one timeline that a process writes: a thread empties the rings into a document.
+ *
+ *   idle ──start──▶ running ──stop──▶ stopping ──thread has ended──▶ idle
+ *
+ * The session's mutex guards its state; it is taken before the registry's (ring.c) and after no
+ * other lock.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "trace/events.h"
+
+#define FLUSH_NS (100u * 1000 * 1000)
+
+enum session_state { IDLE, RUNNING, STOPPING };
+
+static struct {
+	struct sfr__mutex mu;
+	pthread_cond_t cv; /* stop has been called */
+	bool have_cv;
+	enum session_state state;
+	pthread_t thread;
+	uint32_t number; /* of traces begun in this process */
+	/* the thread's, but for start and stop, between which it lives */
+	uint64_t start_ns, nr_lost_seen;
+	struct sfr__document doc;
+	char *of_parent;
+} session = { .mu = SFR__MUTEX(SFR__LOCK_SESSION), .doc = { .fd = -1 } };
+
+static void flush(bool last)
+{
+	struct sfr__timeline timeline = { &session.doc, session.number, session.start_ns };
+	uint64_t lost;
+
+	sfr__rings_each(sfr__trace_read_ring, &timeline);
+	lost = sfr__rings_lost();
+	session.doc.nr_dropped += lost - session.nr_lost_seen;
+	/* Without new events the file is as it should be, but for the count of dropped ones. */
+	if (session.doc.len || lost != session.nr_lost_seen)
+		sfr__document_flush(&session.doc);
+	session.nr_lost_seen = lost;
+	sfr__rings_sweep(last);
+}
+
+static void *trace_main(void *unused)
+{
+	bool running;
+
+	(void)unused;
+	sfr__lock(&session.mu);
+	do {
+		if (session.state == RUNNING)
+			(void)sfr__cond_wait(&session.cv, &session.mu, sfr__deadline(FLUSH_NS));
+		running = session.state == RUNNING;
+		/* With the mutex, which others take to begin, to end and to name rows: all of
+		 * them can wait for a write. */
+		flush(!running);
+	} while (running);
+	sfr__unlock(&session.mu);
+	return NULL;
+}
+
+int sfr_trace_start(const char *path)
+{
+	int rc = sfr_fork_init();
+
+	if (rc < 0)
+		return rc;
+	sfr__lock(&session.mu);
+	if (session.state != IDLE) {
+		sfr__unlock(&session.mu);
+		return SFR_EBUSY;
+	}
+	if (!session.have_cv)
+		rc = sfr__cond_init(&session.cv);
+	session.have_cv = rc == 0;
+	if (rc == 0)
+		rc = sfr__document_open(&session.doc, path);
+	if (rc == 0) {
+		session.number = session.number == UINT32_MAX ? 1 : session.number + 1;
+		session.state = RUNNING;
+		session.nr_lost_seen = 0;
+		session.start_ns = sfr__now_ns();
+		rc = sfr__thread_start(&session.thread, "sfr-trace", trace_main, NULL);
+	}
+	if (rc == 0) {
+		sfr__rings_begin(session.number);
+	} else {
+		session.state = IDLE;
+		sfr__document_close(&session.doc);
+	}
+	sfr__unlock(&session.mu);
+	return rc;
+}
+
+int sfr_trace_stop(struct sfr_trace_result *out)
+{
+	memset(out, 0, sizeof(*out));
+	sfr__lock(&session.mu);
+	if (session.state != RUNNING) {
+		sfr__unlock(&session.mu);
+		return SFR_ESTATE;
+	}
+	atomic_store_explicit(&sfr__trace_on, 0, memory_order_release);
+	session.state = STOPPING;
+	pthread_cond_signal(&session.cv);
+	sfr__unlock(&session.mu);
+	(void)sfr_sys.thread_join(session.thread, NULL); /* it is ours and joinable */
+	sfr__lock(&session.mu);
+	out->nr_events = session.doc.nr_events;
+	out->nr_dropped = session.doc.nr_dropped;
+	out->error = session.doc.error;
+	sfr__document_close(&session.doc);
+	session.state = IDLE;
+	sfr__unlock(&session.mu);
+	return 0;
+}
+
+void sfr_trace_name_thread(uint64_t tid, const char *name)
+{
+	sfr__lock(&session.mu);
+	if (session.state == RUNNING && !session.doc.error) {
+		sfr__document_begin(&session.doc);
+		sfr__trace_row(&session.doc, tid, name, -1);
+	}
+	sfr__unlock(&session.mu);
+}
+
+static void forget(void)
+{
+	/* fork.c has closed the descriptor; the text stays, as the rings do. */
+	char *text = session.doc.text;
+	uint32_t number = session.number;
+
+	memset(&session, 0, sizeof(session));
+	session.of_parent = text;
+	session.number = number; /* rows of before must be named anew */
+	session.doc.fd = -1;
+	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
+}
+SFR__AT_FORK(forget)

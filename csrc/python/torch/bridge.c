@@ -1,0 +1,212 @@
+/* The bridge: what has to be asked of many tensors, or made many times, in one call.
+ *
+ * Reading offset, sizes and strides of a tensor from Python makes two tuples and an int for
+ * each; reading them here costs about a tenth of a microsecond a tensor, and a tensor over given
+ * memory costs half a microsecond in place of three. It uses the C shim of torch's stable ABI
+ * (shim.h), looked up in the libtorch_cpu.so that `import torch` has loaded: nothing is linked,
+ * nothing of torch is needed to build, and one binary serves every torch from 2.10 on.
+ *
+ * They are no operators of torch's. The dispatcher lets go of the interpreter lock around an
+ * operator, and a tensor whose last reference but Python's goes away meanwhile takes the lock back
+ * to tell Python (torch 2.13: c10/util/intrusive_ptr.h, "PyObject preservation"). Beside a Python
+ * thread that computes, each such moment may cost a switch interval. Called directly, with the
+ * lock held, nothing gives it away. Nor does anybody materialise a conjugated or negated tensor.
+ */
+#include <Python.h>
+#include <dlfcn.h>
+
+#include "torch/bridge.h"
+#include "torch/shim.h"
+
+#define LIBRARY "libtorch_cpu.so"
+
+/* Filled once, with the interpreter lock held; torch is never unloaded. */
+#define POINTER(result, name, arguments) result(*name) arguments;
+static struct {
+	bool loaded;
+	SFR_TORCH_FUNCTIONS(POINTER, POINTER)
+} torch;
+#undef POINTER
+
+/* The address of a function, or NULL. Where it is `needed`, NULL comes with an exception. */
+static void *look_up(void *library, const char *name, bool needed)
+{
+	void *found = dlsym(library, name);
+
+	if (found == NULL && needed)
+		PyErr_Format(PyExc_ImportError,
+			     "stillframe needs torch 2.10 or later, and this one has no %s", name);
+	return found;
+}
+
+int sfr_py_bridge_load(void)
+{
+	void *library;
+
+	if (torch.loaded)
+		return 0;
+	library = dlopen(LIBRARY, RTLD_LAZY | RTLD_NOLOAD);
+	if (library == NULL) {
+		PyErr_Format(PyExc_ImportError, "stillframe needs torch, and " LIBRARY
+						" is not loaded; import torch first");
+		return -1;
+	}
+	/* The reference stays: there is no torch without this library. */
+#define NEEDED(result, name, arguments)                                                            \
+	*(void **)&torch.name = look_up(library, #name, true);                                     \
+	if (torch.name == NULL)                                                                    \
+		return -1;
+#define OPTIONAL(result, name, arguments) *(void **)&torch.name = look_up(library, #name, false);
+	SFR_TORCH_FUNCTIONS(NEEDED, OPTIONAL)
+#undef NEEDED
+#undef OPTIONAL
+	torch.loaded = true;
+	return 0;
+}
+
+bool sfr_py_bridge_makes(void)
+{
+	return torch.torch_from_blob != NULL;
+}
+
+void sfr_py_bridge_drop(void *const *tensors, size_t nr)
+{
+	for (size_t i = 0; i < nr; i++)
+		(void)torch.aoti_torch_delete_tensor_object(
+			tensors[i]); /* nothing can be done about a failure */
+}
+
+/* ---- describe --------------------------------------------------------------------- */
+
+/* Writes one tensor's row at `out` if `room` words suffice; returns the words it needs, or -1. */
+static int64_t describe_one(struct AtenTensorOpaque *tensor, int64_t *out, int64_t room)
+{
+	int64_t ndim = 0;
+	if (torch.aoti_torch_get_dim(tensor, &ndim))
+		return -1;
+	const int64_t words = SFR_ROW_HEADER + 2 * ndim;
+	if (words > room)
+		return words;
+
+	int32_t dtype = 0;
+	int64_t *sizes = NULL;
+	int64_t *strides = NULL;
+	if (torch.aoti_torch_get_storage_offset(tensor, &out[SFR_ROW_OFFSET]) ||
+	    torch.aoti_torch_get_storage_size(tensor, &out[SFR_ROW_NBYTES]) ||
+	    torch.aoti_torch_get_dtype(tensor, &dtype) ||
+	    torch.aoti_torch_get_sizes(tensor, &sizes) ||
+	    torch.aoti_torch_get_strides(tensor, &strides))
+		return -1;
+	out[SFR_ROW_DTYPE] = dtype;
+	out[SFR_ROW_NDIM] = ndim;
+	for (int64_t i = 0; i < ndim; i++) {
+		out[SFR_ROW_HEADER + i] = sizes[i];
+		out[SFR_ROW_HEADER + ndim + i] = strides[i];
+	}
+	return words;
+}
+
+int64_t sfr_py_bridge_describe(void *const *tensors, size_t nr, int64_t *rows, int64_t room)
+{
+	int64_t used = 0;
+
+	for (size_t i = 0; i < nr; i++) {
+		const int64_t left = used < room ? room - used : 0;
+		const int64_t words = describe_one(tensors[i], rows + (left != 0 ? used : 0), left);
+
+		if (words < 0)
+			return -1;
+		used += words;
+	}
+	return used;
+}
+
+/* ---- make ------------------------------------------------------------------------- */
+
+static void put_hold(void *data, void *hold)
+{
+	(void)data; /* the hold keeps it */
+	sfr_hold_put(hold);
+}
+
+/* A tensor with a storage of its own, or NULL. If this fails the hold stays: whether torch has
+ * called the deleter is not known, and memory that is never given back harms less than memory that
+ * is. */
+static struct AtenTensorOpaque *make_storage(const int64_t *row, int64_t ndim, const int64_t *sizes,
+					     const int64_t *strides, int64_t offset,
+					     struct sfr_hold *hold)
+{
+	struct AtenTensorOpaque *made = NULL;
+
+	__atomic_add_fetch(&hold->count, 1, __ATOMIC_RELAXED);
+	if (torch.torch_from_blob((void *)(uintptr_t)row[SFR_NEW_BASE], ndim, sizes, strides,
+				  offset, (int32_t)row[SFR_NEW_DTYPE],
+				  torch.aoti_torch_device_type_cpu(), -1, &made,
+				  torch.aoti_torch_layout_strided(), NULL, 0, put_hold, hold))
+		return NULL;
+	return made;
+}
+
+/* A tensor over the storage of another, or NULL. */
+static struct AtenTensorOpaque *make_over(struct AtenTensorOpaque *other, const int64_t *row)
+{
+	const int64_t ndim = row[SFR_NEW_NDIM];
+	struct AtenTensorOpaque *made = NULL;
+	int64_t from = 0;
+
+	if (torch.aoti_torch_get_storage_offset(other, &from) ||
+	    torch.aoti_torch__reinterpret_tensor(other, ndim, row + SFR_NEW_HEADER,
+						 row + SFR_NEW_HEADER + ndim,
+						 row[SFR_NEW_OFFSET] - from, &made))
+		return NULL;
+	return made;
+}
+
+/* Elements of the storage up to the tensor's last one. */
+static int64_t reach_of(const int64_t *row)
+{
+	const int64_t ndim = row[SFR_NEW_NDIM];
+	const int64_t *sizes = row + SFR_NEW_HEADER, *strides = sizes + ndim;
+	int64_t reach = row[SFR_NEW_OFFSET] + 1;
+
+	for (int64_t i = 0; i < ndim; i++) {
+		if (sizes[i] == 0)
+			return 0;
+		reach += (sizes[i] - 1) * strides[i];
+	}
+	return reach;
+}
+
+static struct AtenTensorOpaque *make_one(const int64_t *row, struct sfr_hold *hold)
+{
+	const int64_t ndim = row[SFR_NEW_NDIM];
+	const size_t itemsize = torch.aoti_torch_dtype_element_size((int32_t)row[SFR_NEW_DTYPE]);
+	const int64_t length = row[SFR_NEW_NBYTES] / (int64_t)itemsize;
+
+	/* torch makes the storage as long as the tensor reaches. */
+	if (reach_of(row) == length)
+		return make_storage(row, ndim, row + SFR_NEW_HEADER, row + SFR_NEW_HEADER + ndim,
+				    row[SFR_NEW_OFFSET], hold);
+	const int64_t stride = 1;
+	void *whole = make_storage(row, 1, &length, &stride, 0, hold);
+	if (!whole)
+		return NULL;
+	struct AtenTensorOpaque *made = make_over(whole, row);
+	sfr_py_bridge_drop(&whole, 1);
+	return made;
+}
+
+int sfr_py_bridge_make(const int64_t *row, size_t nr, struct sfr_hold *hold, void **tensors)
+{
+	for (size_t i = 0; i < nr; i++) {
+		const int64_t over = row[SFR_NEW_OVER];
+
+		tensors[i] = over < 0 ? make_one(row, hold) : make_over(tensors[over], row);
+		if (!tensors[i]) {
+			sfr_py_bridge_drop(tensors, i);
+			return -1;
+		}
+		row += SFR_NEW_HEADER + 2 * row[SFR_NEW_NDIM];
+	}
+	return 0;
+}

@@ -1,0 +1,51 @@
+"""The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion.
+
+It stands outside the package, whose import takes seconds because torch's does. What it needs of it
+are files that import nothing, which it runs by their paths.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = Path(__file__).parent / "stillframe"
+
+
+def _module_of(path: str) -> ModuleType:
+    """A module of the package, without the package; the package's own where that is loaded."""
+    name = path.replace("/", ".")
+    if loaded := sys.modules.get(f"stillframe.{name}"):
+        return loaded
+    spec = importlib.util.spec_from_file_location(
+        f"_stillframe_command.{name}", _PACKAGE / f"{path}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status.
+
+    Args:
+        argv: The arguments behind the program's name; `sys.argv[1:]` by default.
+
+    Raises:
+        SystemExit: (status 2) Wrong usage; (status 0) `--help`, `--version`.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    usage = _module_of("_shell/usage")
+    size = _module_of("_base/sizes").argument
+    parser = usage.parser(_module_of("_base/support").VERSION, size)
+    options = parser.parse_args(arguments)
+    if options.command == "completion":
+        print(usage.completion(parser, options.shell), end="")
+        return 0
+    from stillframe._shell import cli
+
+    return cli.run(options)

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint over the engine: stager, writer, reader, and one call for all."""

@@ -1,0 +1,127 @@
+"""Is a checkpoint of DCP whole: every item is a zip archive whose records have CRCs."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Iterable
+from typing import Any, cast
+
+from stillframe import _core
+from stillframe.errors import CorruptCheckpointError
+
+_PIECE = 8 << 20
+
+
+class _Slice(io.RawIOBase):
+    """Bytes of a file from `offset` on, to be read as a file."""
+
+    def __init__(self, fd: int, offset: int, length: int) -> None:
+        self._fd, self._offset, self._length = fd, offset, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise OSError("before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(0, min(len(view), self._length - self._at))]
+        got = os.preadv(self._fd, [view], self._offset + self._at) if len(view) else 0
+        self._at += got
+        return got
+
+
+def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
+    """What is wrong with an item of a data file; None where its bytes are those that were saved.
+
+    Records without a CRC, as torch writes them where it is told to, are only looked for.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    end = os.fstat(fd).st_size
+    if offset + length > end:
+        return f"it should reach to byte {offset + length}, and the file ends at {end}"
+    item = _Slice(fd, offset, length)
+    try:
+        with zipfile.ZipFile(cast(Any, item)) as archive:
+            for record in archive.infolist():
+                wrong = _wrong_in_record(item, record, length)
+                if wrong is not None:
+                    return f"{record.filename}: {wrong}"
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:
+        return f"it is no archive: {error}"
+    return None
+
+
+def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str | None:
+    item.seek(record.header_offset)
+    header = item.read(30) or b""
+    name = record.orig_filename.encode()
+    if len(header) < 30 or header[:4] != b"PK\3\4":
+        return "its header is missing"
+    name_length, extra_length = struct.unpack("<HH", header[26:])
+    if item.read(name_length) != name:
+        return "its header is of another record"
+    start = record.header_offset + 30 + name_length + extra_length
+    if record.compress_type != zipfile.ZIP_STORED or start + record.file_size > length:
+        return "its bytes are not where they should be"
+    item.seek(start)
+    if _crc(item, record.file_size) != record.CRC and record.CRC != 0:
+        return "its bytes do not match their CRC"
+    return None
+
+
+def _crc(item: _Slice, nbytes: int) -> int:
+    value = 0
+    buffer = memoryview(bytearray(min(nbytes, _PIECE)))
+    while nbytes:
+        got = item.readinto(buffer[: min(nbytes, _PIECE)])
+        if not got:
+            return ~value  # it has become shorter
+        value = _core.crc32(buffer[:got], value)
+        nbytes -= got
+    return value
+
+
+def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:
+    """
+    Args:
+        items: Name, file, offset and length of each.
+
+    Raises:
+        CorruptCheckpointError: One is damaged, or its file is missing.
+    """
+    by_file: dict[str, list[tuple[str, int, int]]] = {}
+    for name, file, offset, length in items:
+        by_file.setdefault(file, []).append((name, offset, length))
+    for file, places in by_file.items():
+        path = os.path.join(directory, file)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(
+                f"{path} is missing: it holds {places[0][0]}, and {len(places) - 1} more"
+            ) from None
+        try:
+            for name, offset, length in places:
+                wrong = wrong_in_item(fd, offset, length)
+                if wrong is not None:
+                    raise CorruptCheckpointError(f"{path}: {name} is damaged: {wrong}")
+        finally:
+            os.close(fd)

@@ -1,0 +1,121 @@
+"""A checkpoint's directory: what its files are called, and the one rename that makes a checkpoint.
+
+    __0_0.3fa9c2d1.distcp   data of rank 0, of the save 3fa9c2d1
+    __1_0.77b0e41a.distcp   each rank names its own
+    .metadata               names the data files of the checkpoint that the directory holds
+
+No data file ever takes the place of another, so none is missing while the old .metadata stands, and
+all are there, and synced, before the new one takes its place. Its rename is the only commit. What
+it does not name goes afterwards: the old checkpoint's files, and those of saves that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import uuid
+from collections.abc import Iterable
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from stillframe._base.paths import make_directories, sync_directory
+
+log = logging.getLogger("stillframe")
+
+SUFFIX = ".distcp"
+
+_DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
+_TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex[:8]
+
+
+def data_name(prefix: str, number: int, save_id: str) -> str:
+    return f"{prefix}{number}.{save_id}{SUFFIX}"
+
+
+def metadata_path(directory: str, rank: int | None) -> str:
+    """Of the checkpoint, or of what one rank has saved for itself."""
+    return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
+
+
+def make_directory(directory: str, *, durable: bool) -> None:
+    make_directories(os.path.abspath(directory), durable)
+
+
+def put_in_place(metadata: Metadata, directory: str, rank: int | None, *, durable: bool) -> None:
+    """The commit.
+
+    Raises:
+        OSError: The directory holds what it held before; or, where only syncing it failed, the new
+            checkpoint, not known to be durable.
+    """
+    path = metadata_path(directory, rank)
+    temporary = f"{path}.{new_id()}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if durable:
+            sync_directory(directory)  # the entries of the data files of all ranks
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(directory)
+        sync_directory(os.path.dirname(os.path.abspath(directory)))
+
+
+def named_files(metadata: Metadata) -> set[str]:
+    """The data files of a checkpoint, relative to its directory."""
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}
+
+
+def remove_unnamed(metadata: Metadata, directory: str, rank: int | None) -> None:
+    """Removes data files that the checkpoint does not name; of one rank only where it has saved for
+    itself. An extra file does no harm: what cannot be removed is logged."""
+    wanted = named_files(metadata)
+    try:
+        names = os.listdir(directory)
+    except OSError as error:
+        log.warning("stillframe: what %s does not need was not removed: %s", directory, error)
+        return
+    for name in names:
+        data = _DATA.fullmatch(name)
+        mine = data is not None and (rank is None or int(data[1]) == rank)
+        if name not in wanted and (mine or (rank is None and _TEMPORARY.fullmatch(name))):
+            _remove(os.path.join(directory, name))
+
+
+def remove_files(paths: Iterable[str], directory: str, rank: int | None) -> None:
+    """Removes data files of a save that failed, but for those that the directory's checkpoint
+    names: the last step of a commit may have been what failed."""
+    try:
+        with open(metadata_path(directory, rank), "rb") as file:
+            wanted = named_files(pickle.load(file))
+    except FileNotFoundError:
+        wanted = set()
+    except Exception as error:  # nothing may go while nobody knows what is needed
+        log.warning("stillframe: files of a failed save stay in %s: %s", directory, error)
+        return
+    for path in paths:
+        if os.path.basename(path) not in wanted:
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("stillframe: %s is not needed and could not be removed: %s", path, error)

@@ -1,0 +1,144 @@
+"""A state dict on pool memory, from its call to the end of the upload that reads it.
+
+    copying ──▶ copied ──an upload takes it──▶ uploading ──ended──▶ given back
+
+The memory of a snapshot goes back when its tensors are gone. Of DCP's parts some live longer than
+the upload: a planner that is kept has the tensors of its last save, and so have the frames of an
+exception. So the end of an upload empties the tensors that are still there, and nobody keeps
+memory by keeping a planner.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stillframe._save.engine import Engine
+from stillframe._snapshot.snapshot import (
+    Snapshot,
+    call_when_copied,
+    is_copied,
+    is_leased,
+    snapshot_to_write,
+)
+from stillframe._tree.walk import paths
+from stillframe.errors import PoolExhaustedError
+
+StateDict = dict[str, Any]
+
+_LOOK_S = 0.002  # between two looks at whether an upload has given its memory back
+_GRACE_S = 5.0  # in which whoever was given a state dict takes it
+
+
+class Staged:
+    """One state dict's copy. It keeps the tree only while that is copied, and while an upload reads
+    it.
+
+    Attributes:
+        nbytes: Of its storages.
+        deferred_nbytes: Of them, what is copied after the call.
+    """
+
+    def __init__(self, taken: Snapshot[StateDict]) -> None:
+        self.nbytes = taken.nbytes
+        self.deferred_nbytes = taken.deferred_nbytes
+        self.num_tensors = taken.num_tensors
+        self._taken: Snapshot[StateDict] | None = taken
+        self._tree: StateDict | None = None
+        self._made = time.monotonic()
+        self._uploading = False
+
+    def settle(self, copied: Future[StateDict]) -> None:
+        """Gives the future the tree, once all of it is copied, or what went wrong: now where that
+        is known, otherwise on the callbacks' thread."""
+        taken = self._taken
+        assert taken is not None
+        if is_copied(taken):
+            self._settle(copied)
+        else:
+            call_when_copied(taken, functools.partial(self._settle, copied))
+
+    def _settle(self, copied: Future[StateDict]) -> None:
+        taken = self._taken
+        assert taken is not None
+        try:
+            tree = taken.tree
+        except BaseException as error:
+            self._taken = None
+            copied.set_exception(error)
+        else:
+            taken.release()  # the tensors keep the memory
+            copied.set_result(tree)
+
+    def upload_begins(self) -> None:
+        """Somebody reads the tree soon, and says when it is over."""
+        self._uploading = True
+
+    def uploads(self, tree: StateDict) -> None:
+        self._tree = tree
+
+    def upload_ended(self) -> None:
+        """Gives the memory back: nothing reads it any more. May be called again."""
+        taken, tree = self._taken, self._tree
+        self._tree = None
+        tensors = [weakref.ref(each) for each in _tensors(tree)]
+        del tree
+        with torch.no_grad():
+            for reference in tensors if taken is not None and is_leased(taken) else []:
+                tensor = reference()
+                if tensor is not None:
+                    tensor.set_()  # type: ignore[call-overload]
+        self._taken = None
+
+    def holds_memory(self) -> bool:
+        taken = self._taken
+        return taken is not None and is_leased(taken)
+
+    def will_end(self) -> bool:
+        """Whether its memory comes back without anything the caller would have to do."""
+        waited_for = self._uploading or time.monotonic() - self._made < _GRACE_S
+        return waited_for and self.holds_memory()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a staged tree that have memory of their own."""
+    for _, tensor in paths(tree, lambda node: isinstance(node, torch.Tensor)):
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            inner = (getattr(tensor, name) for name in names)
+            yield from (each for each in inner if isinstance(each, torch.Tensor))
+        elif tensor.layout is torch.strided and not tensor.is_quantized:
+            yield tensor
+
+
+def stage(
+    state_dict: StateDict, *, overlap: bool, engine: Engine | None, before: list[Staged]
+) -> Staged:
+    """Copies a state dict, once earlier ones have given back the memory it wants.
+
+    Args:
+        before: Those that are not known to be over; it is brought up to date.
+
+    Raises:
+        PoolExhaustedError: It does not fit, and no upload under way would change that.
+    """
+    while True:
+        before[:] = [each for each in before if each.holds_memory()]
+        waiting = [each for each in before if each.will_end()]
+        try:
+            staged = Staged(snapshot_to_write(state_dict, overlap=overlap, engine=engine))
+        except PoolExhaustedError:
+            if not waiting:
+                raise
+            while all(each.will_end() for each in waiting):
+                time.sleep(_LOOK_S)
+            continue
+        before.append(staged)
+        return staged

@@ -1,0 +1,311 @@
+"""`FileSystemWriter`: a rank's data through the core's threads, and the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future as ThreadFuture
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    SerializationFormat,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from stillframe._base import paths
+from stillframe._dcp import archive, commit, image
+from stillframe._dcp.staged import StateDict
+from stillframe._dcp.stager import PinnedStager
+from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.report import SaveReport
+
+Path = str | os.PathLike[str]
+
+_STOCK = "torch.distributed.checkpoint.FileSystemWriter"
+_VERSION = "1.0.0"  # of the metadata's format
+
+
+class FileSystemWriter(StorageWriter, AsyncStager):
+    """Writes checkpoints of DCP into a directory, for `storage_writer=` of `dcp.save` and
+    `dcp.async_save`. PyTorch's own `FileSystemReader`, other numbers of ranks and
+    `dcp_to_torch_save` read them.
+
+    Each rank's data goes through the threads of its engine, with CRCs and O_DIRECT. Data files have
+    names of their save; each is synced before it gets its name. `.metadata` comes last, is synced,
+    renamed, and its directory and that one's parent are synced. So a path that is saved to again
+    holds the old checkpoint or the new one at every moment, and where any rank fails, the old one.
+    Files that the new checkpoint does not need are removed afterwards.
+
+    Given to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
+
+    Args:
+        path: The directory, made with its parents if it is missing. `checkpoint_id=` takes its
+            place. A remote one (`scheme://`) is for `FsspecWriter`.
+        overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
+        durable: Sync files and directories. False gives up power failures: afterwards the new
+            checkpoint, and the old one with it, may be gone or damaged.
+        single_file_per_rank: Put items together, as large files as are good to write. False gives
+            each tensor and object a file of its own.
+        thread_count: At least as many files a rank. The threads are the engine's
+            (`Engine(writer_threads=)`), not the writer's, and work on all of them.
+        sync_files: False is `durable=False`: PyTorch's name for it.
+        per_thread_copy_ahead: Of no effect; tensors on devices are copied by the engine's lanes
+            when they are staged.
+        cache_staged_state_dict: Of no effect; the pool's memory is always used again.
+        _extensions, serialization_format: PyTorch's own writer has these; anything but their
+            defaults is refused.
+        engine: The engine to use, `stillframe.default_engine()` by default.
+
+    Raises:
+        TypeError, ValueError: An argument that makes no sense, or that only PyTorch's writer knows.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 0,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Any = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        durable: bool = True,
+        engine: Engine | None = None,
+    ) -> None:
+        if _extensions:
+            raise ValueError(f"_extensions are not supported: use {_STOCK}")
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            raise ValueError(f"{serialization_format} is not supported: use {_STOCK}")
+        if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
+            raise ValueError(f"thread_count has to be a positive int, not {thread_count!r}")
+        if engine is not None:
+            refuse_no_engine(engine)
+        self._path = None if path is None else paths.as_text(path)
+        self._single_file_per_rank = single_file_per_rank
+        self._durable = durable and sync_files
+        self._nr_files = thread_count or 1
+        self._overwrite = overwrite
+        self._engine = engine
+        self._stager: PinnedStager | None = None
+        self._save_id = str(uuid.uuid4())
+        self._files_id = commit.new_id()
+        self._rank: int | None = None  # where each rank saves for itself
+        self._written: list[str] = []
+        self.reports: list[SaveReport] = []
+        self.metadata: Metadata | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the process that DCP saves in: it has engines of its own."""
+        return {**self.__dict__, "_engine": None, "_stager": None}
+
+    # ---- staging ----
+
+    def stage(self, state_dict: StateDict, **_: Any) -> ThreadFuture[StateDict]:
+        """As `PinnedStager.stage`."""
+        if self._stager is None:
+            self._stager = PinnedStager(self._engine)
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: the future tells of the end, and the next optimizer step waits for it."""
+
+    def close(self) -> None:
+        """Nothing to give back. May be called again."""
+
+    # ---- what DCP calls, in this order, for each save ----
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether it is a local path."""
+        try:
+            paths.as_text(checkpoint_id)
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        return self._path
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """A save begins.
+
+        Raises:
+            TypeError, ValueError: It is no path, or a remote one.
+        """
+        if checkpoint_id:
+            self._path = paths.as_text(checkpoint_id)
+        self._save_id = str(uuid.uuid4())
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        alone = not kwargs.get("use_collectives", True)
+        self._rank = kwargs.get("rank") if alone else None
+        # `reset` is not called by everybody: no name may be used twice.
+        self._files_id = commit.new_id()
+        self._written = []
+        self.reports = []
+        self.metadata = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """
+        Raises:
+            FileExistsError: There is a checkpoint, and it is not to be overwritten.
+            OSError: The directory cannot be made.
+        """
+        directory = self._directory()
+        commit.make_directory(directory, durable=self._durable)
+        existing = commit.metadata_path(directory, self._rank)
+        if not self._overwrite and os.path.exists(existing):
+            raise FileExistsError(
+                errno.EEXIST, "there is a checkpoint, and overwrite=False", directory
+            )
+        if self._rank is not None:
+            return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # Plans may be kept by the planner from save to save, so there is nothing of this one in it.
+        return [
+            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
+            if plan.storage_data is None
+            else plan
+            for number, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items and waits until their files are durable.
+
+        Raises:
+            SaveError: The operating system refused a step. No file of this rank stays.
+        """
+        files: list[tuple[image.DataFile, list[tuple[WriteItem, int, int]]]] = []
+        failure: BaseException | None = None
+        try:
+            for parts, places in self._images(plan, planner):
+                name = commit.data_name(plan.storage_data.prefix, len(files), self._files_id)
+                path = os.path.join(self._directory(), name)
+                made = image.DataFile(path, parts, durable=self._durable, engine=self._engine)
+                files.append((made, places))
+        except BaseException as error:
+            failure = error
+        for made, _ in files:
+            failure = failure or made.failure()
+        if failure is not None:
+            for made, _ in files:
+                made.discard()
+            raise failure
+        self._written = [made.path for made, _ in files]
+        self.reports = [made.report() for made, _ in files]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(
+            [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=length,
+                    storage_data=_StorageInfo(os.path.basename(made.path), start + at, length),
+                )
+                for made, places in files
+                for start in (made.start(),)
+                for item, at, length in places
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator: the commit.
+
+        Raises:
+            OSError: See `commit.put_in_place`.
+        """
+        directory = self._directory()
+        # A copy: a planner that caches plans gives the same one for the next save.
+        metadata = dataclasses.replace(
+            metadata,
+            storage_data={each.index: each.storage_data for rank in results for each in rank},
+            storage_meta=self.storage_meta(),
+        )
+        metadata.version = _VERSION
+        commit.put_in_place(metadata, directory, self._rank, durable=self._durable)
+        self.metadata = metadata
+        commit.remove_unnamed(metadata, directory, self._rank)
+
+    # ---- the rest ----
+
+    def abandon(self) -> None:
+        """Removes what this rank has written of a save that is known to have failed everywhere."""
+        written, self._written = self._written, []
+        if written:
+            commit.remove_files(written, self._directory(), self._rank)
+
+    def _directory(self) -> str:
+        if self._path is None:
+            raise ValueError("there is no path to save to: give checkpoint_id=")
+        return self._path
+
+    def _images(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Iterator[tuple[list[image.Part], list[tuple[WriteItem, int, int]]]]:
+        """For each file its parts, and of each item in it where it begins and how long it is."""
+        # Objects first, as PyTorch's writer has them.
+        items = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+        most = min(image.MOST_BYTES, -(-_nbytes(items) // self._nr_files))
+        parts: list[image.Part] = []
+        places: list[tuple[WriteItem, int, int]] = []
+        end = 0
+        for item in items:
+            own = _parts(item, planner)
+            length = image.length(own)
+            if places and (end + length > most or not self._single_file_per_rank):
+                yield parts, places
+                parts, places, end = [], [], 0
+            places.append((item, end, length))
+            parts += own
+            end += length
+        if places:
+            yield parts, places
+
+
+def _nbytes(items: list[WriteItem]) -> int:
+    """About what the items take in a file; more rather than less."""
+    total = 1 << 20
+    for item in items:
+        if item.tensor_data is not None:
+            size = item.tensor_data.chunk.sizes
+            total += size.numel() * item.tensor_data.properties.dtype.itemsize + 2048
+    return total
+
+
+def _parts(item: WriteItem, planner: SavePlanner) -> list[image.Part]:
+    """An item as a whole archive."""
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        tensor = data.detach()
+        found = archive.payload(tensor)
+        if found is not None:
+            head, tail = found.frame()
+            return [head, found.flat, tail]
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        made = BytesIO()
+        torch.save(tensor, made)
+        data = made
+    return [data.getbuffer()]

@@ -1,0 +1,131 @@
+"""`stillframe info [DIR]`: what a report of a problem needs, as lines to paste or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stillframe._base import support
+from stillframe._base.sizes import binary, decimal
+from stillframe._shell import bench_raw as raw
+
+GOOD, UNUSABLE = 0, 2
+_PACKAGES = ("lightning", "pytorch-lightning", "numpy", "rich", "fsspec")
+_SAVED_NBYTES = 1 << 20
+_VARIABLES = ("STILLFRAME_POOL_BYTES", "STILLFRAME_LIBCUDA", "LOCAL_WORLD_SIZE")
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    found = {
+        "stillframe": support.VERSION,
+        "torch": f"{torch.__version__} (CUDA {torch.version.cuda or 'no'})",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}",
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "free_memory_bytes": raw.free_memory(),
+    }
+
+
+def _engine() -> dict[str, Any]:
+    from stillframe._save.engine import Engine
+
+    with Engine() as engine:
+        stats = engine.stats()
+    return {
+        "pool_bytes": stats["pool_bytes"],
+        "block_bytes": stats["block_bytes"],
+        "driver": stats["driver"],
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _disk(directory: str) -> dict[str, Any]:
+    """What the directory is, and what becomes of a save there."""
+    import torch
+
+    from stillframe._save.api import save
+    from stillframe.errors import StillframeError
+
+    found: dict[str, Any] = {"directory": os.path.abspath(directory), "error": None}
+    try:
+        found["file_system"] = raw.file_system_of(Path(directory).resolve())
+        found["free_bytes"] = shutil.disk_usage(directory).free
+        with tempfile.TemporaryDirectory(prefix=".stillframe-info-", dir=directory) as scratch:
+            report = save(torch.zeros(_SAVED_NBYTES // 4), Path(scratch, "info.pt"))
+        found["io_mode"] = report.io_mode
+        found["fallbacks"] = list(report.fallbacks)
+    except (OSError, StillframeError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def look(directory: str) -> dict[str, Any]:
+    """Everything, as `--json` prints it."""
+    return {
+        "versions": _versions(),
+        "machine": _machine(),
+        "engine": _engine(),
+        "disk": _disk(directory),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    machine, engine, disk = found["machine"], found["engine"], found["disk"]
+    told = [f"{name}: {version}" for name, version in found["versions"].items()]
+    told += [
+        f"machine: {machine['processor']}, {machine['cores']} cores,"
+        f" {decimal(machine['memory_bytes'])} of memory,"
+        f" {decimal(machine['free_memory_bytes'])} free",
+        f"pool: at most {binary(engine['pool_bytes'])}, blocks of {binary(engine['block_bytes'])}",
+        f"driver: {engine['driver']}",
+    ]
+    told += [f"{name}: {value}" for name, value in engine["environment"].items()]
+    told.append(f"directory: {disk['directory']}")
+    if "free_bytes" in disk:
+        told.append(f"file system: {disk['file_system']}, {decimal(disk['free_bytes'])} free")
+    if disk["error"]:
+        told.append(f"a save there fails: {disk['error']}")
+    else:
+        told.append(f"a save there: {disk['io_mode']} I/O")
+        told += [f"fallback: {each}" for each in disk["fallbacks"]] or ["fallbacks: none"]
+    return told
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command. Exit status 0; 2 where a save into the directory fails."""
+    found = look(options.directory)
+    print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
+    return UNUSABLE if found["disk"]["error"] else GOOD

@@ -1,0 +1,222 @@
+"""What the command `stillframe` takes: its commands, their options, and completion for shells.
+
+`_stillframe_command` runs this file by its path, so it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+SAVES = 6  # in a run of the demo
+MOST_STEPS = 96
+LEAST_STEPS = 4 * SAVES  # a few before the first save: tensors were watched over steps then
+LEAST_DEMO_NBYTES = 1 << 20
+
+Size = Callable[..., Callable[[str], int]]
+
+
+def parser(version: str, size: Size) -> argparse.ArgumentParser:
+    """The parser of the whole command. `size` is `stillframe._base.sizes.argument`."""
+    top = argparse.ArgumentParser(
+        prog="stillframe", description="Saves PyTorch training state without stopping training."
+    )
+    top.add_argument("--version", action="version", version=f"stillframe {version}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (told, description, epilog, arguments) in _COMMANDS.items():
+        one = commands.add_parser(name, help=told, description=description, epilog=epilog)
+        arguments(one, size)
+    return top
+
+
+def _verify(verify: argparse.ArgumentParser, _: Size) -> None:
+    verify.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory of files")
+    verify.add_argument("--json", action="store_true", help="print a list of objects, not lines")
+
+
+def _inspect(inspect: argparse.ArgumentParser, _: Size) -> None:
+    inspect.add_argument("path", metavar="FILE", help="a checkpoint")
+    how = inspect.add_mutually_exclusive_group()
+    how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
+    how.add_argument("--json", action="store_true", help="print an object, not a table")
+
+
+def _bench(bench: argparse.ArgumentParser, size: Size) -> None:
+    bench.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
+    bench.add_argument(
+        "--size",
+        type=size(),
+        help="bytes of the state, such as 500MB (default: what the disk writes in a second,"
+        " 33.6 to 537 MB)",
+    )
+    bench.add_argument("--json", action="store_true", help="print an object, not a table")
+
+
+def _demo(demo: argparse.ArgumentParser, size: Size) -> None:
+    demo.add_argument(
+        "--size",
+        type=size(least=LEAST_DEMO_NBYTES),
+        default=300_000_000,
+        metavar="BYTES",
+        help="bytes of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
+    )
+    demo.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="directory for the checkpoints, which are kept there (default: a temporary one)",
+    )
+    demo.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="N",
+        help=f"steps of each training run, {SAVES} of which end in a save (default: "
+        f"{MOST_STEPS}, fewer where they are slow)",
+    )
+
+
+def _steps(text: str) -> int:
+    try:
+        steps = int(text)
+    except ValueError:
+        steps = 0
+    if steps < LEAST_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, {LEAST_STEPS} or more")
+    return steps - steps % SAVES
+
+
+def _info(info: argparse.ArgumentParser, _: Size) -> None:
+    info.add_argument(
+        "directory",
+        nargs="?",
+        default=".",
+        metavar="DIR",
+        help="where checkpoints go (default: here)",
+    )
+    info.add_argument("--json", action="store_true", help="print an object, not lines")
+
+
+def _completion(completion: argparse.ArgumentParser, _: Size) -> None:
+    completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+
+
+# Of each command: its line in the list, what it does, its exit status, its arguments.
+_COMMANDS = {
+    "verify": (
+        "check that checkpoints are whole",
+        "Checks the structure of checkpoints and the CRC of every record in them.",
+        "Exit status: 0 all good; 1 damaged; 2 missing, unreadable or no checkpoint there.",
+        _verify,
+    ),
+    "inspect": (
+        "show what is in a checkpoint, without loading it",
+        "Tensors by name, shape, type, device and bytes, and other values by type. The file's"
+        " pickle is read, and never obeyed.",
+        "Exit status: 0 shown; 1 damaged, and shown as far as it goes; 2 missing, unreadable or no"
+        " checkpoint.",
+        _inspect,
+    ),
+    "bench": (
+        "measure a disk, and what saves and loads make of it",
+        "Half a minute: raw memcpy, write and read; save and load as shares of them; and advice."
+        " Its files go to a directory of their own in DIR and are removed.",
+        "Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
+        _bench,
+    ),
+    "demo": (
+        "train a small model and compare two plugins",
+        "Trains a small model on the CPU, saving with Lightning's AsyncCheckpointIO and with"
+        " stillframe's, and shows what a save costs in each.",
+        "Exit status: 0 all that is promised held; 1 something did not; 2 it cannot run.",
+        _demo,
+    ),
+    "info": (
+        "show what a report of a problem needs: versions, machine, disk",
+        "Versions, machine, memory, disk, driver and pool, and what a save into DIR had to do"
+        " without. It saves a megabyte there and removes it.",
+        "Exit status: 0 shown; 2 a save into DIR fails, and why is shown too.",
+        _info,
+    ),
+    "completion": (
+        "print completion for a shell",
+        'Prints completion for a shell. In ~/.bashrc: eval "$(stillframe completion bash)"; in'
+        ' ~/.zshrc, after compinit: eval "$(stillframe completion zsh)".',
+        None,
+        _completion,
+    ),
+}
+
+
+# ---- completion ------------------------------------------------------------------------------
+
+
+def completion(top: argparse.ArgumentParser, shell: str) -> str:
+    """A script that completes commands, options and, behind those, files."""
+    words, helps = _words(top)
+    return _bash(words) if shell == "bash" else _zsh(words, helps)
+
+
+def _words(top: argparse.ArgumentParser) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """What may follow each command ("" is none yet), and what the commands are for."""
+    (commands,) = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
+    words = {name: _options(each) for name, each in commands.choices.items()}
+    words["completion"] = ["bash", "zsh", *words["completion"]]
+    words[""] = [*commands.choices, *_options(top)]
+    return words, {each.dest: str(each.help) for each in commands._choices_actions}
+
+
+def _options(of: argparse.ArgumentParser) -> list[str]:
+    return [text for action in of._actions for text in action.option_strings if text[:2] == "--"]
+
+
+def _bash(words: dict[str, list[str]]) -> str:
+    cases = "".join(
+        f"    {name or chr(39) * 2}) words={chr(34)}{' '.join(found)}{chr(34)} ;;\n"
+        for name, found in words.items()
+    )
+    return f"""_stillframe() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} command='' words='' each
+    for each in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+        [[ $each == -* ]] || {{ command=$each; break; }}
+    done
+    case $command in
+{cases}    esac
+    # Nothing found: readline offers files.
+    COMPREPLY=()
+    if [[ -z $command || $command == completion || $word == -* ]]; then
+        COMPREPLY=($(compgen -W "$words" -- "$word"))
+    fi
+}}
+complete -o default -F _stillframe stillframe
+"""
+
+
+def _zsh(words: dict[str, list[str]], helps: dict[str, str]) -> str:
+    commands = "\n".join(f"        '{name}:{told}'" for name, told in helps.items())
+    cases = "".join(
+        f"        {name}) words_of=({' '.join(found)}) ;;\n"
+        for name, found in words.items()
+        if name
+    )
+    return f"""#compdef stillframe
+_stillframe() {{
+    local -a commands words_of
+    commands=(
+{commands}
+    )
+    if (( CURRENT == 2 )); then
+        _describe command commands
+        [[ $PREFIX == -* ]] && compadd -- {" ".join(w for w in words[""] if w[0] == "-")}
+        return
+    fi
+    case $words[2] in
+{cases}    esac
+    if [[ $PREFIX == -* || $words[2] == completion ]]; then
+        compadd -- $words_of
+    else
+        _files
+    fi
+}}
+compdef _stillframe stillframe
+"""

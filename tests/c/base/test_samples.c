@@ -1,0 +1,193 @@
+/* Which cache lines are sampled: of every source, and where a write is likely to be seen. */
+#include <string.h>
+
+#include "base/base.h"
+#include "check.h"
+
+enum { LINE = SFR__SAMPLE_LEN, MOST_ITEMS = SFR__MAX_SAMPLES + 8, RUNS = 200 };
+
+static struct sfr__sample items[MOST_ITEMS];
+static const uint64_t sizes[] = { 1,
+				  63,
+				  64,
+				  65,
+				  128,
+				  640,
+				  1000,
+				  64 * 1000,
+				  64 * 1000 + 1,
+				  64 * 1001,
+				  (uint64_t)1 << 20,
+				  ((uint64_t)5 << 30) + 7 };
+enum { NR_SIZES = sizeof(sizes) / sizeof(sizes[0]) };
+
+static bool holds(uint32_t nr, uint64_t line)
+{
+	for (uint32_t i = 0; i < nr; i++)
+		if (items[i].off / LINE == line)
+			return true;
+	return false;
+}
+
+static void every_source_has_its_share_and_one_line_at_least(void)
+{
+	CHECK_EQ(sfr__samples_each(0), 1);
+	CHECK_EQ(sfr__samples_each(1), SFR__MAX_SAMPLES);
+	CHECK_EQ(sfr__samples_each(3), SFR__MAX_SAMPLES / 3);
+	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES - 1), 1);
+	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES), 1);
+	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES + 1), 1);
+	CHECK_EQ(sfr__samples_each(UINT32_MAX), 1);
+}
+
+/* As many as asked for, or all there are; ascending, none twice, none over the end. */
+static void lines_ascend_and_lie_within_their_source(void)
+{
+	uint64_t random = 1;
+
+	for (unsigned s = 0; s < NR_SIZES; s++)
+		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
+			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, behind = 0;
+			uint32_t nr = sfr__samples_place(items, 7, sizes[s], each, &random);
+
+			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
+			for (uint32_t i = 0; i < nr; i++) {
+				CHECK_EQ(items[i].entry, 7);
+				CHECK_EQ(items[i].off % LINE, 0);
+				CHECK(items[i].off >= behind);
+				behind = items[i].off + items[i].len;
+				CHECK(items[i].len > 0 && behind <= sizes[s]);
+				CHECK(items[i].len == LINE || behind == sizes[s]);
+			}
+		}
+	CHECK_EQ(sfr__samples_place(items, 0, 0, 9, &random), 0);
+}
+
+static void one_line_is_the_one_in_the_middle(void)
+{
+	uint64_t random = 1;
+
+	CHECK_EQ(sfr__samples_place(items, 0, 1000 * LINE, 1, &random), 1);
+	CHECK_EQ(items[0].off / LINE, 500);
+}
+
+static void the_first_and_the_last_line_are_among_two_or_more(void)
+{
+	uint64_t random = 1;
+
+	for (uint64_t each = 2; each < 100; each++) {
+		uint32_t nr = sfr__samples_place(items, 0, 1000 * LINE + 8, each, &random);
+
+		CHECK(holds(nr, 0));
+		CHECK(holds(nr, 1000));
+		CHECK_EQ(items[nr - 1].len, 8);
+		CHECK(each % 2 == 0 || holds(nr, 500));
+	}
+}
+
+/* Over many saves: all but the neighbours of the first, the middle and the last line. */
+static void the_lines_between_are_others_every_time(void)
+{
+	static bool seen[100];
+	uint64_t random = 42;
+	int nr_seen = 0;
+
+	for (int run = 0; run < RUNS; run++) {
+		uint32_t nr = sfr__samples_place(items, 0, sizeof(seen) * LINE, 11, &random);
+
+		for (uint32_t i = 0; i < nr; i++)
+			seen[items[i].off / LINE] = true;
+	}
+	for (unsigned i = 0; i < sizeof(seen); i++)
+		nr_seen += seen[i];
+	CHECK(nr_seen >= 75); /* the strata of those three have 9 lines each */
+}
+
+static void a_random_line_lies_in_its_own_stratum(void)
+{
+	uint64_t random = 3;
+
+	for (int run = 0; run < RUNS; run++) {
+		CHECK_EQ(sfr__samples_place(items, 0, 1000 * LINE, 10, &random), 10);
+		for (uint32_t i = 1; i < 9; i++)
+			CHECK_EQ(items[i].off / LINE / 100, i);
+	}
+}
+
+/* ---- on a device: rows at one distance --------------------------------------- */
+
+static void rows_go_from_the_first_byte_to_the_last(void)
+{
+	uint64_t random = 1, pitch;
+
+	for (unsigned s = 0; s < NR_SIZES; s++)
+		for (uint64_t each = 1; each <= 600; each = each * 2 + 1) {
+			uint64_t len = sizes[s] < LINE ? sizes[s] : LINE;
+			uint32_t nr = sfr__samples_rows(items, 3, sizes[s], each, &random, &pitch);
+
+			CHECK(nr >= 1 && nr <= sfr__samples_rows_most(sizes[s], each));
+			for (uint32_t i = 0; i < nr; i++) {
+				CHECK_EQ(items[i].entry, 3);
+				CHECK_EQ(items[i].len, len);
+				CHECK_EQ(items[i].off, items[0].off + i * pitch);
+			}
+			CHECK(items[nr - 1].off + len <= sizes[s]);
+			CHECK(pitch <= (uint64_t)1 << 30);
+			if (nr == 1)
+				continue;
+			CHECK_EQ(items[0].off, 0);
+			CHECK(items[nr - 1].off + len + nr >
+			      sizes[s]); /* but for what a pitch rounds off */
+		}
+	CHECK_EQ(sfr__samples_rows(items, 0, 0, 9, &random, &pitch), 0);
+	CHECK_EQ(pitch, 0);
+}
+
+static void there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle(void)
+{
+	const uint64_t nbytes = 1000 * LINE;
+	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
+
+	for (int run = 0; run < RUNS; run++) {
+		uint32_t nr = sfr__samples_rows(items, 0, nbytes, 100, &random, &pitch);
+
+		CHECK_EQ(nr % 2, 1);
+		CHECK(items[nr / 2].off <= nbytes / 2 &&
+		      items[nr / 2].off + nr + LINE >= nbytes / 2);
+		least = nr < least ? nr : least;
+		most = nr > most ? nr : most;
+	}
+	CHECK(least >= 75 && most <= 100);
+	CHECK(most - least >= 10); /* so that their distance changes */
+	for (uint64_t each = 3; each < 8; each++)
+		CHECK_EQ(sfr__samples_rows(items, 0, nbytes, each, &random, &pitch),
+			 each - (each % 2 == 0));
+	CHECK_EQ(sfr__samples_rows(items, 0, nbytes, 2, &random, &pitch), 2);
+}
+
+static void one_row_is_anywhere(void)
+{
+	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
+
+	for (int run = 0; run < RUNS; run++) {
+		CHECK_EQ(sfr__samples_rows(items, 0, 1000, 1, &random, &pitch), 1);
+		CHECK_EQ(pitch, 0);
+		least = items[0].off < least ? items[0].off : least;
+		most = items[0].off > most ? items[0].off : most;
+	}
+	CHECK(least < 50 && most > 1000 - LINE - 50 && most <= 1000 - LINE);
+}
+
+int main(void)
+{
+	RUN(every_source_has_its_share_and_one_line_at_least);
+	RUN(lines_ascend_and_lie_within_their_source);
+	RUN(one_line_is_the_one_in_the_middle);
+	RUN(the_first_and_the_last_line_are_among_two_or_more);
+	RUN(the_lines_between_are_others_every_time);
+	RUN(a_random_line_lies_in_its_own_stratum);
+	RUN(rows_go_from_the_first_byte_to_the_last);
+	RUN(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle);
+	RUN(one_row_is_anywhere);
+	return check_done();
+}

@@ -1,0 +1,363 @@
+/* What one thread does while another is held in the middle of something: nothing here waits for a
+ * time to pass. A call of the table stops where the test says, until the test lets it go.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <semaphore.h>
+
+#include "memory/pool_int.h"
+#include "saving.h"
+
+static const char *dir;
+static struct saving_state one, two;
+
+static struct sfr_engine *new_engine(uint32_t nr_writers)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 16 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = 3 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name,
+				 const struct saving_state *s)
+{
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(saving_new(engine, dir, name, s, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
+static enum sfr_state state_of(struct sfr_ticket *t)
+{
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	return (enum sfr_state)report.state;
+}
+
+static const char *key(const char *name)
+{
+	static char path[PATH_MAX];
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	return path;
+}
+
+/* ---- calls that stop ---- */
+
+static struct sfr_sys plain;
+static sem_t held, may_go;
+static atomic_int nr_to_hold;
+
+static void hold(void)
+{
+	if (atomic_fetch_sub(&nr_to_hold, 1) > 0) {
+		(void)sem_post(&held);
+		(void)sem_wait(&may_go);
+	}
+}
+
+static void hold_the_next(int nr)
+{
+	CHECK_EQ(sem_init(&held, 0, 0), 0);
+	CHECK_EQ(sem_init(&may_go, 0, 0), 0);
+	nr_to_hold = nr;
+}
+
+static int held_unlink(int at, const char *name)
+{
+	hold();
+	return plain.unlink(at, name);
+}
+
+/* ---- cancel against commit ---- */
+
+/* What the log makes of the save, read beside it. */
+__attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_state in_the_log(
+	const struct sfr_ticket *t)
+{
+	return *(const volatile enum sfr__log_state *)&t->log.state;
+}
+
+/* The save is ready and cancelled, its clean-up has begun, and the log comes to it. */
+static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
+{
+	struct sfr_engine *engine = new_engine(2);
+	struct sfr_ticket *first, *t;
+
+	plain = sfr_sys;
+	sfr_sys.unlink = held_unlink;
+	first = submit(engine, "first", &one);
+	t = submit(engine, "cancelled", &two);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	while (state_of(t) != SFR_READY)
+		(void)sched_yield();
+	hold_the_next(1);
+	CHECK_EQ(sfr_save_cancel(t), 1);
+	(void)sem_wait(&held); /* its temporary is about to be removed */
+	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(first, -1), 0);
+	while (in_the_log(t) != SFR__LOG_RUNNING)
+		(void)sched_yield();
+	(void)sem_post(&may_go);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	while (sfr_log_pending() != 0)
+		(void)sched_yield();
+	CHECK_EQ(state_of(t), SFR_CANCELLED);
+	CHECK_EQ(state_of(first), SFR_DURABLE);
+	CHECK_EQ(saving_look(dir, "cancelled"), -1);
+	for (int from = 0; from < SFR_NR_STATES; from++)
+		CHECK(from == SFR_READY || sfr__ticket_arrows(from, SFR_COMMITTING) == 0);
+	for (int nr_ends = 0; nr_ends < 2;)
+		nr_ends += saving_notice() == SFR_NOTICE_ENDED;
+	sfr_ticket_put(t);
+	sfr_ticket_put(first);
+	free_engine(engine);
+	sfr_sys = plain;
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
+}
+
+/* ---- close and removes ---- */
+
+static void close_waits_for_removes(void)
+{
+	struct sfr_engine *engine = new_engine(1);
+
+	CHECK_EQ(saving_save(engine, dir, "gone", &one, 0), 0);
+	plain = sfr_sys;
+	hold_the_next(1);
+	sfr_sys.unlink = held_unlink;
+	CHECK_EQ(sfr_log_remove(key("gone"), NULL), 0);
+	(void)sem_wait(&held);
+	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
+	CHECK_EQ(saving_look(dir, "gone"), 1);
+	(void)sem_post(&may_go);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(saving_look(dir, "gone"), -1);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+	sfr_sys = plain;
+}
+
+/* ---- the first error ---- */
+
+static atomic_int nr_writes;
+
+/* Two writes stop; each fails with an error of its own. */
+static ssize_t failing_pwrite(int fd, const void *buf, size_t len, off_t off)
+{
+	static sem_t *const go[] = { &held, &may_go };
+	int i;
+
+	if (len <= SFR_PAGE)
+		return plain.pwrite(fd, buf, len, off); /* the probe of a file that was opened */
+	i = atomic_fetch_add(&nr_writes, 1);
+	if (i < 2)
+		(void)sem_wait(go[i]);
+	errno = i == 0 ? ENOSPC : EIO;
+	return -1;
+}
+
+static void the_first_error_of_a_save_is_the_one_it_tells(void)
+{
+	struct sfr_engine *engine = new_engine(2);
+	struct sfr_report report;
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* probed without disturbance */
+	plain = sfr_sys;
+	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
+	hold_the_next(0);
+	nr_writes = 0;
+	sfr_sys.pwrite = failing_pwrite;
+	CHECK_EQ(saving_submit(t), 0);
+	while (nr_writes < 2)
+		(void)sched_yield();
+	(void)sem_post(&held);
+	while (state_of(t) != SFR_ENDING)
+		(void)sched_yield();
+	(void)sem_post(&may_go);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_FAILED);
+	CHECK_EQ(report.err.code, -ENOSPC);
+	sfr_sys = plain;
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* ---- old bytes ---- */
+
+/* Whoever had the pool's memory before left this in it. */
+static void poison(struct sfr_engine *engine)
+{
+	struct sfr__pool *pool = engine->pool;
+
+	for (uint32_t i = 0; i < pool->nr_known; i++)
+		if (pool->blocks[i].state == SFR__BLOCK_FREE)
+			memset(pool->blocks[i].mem, 0xa5, pool->blocks[i].committed);
+}
+
+/* Bytes of padding in the file, and how many of them are not zero. */
+static uint64_t padding(const char *name, uint64_t *nr_dirty)
+{
+	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = one.sources,
+					    .nr_sources = SAVING_NR };
+	int fd = open(key(name), O_RDONLY | O_CLOEXEC);
+	struct sfr__image img;
+	uint64_t nr = 0;
+
+	CHECK(fd >= 0);
+	CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0);
+	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
+		for (uint32_t blk = 0; blk < run->nr_blocks; blk++) {
+			uint64_t off = sfr__image_block_off(&img, run, blk);
+			struct sfr__seg_iter it;
+			struct sfr__seg seg;
+
+			sfr__seg_iter_init(&it, &img, run, blk);
+			while (sfr__seg_next(&it, &seg))
+				for (uint64_t i = 0; seg.kind == SFR__SEG_PAD && i < seg.len; i++) {
+					unsigned char byte = 1;
+
+					CHECK_EQ(pread(fd, &byte, 1, (off_t)(off + seg.pos + i)),
+						 1);
+					*nr_dirty += byte != 0;
+					nr++;
+				}
+		}
+	sfr__image_fini(&img);
+	(void)close(fd);
+	return nr;
+}
+
+static void no_old_byte_of_the_pool_is_in_a_file(void)
+{
+	struct sfr_engine *engine = new_engine(2);
+
+	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
+	for (int i = 0; i < 3; i++) {
+		uint64_t nr_dirty = 0;
+
+		poison(engine);
+		CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+		CHECK(padding("a", &nr_dirty) > 1000);
+		CHECK_EQ(nr_dirty, 0);
+		CHECK_EQ(saving_look(dir, "a"), 1);
+	}
+	free_engine(engine);
+}
+
+/* ---- descriptors ---- */
+
+static atomic_int nr_opened, nr_inherited, nr_created, nr_not_new;
+
+static int watched_open(int at, const char *name, int flags, mode_t mode)
+{
+	nr_opened++;
+	nr_inherited += (flags & O_CLOEXEC) == 0;
+	nr_created += (flags & O_CREAT) != 0;
+	nr_not_new += (flags & O_CREAT) && !(flags & O_EXCL);
+	return plain.open(at, name, flags, mode);
+}
+
+static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
+{
+	struct sfr_engine *engine = new_engine(2);
+	struct sfr_check *check = NULL;
+	struct sfr_log_load *load = NULL;
+	int fd = -1;
+
+	plain = sfr_sys;
+	nr_opened = nr_inherited = nr_created = nr_not_new = 0;
+	sfr_sys.open = watched_open;
+	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
+	CHECK_EQ(sfr_log_load_new(key("a"), &load), 0);
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	CHECK(fcntl(fd, F_GETFD) & FD_CLOEXEC);
+	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
+	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), 0);
+	sfr_check_free(check);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	CHECK_EQ(sfr_log_remove(key("a"), NULL), 0);
+	free_engine(engine);
+	sfr_sys = plain;
+	CHECK(nr_opened >= 3 && nr_created >= 1);
+	CHECK_EQ(nr_inherited, 0);
+	CHECK_EQ(nr_not_new, 0);
+}
+
+/* ---- names that begin alike ---- */
+
+static void a_remove_says_nothing_of_names_that_only_begin_like_its_own(void)
+{
+	struct sfr_engine *engine = new_engine(1);
+	struct sfr_ticket *t = submit(engine, "other", &one); /* the log stands */
+
+	CHECK_EQ(sfr_log_remove(key("ep1"), NULL), 0);
+	CHECK_EQ(sfr_log_exists(key("ep1")), 0);
+	CHECK_EQ(sfr_log_exists(key("ep1/shard")), 0);
+	CHECK_EQ(sfr_log_exists(key("ep10")), -1);
+	CHECK_EQ(sfr_log_exists(key("ep")), -1);
+	CHECK_EQ(sfr_log_exists(key("other/shard")), -1);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* A link that could not be made says nothing of the checkpoints. */
+static void a_remove_behind_a_link_that_failed_is_made(void)
+{
+	struct sfr_engine *engine = new_engine(1);
+	struct sfr_log_work *link = NULL;
+	uint64_t number = 0, seq = 0;
+	int after_good = 0;
+
+	CHECK_EQ(saving_save(engine, dir, "old", &one, 0), 0);
+	CHECK_EQ(sfr_log_work_new(key("last"), SFR_WORK_LINK, &link), 0);
+	CHECK_EQ(sfr_log_work_append(link), 0);
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_work_next(SFR_FOREVER, &number, &after_good), 0);
+	CHECK_EQ(after_good, 1);
+	sfr_log_work_end(link, 0);
+	sfr_log_work_put(link);
+	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
+	CHECK_EQ(saving_look(dir, "old"), -1);
+	free_engine(engine);
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	RUN(a_save_that_was_cancelled_when_it_was_ready_is_never_published);
+	RUN(close_waits_for_removes);
+	RUN(the_first_error_of_a_save_is_the_one_it_tells);
+	RUN(no_old_byte_of_the_pool_is_in_a_file);
+	RUN(no_descriptor_goes_to_a_program_that_is_started_meanwhile);
+	RUN(a_remove_says_nothing_of_names_that_only_begin_like_its_own);
+	RUN(a_remove_behind_a_link_that_failed_is_made);
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,100 @@
+"""States, and a process group of one rank, for tests of torch.distributed.checkpoint's parts."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """DCP warns of much that is meant here, on threads of its own too."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        warnings.filterwarnings(
+            "ignore", message=".*(torch.distributed is disabled|TypedStorage).*"
+        )
+        yield
+
+
+class Trained:
+    """A small model and its AdamW, whose state an engine defers."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def copied(tree: Any) -> Any:
+    """The tree with clones for tensors, for comparing later."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {name: copied(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [copied(value) for value in tree]
+    return tree
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def zeroed(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree)
+    if isinstance(tree, dict):
+        return {name: zeroed(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [zeroed(value) for value in tree]
+    return None
+
+
+def loaded(like: Any, path: Any, **arguments: Any) -> Any:
+    """What a checkpoint holds, of the shape of `like`."""
+    state = zeroed(like)
+    dcp.load(state, checkpoint_id=path, no_dist=True, **arguments)
+    return state
+
+
+def leased(engine: stillframe.Engine) -> int:
+    return engine.stats()["leased_bytes"]
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 20) -> bool:
+    end = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.002)
+    return True

@@ -1,0 +1,216 @@
+"""PinnedStager under DCP's own async_save: what is staged, when memory goes back, what fails."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+import torch.distributed.checkpoint as dcp
+from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from stillframe.dcp import PinnedStager
+from stillframe.testing import slow
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+
+class Held(dcp.FileSystemWriter):
+    """Waits before it writes; fails with what it is given."""
+
+    def __init__(self, path: Path, error: Exception | None = None) -> None:
+        super().__init__(path)
+        self.go = threading.Event()
+        self.error = error
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.go.wait(30)
+        if self.error is not None:
+            raise self.error
+        return super().write_data(plan, planner)
+
+
+def save(state: Any, stager: PinnedStager, **arguments: Any) -> AsyncSaveResponse:
+    response = dcp.async_save(state, async_stager=stager, no_dist=True, **arguments)
+    assert isinstance(response, AsyncSaveResponse)
+    return response
+
+
+def filling(engine: stillframe.Engine) -> dict[str, torch.Tensor]:
+    """A state for which the pool has room once."""
+    return {"w": torch.ones(engine.stats()["pool_bytes"] // 2 + 1, dtype=torch.uint8)}
+
+
+@pytest.fixture
+def engine():
+    with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
+        yield engine
+
+
+def test_a_state_is_saved_as_it_was_at_the_call_while_training_goes_on(tmp_path, engine):
+    trained, stager = Trained(), PinnedStager(engine)
+    for number in range(2):
+        state = {**trained.state(), "list": [number], "object": Counter(number)}
+        wanted = copied(state)
+        with slow("lane_copy", 0.005):
+            response = save(state, stager, checkpoint_id=tmp_path / str(number))
+            assert not response.staging_completion.done()
+            state["list"].append(-1)
+            state["object"].number = -1
+            trained.step()  # waits by itself
+        response.upload_completion.result()
+        found = loaded({**state, "list": [0]}, tmp_path / str(number))
+        assert equal(found["model"], wanted["model"])
+        assert equal(found["optimizer"], wanted["optimizer"])
+        assert found["list"] == [number] and found["object"].number == number
+    assert eventually(lambda: leased(engine) == 0)
+
+
+class Counter:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_staged_tree_has_its_ties_views_strides_bits_and_attributes(engine, one_rank):
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    base.note = ["kept"]
+    mesh = init_device_mesh("cpu", (1,))
+    state = {
+        "base": base,
+        "tied": base,
+        "view": base[1:3, ::2],
+        "t": base.t(),
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "neg": torch.tensor([1 + 2j]).conj().imag,
+        "d": DTensor.from_local(base.clone(), mesh, [Replicate()]),
+        "p": torch.nn.Parameter(torch.ones(3)),
+    }
+    staged = PinnedStager(engine).stage(state).result()
+    assert list(staged) == list(state)
+    assert staged["base"] is staged["tied"] and staged["base"].note == ["kept"]
+    assert staged["base"].note is not base.note or base.note == ["kept"]
+    storages = {staged[name].untyped_storage()._cdata for name in ("base", "view", "t")}
+    assert len(storages) == 1
+    for name, tensor in state.items():
+        new = staged[name]
+        assert type(new) is type(tensor) and new.stride() == tensor.stride(), name
+        assert (new.is_conj(), new.is_neg()) == (tensor.is_conj(), tensor.is_neg()), name
+        new, tensor = (getattr(each, "_local_tensor", each) for each in (new, tensor))
+        assert torch.equal(new, tensor) and new.data_ptr() != tensor.data_ptr(), name
+    assert staged["d"].placements == state["d"].placements
+
+
+def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(tmp_path, engine):
+    """The pool has room for one state; the second stage waits for the first upload."""
+    stager, state = PinnedStager(engine), filling(engine)
+    writers = [Held(tmp_path / str(number)) for number in range(2)]
+    first = save(state, stager, storage_writer=writers[0])
+    state["w"].fill_(2)
+    later: Future[Any] = Future()
+    thread = threading.Thread(
+        target=lambda: later.set_result(save(state, stager, storage_writer=writers[1]))
+    )
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()  # it waits for memory
+    for writer in writers:
+        writer.go.set()
+    first.upload_completion.result()
+    thread.join()
+    later.result().upload_completion.result()
+    for number in range(2):
+        assert (loaded(state, tmp_path / str(number))["w"] == number + 1).all()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no space")])
+def test_memory_goes_back_when_the_upload_ends_whoever_still_holds_the_tree(
+    tmp_path, engine, error
+):
+    stager, state = PinnedStager(engine), filling(engine)
+    planner = dcp.DefaultSavePlanner()  # keeps the staged tensors
+    held = []
+    for number in range(2):
+        writer = Held(tmp_path / str(number), error)
+        writer.go.set()
+        response = save(state, stager, storage_writer=writer, planner=planner)
+        held.append(response)
+        if error is None:
+            response.upload_completion.result()
+        else:  # its frames have the staged tensors too
+            caught = response.upload_completion.exception()
+            assert type(caught).__name__ == "CheckpointException"
+            held.append(caught)
+    assert eventually(lambda: leased(engine) == 0)
+    assert planner.state_dict["w"].numel() == 0
+
+
+def test_a_pool_that_nobody_would_empty_is_refused_at_once(engine, monkeypatch):
+    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)
+    stager, state = PinnedStager(engine), filling(engine)
+    mine = stager.stage(state).result()
+    with pytest.raises(stillframe.PoolExhaustedError, match="Release snapshots"):
+        stager.stage(state)
+    assert (mine["w"] == 1).all()
+    del mine
+    assert (stager.stage(state).result()["w"] == 1).all()
+
+
+@pytest.mark.parametrize("asked_late", [False, True])
+def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, monkeypatch):
+    """Where it fails before DCP asks whether it is done, too: DCP takes that for success."""
+    trained, stager = Trained(), PinnedStager(engine)
+    stage = stager.stage
+
+    def changed_in_between(state: Any) -> Any:
+        future = stage(state)
+        with torch.no_grad():
+            trained.model[0].weight.add_(1.0)
+        if asked_late:
+            assert eventually(lambda: Future.done(future))
+            assert not future.done()
+        return future
+
+    monkeypatch.setattr(stager, "stage", changed_in_between)
+    with slow("lane_copy", 0.02):
+        response = save(trained.state(), stager, checkpoint_id=tmp_path / "c")
+        with pytest.raises(stillframe.TornSnapshotError):
+            response.staging_completion.result()
+        with pytest.raises(stillframe.TornSnapshotError):
+            response.upload_completion.result()
+    assert not (tmp_path / "c").exists()
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank):
+    stager, trained = PinnedStager(engine), Trained()
+    wanted = copied(trained.state())
+    response = dcp.async_save(
+        trained.state(),
+        checkpoint_id=tmp_path / "c",
+        async_stager=stager,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    trained.step()
+    response.upload_completion.result()
+    assert equal(loaded(wanted, tmp_path / "c"), wanted)
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_a_closed_stager_refuses_and_its_uploads_go_on(tmp_path, engine):
+    stager, state = PinnedStager(engine, overlap=False), filling(engine)
+    writer = Held(tmp_path)
+    response = save(state, stager, storage_writer=writer)
+    stager.close()
+    stager.close()
+    with pytest.raises(stillframe.StillframeError, match="closed"):
+        stager.stage(state)
+    writer.go.set()
+    response.upload_completion.result()
+    assert (loaded(state, tmp_path)["w"] == 1).all()
+
+
+def test_an_engine_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"stillframe\.Engine"):
+        PinnedStager("engine")

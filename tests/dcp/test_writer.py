@@ -1,0 +1,307 @@
+"""FileSystemWriter and Reader on one rank: what is written, what an overwritten path holds at every
+moment, what is refused. Many ranks are in test_ranks.py."""
+
+import errno
+import io
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from stillframe.dcp import FileSystemWriter, PinnedStager, Reader
+from stillframe.testing import fault
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+
+def kinds() -> dict[str, Any]:
+    """Items of every kind that the writer makes differently."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    return {
+        "plain": base,
+        "transposed": base.t(),
+        "part": base[1:3, ::2],
+        "expanded": torch.ones(3, 1).expand(3, 5),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "bool": base > 3,
+        "half": base.to(torch.bfloat16),
+        "float8": base.to(torch.float8_e4m3fn),
+        "uint16": torch.ones(5, dtype=torch.uint16),
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "neg": torch.tensor([1 + 2j]).conj().imag,
+        "long": torch.arange(70_000, dtype=torch.int8),
+        "text": "hello",
+        "numbers": [1, 2.5, None],
+    }
+
+
+def write(state: Any, path: Path, **options: Any) -> Any:
+    return dcp.save(state, storage_writer=FileSystemWriter(path, **options), no_dist=True)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir())
+
+
+def items(path: Path) -> dict[str, bytes]:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return {
+        index.fqn: (path / info.relative_path).read_bytes()[info.offset :][: info.length]
+        for index, info in metadata.storage_data.items()
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 3}])
+def test_pytorchs_reader_gets_every_kind_back(tmp_path, engine, options):
+    state = kinds()
+    write(state, tmp_path / "c", engine=engine, **options)
+    found = loaded(state, tmp_path / "c")
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype, name
+            assert found[name].tolist() == value.tolist(), name
+    assert found["text"] == "hello" and found["numbers"] == [1, 2.5, None]
+    data = [name for name in files(tmp_path / "c") if name.endswith(".distcp")]
+    if options == {}:
+        assert len(data) == 1
+    elif "thread_count" not in options:
+        assert len(data) == len(items(tmp_path / "c"))
+
+
+def test_every_item_is_a_whole_archive_with_right_crcs_and_aligned_bytes(tmp_path):
+    write(kinds(), tmp_path / "c")
+    for name, data in items(tmp_path / "c").items():
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None, name
+        torch.load(io.BytesIO(data), weights_only=True)
+
+
+def test_a_tensor_of_more_than_4_gib_has_zip64_records():
+    """Its bytes are holes in a file: only what stands around them is made."""
+    from stillframe._dcp.archive import frame
+
+    nbytes = 5 << 30
+    head, tail = frame(torch.uint8, (nbytes,), (1,), nbytes, 0)
+    assert len(head) % 64 == 0
+    fd = os.memfd_create("big")
+    with open(fd, "r+b") as file:
+        file.write(head)
+        file.seek(nbytes, os.SEEK_CUR)
+        file.write(tail)
+        with zipfile.ZipFile(file) as archive:
+            (record,) = (each for each in archive.infolist() if each.filename.endswith("data/0"))
+            assert record.file_size == nbytes
+        found = torch.load(f"/proc/self/fd/{fd}", mmap=True)
+        assert found.shape == (nbytes,) and found[-1] == 0
+
+
+def test_dcp_to_torch_save_reads_it(tmp_path):
+    trained = Trained()
+    write(trained.state(), tmp_path / "c")
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "file.pt")
+    assert equal(torch.load(tmp_path / "file.pt")["model"], dict(trained.model.state_dict()))
+
+
+@pytest.mark.parametrize("stager", ["ours", "theirs", "the writer"])
+def test_it_writes_what_any_stager_has_staged(tmp_path, engine, stager):
+    trained = Trained()
+    chosen = {
+        "ours": PinnedStager(engine),
+        "theirs": DefaultStager(StagingOptions(False, False, False, False)),
+        "the writer": None,
+    }[stager]
+    for number in range(2):
+        wanted = copied(trained.state())
+        writer = FileSystemWriter(tmp_path / "c", engine=engine)
+        response = dcp.async_save(
+            trained.state(), storage_writer=writer, async_stager=chosen, no_dist=True
+        )
+        trained.step()
+        getattr(response, "upload_completion", response).result()
+        assert equal(loaded(wanted, tmp_path / "c"), wanted), number
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_one_planner_with_cached_plans_serves_many_saves(tmp_path):
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    writer = FileSystemWriter()
+    trained = Trained()
+    for number in range(3):
+        path = tmp_path / str(number % 2)
+        dcp.save(
+            trained.state(),
+            storage_writer=writer,
+            checkpoint_id=path,
+            planner=planner,
+            no_dist=True,
+        )
+        assert equal(loaded(trained.state(), path), trained.state())
+        trained.step()
+
+
+# ---- overwriting ----
+
+
+def test_an_overwritten_path_has_the_new_checkpoint_and_no_file_of_the_old(tmp_path):
+    theirs = {"a": torch.zeros(3), "b": torch.zeros(100)}
+    dcp.save(theirs, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".metadata.0123abcd.tmp").write_text("of a save that died")
+    for number in range(2):
+        state = {"a": torch.full((3,), float(number))}
+        write(state, tmp_path)
+        assert equal(loaded(state, tmp_path), state)
+        (data,) = (name for name in files(tmp_path) if name.endswith(".distcp"))
+        assert files(tmp_path) == sorted([".metadata", data, "notes.txt"])
+
+
+def test_overwriting_is_refused_if_asked(tmp_path):
+    write({"a": torch.zeros(3)}, tmp_path)
+    with pytest.raises(CheckpointException, match="overwrite=False"):
+        write({"a": torch.ones(3)}, tmp_path, overwrite=False)
+    assert (loaded({"a": torch.ones(3)}, tmp_path)["a"] == 0).all()
+
+
+def test_a_writer_that_is_used_again_gives_no_name_twice(tmp_path):
+    writer = FileSystemWriter(tmp_path)
+    names = []
+    for _ in range(2):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+        names += [name for name in files(tmp_path) if name.endswith(".distcp")]
+    assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "rename"])
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_file(tmp_path, call):
+    old = {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}
+    write(old, tmp_path)
+    before = files(tmp_path)
+    new = {"a": torch.ones(300_000), "b": torch.ones(300_000)}
+    with (
+        fault(call, err=errno.ENOSPC, sticky=True),
+        pytest.raises(CheckpointException, match="No space"),
+    ):
+        write(new, tmp_path, single_file_per_rank=False)
+    assert files(tmp_path) == before
+    assert equal(loaded(old, tmp_path), old)
+
+
+KILLED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+from stillframe._dcp import commit
+from stillframe.dcp import FileSystemWriter
+
+path = sys.argv[1]
+steps = [(os, "rename"), (os, "fsync"), (os, "unlink"), (commit.pickle, "dump"), (os, "listdir")]
+reached = 0
+
+def counted(function):
+    def call(*arguments, **keywords):
+        global reached
+        if os.environ.get("COUNTING"):
+            reached += 1
+            if reached % 2:  # before it and after it, in turn
+                keep()
+            result = function(*arguments, **keywords)
+            reached += 1
+            keep()
+            return result
+        return function(*arguments, **keywords)
+    return call
+
+def keep():
+    '''A child is the process as it is at this moment: what it leaves is what a kill would.'''
+    import shutil
+    shutil.copytree(path, f"{path}.{reached}")
+
+for where, name in steps:
+    setattr(where, name, counted(getattr(where, name)))
+for value in (0, 1):
+    state = {"a": torch.full((1000,), float(value)), "b": torch.full((5,), float(value))}
+    if value:
+        os.environ["COUNTING"] = "1"
+    dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+"""
+
+
+def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True)
+    seen = []
+    moments = sorted(tmp_path.glob("c.*"), key=lambda each: int(each.suffix[1:]))
+    for moment in moments:
+        found = loaded({"a": torch.ones(1000), "b": torch.ones(5)}, moment)
+        values = {float(value) for tensor in found.values() for value in tensor}
+        assert len(values) == 1, moment
+        seen += values
+    assert len(seen) > 8 and seen == sorted(seen) and {*seen} == {0.0, 1.0}
+
+
+# ---- what it does not do ----
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"_extensions": [object()]}, "FileSystemWriter"),
+        ({"serialization_format": SerializationFormat.SAFETENSORS}, "FileSystemWriter"),
+        ({"thread_count": 0}, "thread_count"),
+    ],
+)
+def test_what_it_does_not_do_is_refused_with_who_does(options, says):
+    with pytest.raises(ValueError, match=says):
+        FileSystemWriter("c", **options)
+    with pytest.raises(ValueError, match="remote"):
+        FileSystemWriter("s3://bucket/c")
+    with pytest.raises(TypeError, match=r"stillframe\.Engine"):
+        FileSystemWriter("c", engine="e")
+
+
+def test_pytorchs_arguments_are_taken_in_pytorchs_order(tmp_path):
+    writer = FileSystemWriter(tmp_path / "c", True, False, 2, 10, True, True)
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    again = pickle.loads(pickle.dumps(writer))
+    dcp.save({"a": torch.ones(3)}, storage_writer=again, no_dist=True)
+
+
+# ---- reading ----
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter])
+def test_a_flipped_bit_is_found_before_a_byte_is_set(tmp_path, writer):
+    state = {"a": torch.full((100_000,), 5.0), "b": torch.zeros(10)}
+    dcp.save(state, storage_writer=writer(tmp_path), no_dist=True)
+    assert equal(loaded(state, tmp_path, storage_reader=Reader(tmp_path)), state)
+    (data,) = (tmp_path / name for name in files(tmp_path) if name.endswith(".distcp"))
+    raw = bytearray(data.read_bytes())
+    raw[raw.find(state["a"].numpy().tobytes()) + 100_001] ^= 1
+    data.write_bytes(raw)
+    target = {"a": torch.zeros(100_000), "b": torch.ones(10)}
+    with pytest.raises(CheckpointException, match=r"a is damaged.*do not match their CRC"):
+        dcp.load(target, storage_reader=Reader(tmp_path), no_dist=True)
+    assert (target["b"] == 1).all() and (target["a"] == 0).all()
+    dcp.load(target, storage_reader=Reader(tmp_path, verify=False), no_dist=True)
+
+
+@pytest.mark.parametrize(("cut", "says"), [(None, "is missing"), (40_000, "the file ends at")])
+def test_a_file_that_is_cut_or_gone_is_named(tmp_path, cut, says):
+    state = {"a": torch.full((100_000,), 5.0)}
+    write(state, tmp_path)
+    (data,) = (tmp_path / name for name in files(tmp_path) if name.endswith(".distcp"))
+    if cut is None:
+        data.unlink()
+    else:
+        os.truncate(data, cut)
+    with pytest.raises(CheckpointException, match=says):
+        loaded(state, tmp_path, storage_reader=Reader(tmp_path))

@@ -1,0 +1,121 @@
+"""The calls by which Python changes directories, recorded, and every state that a power failure
+may leave of them.
+
+An entry of a directory (a name made, replaced or removed) is on the disk when that directory has
+been synced; until then each change may have got there or not, whatever became of the others. That
+is what tests/c/save/crash_model.h says of the core's calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+State = dict[str, str]  # path -> what stands there: "directory", "file", or "-> " and a target
+
+
+@dataclass(frozen=True)
+class Call:
+    """A change of one directory's entries, or its sync."""
+
+    kind: str
+    directory: str
+    change: dict[str, str | None] = field(default_factory=dict)  # None: the name is gone
+
+
+def what_stands(path: str) -> str | None:
+    if os.path.islink(path):
+        return f"-> {os.readlink(path)}"
+    if os.path.isdir(path):
+        return "directory"
+    return "file" if os.path.exists(path) else None
+
+
+class Recorded:
+    """`with Recorded(top) as recorded:` does what it says, and keeps the calls below `top`."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = os.path.realpath(top)
+        self.calls: list[Call] = []
+        self.before: State = {}
+
+    @contextlib.contextmanager
+    def __call__(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+        for folder, folders, files in os.walk(self.top):
+            for name in (*folders, *files):
+                path = os.path.join(folder, name)
+                self.before[path] = what_stands(path) or ""
+        with monkeypatch.context() as patched:
+            for name in ("mkdir", "symlink", "unlink", "remove", "rmdir", "rename", "replace"):
+                patched.setattr(os, name, self._recording(name, getattr(os, name)))
+            fsync = os.fsync
+
+            def synced(fd: int) -> None:
+                fsync(fd)
+                self.calls.append(Call("sync", os.readlink(f"/proc/self/fd/{fd}")))
+
+            patched.setattr(os, "fsync", synced)
+            yield self
+
+    def _recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*args: Any, **named: Any) -> Any:
+            answer = call(*args, **named)
+            paths = [os.fspath(each) for each in args if isinstance(each, (str, os.PathLike))]
+            if name == "symlink":
+                paths = paths[1:]
+            full = [self._full(each) for each in paths]
+            change = {each: what_stands(each) for each in full}
+            self.calls.append(Call(name, os.path.dirname(full[-1]), change))
+            return answer
+
+        return recording
+
+    def _full(self, path: str) -> str:
+        return os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))
+
+    def synced(self) -> list[str]:
+        return [each.directory for each in self.calls if each.kind == "sync"]
+
+    def states(self, calls: int | None = None) -> Iterator[State]:
+        """Every state after the first `calls` calls and a power failure (all: after the last)."""
+        made = self.calls[:calls]
+        durable, doubtful = dict(self.before), []
+        for call in made:
+            if call.kind != "sync":
+                doubtful.append(call)
+                continue
+            for each in doubtful:
+                if each.directory == call.directory:
+                    _change(durable, each)
+            doubtful = [each for each in doubtful if each.directory != call.directory]
+        for kept in itertools.product((False, True), repeat=len(doubtful)):
+            state = dict(durable)
+            for is_kept, call in zip(kept, doubtful, strict=True):
+                if is_kept:
+                    _change(state, call)
+            yield {path: what for path, what in state.items() if _reachable(path, state, self.top)}
+
+    def every_state(self) -> Iterator[State]:
+        """After each of the calls, and before the first."""
+        for calls in range(len(self.calls) + 1):
+            yield from self.states(calls)
+
+
+def _change(state: State, call: Call) -> None:
+    for path, what in call.change.items():
+        if what is None:
+            state.pop(path, None)
+        else:
+            state[path] = what
+
+
+def _reachable(path: str, state: State, top: str) -> bool:
+    above = os.path.dirname(path)
+    return above == top or (above in state and _reachable(above, state, top))

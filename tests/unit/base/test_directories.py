@@ -1,0 +1,269 @@
+"""Directories and links that Python makes: what a power failure may leave of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from fix_entries import Recorded
+from stillframe._base import paths
+from stillframe._lightning import links
+from stillframe.errors import SaveError
+
+
+def make(path: Path, *, durable: bool = True) -> paths.Target:
+    return paths.target(str(path), follow_link=False, create_parents=True, durable=durable)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def failing(number: int):
+    def fsync(fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+# ---- directories -------------------------------------------------------------------------------
+
+
+def test_new_directories_are_there_after_any_power_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        target = make(tmp_path / "a/b/c/file.ckpt")
+    assert target.directory == os.fsencode(os.path.realpath(tmp_path / "a/b/c"))
+    made = [str(tmp_path.resolve() / each) for each in ("a", "a/b", "a/b/c")]
+    assert all(set(made) <= state.keys() for state in recorded.states())
+    assert recorded.synced() == [os.path.dirname(each) for each in made]
+
+
+def test_directories_that_are_there_already_are_not_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        make(tmp_path / "a/b/file.ckpt")
+        make(tmp_path / "a/b/file.ckpt")
+    assert [call.kind for call in recorded.calls] == ["mkdir", "sync"]
+
+
+def test_directories_of_a_save_that_need_not_be_durable_are_not_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        make(tmp_path / "a/b/file.ckpt", durable=False)
+    assert [call.kind for call in recorded.calls] == ["mkdir", "mkdir"]
+
+
+def test_a_directory_that_somebody_else_makes_at_that_moment_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = os.mkdir
+
+    def late(path: str) -> None:
+        mkdir(path)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", late)
+        make(tmp_path / "a/b/file.ckpt")
+    assert (tmp_path / "a/b").is_dir()
+
+
+def test_a_file_in_the_way_of_a_directory_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(SaveError) as caught:
+        make(tmp_path / "a/b/file.ckpt")
+    assert (caught.value.errno, caught.value.phase) == (errno.ENOTDIR, "open")
+    assert (tmp_path / "a").is_file()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EBADF])
+def test_a_directory_that_cannot_be_synced_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "fsync", failing(number))
+    with pytest.raises(SaveError) as caught:
+        make(tmp_path / "a/file.ckpt")
+    assert (caught.value.errno, caught.value.phase) == (number, "open")
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_knows_no_sync_of_directories_is_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(os, "fsync", failing(number))
+    assert make(tmp_path / "a/file.ckpt").name == b"file.ckpt"
+    assert descriptors() == before
+
+
+def test_a_directory_that_cannot_be_synced_for_want_of_permission_is_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may read everything: so the answers of both looks are put in their place.
+    look = paths._core.look
+    monkeypatch.setattr(paths._core, "look", lambda text, follow: (*look(text, follow)[:3], False))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(SaveError, match="cannot be synced without permission") as caught:
+        make(tmp_path / "file.ckpt")
+    assert (caught.value.errno, caught.value.phase) == (errno.EACCES, "open")
+    assert make(tmp_path / "file.ckpt", durable=False).name == b"file.ckpt"
+
+
+def test_a_link_that_leads_round_in_a_circle_is_refused_where_it_is_followed(
+    tmp_path: Path,
+) -> None:
+    link = tmp_path / "round"
+    link.symlink_to("round")
+    with pytest.raises(SaveError) as caught:
+        paths.target(str(link), follow_link=True, create_parents=False, durable=True)
+    assert (caught.value.errno, caught.value.phase) == (errno.ELOOP, "open")
+    assert make(link).name == b"round"
+
+
+def test_a_directory_whose_remove_stands_in_the_log_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "epoch").mkdir()
+    with pytest.raises(SaveError):
+        make(tmp_path / "epoch")
+    monkeypatch.setattr(paths._core, "log_exists", lambda key: 0)
+    assert make(tmp_path / "epoch").name == b"epoch"
+
+
+# ---- links -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A directory with two checkpoints, and a link to the older one."""
+    for name in ("old.ckpt", "new.ckpt"):
+        (tmp_path / name).touch()
+    (tmp_path / "last.ckpt").symlink_to("old.ckpt")
+    return tmp_path.resolve()
+
+
+def test_a_link_is_never_missing_and_is_the_new_one_when_it_was_made(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = str(checkpoints / "last.ckpt")
+    recorded = Recorded(checkpoints)
+    with recorded(monkeypatch):
+        assert links.make_link(str(checkpoints / "new.ckpt"), link, durable=True)
+    assert {state.get(link) for state in recorded.every_state()} == {"-> old.ckpt", "-> new.ckpt"}
+    assert {state.get(link) for state in recorded.states()} == {"-> new.ckpt"}
+    assert recorded.synced() == [str(checkpoints)]
+
+
+def test_a_link_replaces_a_name_at_once_for_whoever_looks(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    recorded = Recorded(checkpoints)
+    with recorded(monkeypatch):
+        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+        seen = [call.kind for call in recorded.calls]
+    assert seen[-2:] == ["replace", "sync"] and "symlink" in seen
+    assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+
+def test_a_link_that_need_not_be_durable_syncs_nothing(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(checkpoints)
+    with recorded(monkeypatch):
+        links.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=False
+        )
+    assert recorded.synced() == []
+
+
+def test_what_a_dead_process_left_of_a_link_is_used_up(checkpoints: Path) -> None:
+    (checkpoints / ".last.ckpt.stillframe-link").symlink_to("elsewhere")
+    links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    assert os.readlink(checkpoints / "last.ckpt") == "new.ckpt"
+    assert sorted(os.listdir(checkpoints)) == ["last.ckpt", "new.ckpt", "old.ckpt"]
+
+
+def test_a_link_in_the_working_directory_is_made_and_synced(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoints)
+    recorded = Recorded(checkpoints)
+    with recorded(monkeypatch):
+        assert links.make_link("new.ckpt", "last.ckpt", durable=True)
+    assert recorded.synced() == [str(checkpoints)]
+    assert os.readlink("last.ckpt") == "new.ckpt"
+
+
+def test_a_link_whose_directory_cannot_be_synced_is_an_error(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    with pytest.raises(SaveError) as caught:
+        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    assert (caught.value.errno, caught.value.phase) == (errno.EIO, "link")
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_links_gets_a_copy(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (checkpoints / "new.ckpt").write_bytes(b"new")
+    monkeypatch.setattr(os, "symlink", no_links)
+    recorded = Recorded(checkpoints)
+    with recorded(monkeypatch):
+        assert links.make_link(
+            str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True
+        )
+    calls = [(call.kind, call.directory) for call in recorded.calls]
+    copy = str(checkpoints / ".last.ckpt.stillframe-link")  # its bytes, before it has the name
+    assert calls == [("sync", copy), ("replace", str(checkpoints)), ("sync", str(checkpoints))]
+    assert not (checkpoints / "last.ckpt").is_symlink()
+    assert (checkpoints / "last.ckpt").read_bytes() == b"new"
+
+
+def test_another_error_of_a_link_is_said_and_the_older_one_stays(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "symlink", full)
+    with pytest.raises(SaveError) as caught:
+        links.make_link(str(checkpoints / "new.ckpt"), str(checkpoints / "last.ckpt"), durable=True)
+    assert (caught.value.errno, caught.value.phase) == (errno.ENOSPC, "link")
+    assert os.readlink(checkpoints / "last.ckpt") == "old.ckpt"
+
+
+def test_no_link_is_made_to_what_is_not_there(checkpoints: Path) -> None:
+    link = checkpoints / "last.ckpt"
+    assert not links.make_link(str(checkpoints / "gone.ckpt"), str(link), durable=True)
+    assert os.readlink(link) == "old.ckpt"
+
+
+def test_what_is_removed_is_the_link_and_not_the_directory_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "epoch").mkdir()
+    (tmp_path / "epoch/shard").touch()
+    (tmp_path / "last").symlink_to("epoch")
+    links.remove_tree(str(tmp_path / "last"))
+    links.remove_tree(str(tmp_path / "nothing"))
+    assert (tmp_path / "epoch/shard").exists() and not (tmp_path / "last").is_symlink()
+    links.remove_tree(str(tmp_path / "epoch"))
+    assert not (tmp_path / "epoch").exists()

@@ -1,0 +1,183 @@
+"""The command as a whole: what needs no torch, completion, terminals of all kinds, `info`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stillframe
+from _stillframe_command import main
+from stillframe._shell import cli, info
+
+COMMANDS = ["verify", "inspect", "bench", "demo", "info", "completion"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["verify", "--help"],
+        ["demo", "--help"],
+        ["completion", "bash"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+    code = f"""if True:
+        import sys
+        from _stillframe_command import main
+        try:
+            main({arguments})
+        except SystemExit:
+            pass
+        assert not {{"torch", "stillframe", "rich"}} & set(sys.modules), sorted(sys.modules)"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"stillframe {stillframe.__version__}\n"
+
+
+# ---- completion --------------------------------------------------------------------------------
+
+
+def completed(shell_words: list[str], script: str) -> list[str]:
+    """What bash offers for the last of the words."""
+    words = " ".join(f"'{word}'" for word in shell_words)
+    code = f"""{script}
+COMP_WORDS=({words}); COMP_CWORD={len(shell_words) - 1}
+_stillframe; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert completed(["stillframe", ""], script) == [*COMMANDS, "--help", "--version"]
+    assert completed(["stillframe", "ver"], script) == ["verify"]
+    assert completed(["stillframe", "verify", "--j"], script) == ["--json"]
+    assert completed(["stillframe", "bench", "/tmp", "--s"], script) == ["--size"]
+    assert completed(["stillframe", "completion", "z"], script) == ["zsh"]
+    assert completed(["stillframe", "verify", "x"], script) == []  # files, which readline offers
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
+def test_zsh_takes_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    code = "autoload -Uz compinit; compinit -u -D\n" + capsys.readouterr().out
+    code += "\n(( $+functions[_stillframe] )) && print ${_comps[stillframe]}"
+    done = subprocess.run(["zsh", "-f", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "_stillframe\n"
+
+
+def test_zsh_is_told_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    script = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"        '{command}:" in script
+        assert f"        {command}) words_of=(" in script
+
+
+# ---- verify on a terminal ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_lines_fit_and_no_part_of_a_path_is_broken(width: int) -> None:
+    parts = ["/data", "experiments", "run-2026-11-22", "checkpoints", "step=100.ckpt"]
+    text = "/".join(parts) + ": damaged: 2 records (1.2 GB, 30 records)"
+    lines = cli.folded(text, width)
+    assert max(map(len, lines)) <= width
+    assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
+    for part in parts:
+        assert any(part in line for line in lines), part
+    assert cli.folded("short: ok", width) == ["short: ok"]
+
+
+def test_a_part_wider_than_the_terminal_is_left_whole() -> None:
+    assert cli.folded("a/" + "b" * 50 + ": ok", 20) == ["a/", "    " + "b" * 50 + ":", "    ok"]
+
+
+def test_each_file_has_its_line_when_it_is_done_and_a_total_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.pt", "b.pt"):
+        stillframe.save([1, 2], tmp_path / name)
+    seen: list[str] = []
+    check = cli.verify_file
+
+    def checked(path: str, *rest: object) -> cli.Finding:
+        seen.append(capsys.readouterr().out)
+        return check(path)
+
+    monkeypatch.setattr(cli, "verify_file", checked)
+    assert main(["verify", str(tmp_path), str(tmp_path / "c.pt")]) == 2
+    assert seen[0] == ""
+    assert seen[1].startswith(f"{tmp_path / 'a.pt'}: ok (")
+    last = capsys.readouterr().out.splitlines()
+    assert last[0] == f"{tmp_path / 'c.pt'}: there is no such file"
+    assert last[1].startswith("3 paths, ") and last[1].endswith(": 2 ok, 1 not checked")
+
+
+def test_an_ascii_terminal_gets_a_question_mark_and_no_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "größe.pt"
+    stillframe.save([1], path)
+    done = subprocess.run(
+        [sys.executable, "-m", "stillframe", "verify", path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr??e.pt: ok" in done.stdout
+
+
+# ---- info ----------------------------------------------------------------------------------------
+
+
+def test_info_says_what_a_report_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    for name in ("stillframe", "torch", "python", "lightning", "machine", "pool", "driver"):
+        assert f"\n{name}: " in f"\n{told}"
+    assert f"directory: {tmp_path}" in told
+    assert "a save there: " in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_as_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["stillframe"] == stillframe.__version__
+    assert found["engine"]["pool_bytes"] > found["engine"]["block_bytes"] > 0
+    assert found["disk"]["error"] is None and isinstance(found["disk"]["fallbacks"], list)
+
+
+def test_info_of_a_directory_that_cannot_be_written_to_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", str(tmp_path / "missing")]) == 2
+    told = capsys.readouterr().out
+    assert "a save there fails: FileNotFoundError" in told
+    assert "torch: " in told
+
+
+def test_info_shows_what_a_save_had_to_do_without() -> None:
+    found = info.look(".")
+    found["disk"]["fallbacks"] = ["Written through the page cache: no O_DIRECT."]
+    assert "fallback: Written through the page cache: no O_DIRECT." in info.lines(found)

@@ -1,0 +1,135 @@
+"""Looks a wheel over, and tries it beside several torches: `make wheel-check`, `wheel-versions`.
+
+    python tests/wheel/wheel.py check WHEEL...             names, symbols, paths, debugging symbols
+    python tests/wheel/wheel.py versions WHEEL VERSION...  an environment for each torch, and a save
+
+Each environment is a fresh one below build/, with the CPU build of torch (a CUDA one is up to a
+gigabyte). What cannot be had is skipped, and a line says why. Exit status 1: something is wrong
+with the wheel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TAG = re.compile(r"stillframe-[\d.]+-cp311-abi3-(manylinux_2_28|linux)_(x86_64|aarch64)\.whl")
+MOST_GLIBC = (2, 28)  # of manylinux_2_28
+INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def sections(binary: bytes) -> dict[str, bytes]:
+    """The sections of a 64-bit little-endian ELF file, by name."""
+    (offset,) = struct.unpack_from("<Q", binary, 0x28)
+    size, number, names_at = struct.unpack_from("<HHH", binary, 0x3A)
+    heads = [struct.unpack_from("<IIQQQQ", binary, offset + i * size) for i in range(number)]
+    names = binary[heads[names_at][4] :]
+    return {
+        names[name : names.index(b"\0", name)].decode(): b"" if kind == 8 else binary[at : at + n]
+        for name, kind, _, _, at, n in heads
+    }
+
+
+def complaints_of_binary(binary: bytes) -> list[str]:
+    """What is wrong with an extension that is to be released."""
+    found = sections(binary)
+    wrong = [f"has {name}: not stripped" for name in found if name in (".symtab", ".debug_info")]
+    tags = {tag for tag, _ in struct.iter_unpack("<qQ", found[".dynamic"])}
+    if tags & {15, 29}:  # DT_RPATH, DT_RUNPATH
+        wrong.append("has a path of its builder's (RUNPATH)")
+    return wrong
+
+
+def glibc_of(binary: bytes) -> tuple[int, int]:
+    """The newest glibc that its symbols are of."""
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", sections(binary)[".dynstr"])
+    return max((int(major), int(minor)) for major, minor in versions)
+
+
+def audit(tool: str, wheel: Path, *arguments: str) -> bool:
+    """Whether auditwheel or abi3audit is content; True where it is not there, which is said."""
+    if importlib.util.find_spec(tool) is None:
+        print(f"  {tool}: skipped, it could not be installed")
+        return True
+    command = [sys.executable, "-m", tool, *arguments, str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = " ".join((done.stdout + done.stderr).split("\n\n")[0].split())
+    print(f"  {tool}: {said or 'nothing to complain of'}")
+    return done.returncode == 0
+
+
+def check(wheel: Path) -> bool:
+    print(wheel.name)
+    wrong = [] if TAG.fullmatch(wheel.name) else ["has another name than cp311-abi3"]
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        binaries = [name for name in names if name.endswith(".so")]
+        if binaries != ["stillframe/_core.abi3.so"]:
+            wrong.append(f"has the binaries {binaries}")
+        for name in binaries:
+            binary = archive.read(name)
+            wrong += [f"{name} {each}" for each in complaints_of_binary(binary)]
+            glibc = glibc_of(binary)
+            print(f"  {name}: {len(binary) / 1e3:.0f} kB, glibc {glibc[0]}.{glibc[1]}")
+            if "manylinux" in wheel.name and glibc > MOST_GLIBC:
+                wrong.append(f"{name} wants a newer glibc than 2.28")
+        wrong += [f"has no {each}" for each in ("stillframe/py.typed",) if each not in names]
+    content = audit("auditwheel", wheel, "show")
+    content = audit("abi3audit", wheel, "--strict") and content
+    for each in wrong:
+        print(f"  WRONG: {each}")
+    return content and not wrong
+
+
+def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def try_beside(wheel: Path, version: str) -> bool:
+    """Whether the wheel works beside this torch; True where that cannot be had, which is said."""
+    with tempfile.TemporaryDirectory(dir="build", prefix=f"torch-{version}-") as directory:
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+        python = Path(directory).resolve() / "bin/python"
+        torch = "torch" if version == "newest" else f"torch=={version}+cpu"
+        index = ["--index-url", INDEX] if version == "newest" else ["--extra-index-url", INDEX]
+        done = pip(python, "install", "--quiet", "--retries", "1", *index, torch)
+        if done.returncode != 0:
+            print(f"torch {version}: skipped, there is no CPU build of it within reach ({INDEX})")
+            return True
+        done = pip(python, "install", "--quiet", str(wheel))
+        if done.returncode == 0:
+            done = subprocess.run(
+                [python, "-W", "ignore", HERE / "smoke.py"],
+                cwd=directory,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        failed = done.returncode != 0
+        print(f"torch {version}: {'FAILED' if failed else done.stdout.strip()}", flush=True)
+        if failed:
+            print(done.stderr)
+        return not failed
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["check"] and arguments[1:]:
+        verdicts = [check(Path(each)) for each in arguments[1:]]
+    elif arguments[:1] == ["versions"] and arguments[2:]:
+        verdicts = [try_beside(Path(arguments[1]).resolve(), each) for each in arguments[2:]]
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
