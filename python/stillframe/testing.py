@@ -1,8 +1,8 @@
 """Helpers for tests: make the system calls under a save fail, fall short, wait, or take their time.
 
 The C core makes every call for files, memory, threads and time through one table. Inside a
-``with fault(...)``, ``held(...)`` or ``slow(...)`` block, wrappers in that table count the calls and
-do to them what the block says; outside they pass everything on.
+``with fault(...)``, ``held(...)`` or ``slow(...)`` block, wrappers in that table count the calls
+and do to them what the block says; outside they pass everything on.
 
     with fault("fdatasync", err=errno.EIO) as injected:
         with pytest.raises(stillframe.SaveError):
@@ -148,8 +148,8 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
 def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
     """Inside the block, the `nth` call and (with `sticky`) every later one stands still.
 
-    So what a save does meanwhile can be looked at without a race: it goes on when the block is left.
-    A block that waits for the save itself never ends.
+    So what a save does meanwhile can be looked at without a race: it goes on when the block is
+    left. A block that waits for the save itself never ends.
 
     Args:
         call: which call, see the module; here all of them will do.
