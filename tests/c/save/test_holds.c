@@ -181,7 +181,7 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 	struct sfr_ticket *t = NULL;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* probed without disturbance */
-	CHECK_EQ(sfr_log_stop(), 0); /* its thread reads the table */
+	CHECK_EQ(sfr_log_stop(), 0);                         /* its thread reads the table */
 	plain = sfr_sys;
 	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
 	hold_the_next(0);
