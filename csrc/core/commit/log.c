@@ -17,6 +17,11 @@
  * A load that was asked for while entries of its name are pending hangs on the last of them
  * and is opened by this thread the moment that entry has ended, before anything later can
  * rename or remove the name. It holds nothing up: what it has from then on is a descriptor.
+ *
+ * One thread makes all commits, so writers never wait for their turn and no number of them can
+ * deadlock; a rename and a directory's sync are short beside the data. Loads are opened here and
+ * not by who asks, since one that only waited could lose the race with a remove submitted after
+ * it.
  */
 #include <errno.h>
 #include <fcntl.h>
