@@ -153,6 +153,7 @@ struct sfr_place {
 	char name[SFR_NAME_MAX + 1]; /* last component; "" for the root */
 	uint32_t mode;     /* of what stands there (st_mode; links are not followed), or 0 */
 	uint32_t readable; /* the directory: what may not be read cannot be synced */
+	uint64_t fs;       /* of the directory: st_dev */
 };
 /* Finds out where `path` leads, with a link in its last component followed or not. 0, or -errno: some
  * part of the path is missing, is no directory, or cannot be looked at. Blocks on file systems. */
@@ -179,6 +180,7 @@ struct sfr_source {
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
 	const char *name;     /* file name in it */
+	uint64_t fs;          /* its file system, as sfr_look says; 0 = not known */
 	const void *skeleton; /* data.pkl; stays valid until the save is staged or has ended */
 	uint64_t skeleton_len;
 	const struct sfr_source *sources; /* copied; the bytes stay valid until staged or ended */
@@ -211,6 +213,46 @@ const char *sfr_state_name(enum sfr_state state);
 /* Lays out the image of a save. No I/O, no wait. -ENOMEM, -EINVAL. */
 int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 		 struct sfr_ticket **out);
+
+/* ---- a file made of parts (archive/parts.c, archive/tensor.c) ----------- */
+
+/* What a file consists of, in the order of the file: bytes, sources, and fields that hold the CRC-32 of
+ * a source before them. One thread's, until a save has it. Functions return 0 or -errno; the first
+ * failure is kept, and every later call, and the save, return it. */
+struct sfr_parts;
+int sfr_parts_new(struct sfr_parts **out);
+void sfr_parts_free(struct sfr_parts *parts); /* NULL is fine */
+/* The length so far: where the next part will stand. */
+uint64_t sfr_parts_len(const struct sfr_parts *parts);
+/* Bytes, which are copied in the call. */
+int sfr_parts_bytes(struct sfr_parts *parts, const void *bytes, size_t len);
+/* Memory of the host, which is read when it is written and not before: it stays valid and as it is
+ * until the save has *ended*. What is long enough, and stands in memory where it stands in the
+ * file (modulo 4096), is written from there; the rest goes through a writer's buffer. */
+int sfr_parts_source(struct sfr_parts *parts, uint64_t addr, uint64_t nbytes);
+/* Four bytes: the CRC of the source that was number `source`, from 0. -EINVAL: there is none yet. */
+int sfr_parts_crc(struct sfr_parts *parts, uint32_t source);
+/* A contiguous tensor in host memory (the file keeps its strides, whatever they are) as an archive of
+ * its own, byte for byte what torch.load expects of torch.save(tensor): a source with what stands
+ * before and behind it. Its data stand so in the file that they can be written from where they are. */
+struct sfr_tensor {
+	const char *storage; /* torch's name of the type of storage, such as "FloatStorage" */
+	uint64_t addr, nbytes;
+	uint64_t numel; /* of the storage: nbytes over the size of an element */
+	uint32_t ndim;
+	const int64_t *sizes, *strides;
+};
+int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor);
+
+/* A save of such a file to where `desc` says, which has no skeleton and no sources: from here on as any other (admit, capture, launch), but that nothing is
+ * captured: SFR_WAIT_COPIED is the moment when the last source is written, and the bytes of the
+ * sources stay as they are until the save has ended. The file's length is that of the parts, to the
+ * byte. The parts are the save's when 0 is returned. -ENOMEM, -EINVAL, -EFBIG, SFR_EFORK. */
+int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		       struct sfr_parts *parts, struct sfr_ticket **out);
+
+/* ---- one save, continued (ticket.c) -------------------------------------- */
+
 /* The caller's current stream on a device that sources live on. */
 struct sfr_stream {
 	uint64_t handle; /* CUstream */
@@ -353,6 +395,8 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
+/* Its views end by themselves, whatever the caller does: from now on others wait for the memory. */
+void sfr_snapshot_will_return(struct sfr_snapshot *s);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */
@@ -380,8 +424,13 @@ void sfr_log_load_free(struct sfr_log_load *load);
 int sfr_log_drain(uint64_t *seq, uint64_t slice_ns);
 /* Saves and removes not yet ended. */
 uint64_t sfr_log_pending(void);
-/* Ends the log's thread once the log has run out and no save is between admit and launch; the next
- * save or remove starts it again. */
+/* Is there something pending whose file system has not answered for 20 s? 1, with a sentence that
+ * names it in `text`, or 0. What is saved to others and ready does not wait for it. */
+int sfr_log_unanswered(char *text, size_t len);
+/* For tests: how long a file system may take before it is set aside; 0 = as ever. */
+void sfr_log_tune(uint64_t patience_ns);
+/* Ends the log's threads once the log has run out and no save is between admit and launch; the next
+ * save or remove starts one again. */
 int sfr_log_stop(void);
 
 /* ---- work done elsewhere, in the log's order (work.c) -------------------- */

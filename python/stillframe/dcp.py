@@ -1,18 +1,25 @@
 """`torch.distributed.checkpoint` (DCP) with stillframe's staging and writing.
 
-    import torch.distributed.checkpoint as dcp
-    from stillframe.dcp import PinnedStager
+    from stillframe import dcp
 
-    stager = PinnedStager()
-    response = dcp.async_save(state, checkpoint_id="step100", async_stager=stager)
-    ...                                   # keep training; the next optimizer step waits by itself
+    response = dcp.async_save(state, "step100")   # on every rank
+    ...                                           # keep training; the next step waits by itself
     response.upload_completion.result()
 
-Plans, resharding, collectives and metadata stay PyTorch's.
+Plans, resharding, collectives and metadata stay PyTorch's, and its `dcp.load` reads what is
+saved. `PinnedStager` and `FileSystemWriter` are the parts, for PyTorch's own `async_save`.
 """
 
+from stillframe._dcp.api import SaveResponse, async_save, save
 from stillframe._dcp.reader import Reader
 from stillframe._dcp.stager import PinnedStager
 from stillframe._dcp.writer import FileSystemWriter
 
-__all__ = ["FileSystemWriter", "PinnedStager", "Reader"]
+__all__ = [
+    "FileSystemWriter",
+    "PinnedStager",
+    "Reader",
+    "SaveResponse",
+    "async_save",
+    "save",
+]

@@ -258,7 +258,7 @@ def _device_address(storage: torch.UntypedStorage) -> int:
 
 @contextmanager
 def host_as_device() -> Iterator[FakeDriver]:
-    """Inside the block, saves and snapshots take host tensors for tensors on CUDA device 0.
+    """Inside the block, saves, snapshots and loads take host tensors for ones on CUDA device 0.
 
     `STILLFRAME_LIBCUDA` has to name the fake driver (`build/libfake_cuda.so`, left by `make
     build`), whose "current stream" is the calling thread: that is where torch runs CPU work.
@@ -307,6 +307,8 @@ def _show_on_device() -> None:
         (_device, "address_of", _device_address),
         (_device, "current_stream", lambda device: 0),
         (_device, "in_use", lambda: [0]),
+        (_device, "may_be_loaded_to", lambda: True),
+        (_device, "of_location", lambda location: torch.device("cpu")),
         (_device, "capturing", lambda: _capturing),
     ]
     _hidden[:] = [(module, name, getattr(module, name)) for module, name, _ in shown]

@@ -219,7 +219,7 @@ static inline void saving_rmdir(const char *dir)
 {
 	struct sfr_err err = { .index = -1 };
 
-	(void)sfr__file_remove(dir, &err);
+	(void)sfr__file_remove(dir, NULL, &err);
 }
 
 #endif

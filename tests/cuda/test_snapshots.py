@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_training import adamw
-from stillframe._snapshot.snapshot import ordinary_copy
+from stillframe._snapshot.ordinary import ordinary_copy
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, warmed_up
 

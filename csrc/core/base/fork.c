@@ -15,18 +15,19 @@
  * parent's file too.
  *
  *   parent                                    child
- *   before: takes fork_mu                     (has fork_mu: it is the same thread)
+ *   before: takes fork_mu when no file        (has fork_mu: it is the same thread)
+ *           is being opened
  *   after:  gives it back                     closes what is in the table
  *                                             generation + 1, others forget
  *                                             gives fork_mu back
  *
- * An open and the entry of its descriptor are one thing under fork_mu, so no child
- * has a descriptor that is not in its table. A close is not under it: close(2) may
- * flush or upload for seconds. Its place in the table has a state instead:
+ * No system call is made under fork_mu: open(2) may hang on one file system, and others
+ * are to be opened on another; close(2) may flush or upload for seconds. A place in the
+ * table has a state instead:
  *
- *     FREE ──open──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ OVER
- *       ▲                                                                    │
- *       └──────────────── under fork_mu, when a slot is wanted ──────────────┘
+ *     FREE ──▶ OPENING ──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ OVER
+ *       ▲                                                                          │
+ *       └─────────────────── under fork_mu, when a slot is wanted ─────────────────┘
  *
  * The kernel copies a forking process's descriptors first and its memory later, and the
  * other threads run in between: a slot that went FREE there would hide a descriptor that
@@ -38,9 +39,10 @@
  * number), and the child closes only what bears the mark. Where the mark cannot
  * be set the child leaves such a descriptor: the file's writing is over.
  *
- * An open may hang as well, on a file system that does not answer. A fork waits for
- * it a second and no longer: the program's every fork would hang with it. The child
- * may then have one descriptor that is in no table, which ends with exec.
+ * A fork waits until nothing is OPENING, and what would be opened meanwhile waits for the
+ * fork: so no child has a descriptor that is not in its table. It waits a second and no
+ * longer, since the program's every fork would hang with an open that does. The child may then
+ * have one descriptor that is in no table, which ends with exec.
  *
  * The child handler calls nothing that allocates or takes a lock another thread
  * may have held. A child made by a bare clone(2) runs no handlers: it keeps the
@@ -48,6 +50,7 @@
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -57,12 +60,15 @@
 
 #define NR_FDS 4096
 #define OPEN_WAIT_S 1       /* of a fork for an open */
+#define OPENING INT_MIN     /* no number of a descriptor yet */
 #define CLOSING_MARK SIGURG /* any signal: nobody asks for one, and it is never sent */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
-static _Thread_local bool has_fork_mu; /* from before() to after_in_parent() */
+static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* of both counts */
+static unsigned nr_opening, nr_forking;                   /* under fork_mu */
 static struct {
-	atomic_int fd;    /* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING or OVER, 0 = FREE */
+	/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING or OVER, 0 = FREE, or OPENING */
+	atomic_int fd;
 	atomic_bool over; /* its close has returned */
 } fds[NR_FDS];
 static _Atomic uint64_t generation;
@@ -77,22 +83,37 @@ void sfr__fork_watch(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-static void before(void)
+/* Waits while *nr is not 0, until a moment of CLOCK_REALTIME, which a static condition has: a second
+ * at most, and so under the lock over the timeline, whose file is opened under it, too. */
+static void wait_locked(const unsigned *nr, const struct timespec *until)
+{
+	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
+		;
+}
+
+static struct timespec soon(void)
 {
 	struct timespec until = { 0, 0 };
 
-	(void)clock_gettime(CLOCK_REALTIME, &until); /* the clock of this call; it exists */
+	(void)clock_gettime(CLOCK_REALTIME, &until); /* it exists */
 	until.tv_sec += OPEN_WAIT_S;
-	sfr__lock_taken(fork_mu.rank);
-	has_fork_mu = pthread_mutex_timedlock(&fork_mu.mu, &until) == 0;
-	if (!has_fork_mu)
-		sfr__lock_given(fork_mu.rank);
+	return until;
+}
+
+static void before(void)
+{
+	struct timespec until = soon();
+
+	sfr__lock(&fork_mu);
+	nr_forking++;
+	wait_locked(&nr_opening, &until);
+	nr_forking--;
 }
 
 static void after_in_parent(void)
 {
-	if (has_fork_mu)
-		sfr__unlock(&fork_mu);
+	(void)pthread_cond_broadcast(&fork_cv); /* who waits to open */
+	sfr__unlock(&fork_mu);
 }
 
 static void after_in_child(void)
@@ -100,6 +121,8 @@ static void after_in_child(void)
 	for (int i = 0; i < NR_FDS; i++) {
 		int entry = atomic_load(&fds[i].fd);
 
+		if (entry == OPENING)
+			entry = 0; /* nobody knows its number: see the top */
 		/* Not through the table: a test's wrapper may wait, and nothing here may.
 		 * What close returns does not matter, the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
@@ -109,9 +132,11 @@ static void after_in_child(void)
 	atomic_fetch_add(&generation, 1);
 	for (struct sfr__fork_hook *hook = hooks; hook; hook = hook->next)
 		hook->forget();
-	if (has_fork_mu)
-		sfr__lock_given(fork_mu.rank);
-	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK); /* whoever had it */
+	sfr__lock_given(fork_mu.rank);
+	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
+	(void)pthread_cond_init(&fork_cv,
+				NULL); /* cannot fail on Linux; waiters are the parent's */
+	nr_opening = nr_forking = 0;
 }
 
 static void install(void)
@@ -148,35 +173,53 @@ static int free_slot_locked(void)
 	for (int i = 0; i < NR_FDS; i++) {
 		int entry = atomic_load(&fds[i].fd);
 
-		if (entry == 0 || (entry < 0 && atomic_load(&fds[i].over)))
+		if (entry == 0 || (entry < 0 && entry != OPENING && atomic_load(&fds[i].over)))
 			return i;
 	}
 	return -1;
+}
+
+/* The slot, OPENING from now on, or -EMFILE. A fork that waits goes first. */
+static int begin_open(void)
+{
+	struct timespec until = soon();
+	int slot;
+
+	sfr__lock(&fork_mu);
+	wait_locked(&nr_forking, &until);
+	slot = free_slot_locked();
+	if (slot >= 0) {
+		atomic_store(&fds[slot].over, false);
+		atomic_store(&fds[slot].fd, OPENING);
+		nr_opening++;
+	}
+	sfr__unlock(&fork_mu);
+	return slot < 0 ? -EMFILE : slot;
+}
+
+static void end_open(int slot, int fd)
+{
+	sfr__lock(&fork_mu);
+	atomic_store(&fds[slot].fd, fd < 0 ? 0 : fd + 1);
+	if (--nr_opening == 0)
+		(void)pthread_cond_broadcast(&fork_cv);
+	sfr__unlock(&fork_mu);
 }
 
 /* An interrupted open is tried again. -EMFILE also when the table is full: then nothing has been
  * opened. Blocks as long as open(2) does. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
-	int slot, fd = -1, rc;
+	int slot = begin_open(), fd = -1, rc = slot;
 
-	sfr__lock(&fork_mu);
-	slot = free_slot_locked();
-	rc = -EMFILE;
-	if (slot < 0)
-		goto out;
-	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
+	for (int tries = 0; slot >= 0 && tries < SFR__EINTR_TRIES; tries++) {
 		fd = sfr_sys.open(dir, path, flags | O_CLOEXEC, mode);
 		rc = fd < 0 ? -errno : fd;
 		if (rc != -EINTR)
 			break;
 	}
-	if (fd >= 0) {
-		atomic_store(&fds[slot].over, false);
-		atomic_store(&fds[slot].fd, fd + 1);
-	}
-out:
-	sfr__unlock(&fork_mu);
+	if (slot >= 0)
+		end_open(slot, fd);
 	return rc;
 }
 

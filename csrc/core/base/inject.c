@@ -40,6 +40,7 @@
 	X(int, fdatasync, -1, (int fd), (fd))                                                      \
 	X(int, fsync, -1, (int fd), (fd))                                                          \
 	X(int, fallocate, -1, (int fd, int mode, off_t off, off_t len), (fd, mode, off, len))      \
+	X(int, ftruncate, -1, (int fd, off_t len), (fd, len))                                      \
 	X(int, flock, -1, (int fd, int op), (fd, op))                                              \
 	X(int, set_flags, -1, (int fd, int flags), (fd, flags))                                    \
 	X(int, fstat, -1, (int fd, struct stat *st), (fd, st))                                     \

@@ -8,8 +8,7 @@
  * Nothing waits under any of them but for its own condition, and no system call for a file is made
  * under one, with these exceptions, all by calls that return as soon as the kernel answers: a
  * thread is started under SESSION, ENGINE, LANE and LOG (so that there is one of each, at most); the
- * timeline's file is opened under SESSION; FORK is held across each open, since a child must not
- * inherit a descriptor that is not in the table (a fork waits a second for it at most).
+ * timeline's file is opened under SESSION, which may wait a second for a fork.
  */
 #ifndef SFR_LOCK_H
 #define SFR_LOCK_H

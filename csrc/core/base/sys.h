@@ -26,6 +26,7 @@ struct sfr_sys {
 	int (*fdatasync)(int fd);
 	int (*fsync)(int fd);
 	int (*fallocate)(int fd, int mode, off_t off, off_t len);
+	int (*ftruncate)(int fd, off_t len);
 	int (*flock)(int fd, int op);
 	int (*set_flags)(int fd, int flags); /* fcntl(F_SETFL) */
 	int (*fstat)(int fd, struct stat *st);

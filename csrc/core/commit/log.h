@@ -2,6 +2,8 @@
 #ifndef SFR_LOG_H
 #define SFR_LOG_H
 
+#include <stdatomic.h>
+
 #include "base/base.h"
 
 struct sfr__log_entry;
@@ -11,11 +13,14 @@ struct sfr__log_ops {
 	bool creates;     /* it makes its name (a save, a link), or takes it away */
 	bool is_save;     /* a remove behind it depends on how it ended */
 	bool close_waits; /* closing an engine waits for it */
-	/* On the log's thread, without its lock, when a ready entry is the head: does what there is to
-	 * do. Who does it, or somebody later, calls sfr__log_ended. NULL: somebody takes its turn. */
+	/* On a thread of the log, without its lock, when a ready entry's turn has come: does what there
+	 * is to do. Who does it, or somebody later, calls sfr__log_ended. NULL: somebody takes its turn. */
 	void (*run)(struct sfr__log_entry *entry, bool after_good);
-	/* The entry has left the log and may be freed. The same thread, without the lock. */
+	/* The entry has left the log and may be freed. A thread of the log, without its lock. */
 	void (*left)(struct sfr__log_entry *entry);
+	/* Since when what is to be ready waits for its file system without an answer (sfr__now_ns), 0
+	 * where it does not. Any thread, with the log's lock, so it takes none. NULL: never. */
+	uint64_t (*asked_since)(const struct sfr__log_entry *entry);
 };
 
 enum sfr__log_state {
@@ -28,14 +33,19 @@ enum sfr__log_state {
 
 /* A place in the process's log, part of what it stands for. */
 struct sfr__log_entry {
-	const struct sfr__log_ops *ops; /* constant, as the next two */
+	const struct sfr__log_ops *ops; /* constant, as the next three */
 	char *key;
 	uint64_t number; /* what sfr__log_take_turn calls it by */
+	uint64_t fs;     /* st_dev of the directory; 0 = unknown: it is never set aside */
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
 	uint64_t seq;
 	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* opened when this entry has ended */
+	/* Since when a thread of the log is at it and has heard nothing of the file system, 0 = none
+	 * is. Only that thread writes it: without the lock when something has been answered. */
+	_Atomic uint64_t asked_ns;
+	bool told; /* that its file system was set aside */
 };
 
 /* Keeps a place: the log's thread is started if it does not run, and runs until the place is taken

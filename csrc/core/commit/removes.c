@@ -7,21 +7,23 @@
  * A remove is not synced: the worst a power failure can do is to leave one checkpoint too many.
  */
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 
 #include "commit/log.h"
 #include "file/file.h"
 #include "trace/trace.h"
 
-static void remove_or_tell(const char *path, bool after_good)
+static void remove_or_tell(struct sfr__log_entry *entry, bool after_good)
 {
+	const char *path = entry->key;
 	struct sfr_err err = { .index = -1 };
 
 	SFR__TRACE(SFR_TRACE_REMOVE, 0, 0);
 	if (!after_good)
 		sfr__notice_text("%s was not removed: the save before it did not become durable",
 				 path);
-	else if (sfr__file_remove(path, &err) < 0)
+	else if (sfr__file_remove(path, &entry->asked_ns, &err) < 0)
 		sfr__notice_text("%s could not be removed: %s", path,
 				 err.code <= -1000 ? sfr_code_message(err.code) :
 						     strerror(-err.code));
@@ -29,7 +31,7 @@ static void remove_or_tell(const char *path, bool after_good)
 
 static void run(struct sfr__log_entry *entry, bool after_good)
 {
-	remove_or_tell(entry->key, after_good);
+	remove_or_tell(entry, after_good);
 	sfr__log_ended(entry, true); /* what is still there stops nobody */
 }
 
@@ -37,6 +39,21 @@ static void left(struct sfr__log_entry *entry)
 {
 	sfr_sys.free(entry->key);
 	sfr_sys.free(entry);
+}
+
+/* 0 where that cannot be known. */
+static uint64_t file_system_of(const char *key)
+{
+	char parent[SFR_PATH_MAX];
+	const char *slash = strrchr(key, '/');
+	size_t len = slash ? (size_t)(slash - key) : 0;
+	struct stat st;
+
+	if (!slash || len >= sizeof(parent))
+		return 0;
+	memcpy(parent, key, len);
+	memcpy(parent + len, len ? "" : "/", len ? 1 : 2);
+	return sfr_sys.lstat(AT_FDCWD, parent, &st) < 0 ? 0 : (uint64_t)st.st_dev;
 }
 
 int sfr_log_remove(const char *key, uint64_t *seq_out)
@@ -54,6 +71,7 @@ int sfr_log_remove(const char *key, uint64_t *seq_out)
 	entry->ops = &ops;
 	entry->state = SFR__LOG_READY;
 	entry->key = sfr__log_key(key);
+	entry->fs = file_system_of(key);
 	rc = entry->key ? sfr__log_reserve() : -ENOMEM;
 	if (rc < 0) {
 		left(entry);

@@ -4,7 +4,8 @@
  *                temporary in it, locked                            (tmp.c)
  *                one page written to see whether O_DIRECT works; room reserved
  *   2  write     blocks at their offsets, several threads at a time
- *   3  sync      fdatasync: the bytes are on the disk
+ *   3  sync      what the last page has beyond the end is cut off
+ *                fdatasync: the bytes are on the disk
  *   4  rename    over the destination: readers see old or new, nothing between
  *   5  sync      fsync of the directory: the new name is on the disk
  *   6  close     the lock goes last
@@ -94,6 +95,29 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 	return 0;
 }
 
+/* ---- is it answered? ---- */
+
+/* Around every call that may hang. Several writers are at one file: whoever is answered has heard
+ * of its file system for all of them. */
+static void ask(struct sfr__file *f)
+{
+	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
+	atomic_fetch_add(&f->nr_asked, 1);
+}
+
+static void answered(struct sfr__file *f)
+{
+	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
+	atomic_fetch_sub(&f->nr_asked, 1);
+}
+
+uint64_t sfr__file_asked_since(const struct sfr__file *f)
+{
+	return atomic_load(&f->nr_asked) ?
+		       atomic_load_explicit(&f->asked_ns, memory_order_relaxed) :
+		       0;
+}
+
 /* ---- open ---- */
 
 static void go_buffered(struct sfr__file *f, const char *why)
@@ -132,8 +156,8 @@ static int probe_direct(struct sfr__file *f)
 	char why[96];
 	int rc;
 
-	if (f->len == 0 || f->len % SFR_PAGE != 0) {
-		go_buffered(f, "its length is no multiple of a page");
+	if (f->len == 0) {
+		go_buffered(f, "it is empty");
 		return 0;
 	}
 	if (sfr_sys.set_flags(f->fd, O_DIRECT) < 0) {
@@ -182,14 +206,10 @@ static int open_directory(struct sfr__file *f)
 	return fd < 0 ? fd : 0;
 }
 
-int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
+static int open_steps(struct sfr__file *f, struct sfr_err *err)
 {
-	int rc;
+	int rc = open_directory(f);
 
-	if (f->state != SFR__FILE_NAMED)
-		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
-	f->state = SFR__FILE_BROKEN; /* until every step has been made */
-	rc = open_directory(f);
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_OPEN,
 			    f->durable ? "the directory, which a durable save reads and syncs" :
@@ -204,8 +224,20 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 	rc = reserve(f);
 	if (rc < 0)
 		return fail(err, rc, SFR_PHASE_ALLOCATE, NULL);
-	f->state = SFR__FILE_OPEN;
 	return 0;
+}
+
+int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
+{
+	int rc;
+
+	if (f->state != SFR__FILE_NAMED)
+		return fail(err, SFR_ESTATE, SFR_PHASE_OPEN, NULL);
+	ask(f);
+	rc = open_steps(f, err);
+	answered(f);
+	f->state = rc == 0 ? SFR__FILE_OPEN : SFR__FILE_BROKEN;
+	return rc;
 }
 
 /* ---- write ---- */
@@ -228,9 +260,13 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 	while (len) {
 		size_t want = len < SLICE ? len : SLICE, done;
 		SFR__TRACE(SFR_TRACE_WRITE, 0, want);
-		ssize_t put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
-		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+		ssize_t put;
+		int code;
 
+		ask(f);
+		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
+		code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+		answered(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
 		done = put < 0 ? 0 : (size_t)put == want ? want : count_written(f, (size_t)put);
@@ -246,14 +282,33 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
+/* Blocks are written in whole pages: the last one may reach beyond the end. 0 or -errno. */
+static int cut(struct sfr__file *f)
+{
+	int rc = -EINTR;
+
+	if (f->len % SFR_PAGE == 0)
+		return 0;
+	for (int tries = 0; tries < SFR__EINTR_TRIES && rc == -EINTR; tries++)
+		rc = sfr_sys.ftruncate(f->fd, (off_t)f->len) < 0 ? -errno : 0;
+	return rc;
+}
+
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc;
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
+	rc = cut(f);
+	if (rc < 0) {
+		f->state = SFR__FILE_BROKEN;
+		return fail(err, rc, SFR_PHASE_WRITE, "cutting the last page");
+	}
 	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
+	ask(f);
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;
+	answered(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN; /* for good: see the top */
 		return fail(err, rc, SFR_PHASE_SYNC, NULL);
@@ -328,6 +383,7 @@ void sfr__file_fini(struct sfr__file *f)
 	/* In a forked child the temporary is the parent's, and the descriptors are closed. */
 	bool ours = f->state != SFR__FILE_NONE && f->fork_generation == sfr_fork_generation();
 
+	ask(f);
 	if (ours && f->tmp.serial && !f->renamed)
 		(void)sfr_sys.unlink(f->dir_fd,
 				     f->tmp.name); /* else the next save clears it away */
@@ -337,6 +393,7 @@ void sfr__file_fini(struct sfr__file *f)
 		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */
 	if (ours && f->dir_fd >= 0)
 		(void)sfr__fd_close(f->dir_fd); /* fsync has said what there is to say */
+	answered(f);
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);
 	f->name = f->dir = NULL;

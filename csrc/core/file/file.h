@@ -2,6 +2,8 @@
 #ifndef SFR_FILE_H
 #define SFR_FILE_H
 
+#include <stdatomic.h>
+
 #include "base/base.h"
 
 /* ---- tmp.c ---- */
@@ -53,6 +55,9 @@ struct sfr__file {
 	uint64_t len;
 	uint32_t io_mode; /* SFR_IO_* */
 	bool durable, renamed;
+	/* calls to the file system that have not returned, and when the last one was made or did */
+	atomic_uint nr_asked;
+	_Atomic uint64_t asked_ns;
 	char fallback[2][160]; /* why buffered; why the directory was not synced; "" = unused */
 	enum sfr__file_state state;
 	uint64_t fork_generation;
@@ -66,22 +71,27 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
  * written), clears dead temporaries of this boot out of it, makes and locks the temporary, probes O_DIRECT with a real write of one page, preallocates. `err` gets phase and code. */
 int sfr__file_open(struct sfr__file *f, struct sfr_err *err);
 /* Writes all of it or fails; short writes and EINTR are gone on with. With O_DIRECT buf, len and
- * off are multiples of 4096. */
+ * off are multiples of 4096: so the last page may go beyond the file's length. */
 int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t off,
 		    struct sfr_err *err);
-/* fdatasync, unless not durable. A failure is final: never called again on this descriptor. */
+/* Cuts the file to its length, which the last page may have gone beyond; fdatasync, unless not
+ * durable. A failure is final: never called again on this descriptor. */
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 /* rename, then fsync of the directory unless not durable. After a failure of the latter
  * f->renamed is true: the new file is there but not known durable. What is at the path and is
  * neither a regular file nor a link is refused (-EISDIR, -EINVAL), in the log's order. */
 int sfr__file_commit(struct sfr__file *f, struct sfr_err *err);
+/* Since when some call of open, write, sync or fini waits for the file system, and none of them has
+ * been answered (sfr__now_ns). 0: none waits. Any thread. */
+uint64_t sfr__file_asked_since(const struct sfr__file *f);
 /* Unlinks the temporary if there is one and it was not renamed, closes, frees. Any state, twice
  * as well. In a forked child it only frees. */
 void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Temporaries whose writers
  * live, of this process or another on this machine, are left alone (their saves were submitted
  * later), and with them the directories that hold them. What cannot be removed does not keep the
- * rest from going; the first error is returned. Not synced: remove.c says why. */
-int sfr__file_remove(const char *path, struct sfr_err *err);
+ * rest from going; the first error is returned. Not synced: remove.c says why. Where `heard_ns` is
+ * given, it gets the time after each name: a large tree takes long and answers all the time. */
+int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
 
 #endif

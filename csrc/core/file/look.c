@@ -40,6 +40,7 @@ static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
 	if (!sfr_sys.realpath(parent, place->parent) ||
 	    sfr_sys.lstat(AT_FDCWD, place->parent, &st) < 0)
 		return -errno;
+	place->fs = (uint64_t)st.st_dev;
 	place->readable = sfr_sys.faccessat(AT_FDCWD, place->parent, R_OK, AT_EACCESS) == 0;
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }

@@ -36,8 +36,9 @@ struct node {
 };
 
 struct walk {
-	struct node *todo; /* the deepest first */
-	bool kept;         /* a live temporary was left somewhere */
+	struct node *todo;          /* the deepest first */
+	bool kept;                  /* a live temporary was left somewhere */
+	_Atomic uint64_t *heard_ns; /* when the file system last answered, or NULL */
 	struct sfr_err *err;
 };
 
@@ -66,6 +67,8 @@ static bool remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
 
+	if (w->heard_ns)
+		atomic_store_explicit(w->heard_ns, sfr__now_ns(), memory_order_relaxed);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
@@ -150,10 +153,10 @@ static void step(struct walk *w)
 	sfr_sys.free(node);
 }
 
-int sfr__file_remove(const char *path, struct sfr_err *err)
+int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err)
 {
 	struct sfr_err own = { .index = -1 };
-	struct walk walk = { .err = &own };
+	struct walk walk = { .err = &own, .heard_ns = heard_ns };
 
 	(void)remove_one(&walk, path, NULL); /* `own` holds what it has to say */
 	while (walk.todo)

@@ -36,6 +36,11 @@ static void left(struct sfr__log_entry *entry)
 	sfr_ticket_put(ticket_of(entry));
 }
 
+static uint64_t asked_since(const struct sfr__log_entry *entry)
+{
+	return sfr__file_asked_since(&sfr__container(entry, const struct sfr_ticket, log)->file);
+}
+
 const struct sfr__log_ops sfr__save_log_ops = {
-	.creates = true, .is_save = true, .run = run, .left = left
+	.creates = true, .is_save = true, .run = run, .left = left, .asked_since = asked_since
 };

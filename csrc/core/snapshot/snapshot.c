@@ -378,6 +378,16 @@ void sfr_snapshot_unview(struct sfr_snapshot *s)
 	unuse(s, &s->nr_views);
 }
 
+void sfr_snapshot_will_return(struct sfr_snapshot *s)
+{
+	if (foreign(s))
+		return;
+	sfr__lock(&s->engine->mu);
+	if (s->lease.runs)
+		sfr__pool_let_go(s->engine->pool, &s->lease);
+	sfr__unlock(&s->engine->mu);
+}
+
 int sfr_snapshot_hold(struct sfr_snapshot *s)
 {
 	return use(s, &s->nr_holds);

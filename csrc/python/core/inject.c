@@ -129,7 +129,22 @@ static PyObject *tune(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(log_tune_doc, "log_tune(patience_ns)\n--\n\nHow long a file system may take before the "
+			   "log sets it aside, 0 = as ever.");
+
+static PyObject *tune_log(PyObject *module, PyObject *args)
+{
+	unsigned long long patience_ns;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "K:log_tune", &patience_ns))
+		return NULL;
+	sfr_log_tune(patience_ns);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+	{ "log_tune", tune_log, METH_VARARGS, log_tune_doc },
 	{ "cuda_tune", tune, METH_VARARGS, tune_doc },
 	{ "inject_install", install, METH_NOARGS, install_doc },
 	{ "inject_set", set, METH_VARARGS, set_doc },

@@ -53,6 +53,16 @@ static PyObject *log_pending(PyObject *module, PyObject *unused)
 	return PyLong_FromUnsignedLongLong(sfr_log_pending());
 }
 
+static PyObject *log_unanswered(PyObject *module, PyObject *unused)
+{
+	char text[1024];
+
+	(void)module, (void)unused;
+	if (!sfr_log_unanswered(text, sizeof(text)))
+		text[0] = '\0';
+	return PyUnicode_DecodeFSDefault(text);
+}
+
 static PyObject *log_stop(PyObject *module, PyObject *unused)
 {
 	(void)module, (void)unused;
@@ -191,6 +201,8 @@ static PyMethodDef functions[] = {
 	  "log_drain(timeout) -> bool: False when the timeout passed before all submitted had ended." },
 	{ "log_pending", log_pending, METH_NOARGS,
 	  "log_pending() -> saves and removes not ended." },
+	{ "log_unanswered", log_unanswered, METH_NOARGS,
+	  "log_unanswered() -> a sentence on a file system that does not answer, or ''." },
 	{ "log_stop", log_stop, METH_NOARGS,
 	  "log_stop(): ends the log's thread when it has run out." },
 	{ "notice_wait", notice_wait, METH_NOARGS,

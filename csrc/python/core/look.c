@@ -2,7 +2,7 @@
 #include "module.h"
 
 /* look(path, follow_link) -> (real path of the parent, last component, mode of what is there or 0,
- * whether the parent may be read), or None where something of the path is missing or cannot be looked at. */
+ * whether the parent may be read, its st_dev), or None where something of the path is missing or cannot be looked at. */
 static PyObject *look(PyObject *module, PyObject *args)
 {
 	struct sfr_place place;
@@ -17,13 +17,14 @@ static PyObject *look(PyObject *module, PyObject *args)
 	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		Py_RETURN_NONE;
-	return Py_BuildValue("yyIN", place.parent, place.name, (unsigned int)place.mode,
-			     PyBool_FromLong((long)place.readable));
+	return Py_BuildValue("yyINK", place.parent, place.name, (unsigned int)place.mode,
+			     PyBool_FromLong((long)place.readable), (unsigned long long)place.fs);
 }
 
 static PyMethodDef functions[] = {
 	{ "look", look, METH_VARARGS,
-	  "look(path, follow_link) -> (parent, name, mode or 0, readable), or None: look closer." },
+	  "look(path, follow_link) -> (parent, name, mode or 0, readable, st_dev), or None: look "
+	  "closer." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -48,6 +48,20 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return storage.data_ptr()
 
 
+def may_be_loaded_to() -> bool:
+    """Whether there is a device that tensors can be loaded to."""
+    return _is_cuda and torch.cuda.is_available()
+
+
+def of_location(location: str) -> torch.device | None:
+    """The CUDA device that torch means by the name of a place; None where it means none."""
+    kind, _, number = location.partition(":")
+    if kind != "cuda" or not may_be_loaded_to() or not (number.isdecimal() or location == kind):
+        return None
+    index = int(number) if number else torch.cuda.current_device()
+    return torch.device("cuda", index) if index < torch.cuda.device_count() else None
+
+
 def current_stream(device: int) -> int:
     """The driver's handle of the calling thread's current stream on a device."""
     return int(_raw_stream(device))

@@ -20,6 +20,7 @@ class Target:
     shown: str  # as the user gave it
     directory: bytes  # real path
     name: bytes
+    file_system: int  # st_dev of the directory
 
 
 def as_text(path: object) -> str:
@@ -80,12 +81,13 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     place = _core.look(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)
     if place is not None and well and _can_stand(place[2], follow_link):
-        return Target(text, *place[:2])
+        return Target(text, *place[:2], place[4])
     parent, name = _split(text, follow_link)
     try:
         if create_parents:
             make_directories(parent, durable)
-        if not stat.S_ISDIR(os.stat(parent).st_mode):
+        found = os.stat(parent)
+        if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if durable and not os.access(parent, os.R_OK, effective_ids=True):
             raise PermissionError(
@@ -101,7 +103,7 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
             if text.startswith("~"):
                 strerror += " ('~' is not expanded: give os.path.expanduser(path))"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
-    return Target(text, os.fsencode(parent), os.fsencode(name))
+    return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
 
 
 def _can_stand(mode: int, follow_link: bool) -> bool:

@@ -43,10 +43,13 @@ class Staged:
 
     Attributes:
         nbytes: Of its storages.
+        deferred_nbytes: Of them, what is copied after the call.
     """
 
     def __init__(self, taken: Snapshot[StateDict]) -> None:
         self.nbytes = taken.nbytes
+        self.deferred_nbytes = taken.deferred_nbytes
+        self.num_tensors = taken.num_tensors
         self._taken: Snapshot[StateDict] | None = taken
         self._tree: StateDict | None = None
         self._made = time.monotonic()
@@ -109,7 +112,8 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     for _, tensor in paths(tree, lambda node: isinstance(node, torch.Tensor)):
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from (getattr(tensor, name) for name in names)
+            inner = (getattr(tensor, name) for name in names)
+            yield from (each for each in inner if isinstance(each, torch.Tensor))
         elif tensor.layout is torch.strided and not tensor.is_quantized:
             yield tensor
 

@@ -225,17 +225,23 @@ def wait_all(timeout: float | None = None) -> None:
     ordered.refuse_inside()
     with inside():
         if not _core.log_drain(timeout):
-            raise TimeoutError(f"after {timeout:g} s: {_under_way()}")
+            raise TimeoutError(f"after {timeout:g} s: {under_way()}")
         settle_all()
     for failure in take_failures(first_only=True):
         raise failure.error
 
 
-def _under_way() -> str:
+def under_way() -> str:
+    """What has not ended, in words."""
     count = _core.log_pending()
     saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]
     what = "save or remove has" if count == 1 else "saves and removes have"
-    return f"{count} {what} not ended yet" + (f" ({', '.join(saves)})" if saves else "")
+    unanswered = _core.log_unanswered()
+    return (
+        f"{count} {what} not ended yet"
+        + (f" ({', '.join(saves)})" if saves else "")
+        + (f"; {unanswered}" if unanswered else "")
+    )
 
 
 def settle_all() -> None:

@@ -258,7 +258,8 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
             deferral = gate.defer(tree, overlap=options.overlap)
         flags = options.flags(nested=nested, when_busy=engine._limits.when_busy)
         completion.completion.start()
-        ticket = _core.Ticket(core, target.directory, target.name, tree.data, tree.rows, flags)
+        place = target.directory, target.name
+        ticket = _core.Ticket(core, *place, tree.data, tree.rows, flags, target.file_system)
         save = CoreSave(
             ticket,
             tree,

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from stillframe import _core
 from stillframe._base.trace import end_at_exit
 from stillframe._save import completion
-from stillframe._save.api import close_default, settle_all
+from stillframe._save.api import close_default, settle_all, under_way
 from stillframe._save.outcome import take_failures
 
 _QUIET_S = 1.0  # a wait shorter than that is not worth a line
+_GIVEN_UP_S = 5.0  # in which what is cancelled ends, if its file system answers
 
 
 def _announce_wait() -> None:
@@ -30,40 +31,60 @@ def _announce_wait() -> None:
         _say("stillframe: waiting for checkpoints to be removed")
 
 
+def _wait_for_log() -> None:
+    told = False
+    while not _core.log_drain(_QUIET_S):
+        if not told and (sentence := _core.log_unanswered()):
+            told = True
+            _say(f"stillframe: {sentence}; Ctrl-C twice leaves it")
+
+
 def _warn_once() -> None:
     _say("stillframe: still writing; Ctrl-C again gives up and leaves the old files")
 
 
-def _give_up() -> None:
+def _give_up() -> bool:
+    """False where something does not end all the same."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
     _say("stillframe: given up")
+    if _core.log_drain(_GIVEN_UP_S):
+        return True
+    _say(f"stillframe: left as it is: {_core.log_unanswered() or under_way()}")
+    return False
 
 
 def _drain() -> None:
-    """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up."""
+    """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up, and goes
+    without what cannot be given up, each later one without what it interrupts."""
     interrupts = 1 if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else 0
     steps: list[Callable[[], object]] = [
         completion.completion.begin_exit,
         _announce_wait,
-        lambda: _core.log_drain(None),
+        _wait_for_log,
         settle_all,
         completion.callbacks.finish,
-        lambda: _core.log_drain(None),  # what the callbacks saved
+        _wait_for_log,  # what the callbacks saved
         close_default,
         _core.log_stop,
         completion.completion.stop,
-        end_at_exit,  # saves that finish here are still in the timeline
-        settle_all,
-        _say_what_failed,
+        *(last := [end_at_exit, settle_all, _say_what_failed]),  # saves are still in the timeline
     ]
+
+    def give_up() -> None:
+        if not _give_up():
+            steps[1:] = last  # to close the engine, or to stop a thread, would wait for it
+
     while steps:
         try:
             steps[0]()
             del steps[0]
         except KeyboardInterrupt:
             interrupts += 1
-            steps.insert(0, _give_up if interrupts > 1 else _warn_once)
+            if interrupts > 2:
+                del steps[0]
+            else:
+                steps.insert(0, give_up if interrupts == 2 else _warn_once)
 
 
 def _say_what_failed() -> None:

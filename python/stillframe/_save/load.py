@@ -15,10 +15,10 @@ import torch
 from stillframe import _core
 from stillframe._base import looks, paths
 from stillframe._base.calls import no_collection
-from stillframe._save import gate, ordered, restore
+from stillframe._save import gate, ordered, placement, restore
 from stillframe._save.into import Fill, copy, match
 from stillframe._tree import keypaths
-from stillframe.errors import CorruptCheckpointError
+from stillframe.errors import CorruptCheckpointError, StillframeError
 
 _PACKED = "another program packed it"
 _logger = logging.getLogger("stillframe")
@@ -107,7 +107,12 @@ def _load_fd(
     if core is not None:
         why = restore.can(core, map_location)
     if core is not None and why is None:
-        archive = restore.open_archive(core, fd, found["nbytes"], map_location)
+        devices: dict[int, torch.device] = {}
+        if placement.worth_a_look(map_location):
+            with _named(path):
+                peek = cast("_core.Restore", _core.restore(fd, verify)[1])
+            devices = placement.find(peek, map_location)
+        archive = restore.open_archive(core, fd, found["nbytes"], map_location, devices)
         try:
             return archive.load(map_location, weights_only)
         except restore.RestoreFailed:
@@ -208,6 +213,8 @@ def _why_not(
         )
     if failure.code == -errno.EOPNOTSUPP:
         return _PACKED
+    if failure.reason is not None:
+        raise StillframeError(f"{path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
     raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", path)
 

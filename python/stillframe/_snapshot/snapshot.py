@@ -18,10 +18,8 @@ tensors. Trees with tensors that check what they are made from (sparse ones) wai
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -36,7 +34,7 @@ from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate
+from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
 from stillframe._save.gate import Deferral
@@ -53,7 +51,7 @@ log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
-_ALIGN = 64  # of each storage, as in the pool
+_INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
 
 
 class _Copy:
@@ -173,6 +171,7 @@ class Snapshot(Generic[T]):
         self._released = False
         self.num_tensors = 0  # for the callback
         self.nbytes = 0
+        self.deferred_nbytes = 0
 
     def __enter__(self) -> Snapshot[T]:
         return self
@@ -373,6 +372,16 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
     taken._copy.tell(function)
 
 
+def will_return(taken: Snapshot[Any]) -> None:
+    """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
+    do."""
+    taken._copy.core.will_return()
+
+
+def _most_s() -> float | None:
+    return _INSIDE_S if ordered.is_inside() else None
+
+
 def is_leased(taken: Snapshot[Any]) -> bool:
     """Whether its memory has not gone back to the pool."""
     return taken._copy.core.leased()
@@ -402,7 +411,7 @@ def _take(
     try:
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
         try:
-            memory = core.lease(wait)
+            memory = core.lease(_most_s() if wait else 0.0)
         except PoolExhaustedError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # a signal handler's, whose snapshot did not fit
@@ -449,31 +458,15 @@ def _take(
     )
     taken = Snapshot(copy, built, identities, shared)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
+    if deferral.indices:
+        nbytes = [nbytes for _, nbytes in source.sources()]
+        taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.owner = weakref.ref(taken)
     if copy.error is not None:  # found before there was an owner to tell
         del memory, built
         taken.wait()
     source.forget()
     return taken
-
-
-def ordinary_copy(tree: T) -> tuple[T, int, int]:
-    """What `snapshot` makes, in memory of its own that no pool has: (the tree, the number of its
-    tensors, the bytes of its storages)."""
-    source = Tree(tree, lanes=False)
-    offsets: list[int] = []
-    end = 0
-    for _, nbytes in source.sources():
-        offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    # It lives as long as a tensor over it does.
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for (address, nbytes), offset in zip(source.sources(), offsets, strict=True):
-        if address:
-            ctypes.memmove(base + offset, address, nbytes)
-    built, _ = source.rebuild(memory, offsets)
-    return built, source.num_tensors(), source.nbytes()
 
 
 # ---- forks and the end of the process ----

@@ -152,7 +152,9 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            return [*flattened.inner.values(), *attributes_of(tensor).values()]
+            # DTensor's mesh is among them: it stands for processes, nobody changes it.
+            inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
+            return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
         holder = holder_of_tensors([*reduced.args, reduced.state])
         if holder is not None:

@@ -105,12 +105,12 @@ static void drain(const struct sfr_stream *streams)
 static bool held; /* nothing on the devices goes on, and so nobody may wait for them */
 
 /* What is taken of the state: a save, or a snapshot. */
-struct taken {
+static struct taken {
 	struct sfr_ticket *save;
 	struct sfr_snapshot *snapshot;
 	unsigned char value;
 	bool wanted; /* not given up */
-};
+} taken[NR_SAVES];
 
 static int gate_once(const struct taken *t, const struct sfr_stream *streams, uint32_t nr)
 {
@@ -139,6 +139,16 @@ static void wait_copied(const struct taken *t)
 			   sfr_snapshot_wait(t->snapshot, SFR_FOREVER, &torn),
 		 0);
 	CHECK_EQ(torn, -1);
+}
+
+/* The storages of [from, end) could be freed now. What is copied for a save that was given up no gate
+ * waits for: its caller keeps them until it has let go of them. */
+static void freed(unsigned from, const struct taken *last)
+{
+	for (const struct taken *t = taken; t < last; t++)
+		if (!t->wanted)
+			wait_copied(t);
+	fake_freed(&training.state, from);
 }
 
 /* A snapshot that nobody can read any more is given up too: nobody looks at it. */
@@ -196,16 +206,15 @@ static bool step(struct taken *t, enum step kind)
 		capture(on, 1);
 		CHECK_EQ(gate(t, on, 2), 0);
 		capture(on, 0); /* a replay comes with no gate at all */
-		fake_freed(&training.state,
-			   from); /* the others were the save's stream's to wait for */
+		freed(from, t); /* the others were the save's stream's to wait for */
 		break;
 	case NO_STREAM:
 		CHECK_EQ(gate(t, NULL, 0), 0);
-		fake_freed(&training.state, from);
+		freed(from, t);
 		break;
 	case WAITED:
 		wait_copied(t);
-		fake_freed(&training.state, 0);
+		freed(0, t);
 		break;
 	case CANCELLED:
 		given_up = give_up(t);
@@ -322,11 +331,11 @@ static void begin_schedule(uint64_t seed, bool roomy)
 static void one_schedule(uint64_t seed)
 {
 	struct training *tr = &training;
-	struct taken taken[NR_SAVES] = { 0 };
 	struct sfr_engine *engine;
 	uint64_t nr_blocks;
 	bool roomy;
 
+	memset(taken, 0, sizeof(taken));
 	fake__random = seed * 2654435761u + 1;
 	/* Room for all: then nothing on the devices has to go on before everything is queued. */
 	roomy = fake_rng(4) == 0;

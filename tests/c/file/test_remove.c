@@ -14,7 +14,7 @@ static void make_dir(const char *base)
 static int rm(const char *name, struct sfr_err *err)
 {
 	*err = (struct sfr_err){ .index = -1 };
-	return sfr__file_remove(dir_path(dir, name), err);
+	return sfr__file_remove(dir_path(dir, name), NULL, err);
 }
 
 static void a_file_goes_and_a_missing_name_is_no_error(void)
@@ -262,6 +262,33 @@ static void what_is_added_meanwhile_goes_too_but_not_for_ever(void)
 	dir_remove(dir);
 }
 
+static _Atomic uint64_t heard;
+static uint64_t heard_before;
+static unsigned nr_unlinks;
+
+static int listening_unlink(int fd, const char *name)
+{
+	CHECK(heard > heard_before); /* since the last one */
+	heard_before = heard;
+	nr_unlinks++;
+	(void)usleep(1); /* so that the clock moves on */
+	return plain.unlink(fd, name);
+}
+
+static void it_says_after_each_name_that_the_file_system_answers(void)
+{
+	struct sfr_err err = { .index = -1 };
+
+	make_dir("/dev/shm");
+	make_tree();
+	plain = sfr_sys;
+	sfr_sys.unlink = listening_unlink;
+	CHECK_EQ(sfr__file_remove(dir_path(dir, "t"), &heard, &err), 0);
+	CHECK(nr_unlinks > 1);
+	sfr_sys = plain;
+	dir_remove(dir);
+}
+
 static void whatever_fails_it_says_so_or_has_done_it(void)
 {
 	static const int errors[] = { EIO, EACCES, EROFS, EBUSY, EINTR };
@@ -300,6 +327,7 @@ int main(void)
 	RUN(a_dead_temporary_goes_with_the_tree);
 	RUN(what_cannot_go_does_not_keep_the_rest);
 	RUN(what_is_added_meanwhile_goes_too_but_not_for_ever);
+	RUN(it_says_after_each_name_that_the_file_system_answers);
 	RUN(whatever_fails_it_says_so_or_has_done_it);
 	return check_done();
 }

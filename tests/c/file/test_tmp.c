@@ -193,7 +193,7 @@ static void only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead(void)
 		 * an error of its own there. */
 		CHECK_EQ(rename(path, in_tree), 0);
 		err = (struct sfr_err){ .index = -1 };
-		(void)sfr__file_remove(dir_path(dir, "tree"), &err);
+		(void)sfr__file_remove(dir_path(dir, "tree"), NULL, &err);
 		CHECK(file_exists(in_tree));
 		sfr_inject_remove();
 		while (*save_notice())

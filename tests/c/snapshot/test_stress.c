@@ -107,7 +107,7 @@ static void look_or_remove(struct actor *me)
 	name_of(me, name);
 	if (draw(&me->random, 3) == 0) {
 		(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-		(void)sfr__file_remove(path, &err);
+		(void)sfr__file_remove(path, NULL, &err);
 		return;
 	}
 	found = saving_look(dir, name);

@@ -53,6 +53,7 @@ def test_a_look_says_what_pythons_functions_say(
     parent, last = paths._split(text, follow_link)
     assert place[:2] == (os.fsencode(parent), os.fsencode(last))
     assert place[3] == os.access(parent, os.R_OK, effective_ids=True)
+    assert place[4] == os.stat(parent).st_dev
     there = os.path.join(parent, last)
     assert place[2] == (os.lstat(there).st_mode if os.path.lexists(there) else 0)
 

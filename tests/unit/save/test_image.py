@@ -50,6 +50,7 @@ class SaveDesc(ctypes.Structure):
     _fields_ = (
         ("dir", ctypes.c_char_p),
         ("name", ctypes.c_char_p),
+        ("fs", ctypes.c_uint64),
         ("skeleton", ctypes.c_char_p),
         ("skeleton_len", ctypes.c_uint64),
         ("sources", ctypes.POINTER(Source)),
@@ -85,7 +86,7 @@ def drive(tmp_path_factory):
 
     def write(path, skeleton, rows, block_bytes):
         array = (Source * len(rows))(*(Source(addr, n, lane, 0) for addr, n, lane in rows))
-        desc = SaveDesc(b"", b"", skeleton, len(skeleton), array, len(rows), 0)
+        desc = SaveDesc(b"", b"", 0, skeleton, len(skeleton), array, len(rows), 0)
         length = function(os.fsencode(path), ctypes.byref(desc), block_bytes)
         assert length > 0, os.strerror(-length)
         assert length == os.path.getsize(path)

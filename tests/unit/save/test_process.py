@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,6 +197,38 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path
     _, err = process.communicate(timeout=60)
     assert "given up" in err
     assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
+
+
+def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: Path) -> None:
+    process = start(
+        """
+        stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
+        import stillframe._save.exit as at_exit
+        at_exit._QUIET_S = at_exit._GIVEN_UP_S = 0.3
+        stillframe._core.log_tune(10**8)
+        hold(slow("rename", 600))
+        stillframe.async_save({"w": torch.full((10,), 3.0)}, "a.pt")
+        try:
+            stillframe.wait_all(0.5)
+        except TimeoutError as error:
+            print(error, flush=True)
+        """,
+        tmp_path,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert re.search(r"a.pt: writing\); the file system of \S+/a.pt has not answered for", line)
+    assert "waiting for a.pt" in process.stderr.readline()
+    line = process.stderr.readline()
+    assert re.search(r"a.pt has not answered for \d+ s; Ctrl-C twice leaves it", line)
+    process.send_signal(signal.SIGINT)
+    assert "again gives up" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert "given up" in err and "left as it is: the file system of" in err
+    assert whole(tmp_path / "a.pt", 1.0)
+    for name in temporaries(tmp_path):
+        (tmp_path / name).unlink()
 
 
 def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(

@@ -1,0 +1,129 @@
+/* What a file system that does not answer holds up, and what goes on past it.
+ *
+ * A rename, a sync or a remove on a mount that hangs never returns, and the order of the log would
+ * have everything behind it wait: all file systems, all engines. So a file system of which nothing
+ * has been heard for a while (20 s) is set aside, with a notice, until it answers:
+ *
+ *     [A /nfs being renamed since 20 s]  [B /nfs ready]  [remove of /ssd/old]  [C /ssd ready]
+ *                                                                               runs now
+ *
+ * Only saves go past, and only such as are ready, on a file system that answers, under a name that
+ * nothing in front of them has to do with. They end where they stand and leave the list in its order. Removes and
+ * work of others wait: a remove is promised to come after every save before it, so an extra file
+ * stays for as long as the mount hangs, never one too few.
+ *
+ * Nobody goes past what takes its time and is answered: the promise of order across paths is
+ * given up for a file system that hangs and for nothing else.
+ */
+#include <stdio.h>
+
+#include "commit/log_int.h"
+
+bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
+{
+	return sfr__log_has_ended(e) && !e->loads && e->asked_ns == 0;
+}
+
+/* Since when this entry waits for an answer of its file system, 0 for one that does not. */
+static uint64_t asked_since_locked(const struct sfr__log_entry *e)
+{
+	uint64_t own = atomic_load_explicit(&e->asked_ns, memory_order_relaxed);
+
+	if (own || sfr__log_has_ended(e) || !e->ops->asked_since)
+		return own;
+	return e->ops->asked_since(e);
+}
+
+static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
+{
+	uint64_t since = e->fs ? asked_since_locked(e) : 0;
+
+	return since && now > since && now - since >= sfr__log.patience_ns;
+}
+
+/* Whose file system is it that hangs? The first one that was caught at it. */
+static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
+{
+	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
+		if (fs && e->fs == fs && hangs_locked(e, now))
+			return e;
+	return NULL;
+}
+
+/* A save of the core's own, which the log's threads rename. */
+static bool is_own_save(const struct sfr__log_entry *e)
+{
+	return e->ops->is_save && e->ops->run;
+}
+
+/* Has it begun, or is it going to without waiting for the log? */
+static bool is_under_way(const struct sfr__log_entry *e)
+{
+	return is_own_save(e) || e->state == SFR__LOG_RUNNING || e->asked_ns != 0 ||
+	       (!e->ops->run && e->state == SFR__LOG_READY);
+}
+
+bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
+{
+	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->fs == 0 ||
+	    hanging_on_locked(e->fs, now))
+		return false;
+	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
+		if (sfr__log_is_over_locked(b))
+			continue;
+		if (sfr__log_touches(b, e->key) || sfr__log_touches(e, b->key))
+			return false;
+		/* What has not begun waits for the same as this one does. */
+		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
+			return false;
+	}
+	return true;
+}
+
+bool sfr__log_might_pass_locked(const struct sfr__log_entry *e)
+{
+	if (!is_own_save(e) || e->state != SFR__LOG_READY || e->asked_ns != 0 || e->fs == 0)
+		return false;
+	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
+		if (b->asked_ns != 0 && b->fs != 0 && b->fs != e->fs)
+			return true;
+	return false;
+}
+
+static bool is_told_locked(uint64_t fs)
+{
+	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
+		if (e->fs == fs && e->told)
+			return true;
+	return false;
+}
+
+void sfr__log_tell_aside_locked(const struct sfr__log_entry *e, uint64_t now)
+{
+	for (struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
+		if (!hangs_locked(b, now) || is_told_locked(b->fs))
+			continue;
+		b->told = true;
+		sfr__notice_text(
+			"the file system of %s has not answered for %u s: what is saved to "
+			"others and ready goes on without it; its own saves, and removes, wait",
+			b->key, (unsigned)((now - asked_since_locked(b)) / 1000000000u));
+	}
+}
+
+int sfr_log_unanswered(char *text, size_t len)
+{
+	uint64_t now = sfr__now_ns();
+	int found = 0;
+
+	sfr__lock(&sfr__log.mu);
+	for (const struct sfr__log_entry *e = sfr__log.entries.head; e && !found; e = e->next) {
+		if (!hangs_locked(e, now))
+			continue;
+		found = 1;
+		(void)snprintf(text, len, "the file system of %s has not answered for %u s", e->key,
+			       (unsigned)((now - asked_since_locked(e)) / 1000000000u));
+	}
+	sfr__unlock(&sfr__log.mu);
+	return found;
+}

@@ -1,0 +1,127 @@
+/* The log's list: what is pending, in the order of submission, and what a name will be. */
+#include <errno.h>
+#include <string.h>
+
+#include "commit/log_int.h"
+
+#define PATIENCE_NS (UINT64_C(20) * 1000 * 1000 * 1000)
+
+struct sfr__log sfr__log = { .mu = SFR__MUTEX(SFR__LOCK_LOG), .patience_ns = PATIENCE_NS };
+
+int sfr__log_init_locked(void)
+{
+	int rc;
+
+	if (sfr__log.cv_ready)
+		return 0;
+	rc = sfr__cond_init(&sfr__log.cv_work);
+	if (rc == 0)
+		rc = sfr__cond_init(&sfr__log.cv_done);
+	sfr__log.cv_ready = rc == 0;
+	return rc;
+}
+
+bool sfr__log_has_ended(const struct sfr__log_entry *e)
+{
+	return e->state == SFR__LOG_WELL || e->state == SFR__LOG_BADLY;
+}
+
+bool sfr__log_touches(const struct sfr__log_entry *e, const char *key)
+{
+	size_t len = strlen(e->key);
+
+	if (strcmp(e->key, key) == 0)
+		return true;
+	return !e->ops->creates && strncmp(e->key, key, len) == 0 && key[len] == '/';
+}
+
+struct sfr__log_entry *sfr__log_last_touching_locked(const char *key,
+						     const struct sfr__log_entry *end)
+{
+	struct sfr__log_entry *found = NULL;
+
+	for (struct sfr__log_entry *e = sfr__log.entries.head; e != end; e = e->next)
+		if (sfr__log_touches(e, key))
+			found = e;
+	return found;
+}
+
+char *sfr__log_key(const char *key)
+{
+	size_t len = strlen(key) + 1;
+	char *copy = sfr_sys.malloc(len);
+
+	if (copy)
+		memcpy(copy, key, len);
+	return copy;
+}
+
+uint64_t sfr__log_close_seq(void)
+{
+	uint64_t seq;
+
+	sfr__lock(&sfr__log.mu);
+	seq = sfr__log.close_seq;
+	sfr__unlock(&sfr__log.mu);
+	return seq;
+}
+
+int sfr_log_exists(const char *key)
+{
+	struct sfr__log_entry *e;
+	int answer = -1;
+
+	sfr__lock(&sfr__log.mu);
+	e = sfr__log_last_touching_locked(key, NULL);
+	/* A save that has failed by now leaves the name as it was; whoever asks gets that from
+	 * the file system, which an earlier entry may still change: then the earlier one says. */
+	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
+		e = sfr__log_last_touching_locked(key, e);
+	if (e)
+		answer = e->ops->creates;
+	sfr__unlock(&sfr__log.mu);
+	return answer;
+}
+
+int sfr_log_drain(uint64_t *seq, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc;
+
+	sfr__lock(&sfr__log.mu);
+	rc = sfr__log_init_locked();
+	if (*seq == 0)
+		*seq = sfr__log.last_seq;
+	while (sfr__log.done_seq < *seq && rc == 0)
+		rc = sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, deadline);
+	if (sfr__log.done_seq >= *seq)
+		rc = 0;
+	sfr__unlock(&sfr__log.mu);
+	return rc;
+}
+
+uint64_t sfr_log_pending(void)
+{
+	uint64_t nr;
+
+	sfr__lock(&sfr__log.mu);
+	nr = sfr__log.nr_pending;
+	sfr__unlock(&sfr__log.mu);
+	return nr;
+}
+
+void sfr_log_tune(uint64_t patience_ns)
+{
+	sfr__lock(&sfr__log.mu);
+	sfr__log.patience_ns = patience_ns ? patience_ns : PATIENCE_NS;
+	sfr__unlock(&sfr__log.mu);
+}
+
+static void forget(void)
+{
+	/* Entries, threads and waiters are the parent's; the lock may be one of theirs. */
+	memset(&sfr__log, 0, sizeof(sfr__log));
+	sfr__log.patience_ns = PATIENCE_NS;
+	sfr__mutex_init(&sfr__log.mu, SFR__LOCK_LOG);
+}
+SFR__AT_FORK(forget)

@@ -1,0 +1,321 @@
+"""`async_save` and `save`: one call that keeps what DCP wants kept.
+
+What is kept from call to call: a group of our own, the thread of rounds, plans of each structure,
+and which save is under way.
+
+    async_save
+      wait for the save before        its error is raised, and goes round
+      stage                           copies, on pool memory
+      Rounds.submit                   the rest, on its thread
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from stillframe._base import paths
+from stillframe._base.birth import Birth
+from stillframe._dcp.groups import Groups, is_distributed, refuse_without_cpu
+from stillframe._dcp.rounds import Round, Rounds, Upload
+from stillframe._dcp.staged import Staged, StateDict, stage
+from stillframe._dcp.writer import FileSystemWriter
+from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.report import SaveReport
+from stillframe.errors import BusyError
+
+log = logging.getLogger("stillframe")
+
+WhenBusy = Literal["wait", "raise"]
+
+
+@dataclass
+class SaveResponse(AsyncSaveResponse):
+    """DCP's response: `staging_completion` and `upload_completion`, two futures. The second one's
+    result is the checkpoint's `Metadata`.
+
+    Attributes:
+        report: What this rank did and what it cost, once the upload has ended well; None before.
+    """
+
+    report: SaveReport | None = None
+
+
+def async_save(
+    state_dict: StateDict,
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    overlap: bool = True,
+    durable: bool = True,
+    engine: Engine | None = None,
+    when_busy: WhenBusy = "wait",
+) -> SaveResponse:
+    """Saves a checkpoint of all ranks, as `torch.distributed.checkpoint.async_save` does, with
+    stillframe's staging, writing and commit. Every rank has to make every call.
+
+    The call copies, or with `overlap=True` leaves to be copied under the next forward and
+    backward; the next optimizer step waits for the copy by itself. Planning, writing and the
+    commit go on beside training, on collectives of a group of our own. Plans are kept: the second
+    save of a structure sends none. PyTorch's `dcp.load` reads the checkpoint, on any number of
+    ranks.
+
+    One save is under way at a time. The next call waits for it, and raises its error if nobody has
+    asked its future. A path that is saved to again holds the old checkpoint or the new one at every
+    moment.
+
+    Args:
+        state_dict: As for DCP; `Stateful` values are asked for theirs.
+        checkpoint_id: A directory, made if it is missing, with its parents. A remote one
+            (`scheme://`) is staged here and written by PyTorch's own writer.
+        process_group: The ranks that save, with a backend for the CPU; nobody else may use it
+            meanwhile. By default all ranks, in a gloo group that the first call makes.
+        planner: By default PyTorch's, with plans kept.
+        no_dist: This process saves alone, whether or not there are others.
+        overlap: Copy on after the call.
+        durable: Sync files and directories.
+        engine: The engine to use, `stillframe.default_engine()` by default.
+        when_busy: While a save is under way: "wait" for it, or "raise" `BusyError`, on all ranks
+            if any of them is still busy.
+
+    Returns:
+        Two futures, and later a report. An error of any rank is every rank's: `CheckpointException`
+        (a BaseException, not an Exception) says which ranks failed and why. Where a rank was
+        killed, the others get what gloo says, within the group's timeout.
+
+    Raises:
+        BusyError: See `when_busy`.
+        CheckpointException, Exception: The save before failed.
+        TypeError, ValueError: An argument that makes no sense.
+        PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
+            `stillframe.snapshot`. The other ranks' save fails with the reason.
+    """
+    saver = _saver_of_this_process()
+    return saver.save(
+        state_dict,
+        checkpoint_id,
+        group=saver.group(process_group, no_dist),
+        planner=planner,
+        overlap=overlap,
+        durable=durable,
+        engine=engine,
+        when_busy=when_busy,
+    )
+
+
+def save(
+    state_dict: StateDict,
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    planner: SavePlanner | None = None,
+    no_dist: bool = False,
+    durable: bool = True,
+    engine: Engine | None = None,
+) -> SaveReport:
+    """Saves a checkpoint of all ranks and returns when it is durable.
+
+    Args:
+        state_dict, checkpoint_id, process_group, planner, no_dist, durable, engine: As for
+            `async_save`.
+
+    Returns:
+        What this rank did and what it cost.
+
+    Raises:
+        CheckpointException: Any rank failed. The directory holds what it held before.
+        TypeError, ValueError, StillframeError, Exception: As `async_save`.
+    """
+    response = async_save(
+        state_dict,
+        checkpoint_id,
+        process_group=process_group,
+        planner=planner,
+        no_dist=no_dist,
+        overlap=False,
+        durable=durable,
+        engine=engine,
+    )
+    response.upload_completion.result()
+    assert response.report is not None
+    return response.report
+
+
+class _Saver:
+    """What one process keeps from call to call."""
+
+    def __init__(self) -> None:
+        self.birth = Birth("what stillframe.dcp keeps")
+        self._groups = Groups()
+        self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
+        self._last: Upload | None = None
+        self._before: list[Staged] = []
+
+    def group(
+        self, process_group: dist.ProcessGroup | None, no_dist: bool
+    ) -> dist.ProcessGroup | None:
+        if no_dist or not is_distributed():
+            return None
+        if process_group is None:
+            return self._groups.of_saves()
+        refuse_without_cpu(process_group)
+        return process_group
+
+    def save(
+        self,
+        state_dict: StateDict,
+        checkpoint_id: str | os.PathLike[str],
+        *,
+        group: dist.ProcessGroup | None,
+        planner: SavePlanner | None,
+        overlap: bool,
+        durable: bool,
+        engine: Engine | None,
+        when_busy: WhenBusy,
+    ) -> SaveResponse:
+        entered = time.perf_counter()
+        path, writer = _place(checkpoint_id, durable, engine)
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
+        if when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {when_busy!r}")
+        if when_busy == "raise":
+            self._refuse_busy(group)
+        rounds = self._rounds.setdefault(group, Rounds())
+        upload, copied = Upload(path), Future[StateDict]()
+        response = SaveResponse(Future(), cast(Any, upload))
+        work = rounds.next(path, copied, writer, planner, group, upload)
+        try:
+            waited_s = self._wait_for_last(work)
+            staged = work.staged = stage(
+                _of_stateful(state_dict), overlap=overlap, engine=engine, before=self._before
+            )
+            staged.upload_begins()
+            staged.settle(copied)
+            costs = _Costs(staged, writer, path, entered, waited_s)
+            copied.add_done_callback(functools.partial(_copied, costs, response))
+            work.ended_well = functools.partial(_report, response, costs)
+        except BaseException as error:
+            if not copied.done():
+                copied.set_exception(error)
+            upload.seen = True  # of this call's error
+            raise
+        finally:
+            self._last = upload
+            rounds.submit(work)  # the others are at this call too
+        return response
+
+    def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
+        busy = self._last is not None and not self._last.done()
+        if group is not None:
+            busy = self._groups.any_rank(busy)
+        if busy:
+            raise BusyError(
+                "a save is under way: wait for its upload_completion, or give when_busy='wait'"
+            )
+
+    def _wait_for_last(self, work: Round) -> float:
+        """The seconds it took.
+
+        Raises:
+            BaseException: What it failed with, if nobody has seen that.
+        """
+        began, last = time.perf_counter(), self._last
+        if last is not None:
+            error = last.unseen_error()
+            if error is not None:
+                work.raised = True
+                raise error
+        return time.perf_counter() - began
+
+
+def _place(
+    checkpoint_id: Any, durable: bool, engine: Engine | None
+) -> tuple[str, FileSystemWriter | None]:
+    if engine is not None:
+        refuse_no_engine(engine)
+    if isinstance(checkpoint_id, str) and "://" in checkpoint_id:
+        log.info("stillframe: %s is written by PyTorch's own writer", checkpoint_id)
+        return checkpoint_id, None
+    path = paths.as_text(checkpoint_id)
+    return path, FileSystemWriter(path, durable=durable, engine=engine)
+
+
+def _of_stateful(state_dict: StateDict) -> StateDict:
+    return {
+        name: value.state_dict() if isinstance(value, Stateful) else value
+        for name, value in state_dict.items()
+    }
+
+
+class _Costs:
+    """What a report tells of a call."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        writer: FileSystemWriter | None,
+        path: str,
+        entered: float,
+        waited_s: float,
+    ) -> None:
+        self.nbytes, self.deferred_nbytes = staged.nbytes, staged.deferred_nbytes
+        self.num_tensors = staged.num_tensors
+        self.writer = writer
+        self.path = path
+        self.entered = entered
+        self.called = self.copied = time.perf_counter()
+        self.waited_s = waited_s
+
+
+def _copied(costs: _Costs, response: SaveResponse, copied: Future[StateDict]) -> None:
+    costs.copied = time.perf_counter()
+    error = copied.exception()
+    if error is None:
+        response.staging_completion.set_result(None)
+    else:
+        response.staging_completion.set_exception(error)
+
+
+def _report(response: SaveResponse, costs: _Costs) -> None:
+    """The save has ended well."""
+    remote = costs.writer is None
+    files = [] if costs.writer is None else costs.writer.reports
+    response.report = SaveReport(
+        path=costs.path,
+        nbytes=costs.nbytes if remote else sum(file.nbytes for file in files),
+        num_tensors=costs.num_tensors,
+        captured_nbytes=costs.nbytes - costs.deferred_nbytes,
+        deferred_nbytes=costs.deferred_nbytes,
+        blocked_s=costs.called - costs.entered,
+        gate_wait_s=0.0,
+        backpressure_s=costs.waited_s,
+        staged_after_s=costs.copied - costs.entered,
+        durable_after_s=time.perf_counter() - costs.entered,
+        peak_pool_bytes=costs.nbytes + max((file.peak_pool_bytes for file in files), default=0),
+        io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
+        fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),
+    )
+
+
+_saver = _Saver()
+
+
+def _saver_of_this_process() -> _Saver:
+    """A forked child starts with nothing: threads and groups are the parent's."""
+    global _saver
+    if _saver.birth.foreign():
+        _saver = _Saver()
+    return _saver

@@ -1,0 +1,214 @@
+"""One save after the other, on all ranks the same one.
+
+Every call takes part in exactly one save of its group, also a call that raises. Where it could not
+copy its state it takes part with that error, which all ranks get. Where it raises the error of the
+save before, nobody saves: the others have raised it too, or have seen it before. So no rank waits
+for one that has given up, and none saves its state beside another call's of the rest. A number of
+the call goes round with the first collective; ranks that differ in it all fail.
+
+A round is run by one thread, by DCP's `save`: nothing of DCP that is not public is leaned on.
+
+    called ──▶ staged ──▶ agreed ──▶ planned, written, committed (DCP's save) ──▶ ended
+       └───────── an error goes along to where the others are ──────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from stillframe._dcp.planner import FailingPlanner, Places, structure
+from stillframe._dcp.staged import Staged, StateDict
+from stillframe._dcp.writer import FileSystemWriter
+from stillframe.errors import StillframeError
+
+log = logging.getLogger("stillframe")
+
+
+class _NotSavedError(StillframeError):
+    """A rank's call raised the error of the save before."""
+
+
+class Upload(Future[Metadata | None]):
+    """The end of one round on this rank. Notes whether somebody has seen its error."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> Metadata | None:
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+    def failed(self) -> bool:
+        return self.done() and super().exception() is not None
+
+    def unseen_error(self) -> BaseException | None:
+        """Waits for the end; the error, if nobody has seen it. It counts as seen from now on."""
+        error = super().exception()
+        seen, self.seen = self.seen, True
+        return None if seen else error
+
+    def __del__(self) -> None:
+        if not self.seen and self.failed():
+            log.error("stillframe: %s failed and nobody asked: %s", self._path, self.exception(0))
+
+
+@dataclass
+class Round:
+    """What one call wants saved.
+
+    Attributes:
+        copied: The state dict's copy, or why there is none.
+        staged: Its memory; None where there is no copy.
+        writer: None where DCP is to choose one by the path.
+        planner: The user's own.
+        group: None where this process saves alone.
+        raised: The call raises the error of the save before.
+        ended_well: Called before anybody hears of the end.
+    """
+
+    number: int
+    path: str
+    copied: Future[StateDict]
+    staged: Staged | None
+    writer: FileSystemWriter | None
+    planner: SavePlanner | None
+    group: dist.ProcessGroup | None
+    upload: Upload
+    raised: bool = False
+    ended_well: Callable[[], object] = int
+
+
+class Rounds:
+    """Those of one process over one group."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._failures = 0
+        self._places = Places()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def next(
+        self,
+        path: str,
+        copied: Future[StateDict],
+        writer: FileSystemWriter | None,
+        planner: SavePlanner | None,
+        group: dist.ProcessGroup | None,
+        upload: Upload,
+    ) -> Round:
+        """What a call begins with. It has to be submitted, whatever happens."""
+        self._calls += 1
+        return Round(self._calls, path, copied, None, writer, planner, group, upload)
+
+    def submit(self, work: Round) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sf-dcp")
+        self._thread.submit(self._run, work)
+
+    def _run(self, work: Round) -> None:
+        metadata: Metadata | None = None
+        failure: BaseException | None = None
+        try:
+            metadata = self._save(work)
+            work.ended_well()
+        except BaseException as error:
+            # CheckpointException is no Exception. Its frames hold the tree.
+            failure = error.with_traceback(None)
+            self._clean_up(work, failure)
+        try:
+            if work.staged is not None:
+                work.staged.upload_ended()
+        except BaseException as error:
+            failure = failure or error
+        work.copied = Future()
+        if failure is None:
+            work.upload.set_result(metadata)
+        else:
+            work.upload.set_exception(failure)
+
+    def _clean_up(self, work: Round, failure: BaseException) -> None:
+        self._failures += 1
+        self._places.clear()
+        if isinstance(failure, CheckpointException) and work.writer is not None:
+            work.writer.abandon()  # the coordinator has said that there is no commit
+        if isinstance(failure, _NotSavedError):
+            work.upload.seen = True  # or its error would keep the next call from saving, and so on
+            if not work.raised:
+                log.error("stillframe: %s: %s", work.path, failure)
+
+    def _save(self, work: Round) -> Metadata:
+        tree: StateDict = {}
+        planner = work.planner
+        try:
+            tree = work.copied.result()
+            if work.staged is not None:
+                work.staged.uploads(tree)
+        except BaseException as error:
+            planner = FailingPlanner(_to_send(error))
+        words = self._agree(work, structure(tree))
+        if planner is None:
+            planner = self._places.planner(words)
+        saved: Metadata = save(
+            tree,
+            checkpoint_id=work.path,
+            storage_writer=work.writer,
+            planner=planner,
+            process_group=work.group,
+            no_dist=work.group is None,
+        )
+        own = None if work.writer is None else work.writer.metadata
+        return saved if own is None else own
+
+    def _agree(self, work: Round, own_structure: int) -> list[int]:
+        """What tells the structure that all ranks save from every other, and from those before a
+        failure.
+
+        Raises:
+            StillframeError: The ranks are at different calls, or one of them has raised: on all.
+        """
+        mine = [work.number, int(work.raised), own_structure, self._failures]
+        rows = [mine] if work.group is None else _gathered(mine, work.group)
+        numbers = [row[0] for row in rows]
+        if len({*numbers}) > 1:
+            raise StillframeError(
+                "not all ranks are at the same call of stillframe.dcp.async_save and save: they"
+                f" are at {numbers}, in the order of their ranks. Every rank has to make every call"
+            )
+        if any(row[1] for row in rows):
+            raise _NotSavedError(
+                f"nothing was saved: the error of the save before was raised on the ranks"
+                f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
+            )
+        return [word for row in rows for word in row[2:]]
+
+
+def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Of all ranks."""
+    own = torch.tensor(mine, dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    return [row.tolist() for row in rows]
+
+
+def _to_send(error: BaseException) -> BaseException:
+    """An error as it may go to other ranks: whatever it holds, it can be pickled."""
+    return StillframeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,534 @@
+/* A file system that does not answer: what goes on without it, and what waits.
+ *
+ * Whatever is called "hung" hangs before a door. File systems are numbers here: the log knows no
+ * more of them. */
+#include <pthread.h>
+#include <sys/wait.h>
+
+#include "saving.h"
+
+enum { NFS = 71, SSD = 72, RAM = 73, UNKNOWN = 0 };
+
+#define PATIENCE_NS UINT64_C(20000000)
+#define LONG_NS (6 * PATIENCE_NS) /* whoever is to go past has done so by then */
+
+static const char *dir;
+static struct saving_state one, two;
+static struct sfr_engine *engine;
+static struct sfr_sys real;
+
+/* ---- the door ---- */
+
+static struct {
+	pthread_mutex_t mu;
+	pthread_cond_t cv;
+	bool closed, syncs, used;
+	unsigned nr_before;
+} door = { .mu = PTHREAD_MUTEX_INITIALIZER, .cv = PTHREAD_COND_INITIALIZER };
+
+static void before_the_door(void)
+{
+	(void)pthread_mutex_lock(&door.mu);
+	door.used = true;
+	door.nr_before++;
+	(void)pthread_cond_broadcast(&door.cv);
+	while (door.closed)
+		(void)pthread_cond_wait(&door.cv, &door.mu);
+	door.nr_before--;
+	(void)pthread_cond_broadcast(&door.cv);
+	(void)pthread_mutex_unlock(&door.mu);
+}
+
+/* Whoever was before it has gone on when it is open. */
+static void set_door(bool closed, bool syncs)
+{
+	(void)pthread_mutex_lock(&door.mu);
+	door.closed = closed;
+	door.syncs = syncs;
+	if (closed)
+		door.used = false;
+	(void)pthread_cond_broadcast(&door.cv);
+	while (!closed && door.nr_before)
+		(void)pthread_cond_wait(&door.cv, &door.mu);
+	(void)pthread_mutex_unlock(&door.mu);
+}
+
+static void until_somebody_hangs(void)
+{
+	(void)pthread_mutex_lock(&door.mu);
+	while (!door.used)
+		(void)pthread_cond_wait(&door.cv, &door.mu);
+	(void)pthread_mutex_unlock(&door.mu);
+}
+
+static bool is_called(const char *path, const char *name)
+{
+	const char *slash = strrchr(path, '/');
+
+	return strcmp(slash ? slash + 1 : path, name) == 0;
+}
+
+static int slow_rename(int fd, const char *from, const char *to)
+{
+	if (is_called(to, "hung"))
+		before_the_door();
+	return real.rename(fd, from, to);
+}
+
+static int slow_unlink(int fd, const char *name)
+{
+	if (is_called(name, "hung"))
+		before_the_door();
+	return real.unlink(fd, name);
+}
+
+static int slow_open(int fd, const char *name, int flags, mode_t mode)
+{
+	if (is_called(name, "hung to load"))
+		before_the_door();
+	return real.open(fd, name, flags, mode);
+}
+
+/* One sync hangs, whosever it is. */
+static int slow_fdatasync(int fd)
+{
+	bool hangs;
+
+	(void)pthread_mutex_lock(&door.mu);
+	hangs = door.syncs;
+	door.syncs = false;
+	(void)pthread_mutex_unlock(&door.mu);
+	if (hangs)
+		before_the_door();
+	return real.fdatasync(fd);
+}
+
+/* Where a remove's directory lies is asked of the table: names say it. */
+static int numbered_lstat(int fd, const char *path, struct stat *st)
+{
+	int rc = real.lstat(fd, path, st);
+
+	if (rc == 0 && S_ISDIR(st->st_mode))
+		st->st_dev = strstr(path, "nfs") ? NFS : SSD;
+	return rc;
+}
+
+/* ---- saves ---- */
+
+static const char *key(const char *name)
+{
+	static char keys[4][PATH_MAX];
+	static unsigned turn;
+	char *out = keys[turn++ % 4];
+
+	(void)snprintf(out, PATH_MAX, "%s/%s", dir, name);
+	return out;
+}
+
+static struct sfr_ticket *submit_in(const char *where, const char *name, uint64_t fs,
+				    const struct saving_state *s)
+{
+	const struct sfr_save_desc desc = {
+		.dir = where,
+		.name = name,
+		.fs = fs,
+		.skeleton = saving_skeleton,
+		.skeleton_len = sizeof(saving_skeleton),
+		.sources = s->sources,
+		.nr_sources = SAVING_NR,
+		.flags = SFR_SAVE_DURABLE,
+	};
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	return t;
+}
+
+static struct sfr_ticket *submit(const char *name, uint64_t fs, const struct saving_state *s)
+{
+	return submit_in(dir, name, fs, s);
+}
+
+static void ends_well(struct sfr_ticket *t)
+{
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000)), 0);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_DURABLE);
+	sfr_ticket_put(t);
+}
+
+static void is_held_up(struct sfr_ticket *t)
+{
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, LONG_NS), SFR_EAGAIN);
+}
+
+static void drain(void)
+{
+	uint64_t seq = 0;
+
+	set_door(false, false);
+	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_log_pending(), 0);
+}
+
+/* How many notices of the queue say this; it is empty then. */
+static int nr_told(const char *words)
+{
+	struct sfr_notice notice;
+	int nr = 0;
+
+	while (sfr_notice_wait(&notice, 0) == 0) {
+		nr += strstr(notice.text, words) != NULL;
+		sfr_ticket_put(notice.ticket);
+	}
+	return nr;
+}
+
+static int nr_log_threads(void)
+{
+	char path[64], name[32];
+	DIR *tasks = opendir("/proc/self/task");
+	int nr = 0;
+
+	for (const struct dirent *e; tasks && (e = readdir(tasks));) {
+		FILE *file;
+
+		(void)snprintf(path, sizeof(path), "/proc/self/task/%.20s/comm", e->d_name);
+		file = fopen(path, "re");
+		if (file && fgets(name, sizeof(name), file))
+			nr += strcmp(name, "sfr-log\n") == 0;
+		if (file)
+			(void)fclose(file);
+	}
+	if (tasks)
+		(void)closedir(tasks);
+	return nr;
+}
+
+/* ---- tests ---- */
+
+static void saves_of_other_file_systems_go_past_a_rename_that_hangs(void)
+{
+	struct sfr_ticket *hung;
+	char text[256];
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	ends_well(submit("a", SSD, &two));
+	ends_well(submit("b", SSD, &two));
+	ends_well(submit("c", RAM, &two));
+	CHECK_EQ(saving_look(dir, "hung"), -1);
+	CHECK_EQ(saving_look(dir, "a"), 2);
+	CHECK_EQ(saving_look(dir, "c"), 2);
+	CHECK_EQ(sfr_log_pending(), 4); /* they leave the log in its order */
+	CHECK_EQ(nr_told("hung has not answered"), 1);
+	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 1);
+	CHECK(strstr(text, "hung has not answered for") != NULL);
+	set_door(false, false);
+	ends_well(hung);
+	drain();
+	CHECK_EQ(sfr_log_unanswered(text, sizeof(text)), 0);
+	CHECK_EQ(saving_look(dir, "hung"), 1);
+	while (nr_log_threads() > 1)
+		(void)usleep(1000);
+}
+
+static void saves_of_other_file_systems_go_past_a_sync_that_hangs(void)
+{
+	struct sfr_ticket *hung;
+
+	set_door(true, true);
+	hung = submit("a", NFS, &one);
+	until_somebody_hangs();
+	ends_well(submit("b", SSD, &two));
+	is_held_up(hung);
+	CHECK_EQ(nr_told("/a has not answered"), 1);
+	set_door(false, false);
+	ends_well(hung);
+	drain();
+}
+
+static void two_file_systems_may_hang_at_a_time(void)
+{
+	struct sfr_ticket *hung, *sync;
+
+	set_door(true, true);
+	sync = submit("a", RAM, &one);
+	until_somebody_hangs();
+	CHECK_EQ(sfr_log_remove(key("nfs/hung"), NULL),
+		 0); /* waits for that save, and does not hang */
+	hung = submit("hung", NFS, &one);
+	ends_well(submit("b", SSD, &two));
+	ends_well(submit("c", SSD, &two)); /* past both, when the rename hangs */
+	set_door(false, false);
+	ends_well(sync);
+	ends_well(hung);
+	drain();
+	CHECK_EQ(nr_told("has not answered") > 0, 1);
+}
+
+/* A save that is ready waits behind one that hangs, and lands when that one has. */
+static void waits_for_it(const char *where, const char *name, uint64_t fs)
+{
+	struct sfr_ticket *hung, *held;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	held = submit_in(where, name, fs, &two);
+	is_held_up(held);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(held);
+	drain();
+	CHECK_EQ(saving_look(where, name), 2);
+	CHECK_EQ(nr_told("has not answered"), 0);
+}
+
+static void what_shares_a_file_system_or_a_name_does_not_go_past(void)
+{
+	waits_for_it(dir, "the same file system", NFS);
+	waits_for_it(dir, "one that nobody knows", UNKNOWN);
+	waits_for_it(dir, "hung", SSD); /* the same name */
+}
+
+static void a_save_into_what_is_to_be_removed_does_not_go_past_the_remove(void)
+{
+	struct sfr_ticket *hung, *held;
+
+	(void)mkdir(key("tree"), 0777);
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	CHECK_EQ(sfr_log_remove(key("tree"), NULL), 0);
+	held = submit_in(key("tree"), "in it", SSD, &two);
+	is_held_up(held);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(held);
+	drain();
+}
+
+/* Whoever would go past lies on a file system that hangs itself, behind another save. */
+static void what_would_hang_itself_does_not_go_past(void)
+{
+	struct sfr_ticket *ready, *hung, *sync;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	set_door(true, true);
+	sync = submit("a", RAM, &one);
+	until_somebody_hangs();
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	ready = submit("b", RAM, &two);
+	is_held_up(ready);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(sync);
+	ends_well(ready);
+	drain();
+	(void)nr_told("");
+}
+
+static void a_save_that_takes_its_time_is_waited_for(void)
+{
+	struct sfr_ticket *slow = NULL, *b;
+
+	CHECK_EQ(saving_new(engine, dir, "slow", &one, SFR_SAVE_DURABLE, &slow), 0);
+	CHECK_EQ(saving_submit(slow), 0); /* no verdict: nobody asks its file system for anything */
+	b = submit("b", SSD, &two);
+	is_held_up(b);
+	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
+	ends_well(slow);
+	ends_well(b);
+	drain();
+	CHECK_EQ(nr_told("has not answered"), 0);
+}
+
+/* Of what is ready on one file system the first is first, whatever hangs in front of both. */
+static void what_goes_past_keeps_its_order(void)
+{
+	struct sfr_ticket *hung, *slow = NULL, *b;
+	const struct sfr_save_desc desc = { .dir = dir,
+					    .name = "slow",
+					    .fs = SSD,
+					    .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = one.sources,
+					    .nr_sources = SAVING_NR };
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	CHECK_EQ(sfr_save_new(engine, &desc, &slow), 0);
+	CHECK_EQ(saving_submit(slow), 0);
+	b = submit("b", SSD, &two);
+	is_held_up(b);
+	CHECK_EQ(sfr_save_wait(slow, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(slow, -1), 0);
+	ends_well(slow);
+	ends_well(b);
+	set_door(false, false);
+	ends_well(hung);
+	drain();
+	(void)nr_told("");
+}
+
+static void a_remove_waits_for_every_save_before_it(void)
+{
+	struct sfr_ticket *hung;
+
+	ends_well(submit("old", SSD, &one));
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	ends_well(submit("new", SSD, &two));
+	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	ends_well(submit("newer", SSD, &two)); /* goes past the remove as well */
+	CHECK_EQ(saving_look(dir, "old"), 1);
+	set_door(false, false);
+	ends_well(hung);
+	drain();
+	CHECK_EQ(saving_look(dir, "old"), -1);
+	(void)nr_told("");
+}
+
+static void saves_go_past_a_remove_that_hangs(void)
+{
+	(void)mkdir(key("nfs"), 0777);
+	ends_well(submit_in(key("nfs"), "hung", SSD, &one));
+	drain();
+	set_door(true, false);
+	CHECK_EQ(sfr_log_remove(key("nfs/hung"), NULL), 0);
+	until_somebody_hangs();
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
+	drain();
+	CHECK_EQ(saving_look(key("nfs"), "hung"), -1);
+}
+
+static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
+{
+	struct sfr_log_load *load, *late, *of_hung;
+	struct sfr_ticket *hung;
+	int fd = -1;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	CHECK_EQ(sfr_log_load_new(key("hung"), &of_hung), 0);
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(sfr_log_load_new(key("b"), &late),
+		 0); /* its entry has ended, and is in the list */
+	CHECK_EQ(sfr_log_load_wait(late, UINT64_C(20000000000), &fd), 0);
+	CHECK_EQ(saving_look_fd(fd), 2);
+	(void)close(fd);
+	sfr_log_load_free(late);
+	CHECK_EQ(sfr_log_load_wait(of_hung, LONG_NS, &fd), SFR_EAGAIN);
+	set_door(false, false);
+	ends_well(hung);
+	CHECK_EQ(sfr_log_load_wait(of_hung, SFR_FOREVER, &fd), 0);
+	(void)close(fd);
+	sfr_log_load_free(of_hung);
+	drain();
+
+	/* And where it is the load that hangs: its entry keeps its place, and others go past. */
+	(void)nr_told("");
+	set_door(true, true);
+	hung = submit("hung to load", NFS, &two);
+	until_somebody_hangs();
+	CHECK_EQ(sfr_log_load_new(key("hung to load"), &load), 0);
+	set_door(false, false);
+	set_door(true, false);
+	ends_well(hung);
+	until_somebody_hangs();
+	ends_well(submit("b", SSD, &one));
+	CHECK_EQ(nr_told("hung to load has not answered"), 1);
+	drain();
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	CHECK_EQ(saving_look_fd(fd), 2);
+	(void)close(fd);
+	sfr_log_load_free(load);
+	drain();
+	(void)nr_told("");
+}
+
+static void one_file_system_alone_has_one_thread(void)
+{
+	struct sfr_ticket *hung, *held;
+
+	set_door(true, false);
+	hung = submit("hung", SSD, &one);
+	until_somebody_hangs();
+	held = submit("held", SSD, &two);
+	is_held_up(held);
+	CHECK_EQ(nr_log_threads(), 1);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(held);
+	drain();
+}
+
+static void the_log_stops_with_all_its_threads(void)
+{
+	struct sfr_ticket *hung;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(nr_log_threads(), 2);
+	set_door(false, false);
+	CHECK_EQ(sfr_log_stop(), 0);
+	CHECK_EQ(nr_log_threads(), 0);
+	ends_well(hung);
+	ends_well(submit("again", SSD, &two));
+	drain();
+	(void)nr_told("");
+}
+
+int main(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 64 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 3,
+					      .max_in_flight = 8 };
+
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	saving_fill(&two, 2);
+	real = sfr_sys;
+	sfr_sys.rename = slow_rename;
+	sfr_sys.unlink = slow_unlink;
+	sfr_sys.open = slow_open;
+	sfr_sys.fdatasync = slow_fdatasync;
+	sfr_sys.lstat = numbered_lstat;
+	sfr_log_tune(PATIENCE_NS);
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	RUN(saves_of_other_file_systems_go_past_a_rename_that_hangs);
+	RUN(saves_of_other_file_systems_go_past_a_sync_that_hangs);
+	RUN(saves_go_past_a_remove_that_hangs);
+	RUN(two_file_systems_may_hang_at_a_time);
+	RUN(what_shares_a_file_system_or_a_name_does_not_go_past);
+	RUN(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove);
+	RUN(what_would_hang_itself_does_not_go_past);
+	RUN(a_save_that_takes_its_time_is_waited_for);
+	RUN(what_goes_past_keeps_its_order);
+	RUN(a_remove_waits_for_every_save_before_it);
+	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);
+	RUN(one_file_system_alone_has_one_thread);
+	RUN(the_log_stops_with_all_its_threads);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+	sfr_sys = real;
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,361 @@
+"""What test_ranks.py runs: worlds of processes that are forked from this one and talk over gloo.
+
+    python ranks.py DIRECTORY
+
+Each scenario has a directory of its own, and each rank notes there what it saw. Torch is imported
+once, before the first fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import stillframe
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from fix_dcp import equal, zeroed
+from stillframe import dcp
+from stillframe._dcp import commit
+from stillframe._dcp.writer import FileSystemWriter
+from stillframe.testing import fault, slow
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+Notes = dict[str, Any]
+
+
+class Model:
+    """FSDP2 over all ranks, and its AdamW, after some steps."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 64)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def locals_of(state: Any) -> Any:
+    """Its tensors as this rank has them."""
+    if isinstance(state, torch.Tensor):
+        return getattr(state, "_local_tensor", state).detach().clone()
+    if isinstance(state, dict):
+        return {name: locals_of(value) for name, value in state.items()}
+    return state
+
+
+def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
+    """Whether a new model gets this state from a checkpoint, with PyTorch's own calls."""
+    new = Model(seed=1)
+    state = new.state()
+    stock.load(state, checkpoint_id=path, **arguments)
+    set_state_dict(
+        new.model,
+        new.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return equal(locals_of(new.state()), wanted)
+
+
+def fails(function: Any, *arguments: Any) -> str:
+    """What a call raises, in words; fails where it raises nothing."""
+    try:
+        function(*arguments)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it raised nothing")
+
+
+# ---- scenarios: each is given its directory and its rank ----
+
+
+def fsdp2(path: Path, rank: int) -> Notes:
+    """Saves beside training, to one path again and again, with plans kept."""
+    plans = []
+    prepare = FileSystemWriter.prepare_local_plan
+
+    def noted(self: Any, plan: Any) -> Any:
+        plans.append(plan.usable)
+        return prepare(self, plan)
+
+    FileSystemWriter.prepare_local_plan = noted
+    training, good, deferred = Model(), [], []
+    for number in range(4):
+        wanted = locals_of(training.state())
+        response = dcp.async_save(training.state(), path / f"c{number % 2}")
+        for _ in range(3):
+            training.step()
+        response.upload_completion.result()
+        good.append(loads_as(wanted, path / f"c{number % 2}"))
+        deferred.append(response.report.deferred_nbytes)
+    FileSystemWriter.prepare_local_plan = prepare
+    full = {name: value.full_tensor() for name, value in training.state()["model"].items()}
+    dcp.save(training.state(), path / "last")
+    if rank == 0:
+        torch.save(full, path / "full.pt")
+    leased = stillframe.default_engine().stats()["leased_bytes"]
+    return {"good": good, "plans": plans, "deferred": deferred, "leased": leased}
+
+
+def replicated(path: Path, rank: int) -> Notes:
+    state = {"w": torch.arange(50_000.0), "step": 3, f"rng{rank}": torch.tensor([rank])}
+    report = dcp.save(state, path / "c")
+    new = zeroed(state)
+    stock.load(new, checkpoint_id=path / "c")
+    return {"good": equal(new, state), "nbytes": report.nbytes}
+
+
+def crossed(path: Path, rank: int) -> Notes:
+    """Our stager, writer and reader with PyTorch's."""
+    training, good = Model(), {}
+    group = dist.new_group(backend="gloo")
+    for ours in ("stager", "writer", "stager writer", ""):
+        stager = (
+            dcp.PinnedStager()
+            if "stager" in ours
+            else DefaultStager(StagingOptions(False, False, False, False))
+        )
+        writer = (dcp if "writer" in ours else stock).FileSystemWriter(path / f"c{ours}")
+        wanted = locals_of(training.state())
+        response = stock.async_save(
+            training.state(), storage_writer=writer, async_stager=stager, process_group=group
+        )
+        training.step()
+        getattr(response, "upload_completion", response).result()
+        for reader in (dcp.Reader, stock.FileSystemReader):
+            good[f"{ours} {reader.__name__}"] = loads_as(
+                wanted, path / f"c{ours}", storage_reader=reader(path / f"c{ours}")
+            )
+    return good
+
+
+def back_to_back(path: Path, rank: int) -> Notes:
+    """No save is waited for but by the next."""
+    training, wanted = Model(), []
+    for number in range(4):
+        wanted.append(locals_of(training.state()))
+        response = dcp.async_save(training.state(), path / f"c{number}")
+        training.step()
+    response.upload_completion.result()
+    return {"good": [loads_as(each, path / f"c{n}") for n, each in enumerate(wanted)]}
+
+
+def full_disk(path: Path, rank: int) -> Notes:
+    """On one rank. The next call raises on all, once; then saving goes on."""
+    training = Model()
+    old = locals_of(training.state())
+    dcp.save(training.state(), path / "c")
+    before = sorted(os.listdir(path / "c"))
+    training.step()
+    full = fault("pwrite", err=errno.ENOSPC, sticky=True) if rank else contextlib.nullcontext()
+    with full:
+        response = dcp.async_save(training.state(), path / "c")
+        while not response.upload_completion.done():
+            time.sleep(0.01)
+    dist.barrier()
+    notes = {
+        "next": fails(dcp.async_save, training.state(), path / "c"),
+        "files": sorted(os.listdir(path / "c")) == before,
+        "old": loads_as(old, path / "c"),
+    }
+    notes["own"] = fails(response.upload_completion.result)
+    wanted = locals_of(training.state())
+    dcp.save(training.state(), path / "c")
+    return {**notes, "new": loads_as(wanted, path / "c")}
+
+
+def commit_fails(path: Path, rank: int) -> Notes:
+    training = Model()
+    old = locals_of(training.state())
+    dcp.save(training.state(), path / "c")
+    training.step()
+    before = sorted(os.listdir(path / "c"))
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "no metadata today")
+
+    put_in_place = commit.put_in_place
+    if rank == 0:
+        commit.put_in_place = broken
+    says = fails(dcp.save, training.state(), path / "c")
+    commit.put_in_place = put_in_place
+    dist.barrier()
+    files = sorted(os.listdir(path / "c")) == before
+    return {"says": says, "files": files, "old": loads_as(old, path / "c")}
+
+
+def stage_fails(path: Path, rank: int) -> Notes:
+    """On one rank, in the call: the other gets the reason instead of waiting."""
+    training = Model()
+    small = stillframe.Engine(pool_bytes=4096, block_bytes=4096) if rank else None
+    began = time.monotonic()
+    try:
+        response = dcp.async_save(training.state(), path / "c", engine=small)
+    except stillframe.StillframeError as error:
+        says = f"call: {type(error).__name__}"
+    else:
+        says = fails(response.upload_completion.result)
+    took = time.monotonic() - began
+    wanted = locals_of(training.state())
+    dcp.save(training.state(), path / "c")
+    return {"says": says, "in time": took < 20, "new": loads_as(wanted, path / "c")}
+
+
+def seen_by_one(path: Path, rank: int) -> Notes:
+    """One rank has seen the error, the other's next call raises it: then nobody saves, nobody
+    waits, and the call after saves."""
+    training = Model()
+    with fault("pwrite", err=errno.ENOSPC, sticky=True):
+        response = dcp.async_save(training.state(), path / "c")
+        while not response.upload_completion.done():
+            time.sleep(0.01)
+    dist.barrier()
+    if rank == 0:
+        response.upload_completion.exception()
+    try:
+        second = dcp.async_save(training.state(), path / "c")
+        says = fails(second.upload_completion.result)
+    except BaseException as error:
+        says = f"call: {type(error).__name__}"
+    wanted = locals_of(training.state())
+    dcp.save(training.state(), path / "c")
+    return {"says": says, "new": loads_as(wanted, path / "c")}
+
+
+def busy(path: Path, rank: int) -> Notes:
+    """Where one rank is, all say so."""
+    training = Model()
+    with slow("pwrite", 0.3) if rank else contextlib.nullcontext():
+        first = dcp.async_save(training.state(), path / "c", when_busy="raise")
+        says = fails(lambda: dcp.async_save(training.state(), path / "d", when_busy="raise"))
+        first.upload_completion.result()
+    dist.barrier()
+    dcp.async_save(training.state(), path / "d", when_busy="raise").upload_completion.result()
+    return {"says": says}
+
+
+def out_of_step(path: Path, rank: int) -> Notes:
+    """A rank that has made one call more: all are told."""
+    from stillframe._dcp import api
+
+    group = api._saver.group(None, False)
+    api._saver._rounds[group]._calls += rank
+    says = fails(dcp.save, Model().state(), path / "c")
+    api._saver._rounds[group]._calls -= rank
+    return {"says": says}
+
+
+def alone(path: Path, rank: int) -> Notes:
+    state = {"w": torch.full((1000,), float(rank))}
+    dcp.save(state, path / f"c{rank}", no_dist=True)
+    new = zeroed(state)
+    stock.load(new, checkpoint_id=path / f"c{rank}", no_dist=True)
+    return {"good": equal(new, state)}
+
+
+def killed(path: Path, rank: int) -> Notes:
+    """One rank, while it writes. The last scenario of its world."""
+    state = {f"w{rank}": torch.ones(1000)}
+    dcp.save(state, path / "c")
+    state[f"w{rank}"].fill_(2)
+    if rank:
+        FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    response = dcp.async_save(state, path / "c")
+    return {"says": fails(response.upload_completion.result, 60)}
+
+
+def other_world(path: Path, rank: int) -> Notes:
+    """Three ranks load what two have saved, and save it."""
+    saved = path.parent.parent / "2" / "fsdp2"
+    new = Model(seed=1)
+    state = new.state()
+    stock.load(state, checkpoint_id=saved / "last")
+    full = torch.load(saved / "full.pt")
+    good = all(
+        torch.equal(value.full_tensor(), full[name]) for name, value in state["model"].items()
+    )
+    dcp.save(state, path / "c")
+    return {"good": good}
+
+
+WORLDS = {
+    2: [
+        *(fsdp2, replicated, crossed, back_to_back, full_disk, commit_fails, stage_fails),
+        *(seen_by_one, busy, out_of_step, alone, killed),
+    ],
+    3: [other_world],
+}
+
+
+# ---- running them ----
+
+
+def run(directory: Path, size: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store{size}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    for scenario in WORLDS[size]:
+        path = directory / str(size) / scenario.__name__
+        path.mkdir(parents=True, exist_ok=True)
+        dist.barrier() if scenario is not killed else None
+        try:
+            notes = scenario(path, rank)
+        except BaseException:
+            notes = {"raised": traceback.format_exc()}
+        (path / f"rank{rank}.json").write_text(json.dumps(notes))
+    if killed not in WORLDS[size]:
+        dist.destroy_process_group()
+
+
+def main(directory: Path) -> None:
+    for size in WORLDS:
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    run(directory, size, rank)
+                    code = 0
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""Two and three ranks on gloo, in processes of their own. ranks.py says what each scenario does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fix_dcp import loaded
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    subprocess.run(
+        [sys.executable, HERE / "ranks.py", directory],
+        env={**os.environ, "STILLFRAME_POOL_BYTES": "64MiB", "PYTHONPATH": str(HERE)},
+        timeout=150,
+        check=True,
+    )
+    return directory
+
+
+@pytest.fixture
+def notes(directory: Path) -> Any:
+    """`notes(scenario)`: what each rank noted."""
+
+    def read(scenario: str, size: int = 2, ranks: int = 2) -> list[dict[str, Any]]:
+        found = [
+            json.loads((directory / str(size) / scenario / f"rank{rank}.json").read_text())
+            for rank in range(ranks)
+        ]
+        for each in found:
+            assert "raised" not in each, each["raised"]
+        return found
+
+    return read
+
+
+def test_an_fsdp2_state_is_saved_beside_training_as_it_was_at_each_call(notes):
+    for rank in notes("fsdp2"):
+        assert rank["good"] == [True] * 4
+        assert rank["leased"] == 0
+
+
+def test_the_second_save_of_a_structure_sends_no_plan(notes):
+    for rank in notes("fsdp2"):
+        assert rank["plans"] == [True, False, False, False]
+
+
+def test_another_number_of_ranks_loads_it(notes, directory, tmp_path):
+    for rank in notes("other_world", 3, 3):
+        assert rank["good"]
+    full = torch.load(directory / "2/fsdp2/full.pt")
+    for path in ("2/fsdp2/last", "3/other_world/c"):
+        new = {"model": {name: torch.zeros_like(value) for name, value in full.items()}}
+        dcp.load(new, checkpoint_id=directory / path, no_dist=True)
+        assert all(torch.equal(new["model"][name], full[name]) for name in full)
+    dcp_to_torch_save(directory / "2/fsdp2/last", tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt", weights_only=False)["model"]
+    assert all(torch.equal(found[name], full[name]) for name in full)
+
+
+def test_replicated_tensors_are_written_once(notes):
+    both = notes("replicated")
+    assert all(rank["good"] for rank in both)
+    assert 200_000 < sum(rank["nbytes"] for rank in both) < 250_000
+
+
+def test_our_parts_work_with_pytorchs(notes):
+    for rank in notes("crossed"):
+        assert len(rank) == 8 and all(rank.values()), rank
+
+
+def test_saves_that_nobody_waits_for_are_all_right(notes):
+    for rank in notes("back_to_back"):
+        assert rank["good"] == [True] * 4
+
+
+def test_a_full_disk_of_one_rank_is_every_ranks_error_and_the_old_checkpoint_loads(notes):
+    for rank in notes("full_disk"):
+        for says in (rank["next"], rank["own"]):
+            assert says.startswith("CheckpointException") and "No space" in says
+        assert rank["old"] and rank["files"] and rank["new"]
+
+
+def test_a_commit_that_fails_leaves_the_old_checkpoint_and_no_file_of_the_new(notes):
+    for rank in notes("commit_fails"):
+        assert "no metadata today" in rank["says"] and rank["old"] and rank["files"]
+
+
+def test_a_rank_that_cannot_copy_its_state_tells_the_others(notes):
+    zero, one = notes("stage_fails")
+    assert one["says"] == "call: PoolExhaustedError"
+    assert zero["says"].startswith("CheckpointException") and "does not fit" in zero["says"]
+    for rank in (zero, one):
+        assert rank["in time"] and rank["new"]
+
+
+def test_an_error_that_only_one_rank_has_seen_makes_nobody_wait(notes):
+    zero, one = notes("seen_by_one")
+    assert one["says"] == "call: CheckpointException"
+    assert "nothing was saved" in zero["says"] and "[1]" in zero["says"]
+    assert zero["new"] and one["new"]
+
+
+def test_where_one_rank_is_busy_all_say_so(notes):
+    for rank in notes("busy"):
+        assert rank["says"].startswith("BusyError")
+
+
+def test_ranks_at_different_calls_are_told(notes):
+    for rank in notes("out_of_step"):
+        assert "not all ranks are at the same call" in rank["says"]
+
+
+def test_without_dist_each_process_saves_for_itself(notes):
+    for rank in notes("alone"):
+        assert rank["good"]
+
+
+def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(notes, directory):
+    (zero,) = notes("killed", ranks=1)
+    assert "Timeout" not in zero["says"] and zero["says"]
+    found = loaded({"w0": torch.ones(1000), "w1": torch.ones(1000)}, directory / "2/killed/c")
+    assert (found["w0"] == 1).all() and (found["w1"] == 1).all()
