@@ -10,6 +10,9 @@
 The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
 gives the memory back when the last of them is gone. So the tree may be handed on, its `Snapshot`
 dropped, and nothing is overwritten while somebody can still read it.
+
+`tree` waits for the copy: a tree whose bytes are not there yet would be garbage that looks like
+tensors. Trees with tensors that check what they are made from (sparse ones) wait in the call.
 """
 
 from __future__ import annotations
