@@ -41,6 +41,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 
 	Py_VISIT(state->engine_type);
 	Py_VISIT(state->ticket_type);
+	Py_VISIT(state->parts_type);
 	Py_VISIT(state->load_type);
 	Py_VISIT(state->work_type);
 	Py_VISIT(state->restore_type);
@@ -65,6 +66,7 @@ static int clear(PyObject *module)
 
 	Py_CLEAR(state->engine_type);
 	Py_CLEAR(state->ticket_type);
+	Py_CLEAR(state->parts_type);
 	Py_CLEAR(state->load_type);
 	Py_CLEAR(state->work_type);
 	Py_CLEAR(state->restore_type);
@@ -94,6 +96,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, exec_errors },
 	{ Py_mod_exec, sfr_py_add_engine },
 	{ Py_mod_exec, sfr_py_add_ticket },
+	{ Py_mod_exec, sfr_py_add_parts },
 	{ Py_mod_exec, sfr_py_add_snapshot },
 	{ Py_mod_exec, sfr_py_add_look },
 	{ Py_mod_exec, sfr_py_add_log },

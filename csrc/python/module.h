@@ -18,6 +18,7 @@ struct sfr_py_state {
 	PyTypeObject *engine_type, *ticket_type, *load_type; /* engine.c, ticket.c, log.c */
 	PyTypeObject *work_type, *restore_type;              /* work.c, restore.c */
 	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
+	PyTypeObject *parts_type;                            /* parts.c */
 	PyTypeObject *observer_type;                         /* observer.c */
 	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c */
 	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
@@ -33,7 +34,7 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 /* A Restore of a check that has run and is its from now on; None where there can be none. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
-			     int verify);
+			     unsigned flags);
 
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
@@ -56,6 +57,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 /* Each adds types and functions; 0, or -1 with an exception set. */
 int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
+int sfr_py_add_parts(PyObject *module);    /* parts.c */
 int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
 int sfr_py_add_look(PyObject *module);     /* look.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */

@@ -30,6 +30,9 @@
  *
  * Thread rules: init and fini belong to one thread. In between everything but entry->crc and
  * entry->crc_len is constant.
+ *
+ * The zip64 end record is always written, as torch does; the last record's 40 bytes are the only
+ * ones that are not 64-aligned.
  */
 #include <errno.h>
 #include <string.h>
@@ -138,6 +141,8 @@ static int end_run(struct sfr__image *img, struct sfr__run *run)
 	if (nr_blocks > UINT32_MAX)
 		return -EFBIG;
 	run->nr_blocks = (uint32_t)nr_blocks;
+	if (run != img->runs)
+		run->first_block = run[-1].first_block + run[-1].nr_blocks;
 	img->nr_runs++;
 	img->len = run->off + run->len;
 	return 0;
@@ -216,6 +221,8 @@ void sfr__image_fini(struct sfr__image *img)
 {
 	sfr_sys.free(img->entries);
 	sfr_sys.free(img->runs);
+	sfr_sys.free(img->glue);
+	sfr_sys.free(img->fields);
 	*img = (struct sfr__image){ 0 };
 }
 

@@ -25,14 +25,22 @@ struct sfr__entry {
 	uint32_t crc;      /* of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* 16, or 24 with zip64 */
 	uint64_t crc_len;
-	char name[32]; /* "archive/data/4294967295" at the longest */
+	char name[32];    /* "archive/data/4294967295" at the longest */
+	uint64_t glue_at; /* of parts: where in the glue is what stands before the data */
 };
 
 struct sfr__run {
 	uint64_t off, len;
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
-	uint32_t nr_blocks;
+	uint32_t first_block, nr_blocks; /* among the blocks of the image */
+	const char *direct;              /* of parts: it is in memory as it is in the file, here */
+};
+
+/* Of parts: four bytes of the file that hold an entry's CRC. */
+struct sfr__crc_field {
+	uint64_t off;
+	uint32_t entry;
 };
 
 struct sfr__image {
@@ -41,6 +49,10 @@ struct sfr__image {
 	uint32_t nr_entries, nr_runs;
 	uint64_t block_bytes;
 	uint64_t tail_off, tail_len, len;
+	/* of parts, see parts.c: no tail, entries without descriptors and names */
+	char *glue; /* the bytes between the sources; NULL: torch's file, as above */
+	struct sfr__crc_field *fields; /* ascending */
+	uint32_t nr_fields;
 	uint64_t captured_nbytes, deferred_nbytes; /* of storages and skeleton; of storages */
 };
 
@@ -48,6 +60,9 @@ struct sfr__image {
  * for what no file can hold (2^62 bytes, 2^32 blocks a run). Runs without entries are
  * left out, but run 0 is always there. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
+/* The image of parts, which are empty afterwards, and its own. What stands in them that failed;
+ * -ENOMEM, -EFBIG: the parts are as they were. */
+int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
 void sfr__image_fini(struct sfr__image *img);
 /* The run of these sources, NULL when there is none. */
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);
@@ -80,6 +95,10 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 			   void *dst);
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst);
+/* Of parts: whether every CRC is known that has a field in [off, off + len) (the CRCs' lock held); and
+ * those fields, whose parts in the range go to `dst`, where `off` stands. */
+bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
+void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
 /* The whole tail, img->tail_len bytes, once every entry's crc is final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);
 

@@ -249,10 +249,15 @@ void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_
 			   void *dst)
 {
 	const struct sfr__entry *e = &img->entries[entry];
-	size_t pad = (size_t)(e->data_off - e->hdr_off - sfr__zip_header_len(e));
 	unsigned char header[HEADER_MAX];
 	struct out out = { header };
+	size_t pad;
 
+	if (img->glue != NULL) {
+		memcpy(dst, img->glue + e->glue_at + off, len);
+		return;
+	}
+	pad = (size_t)(e->data_off - e->hdr_off - sfr__zip_header_len(e));
 	put_local(&out, e->name, e->nbytes, is_zip64(e), pad);
 	memcpy(dst, header + off, len);
 }
@@ -266,6 +271,41 @@ void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t 
 
 	put_descriptor(&out, e->crc, e->nbytes, is_zip64(e));
 	memcpy(dst, desc + off, len);
+}
+
+/* ---- archives within a file ----------------------------------------------- */
+
+size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad)
+{
+	struct out out = { dst };
+
+	put_local(&out, name, nbytes, nbytes >= MAX32, pad);
+	return (size_t)(out.at - (unsigned char *)dst);
+}
+
+size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes)
+{
+	struct out out = { dst };
+
+	put_descriptor(&out, crc, nbytes, nbytes >= MAX32);
+	return (size_t)(out.at - (unsigned char *)dst);
+}
+
+size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
+			    uint64_t hdr_off)
+{
+	struct out out = { dst };
+
+	put_central(&out, name, crc, nbytes, hdr_off, hdr_off >= MAX32);
+	return (size_t)(out.at - (unsigned char *)dst);
+}
+
+size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t size)
+{
+	struct out out = { dst };
+
+	put_end(&out, nr, central_off, size);
+	return (size_t)(out.at - (unsigned char *)dst);
 }
 
 /* ---- tail ---------------------------------------------------------------- */

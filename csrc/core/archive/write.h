@@ -13,4 +13,17 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e);
 /* The tail of an image whose entries are placed and whose tail_off is set: a multiple of 4096. */
 uint64_t sfr__zip_tail_len(const struct sfr__image *img);
 
+/* Records of an archive within a file, for tensor.c: each writes one at `dst` and returns its length.
+ * `pad`: bytes behind the tag of the field that aligns the data. */
+size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t pad);
+size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes);
+size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t nbytes,
+			    uint64_t hdr_off);
+size_t sfr__zip_put_end(void *dst, uint64_t nr, uint64_t central_off, uint64_t size);
+#define SFR__ZIP_LOCAL_MAX 128u /* each without its padding; names of at most 31 bytes */
+#define SFR__ZIP_CENTRAL_MAX 128u
+#define SFR__ZIP_END_LEN 98u
+#define SFR__ZIP_DESC_CRC 4u /* where the CRC stands in a descriptor, and in a central record */
+#define SFR__ZIP_CENTRAL_CRC 16u
+
 #endif

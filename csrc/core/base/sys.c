@@ -87,6 +87,7 @@ struct sfr_sys sfr_sys = {
 	.fdatasync = fdatasync,
 	.fsync = fsync,
 	.fallocate = fallocate,
+	.ftruncate = ftruncate,
 	.flock = flock,
 	.set_flags = plain_set_flags,
 	.fstat = fstat,

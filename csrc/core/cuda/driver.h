@@ -45,6 +45,8 @@
 	X(host_free, cuMemFreeHost, "cuMemFreeHost", (void *mem))                                  \
 	X(copy, cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2",                                         \
 	  (void *dst, CUdeviceptr src, size_t len, CUstream stream))                               \
+	X(copy_to, cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2",                                      \
+	  (CUdeviceptr dst, const void *src, size_t len, CUstream stream))                         \
 	X(copy_2d, cuMemcpy2DAsync, "cuMemcpy2DAsync_v2",                                          \
 	  (const CUDA_MEMCPY2D *copy, CUstream stream))
 /* clang-format on */

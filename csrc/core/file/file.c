@@ -4,7 +4,8 @@
  *                temporary in it, locked                            (tmp.c)
  *                one page written to see whether O_DIRECT works; room reserved
  *   2  write     blocks at their offsets, several threads at a time
- *   3  sync      fdatasync: the bytes are on the disk
+ *   3  sync      what the last page has beyond the end is cut off
+ *                fdatasync: the bytes are on the disk
  *   4  rename    over the destination: readers see old or new, nothing between
  *   5  sync      fsync of the directory: the new name is on the disk
  *   6  close     the lock goes last
@@ -155,8 +156,8 @@ static int probe_direct(struct sfr__file *f)
 	char why[96];
 	int rc;
 
-	if (f->len == 0 || f->len % SFR_PAGE != 0) {
-		go_buffered(f, "its length is no multiple of a page");
+	if (f->len == 0) {
+		go_buffered(f, "it is empty");
 		return 0;
 	}
 	if (sfr_sys.set_flags(f->fd, O_DIRECT) < 0) {
@@ -281,12 +282,29 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
+/* Blocks are written in whole pages: the last one may reach beyond the end. 0 or -errno. */
+static int cut(struct sfr__file *f)
+{
+	int rc = -EINTR;
+
+	if (f->len % SFR_PAGE == 0)
+		return 0;
+	for (int tries = 0; tries < SFR__EINTR_TRIES && rc == -EINTR; tries++)
+		rc = sfr_sys.ftruncate(f->fd, (off_t)f->len) < 0 ? -errno : 0;
+	return rc;
+}
+
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 {
 	int rc;
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
+	rc = cut(f);
+	if (rc < 0) {
+		f->state = SFR__FILE_BROKEN;
+		return fail(err, rc, SFR_PHASE_WRITE, "cutting the last page");
+	}
 	SFR__TRACE(SFR_TRACE_SYNC, 0, 0);
 	ask(f);
 	rc = f->durable && sfr_sys.fdatasync(f->fd) < 0 ? -errno : 0;

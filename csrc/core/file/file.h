@@ -71,10 +71,11 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
  * written), clears dead temporaries of this boot out of it, makes and locks the temporary, probes O_DIRECT with a real write of one page, preallocates. `err` gets phase and code. */
 int sfr__file_open(struct sfr__file *f, struct sfr_err *err);
 /* Writes all of it or fails; short writes and EINTR are gone on with. With O_DIRECT buf, len and
- * off are multiples of 4096. */
+ * off are multiples of 4096: so the last page may go beyond the file's length. */
 int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t off,
 		    struct sfr_err *err);
-/* fdatasync, unless not durable. A failure is final: never called again on this descriptor. */
+/* Cuts the file to its length, which the last page may have gone beyond; fdatasync, unless not
+ * durable. A failure is final: never called again on this descriptor. */
 int sfr__file_sync(struct sfr__file *f, struct sfr_err *err);
 /* rename, then fsync of the directory unless not durable. After a failure of the latter
  * f->renamed is true: the new file is there but not known durable. What is at the path and is

@@ -16,48 +16,11 @@
 #include "restore/plan.h"
 #include "base/base.h"
 
-void sfr__restore_fail(struct sfr_restore *r, int code, uint64_t index, uint64_t off,
-		       const char *reason)
-{
-	sfr__lock(&r->mu);
-	if (r->failure.code == 0)
-		r->failure = (struct sfr_restore_failure){ code, index, off, reason };
-	r->stop = true;
-	(void)pthread_cond_broadcast(&r->work);
-	(void)pthread_cond_broadcast(&r->news);
-	sfr__unlock(&r->mu);
-}
-
-void sfr__restore_got(struct sfr_restore *r, uint64_t index, uint64_t units, uint32_t crc)
-{
-	struct sfr__target *t = &r->targets[index];
-	const struct sfr__place *p = &r->places[index];
-	bool whole, wrong = false;
-
-	sfr__lock(&r->mu);
-	t->left -= units;
-	t->crc ^= crc;
-	whole = t->left == 0;
-	/* With torch's compute_crc32=False all CRCs are zero: nothing is known of such bytes. */
-	if (whole && (r->flags & SFR_RESTORE_VERIFY) != 0)
-		wrong = t->crc != p->crc && p->crc != 0;
-	if (whole && !wrong) {
-		atomic_store(&t->good, true);
-		r->nr_good++;
-		if (index == r->awaited || r->nr_good == r->nr)
-			(void)pthread_cond_broadcast(&r->news);
-	}
-	sfr__unlock(&r->mu);
-	if (wrong)
-		sfr__restore_fail(r, SFR_ECORRUPT, index, t->data_off,
-				  "its bytes do not match their CRC");
-}
-
 #define WORTH_POPULATING (256u << 10) /* bytes: below, the memory is mostly not new */
 
 struct piece {
 	struct sfr_restore *r;
-	const char *buf;
+	struct sfr__buffer *buffer;
 	uint64_t off, end;
 	char *scratch;
 };
@@ -74,12 +37,12 @@ static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t
 	int64_t got;
 
 	if (len <= p->end - off)
-		return (const unsigned char *)p->buf + (off - p->off);
+		return (const unsigned char *)p->buffer->mem + (off - p->off);
 	got = sfr_fill(p->r->source.fd, p->scratch, len, off);
 	if (got == (int64_t)len)
 		return (const unsigned char *)p->scratch;
 	sfr__restore_fail(p->r, got < 0 ? (int)got : SFR_ECORRUPT, index, off,
-			  "the file became shorter while it was read");
+			  got < 0 ? NULL : SFR__RESTORE_SHORTER);
 	return NULL;
 }
 
@@ -142,56 +105,85 @@ static bool descriptor_is_right(const struct piece *p, uint64_t i)
 	return wrong == NULL;
 }
 
-/* Hands out the record's data that are in the piece: how many, and their CRC's part. */
-static uint64_t hand_out(const struct piece *p, uint64_t i, uint32_t *crc)
+/* Puts bytes where they belong, and makes their CRC on the way. False: a failure was noted. */
+static bool put(const struct piece *p, uint64_t i, char *mem, const char *src, size_t len,
+		uint32_t *crc)
 {
-	const uint64_t from = p->r->targets[i].data_off, to = sfr__restore_data_end(p->r, i);
-	const uint64_t a = from > p->off ? from : p->off, b = to < p->end ? to : p->end;
-	const char *src = p->buf + (a - p->off);
-	char *mem = p->r->targets[i].mem;
-	size_t len;
+	const bool verify = (p->r->flags & SFR_RESTORE_VERIFY) != 0;
 
-	*crc = 0;
-	if (a >= b)
-		return 0;
-	len = (size_t)(b - a);
-	if (mem != NULL) {
-		mem += a - from;
-		if (len >= WORTH_POPULATING)
-			sfr__populate(mem, len);
+	if (mem == NULL || p->r->targets[i].device != NULL) {
+		*crc = verify ? sfr_crc32(0, src, len) : 0;
+		return mem == NULL || sfr__restore_send(p->r, p->buffer, i, mem, src, len);
 	}
-	if ((p->r->flags & SFR_RESTORE_VERIFY) == 0) {
-		if (mem != NULL)
-			memcpy(mem, src, len);
-		return len;
-	}
-	*crc = mem != NULL ? sfr_crc32_copy(0, mem, src, len) : sfr_crc32(0, src, len);
-	*crc = sfr_crc32_combine(*crc, 0, to - b);
-	return len;
+	if (len >= WORTH_POPULATING)
+		sfr__populate(mem, len);
+	if (verify)
+		*crc = sfr_crc32_copy(0, mem, src, len);
+	else
+		memcpy(mem, src, len);
+	return true;
 }
 
-void sfr__restore_piece(struct sfr_restore *r, const char *buf, uint64_t off, size_t len,
-			uint64_t first, uint64_t last, char *scratch)
+/* Hands out the record's data that are in the piece: how many, and their CRC's part. */
+static bool hand_out(const struct piece *p, struct sfr__part *part)
 {
-	const struct piece p = { r, buf, off, off + len, scratch };
+	const struct sfr__target *t = &p->r->targets[part->index];
+	const uint64_t to = sfr__restore_data_end(p->r, part->index);
+	const uint64_t a = t->data_off > p->off ? t->data_off : p->off;
+	const uint64_t b = to < p->end ? to : p->end;
+	char *mem = t->mem;
 
-	for (uint64_t i = first; i < last; i++) {
-		const bool described = (r->places[i].flags & SFR__UNZIP_DESCRIBED) != 0;
-		uint64_t units = 0;
-		uint32_t crc;
+	if (a >= b)
+		return true;
+	if (mem != NULL)
+		mem += a - t->data_off;
+	if (!put(p, part->index, mem, p->buffer->mem + (a - p->off), (size_t)(b - a), &part->crc))
+		return false;
+	part->units += b - a;
+	part->crc = sfr_crc32_combine(part->crc, 0, to - b);
+	return true;
+}
 
-		if (covers(&p, r->places[i].hdr_off)) {
-			if (!header_is_right(&p, i))
-				return;
-			units++;
-		}
-		units += hand_out(&p, i, &crc);
-		if (described && covers(&p, sfr__restore_data_end(r, i))) {
-			if (!descriptor_is_right(&p, i))
-				return;
-			units++;
-		}
-		if (units != 0)
-			sfr__restore_got(r, i, units, crc);
+/* What has come of a record counts at once, or when it has landed on its device. */
+static bool count(const struct piece *p, const struct sfr__part *part)
+{
+	int rc = 0;
+
+	if (p->r->targets[part->index].device != NULL)
+		rc = sfr__restore_later(p->buffer, part);
+	else
+		sfr__restore_got(p->r, part->index, part->units, part->crc);
+	if (rc < 0)
+		sfr__restore_fail(p->r, rc, part->index, p->off, NULL);
+	return rc == 0;
+}
+
+static bool look_at_record(const struct piece *p, uint64_t i)
+{
+	const bool described = (p->r->places[i].flags & SFR__UNZIP_DESCRIBED) != 0;
+	struct sfr__part part = { .index = i };
+
+	if (covers(p, p->r->places[i].hdr_off)) {
+		if (!header_is_right(p, i))
+			return false;
+		part.units++;
 	}
+	if (!hand_out(p, &part))
+		return false;
+	if (described && covers(p, sfr__restore_data_end(p->r, i))) {
+		if (!descriptor_is_right(p, i))
+			return false;
+		part.units++;
+	}
+	return part.units == 0 || count(p, &part);
+}
+
+void sfr__restore_piece(struct sfr__reader *reader, struct sfr__buffer *buffer, uint64_t off,
+			size_t len, uint64_t first, uint64_t last)
+{
+	const struct piece p = { reader->r, buffer, off, off + len, reader->scratch };
+
+	for (uint64_t i = first; i < last; i++)
+		if (!look_at_record(&p, i))
+			return;
 }

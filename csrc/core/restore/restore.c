@@ -29,8 +29,6 @@
 #include "restore/plan.h"
 #include "base/base.h"
 
-/* ---- what the threads report ---------------------------------------------- */
-
 /* ---- the threads ------------------------------------------------------------ */
 
 struct piece {
@@ -69,14 +67,32 @@ static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 	}
 }
 
-/* Waits until the next piece may be read, and takes it. */
-static bool take_piece(struct sfr_restore *r, struct piece *piece)
+static void land_all(struct sfr__reader *reader)
 {
-	bool found;
+	/* The one whose turn is next has flown for longer. */
+	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS && reader->r->nr_devices != 0; i++)
+		sfr__restore_land(reader->r,
+				  &reader->buffers[(reader->turn + i) % SFR__RESTORE_BUFFERS]);
+}
+
+/* Waits until the next piece may be read, and takes it. Who may sleep long counts before what has
+ * landed from its buffers. */
+static bool take_piece(struct sfr__reader *reader, struct piece *piece)
+{
+	struct sfr_restore *r = reader->r;
+	bool found, counted = false;
 
 	sfr__lock(&r->mu);
-	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto)
-		(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* 0, always */
+	while ((found = !r->stop && find_piece_locked(r, piece)) && piece->last > r->upto) {
+		if (counted) {
+			(void)sfr__cond_wait(&r->work, &r->mu, SFR_FOREVER); /* 0, always */
+			continue;
+		}
+		sfr__unlock(&r->mu);
+		land_all(reader);
+		counted = true;
+		sfr__lock(&r->mu);
+	}
 	if (found)
 		r->next_off = piece->off + piece->len;
 	sfr__unlock(&r->mu);
@@ -93,58 +109,84 @@ static uint64_t whose(const struct sfr_restore *r, const struct piece *piece, ui
 	return i;
 }
 
-struct worker {
-	struct sfr_restore *r;
-	char *bounce;
-};
+/* The buffer whose turn it is, with nothing in it that is still on its way. */
+static struct sfr__buffer *next_buffer(struct sfr__reader *reader)
+{
+	struct sfr__buffer *buffer = &reader->buffers[reader->turn];
+
+	if (reader->r->nr_devices == 0)
+		return buffer; /* the only one */
+	sfr__restore_land(reader->r, buffer);
+	reader->turn = (reader->turn + 1) % SFR__RESTORE_BUFFERS;
+	return buffer->mem == NULL ? NULL : buffer;
+}
+
+static bool read_piece(struct sfr__reader *reader, const struct piece *piece)
+{
+	struct sfr_restore *r = reader->r;
+	struct sfr__buffer *buffer = next_buffer(reader);
+	int rc;
+
+	if (buffer == NULL)
+		return false; /* its device has failed */
+	rc = sfr__source_read(&r->source, buffer->mem, piece->len, piece->off);
+	if (rc != 0) {
+		sfr__restore_fail(r, rc, whose(r, piece, piece->off), piece->off,
+				  rc == SFR_ECORRUPT ? SFR__RESTORE_SHORTER : NULL);
+		return false;
+	}
+	sfr__restore_piece(reader, buffer, piece->off, piece->len, piece->first, piece->last);
+	sfr__restore_fly(r, buffer);
+	sfr__lock(&r->mu);
+	r->done += piece->len;
+	sfr__unlock(&r->mu);
+	return true;
+}
 
 static void *restore_main(void *arg)
 {
-	struct worker *worker = arg;
-	struct sfr_restore *r = worker->r;
-	char *bounce = worker->bounce;
+	struct sfr__reader *reader = arg;
+	struct sfr__cuda_scope scope;
 	struct piece piece;
 
-	sfr_sys.free(worker);
-	while (take_piece(r, &piece)) {
-		int rc = sfr__source_read(&r->source, bounce, piece.len, piece.off);
-
-		if (rc != 0) {
-			sfr__restore_fail(r, rc, whose(r, &piece, piece.off), piece.off,
-					  "the file became shorter while it was read");
-			break;
-		}
-		sfr__restore_piece(r, bounce, piece.off, piece.len, piece.first, piece.last,
-				   bounce + SFR__RESTORE_PIECE);
-		sfr__lock(&r->mu);
-		r->done += piece.len;
-		sfr__unlock(&r->mu);
-	}
+	sfr__restore_enter(reader->r, &scope);
+	while (take_piece(reader, &piece) && read_piece(reader, &piece))
+		;
+	land_all(reader);
+	sfr__cuda_leave(&scope);
 	return NULL;
+}
+
+static void free_reader(struct sfr__reader *reader)
+{
+	sfr__restore_unpin(reader);
+	sfr_sys.free(reader->mem);
+	reader->mem = NULL;
 }
 
 static int start_thread(struct sfr_restore *r)
 {
-	const size_t len = SFR__RESTORE_PIECE + SFR__RESTORE_SCRATCH + SFR_PAGE;
-	struct worker *worker = sfr_sys.malloc(sizeof(*worker));
-	char *mem = worker == NULL ? NULL : sfr_sys.malloc(len);
-	int rc;
+	const size_t piece = r->nr_devices != 0 ? 0 : SFR__RESTORE_PIECE;
+	struct sfr__reader *reader = &r->readers[r->nr_threads];
+	int rc = 0;
 
-	if (mem == NULL) {
-		sfr_sys.free(worker);
+	reader->r = r;
+	reader->mem = sfr_sys.malloc(piece + SFR__RESTORE_SCRATCH + SFR_PAGE);
+	if (reader->mem == NULL)
 		return -ENOMEM;
-	}
-	worker->r = r;
-	worker->bounce = mem + (SFR_PAGE - (uintptr_t)mem % SFR_PAGE) % SFR_PAGE;
-	rc = sfr__thread_start_awaited(&r->threads[r->nr_threads], "sfr-restore", restore_main,
-				       worker);
-	if (rc < 0) {
-		sfr_sys.free(mem);
-		sfr_sys.free(worker);
-		return rc;
-	}
-	r->bounce[r->nr_threads++] = mem;
-	return 0;
+	reader->buffers[0].mem =
+		reader->mem + (SFR_PAGE - (uintptr_t)reader->mem % SFR_PAGE) % SFR_PAGE;
+	reader->scratch = reader->buffers[0].mem + piece;
+	if (r->nr_devices != 0)
+		rc = sfr__restore_pin(reader);
+	if (rc == 0)
+		rc = sfr__thread_start_awaited(&reader->thread, "sfr-restore", restore_main,
+					       reader);
+	if (rc < 0)
+		free_reader(reader);
+	else
+		r->nr_threads++;
+	return rc;
 }
 
 /* ---- public ----------------------------------------------------------------- */
@@ -175,7 +217,8 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	sfr__mutex_init(&r->mu, SFR__LOCK_RESTORE);
 	(void)sfr__cond_init(&r->work);
 	(void)sfr__cond_init(&r->news);
-	sfr__source_open(&r->source, fd);
+	(void)sfr__cond_init(&r->asks);
+	sfr__source_open(&r->source, fd, (flags & SFR_RESTORE_SHARED) != 0);
 	r->targets = sfr_sys.calloc(r->nr, sizeof(*r->targets));
 	rc = r->targets == NULL ? -ENOMEM : sfr__restore_plan(r);
 	if (rc < 0) {
@@ -295,8 +338,12 @@ static void end_threads(struct sfr_restore *r)
 	(void)pthread_cond_broadcast(&r->work);
 	sfr__unlock(&r->mu);
 	for (unsigned i = 0; i < r->nr_threads; i++)
-		(void)sfr_sys.thread_join(r->threads[i], NULL); /* a thread of ours, once */
+		(void)sfr_sys.thread_join(r->readers[i].thread, NULL); /* a thread of ours, once */
+	for (unsigned i = 0; i < r->nr_threads; i++)
+		sfr__restore_unpin(&r->readers[i]);
+	sfr__restore_leave_devices(r);
 	sfr__source_close(&r->source);
+	(void)pthread_cond_destroy(&r->asks);
 	(void)pthread_cond_destroy(&r->news);
 	(void)pthread_cond_destroy(&r->work);
 	sfr__mutex_fini(&r->mu);
@@ -310,7 +357,7 @@ void sfr_restore_free(struct sfr_restore *r)
 	if (r->fork_generation == sfr_fork_generation())
 		end_threads(r);
 	for (unsigned i = 0; i < r->nr_threads; i++)
-		sfr_sys.free(r->bounce[i]);
+		sfr_sys.free(r->readers[i].mem);
 	sfr_sys.free(r->targets);
 	sfr_check_free(r->check);
 	sfr_sys.free(r);

@@ -23,13 +23,17 @@ struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
+#define SFR_RESTORE_SHARED                                                                         \
+	2u /* other processes read the file now: through the page cache, once for all */
 
 /* What went wrong first. */
 struct sfr_restore_failure {
-	int code; /* 0; SFR_ECORRUPT; -EOPNOTSUPP: no archive that can be read so; -errno of the file */
+	/* 0; SFR_ECORRUPT; -EOPNOTSUPP: no archive that can be read so; -errno of the file; -EIO with a
+	 * reason: of a device */
+	int code;
 	uint64_t index;     /* the record */
 	uint64_t off;       /* in the file */
-	const char *reason; /* of SFR_ECORRUPT: words to go behind the record's name, a constant */
+	const char *reason; /* words to go behind the record's name; the restore's. Or NULL */
 };
 
 /* The check is the restore's from now on, and freed here if there is none. `fd` stays the caller's
@@ -46,6 +50,13 @@ uint64_t sfr_restore_find(const struct sfr_restore *r, const char *name, size_t 
 /* Where a record's bytes go; without it they are only checked. The memory stays the caller's, and
  * is written to until the record was waited for or the restore is freed. */
 void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem);
+/* The same for memory of a device. `stream` is the caller's on it: what is on that now comes before
+ * all that is written to memory given from here on, until the next call that names the device
+ * (sfr_restore_device; it has to come before the first `go`, and before the record may be read).
+ * -EOPNOTSUPP: too many devices; -ENODEV, -EIO with `why`. */
+int sfr_restore_device(struct sfr_restore *r, uint32_t device, uint64_t stream, char *why,
+		       size_t why_len);
+void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem);
 /* How many records have to be given a place before this one can be read whole: it and those which
  * share its last bytes' piece of the file. */
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index);

@@ -21,11 +21,7 @@ struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk)
 {
-	uint32_t first = 0;
-
-	for (const struct sfr__run *r = t->img.runs; r != run; r++)
-		first += r->nr_blocks;
-	return &t->jobs[first + blk];
+	return &t->jobs[run->first_block + blk];
 }
 
 void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk,
@@ -37,6 +33,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 		.ticket = t,
 		.kind = SFR__JOB_BLOCK,
 		.block = block,
+		.mem = block->mem,
 		.run = run,
 		.blk = blk,
 		.summed = summed,
@@ -53,4 +50,21 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 		t->parked = job->parked;
 		sfr__task_push_locked(t->engine, SFR__WRITERS, &job->task);
 	}
+}
+
+/* A part's CRC counts with all that comes behind it in the entry, so parts add up in any order. */
+bool sfr__add_crc(struct sfr_ticket *t, const struct sfr__seg *seg, uint32_t crc)
+{
+	struct sfr__entry *entry = &t->img.entries[seg->entry];
+	bool whole;
+
+	crc = sfr_crc32_combine(crc, 0, entry->nbytes - seg->off - seg->len);
+	sfr__lock(&t->engine->mu);
+	entry->crc ^= crc;
+	entry->crc_len += seg->len;
+	whole = entry->crc_len == entry->nbytes;
+	if (whole)
+		sfr__unpark_locked(t);
+	sfr__unlock(&t->engine->mu);
+	return whole;
 }

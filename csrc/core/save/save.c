@@ -10,6 +10,12 @@
  * no block and no lock, so a signal handler of the caller may make a whole other save there.
  * What goes wrong after admit is the ticket's own error: the caller goes on to launch, and the
  * save ends as any failed save does.
+ *
+ * A save enters the log at launch, when its call is through, and not when it begins: a save that a
+ * signal handler makes in the middle of another call can so be waited for there, since the
+ * interrupted one is not in front of it. Nor does such a one need memory beyond the pool on the
+ * host: an interrupted call holds no block while it waits. It takes a slot beyond max_in_flight,
+ * and says so.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -18,15 +24,13 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
-		 struct sfr_ticket **out)
+/* A ticket without an image. -ENOMEM, SFR_EFORK. */
+static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		      struct sfr_ticket **out)
 {
 	static _Atomic uint64_t nr_saves;
 	struct sfr_ticket *t;
-	size_t dir_len = strlen(desc->dir), key_len;
-	int rc;
 
-	*out = NULL;
 	if (engine->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	t = sfr_sys.calloc(1, sizeof(*t));
@@ -37,6 +41,7 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
+	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
 	t->created_ns = sfr__now_ns();
@@ -46,40 +51,74 @@ int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
 	t->log.ops = &sfr__save_log_ops;
-	t->log.fs = desc->fs;
 	t->run_job = sfr__job_run;
-
-	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
-	if (rc < 0)
-		goto fail;
-	for (uint32_t i = 0; i < t->img.nr_runs; i++)
-		t->nr_blocks += t->img.runs[i].nr_blocks;
-	rc = sfr__cuda_parts_new(t);
-	if (rc < 0)
-		goto fail;
-	rc = -ENOMEM;
-	if (desc->flags & SFR_SAVE_CHECK_BYTES) {
-		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
-		if (!t->sums)
-			goto fail;
-	}
-	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 3, sizeof(*t->jobs));
-	if (!t->jobs)
-		goto fail;
-	key_len = dir_len + 1 + strlen(desc->name) + 1;
-	t->log.key = sfr_sys.malloc(key_len);
-	if (!t->log.key)
-		goto fail;
-	/* The root directory is "/" already. */
-	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : desc->dir, desc->name);
-	rc = sfr__file_init(&t->file, desc->dir, desc->name, t->img.len,
-			    (desc->flags & SFR_SAVE_DURABLE) != 0);
-	if (rc < 0)
-		goto fail;
 	*out = t;
 	return 0;
-fail:
-	sfr__ticket_free(t);
+}
+
+/* What a laid out image needs to be written to dir/name. */
+static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
+{
+	const char *dir = desc->dir, *name = desc->name;
+	size_t dir_len = strlen(dir), key_len = dir_len + 1 + strlen(name) + 1;
+
+	for (uint32_t i = 0; i < t->img.nr_runs; i++)
+		t->nr_blocks += t->img.runs[i].nr_blocks;
+	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 3, sizeof(*t->jobs));
+	if (!t->jobs)
+		return -ENOMEM;
+	t->log.key = sfr_sys.malloc(key_len);
+	if (!t->log.key)
+		return -ENOMEM;
+	/* The root directory is "/" already. */
+	(void)snprintf(t->log.key, key_len, "%s/%s", dir_len == 1 ? "" : dir, name);
+	return sfr__file_init(&t->file, dir, name, t->img.len, (t->flags & SFR_SAVE_DURABLE) != 0);
+}
+
+int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		 struct sfr_ticket **out)
+{
+	struct sfr_ticket *t;
+	int rc;
+
+	*out = NULL;
+	rc = ticket_new(engine, desc, &t);
+	if (rc < 0)
+		return rc;
+	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
+	if (rc == 0)
+		rc = sfr__cuda_parts_new(t);
+	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {
+		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
+		rc = t->sums ? 0 : -ENOMEM;
+	}
+	if (rc == 0)
+		rc = ticket_aim(t, desc);
+	if (rc < 0)
+		sfr__ticket_free(t);
+	else
+		*out = t;
+	return rc;
+}
+
+int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		       struct sfr_parts *parts, struct sfr_ticket **out)
+{
+	struct sfr_ticket *t;
+	int rc;
+
+	*out = NULL;
+	rc = ticket_new(engine, desc, &t);
+	if (rc < 0)
+		return rc;
+	t->in_place = true;
+	rc = sfr__image_init_parts(&t->img, parts, engine->opts.block_bytes);
+	if (rc == 0)
+		rc = ticket_aim(t, desc);
+	if (rc < 0)
+		sfr__ticket_free(t);
+	else
+		*out = t;
 	return rc;
 }
 
@@ -131,10 +170,12 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc == 0)
 		rc = sfr__log_reserve(); /* the launch, or who gives the save up, has it then */
 	if (rc == 0) {
-		t->nr_whole = nr_whole_blocks(t);
-		t->needs_blocks = true;
-		sfr__pool_join(engine->pool, t->nr_whole);
-		sfr__engine_wake_idle_locked(engine);
+		if (!t->in_place) {
+			t->nr_whole = nr_whole_blocks(t);
+			t->needs_blocks = true;
+			sfr__pool_join(engine->pool, t->nr_whole);
+			sfr__engine_wake_idle_locked(engine);
+		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;
 		sfr_ticket_get(t);
@@ -203,7 +244,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__cuda_capture(t, slice_ns);
 	if (rc < 0)
 		return rc; /* as below */
-	while (t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
+	while (!t->in_place && t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
 		uint64_t now = sfr__now_ns();
 		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
 				 deadline > now          ? deadline - now :
@@ -253,9 +294,11 @@ int sfr_save_launch(struct sfr_ticket *t)
 		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
 			t->confirmed = true;
-			t->copied = t->nr_parts == 0;
+			t->copied = t->nr_parts == 0 && !t->in_place;
 			t->copied_ns = t->copied ? t->launched_ns : 0;
 		}
+		if (t->in_place)
+			sfr__in_place_begin_locked(t);
 		sfr__ticket_step_locked(t);
 	}
 	sfr__unlock(&engine->mu);

@@ -21,7 +21,9 @@ struct sfr__job {
 	struct sfr_ticket *ticket;
 	enum sfr__job_kind kind;
 	/* SFR__JOB_BLOCK */
-	struct sfr__block *block;
+	char *mem;                /* what is written */
+	struct sfr__block *block; /* it stands in a block of the pool, */
+	size_t own_len;           /* or in so much memory of its own; neither: in a source */
 	const struct sfr__run *run;
 	uint32_t blk;
 	bool summed; /* its pieces are in their entries' CRCs already, or will be when they are copied */
@@ -56,9 +58,11 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool needs_blocks; /* the pool counts it among the saves that do */
-	bool lane_owns;    /* deferred bytes of the host are being handed out or copied: share.c */
-	bool fetching;     /* somebody gets memory for the next block */
+	bool in_place; /* of parts: nothing is staged, writers read the sources; constant */
+	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */
+	bool needs_blocks;           /* the pool counts it among the saves that do */
+	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
+	bool fetching;  /* somebody gets memory for the next block */
 	uint32_t copy_blk, nr_copying;
 	const struct sfr__run *deferred; /* constant from the launch on */
 	struct sfr__job *parked;         /* blocks that wait for the CRC of an entry's beginning */
@@ -159,6 +163,16 @@ struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run
 void sfr__share_begin_locked(struct sfr_ticket *t);
 /* A turn of a thread that waits until they are copied: at what was handed out first. */
 bool sfr__share_help_locked(struct sfr_ticket *t);
+
+/* ---- in_place.c ---- */
+/* Hands the first blocks of a save of parts to the writers; and the next one, when one is written. */
+void sfr__in_place_begin_locked(struct sfr_ticket *t);
+void sfr__in_place_next_locked(struct sfr_ticket *t);
+/* A writer prepares such a block: the memory that will be written, and its pieces' CRCs. 0, or -1 and
+ * `err` says why. */
+int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
+/* Gives that memory back, whatever became of the block. */
+void sfr__in_place_release(struct sfr_ticket *t, struct sfr__job *job);
 
 /* ---- stage.c ---- */
 /* Fills one block of a run from its sources, in the call. */

@@ -69,11 +69,15 @@ static void free_tools(struct sfr_ticket *t)
 {
 	sfr_sys.free(t->img.entries);
 	sfr_sys.free(t->img.runs);
+	sfr_sys.free(t->img.glue);
+	sfr_sys.free(t->img.fields);
 	sfr_sys.free(t->jobs);
 	sfr_sys.free(t->samples.items);
 	sfr_sys.free(t->sums);
 	t->img.entries = NULL;
 	t->img.runs = NULL;
+	t->img.glue = NULL;
+	t->img.fields = NULL;
 	t->jobs = NULL;
 	t->samples.items = NULL;
 	t->sums = NULL;
@@ -164,6 +168,10 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
 		t->tail_queued = true;
+		if (t->in_place) {
+			t->copied = true;
+			t->copied_ns = sfr__now_ns();
+		}
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
 	}
@@ -242,8 +250,8 @@ bool sfr__ticket_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 	switch (what) {
 	case SFR_WAIT_COPIED:
 		/* A failed save's sources are free once the lane has let go of it. */
-		return t->copied ||
-		       (t->state == SFR_ENDING && t->launched && !t->lane_owns && t->cuda_out == 0);
+		return t->copied || (t->state == SFR_ENDING && t->launched && !t->lane_owns &&
+				     t->cuda_out == 0 && !t->in_place);
 	case SFR_WAIT_STAGED:
 		return t->state >= SFR_STAGED && t->state != SFR_ENDING;
 	case SFR_WAIT_ENDED:

@@ -9,6 +9,11 @@ struct sfr_py_engine {
 	struct sfr_engine *engine;
 };
 
+struct sfr_py_parts {
+	PyObject_HEAD
+	struct sfr_parts *parts;
+};
+
 #define SFR_PY_MAX_STREAMS 64
 
 /* Reads a tuple of (device, handle of its current stream). Their number, or -1. See ticket.c. */

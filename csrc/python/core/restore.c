@@ -16,7 +16,7 @@ struct sfr_py_restore {
 };
 
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
-			     int verify)
+			     unsigned flags)
 {
 	struct sfr_restore *restore;
 	struct sfr_py_restore *self;
@@ -24,7 +24,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	int rc;
 
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_restore_new(check, fd, verify ? SFR_RESTORE_VERIFY : 0, &restore);
+	rc = sfr_restore_new(check, fd, flags, &restore);
 	Py_END_ALLOW_THREADS
 	if (rc == -EOPNOTSUPP)
 		return Py_NewRef(Py_None);
@@ -124,6 +124,40 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 	Py_RETURN_NONE;
 }
 
+static PyObject *restore_device(PyObject *object, PyObject *args)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long stream;
+	unsigned int device;
+	char why[160] = "";
+	int rc;
+
+	if (restore == NULL || !PyArg_ParseTuple(args, "IK:device", &device, &stream))
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_restore_device(restore, device, stream, why, sizeof(why));
+	Py_END_ALLOW_THREADS
+	if (rc == 0)
+		Py_RETURN_NONE;
+	return PyUnicode_FromString(why[0] != '\0' ? why : sfr_code_message(rc));
+}
+
+static PyObject *restore_into_device(PyObject *object, PyObject *args)
+{
+	struct sfr_restore *restore = get(object);
+	unsigned long long index, mem;
+	unsigned int device;
+
+	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem))
+		return NULL;
+	if (index >= sfr_restore_nr(restore)) {
+		PyErr_SetString(PyExc_IndexError, "there are fewer records");
+		return NULL;
+	}
+	sfr_restore_into_device(restore, index, device, mem);
+	Py_RETURN_NONE;
+}
+
 static PyObject *restore_go(PyObject *object, PyObject *upto)
 {
 	struct sfr_restore *restore = get(object);
@@ -217,6 +251,14 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 			     (unsigned long long)failure->off, failure->reason);
 }
 
+static PyObject *restore_done(PyObject *object, PyObject *unused)
+{
+	struct sfr_restore *restore = get(object);
+
+	(void)unused;
+	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_done(restore));
+}
+
 static PyObject *restore_nr(PyObject *object, void *unused)
 {
 	struct sfr_restore *restore = get(object);
@@ -231,6 +273,11 @@ static PyMethodDef methods[] = {
 	  "about `least` bytes." },
 	{ "into", restore_into, METH_VARARGS,
 	  "into(first, addresses): where the records from `first` on go; 0: nowhere." },
+	{ "device", restore_device, METH_VARARGS,
+	  "device(number, stream) -> None, or why it cannot be had: memory of that device follows, which "
+	  "work on the caller's stream has used." },
+	{ "into_device", restore_into_device, METH_VARARGS,
+	  "into_device(index, device, address): as into, of one record." },
 	{ "go", restore_go, METH_O, "go(upto): so many records have their places." },
 	{ "find", restore_find, METH_O, "find(name) -> index, or -1." },
 	{ "reach", restore_reach, METH_O,
@@ -240,6 +287,7 @@ static PyMethodDef methods[] = {
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None): what went wrong "
 	  "first; the code is 0, -errno or ECORRUPT." },
+	{ "done", restore_done, METH_NOARGS, "done() -> bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS, "close(): ends the reading." },
 	{ NULL, NULL, 0, NULL },
 };

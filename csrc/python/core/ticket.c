@@ -10,18 +10,31 @@ struct sfr_py_ticket {
 	PyObject *skeleton; /* the core reads its bytes until the save is staged or has ended */
 };
 
+/* A new object, which takes the ticket over; `skeleton` may be NULL. */
+static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyObject *skeleton)
+{
+	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+	struct sfr_py_ticket *self = (struct sfr_py_ticket *)alloc(type, 0);
+
+	if (!self) {
+		sfr_ticket_put(ticket);
+		return NULL;
+	}
+	self->ticket = ticket;
+	self->skeleton = Py_XNewRef(skeleton);
+	return (PyObject *)self;
+}
+
 static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "dir", "name", "skeleton", "rows", "flags", "fs", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
-	struct sfr_py_ticket *self;
 	struct sfr_ticket *ticket = NULL;
 	PyObject *engine, *skeleton;
 	const char *dir, *name;
 	Py_buffer rows;
 	unsigned int flags;
 	unsigned long long fs = 0;
-	allocfunc alloc;
 	int rc;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!yyO!y*I|K:Ticket", names,
@@ -48,15 +61,29 @@ static PyObject *ticket_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	PyBuffer_Release(&rows);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_ticket *)alloc(type, 0);
-	if (!self) {
-		sfr_ticket_put(ticket);
+	return ticket_wrap(type, ticket, skeleton);
+}
+
+static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
+{
+	struct sfr_py_state *state = PyType_GetModuleState((PyTypeObject *)type);
+	struct sfr_save_desc desc = { .flags = 0 };
+	struct sfr_ticket *ticket = NULL;
+	PyObject *engine, *parts;
+	unsigned long long fs = 0;
+	unsigned int flags;
+	int rc;
+
+	if (!PyArg_ParseTuple(args, "O!yyO!I|K:of_parts", state->engine_type, &engine, &desc.dir,
+			      &desc.name, state->parts_type, &parts, &flags, &fs))
 		return NULL;
-	}
-	self->ticket = ticket;
-	self->skeleton = Py_NewRef(skeleton);
-	return (PyObject *)self;
+	desc.flags = flags;
+	desc.fs = fs;
+	rc = sfr_save_new_parts(((struct sfr_py_engine *)engine)->engine, &desc,
+				((struct sfr_py_parts *)parts)->parts, &ticket);
+	if (rc < 0)
+		return sfr_py_raise(state, rc);
+	return ticket_wrap((PyTypeObject *)type, ticket, NULL);
 }
 
 static void ticket_dealloc(PyObject *object)
@@ -363,6 +390,9 @@ static PyMethodDef methods[] = {
 	METHOD("state", ticket_state, "state() -> str."),
 	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
 	METHOD("report", ticket_report, "report() -> dict."),
+	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
+	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
+	  " afterwards. What they refer to stays as it is until the save has ended." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stillframe import _core
+from stillframe._base import device as _device
 from stillframe._save import restore
 
 _AHEAD = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
@@ -133,6 +134,8 @@ class Fill:
             for target, found in pairs[:1]
             if _is_all_of_it(target, found, self._sizes[index])
         }
+        places = {i: _device.place_of_tensor(target) for i, target in self._straight.items()}
+        self._devices = {index: place for index, place in places.items() if place > 0}
         self._on_their_way: dict[int, torch.UntypedStorage] = {}
         self._placed = 0
 
@@ -142,6 +145,7 @@ class Fill:
             RestoreFailed: `failure` says why. The targets are half written.
         """
         try:
+            restore.open_devices(self._core, {place - 1 for place in self._devices.values()})
             for index in sorted(self._wanted):
                 self._place(self._core.reach(index))
                 self._wait(index)
@@ -165,15 +169,19 @@ class Fill:
         while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD):
             index = self._placed
             address = 0  # of what nobody wants the bytes are only checked
-            if index in self._straight:
+            if index in self._straight and index not in self._devices:
                 address = self._straight[index].data_ptr()
-            elif index in self._wanted:
+            elif index in self._wanted and index not in self._straight:
                 storage = self._on_their_way[index] = restore.new_storage(self._sizes[index])
                 address = storage.data_ptr()
                 ahead += self._sizes[index]
             addresses.append(address)
             self._placed += 1
         self._core.into(first, addresses)
+        for index in range(first, self._placed):
+            if index in self._devices:
+                there = _address(self._straight[index])
+                self._core.into_device(index, self._devices[index] - 1, there)
         self._core.go(self._placed)
 
     def _hand_over(self, index: int) -> None:
@@ -194,13 +202,19 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
     """Whether the record's bytes are the target's memory as they are."""
     return (
         type(target) in _PLAIN
-        and target.device.type == "cpu"
+        and _device.place_of_tensor(target) >= 0
         and target.is_contiguous()
         and found.is_contiguous()
         and found.storage_offset() == 0
         and found.numel() * found.element_size() == nbytes
         and not (target.is_conj() or target.is_neg() or found.is_conj() or found.is_neg())
     )
+
+
+def _address(target: Tensor) -> int:
+    """Of its first byte, as the driver is told."""
+    offset = int(target.storage_offset()) * target.element_size()
+    return _device.address_of(target.untyped_storage()) + offset
 
 
 def _over(storage: torch.UntypedStorage, found: Tensor) -> Tensor:

@@ -20,18 +20,21 @@ import inspect
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 from torch import _weights_only_unpickler, serialization
 
 from stillframe import _core
+from stillframe._base import device as _device
+from stillframe.errors import StillframeError
 
 _BATCH = 64 << 20  # bytes of memory that are found at a time
 _AHEAD = 1 << 30  # and how much of it before it is asked for
+_Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
 _AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
@@ -70,9 +73,12 @@ class Archive:
         fd: The open file; it stays the caller's.
         nbytes: Its length.
         ahead: How many bytes may be read before they are asked for.
+        devices: Where records go that do not stay in host memory.
     """
 
-    def __init__(self, core: _core.Restore, fd: int, nbytes: int, ahead: int) -> None:
+    def __init__(
+        self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
+    ) -> None:
         self.failure: Failure | None = None
         self.pickle = b""  # once it was read
         self.is_native = False  # as far as the file says
@@ -80,6 +86,7 @@ class Archive:
         self._fd = fd
         self._nbytes = nbytes
         self._ahead = ahead
+        self._devices = devices
         self._storages: list[torch.UntypedStorage | None] = []
         self._waiting_nbytes = 0  # of memory that was found and not asked for yet
 
@@ -94,6 +101,9 @@ class Archive:
         if map_location is None and _cpu_storages_stay_as_they_are():
             unpickler = SimpleNamespace(Unpickler=_quick(unpickler.Unpickler, self))
         try:
+            for device in {*self._devices.values()}:
+                new_storage(1, device)  # a context, where torch has none yet
+            open_devices(self._core, numbers_of(self._devices.values()))
             self._find_memory(1)
             if self.get_record("version") not in _KNOWN_VERSIONS:
                 _ = self._torch  # knows which there are, and says so
@@ -105,6 +115,7 @@ class Archive:
             self.failure = Failure(*self._core.failure())
             # First the threads, then the memory that they write to.
             self._core.close()
+            self._storages.clear()
         return loaded
 
     def storage(self, kind: Any, key: str, numel: int) -> Any:
@@ -173,9 +184,7 @@ class Archive:
         first = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH)
-            storages = [new_storage(size) for size in sizes]
-            self._storages += storages
-            self._core.into(first, [storage.data_ptr() for storage in storages])
+            self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
             self._core.go(first)
@@ -192,8 +201,62 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
 
 
-def new_storage(nbytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes, device="cpu")  # type: ignore[no-untyped-call]
+def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.UntypedStorage:
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]
+
+
+def give_memory(
+    core: _core.Restore, first: int, sizes: list[int], devices: _Devices
+) -> list[torch.UntypedStorage]:
+    """Gives records from `first` on memory of these sizes, where each belongs.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError: There is none.
+    """
+    there = range(first, first + len(sizes)) if devices else ()
+    storages = [
+        new_storage(size, devices.get(first + i, "cpu") if devices else "cpu")
+        for i, size in enumerate(sizes)
+    ]
+    core.into(first, [0 if first + i in devices else s.data_ptr() for i, s in enumerate(storages)])
+    on_devices = [(index, devices[index]) for index in there if index in devices]
+    # Behind the allocations: what torch gives out may still be used on its stream.
+    open_devices(core, numbers_of(device for _, device in on_devices))
+    for index, device in on_devices:
+        address = _device.address_of(storages[index - first])
+        core.into_device(index, _device.place_of(device) - 1, address)
+    return storages
+
+
+def numbers_of(devices: Iterable[torch.device]) -> set[int]:
+    return {_device.place_of(device) - 1 for device in devices}
+
+
+def open_devices(core: _core.Restore, numbers: set[int]) -> None:
+    """Has what is read from now on come behind what is on the current streams of these devices.
+
+    Raises:
+        StillframeError: One cannot be had.
+    """
+    for number in sorted(numbers):
+        if why := core.device(number, _device.current_stream(number)):
+            raise StillframeError(f"nothing can be loaded to a device: {why}")
+
+
+def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
+    """Single records, of a restore that has not begun: empty where there is none.
+
+    Raises:
+        RestoreFailed: One is damaged or could not be read.
+    """
+    numbers = [core.find(name) for name in names]
+    wanted = {number: new_storage(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
+    core.into(0, [wanted[i].data_ptr() if i in wanted else 0 for i in range(core.nr)])
+    for number in sorted(wanted):
+        core.go(core.reach(number))
+        if not core.wait(number):
+            raise RestoreFailed
+    return [bytes_of(wanted[number]) if number >= 0 else b"" for number in numbers]
 
 
 def _quick(base: Any, archive: Archive) -> Any:
@@ -246,20 +309,15 @@ class Shapes:
     def __init__(self, core: _core.Restore) -> None:
         self.failure: Failure | None = None
         self._core = core
-        self._records: dict[str, torch.UntypedStorage] = {}
+        self._records: dict[str, bytes] = {}
 
     def load(self, weights_only: bool) -> Any:
         """As `Archive.load`."""
         unpickler = _weights_only_unpickler if weights_only else pickle
-        addresses = [0] * self._core.nr
-        for name in self._NAMES:
-            if (index := self._core.find(name)) >= 0:
-                (size,) = self._core.sizes(index, 1)
-                self._records[name] = new_storage(size)
-                addresses[index] = self._records[name].data_ptr()
+        names = [name for name in self._NAMES if self._core.find(name) >= 0]
         try:
-            self._core.into(0, addresses)
-            if self.has_record("byteorder") and self.get_record("byteorder") != _BYTEORDER:
+            self._records = dict(zip(names, read(self._core, tuple(names)), strict=True))
+            if self._records.get("byteorder", _BYTEORDER) != _BYTEORDER:
                 raise RestoreFailed  # its bytes need turning round
             return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
         finally:
@@ -270,11 +328,7 @@ class Shapes:
         return name in self._records  # without .format_version torch asks for each offset
 
     def get_record(self, name: str) -> bytes:
-        index = self._core.find(name)
-        self._core.go(self._core.reach(index))
-        if not self._core.wait(index):
-            raise RestoreFailed
-        return bytes_of(self._records[name])
+        return self._records[name]
 
     def get_record_offset(self, name: str) -> int:
         return self._core.find(name)
@@ -317,6 +371,9 @@ def _load_is_as_known() -> bool:
     ]
 
 
-def open_archive(core: _core.Restore, fd: int, nbytes: int, map_location: Any) -> Archive:
+def open_archive(
+    core: _core.Restore, fd: int, nbytes: int, map_location: Any, devices: _Devices
+) -> Archive:
     """The archive for a load to `map_location`; as for `Archive`."""
-    return Archive(core, fd, nbytes, _AHEAD if map_location is None else _AHEAD_OF_A_DEVICE)
+    final = map_location is None or bool(devices)
+    return Archive(core, fd, nbytes, _AHEAD if final else _AHEAD_OF_A_DEVICE, devices)

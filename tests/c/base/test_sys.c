@@ -243,6 +243,7 @@ static int call_everything(int err, int *nr_wrong)
 	TRY(sfr_sys.fdatasync(fd) < 0);
 	TRY(sfr_sys.fsync(fd) < 0);
 	TRY(sfr_sys.fallocate(fd, 0, 0, 4096) < 0);
+	TRY(sfr_sys.ftruncate(fd, 4096) < 0);
 	TRY(sfr_sys.flock(fd, LOCK_EX | LOCK_NB) < 0);
 	TRY(sfr_sys.set_flags(fd, O_APPEND) < 0);
 	TRY(sfr_sys.fstat(fd, &st) < 0);
@@ -298,7 +299,7 @@ static int call_everything(int err, int *nr_wrong)
 	return nr;
 }
 
-#define NR_FAILING 29 /* members of the table that can fail */
+#define NR_FAILING 30 /* members of the table that can fail */
 
 static void every_call_of_the_plain_table_works(void)
 {
@@ -315,7 +316,7 @@ static void the_wrappers_pass_every_call_on_and_count_it(void)
 		"lstat",        "rename",       "unlink",        "rmdir",     "opendir",
 		"mmap",         "munmap",       "mprotect",      "madvise",   "malloc",
 		"calloc",       "realloc",      "thread_create", "set_nice",  "set_slack",
-		"get_affinity", "set_affinity", "get_limit",     "mincore",
+		"get_affinity", "set_affinity", "get_limit",     "mincore",   "ftruncate",
 	};
 	int nr_wrong;
 

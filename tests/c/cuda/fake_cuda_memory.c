@@ -24,7 +24,7 @@ const char *fake__memory_of(CUdeviceptr ptr)
 {
 	if (ptr & FAKE_CUDA_DEVICE)
 		return (const char *)(uintptr_t)(ptr & ~FAKE_CUDA_DEVICE); /* NOLINT */
-	fake__violated("a copy from memory that is no device's");
+	fake__violated("a copy from or to memory that is no device's");
 	return NULL;
 }
 
@@ -152,31 +152,34 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
-/* Queues the copy of op->nr rows. */
-static int copy(struct op op, CUdeviceptr src, CUstream stream, const char *call)
+/* Queues the copy of op->nr rows; its host's end is what it writes to, or reads from. */
+static int queue_copy(struct op op, CUstream stream, const char *call)
 {
 	bool straddles, pinned;
+	char *host;
 	size_t len;
 
 	op.kind = COPY;
-	op.src = fake__memory_of(src);
 	if (!fake__usable_stream(stream, call))
 		return CUDA_ERROR_INVALID_HANDLE;
 	if (is_host(stream)) {
 		fake__violated("%s on a caller's stream", call);
 		return CUDA_ERROR_INVALID_VALUE;
 	}
-	if (!op.src || op.nr == 0 || op.dst_pitch > MAX_PITCH || op.src_pitch > MAX_PITCH ||
+	if (!op.src || !op.dst || op.nr == 0 || op.dst_pitch > MAX_PITCH ||
+	    op.src_pitch > MAX_PITCH ||
 	    (op.nr > 1 && (op.dst_pitch < op.len || op.src_pitch < op.len)))
 		return CUDA_ERROR_INVALID_VALUE;
-	len = extent(&op, op.dst_pitch);
-	pinned = fake__registration_of(op.dst, len, &straddles) != NULL;
+	host = op.to_device ? (char *)(uintptr_t)op.src : op.dst; /* NOLINT */
+	len = extent(&op, op.to_device ? op.src_pitch : op.dst_pitch);
+	pinned = fake__registration_of(host, len, &straddles) != NULL;
 	if (straddles && !pinned) {
 		fake__violated("a copy across two registrations, or over the edge of one");
 		return CUDA_ERROR_INVALID_VALUE;
 	}
 	if (!pinned && !fk.pageable_allowed)
-		fake__violated("a copy to memory that is not registered");
+		fake__violated("a copy %s memory that is not registered",
+			       op.to_device ? "from" : "to");
 	if (!stream->knows_caller)
 		fake__violated("a copy on a stream that has waited for nothing of its caller");
 	op.pageable = !pinned;
@@ -197,6 +200,12 @@ static int copy(struct op op, CUdeviceptr src, CUstream stream, const char *call
 	return 0;
 }
 
+static int copy(struct op op, CUdeviceptr src, CUstream stream, const char *call)
+{
+	op.src = fake__memory_of(src);
+	return queue_copy(op, stream, call);
+}
+
 static int copy_span(void *dst, CUdeviceptr src, size_t len, CUstream stream, const char *call)
 {
 	return copy((struct op){ .dst = dst, .len = len, .nr = 1 }, src, stream, call);
@@ -208,6 +217,18 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUs
 	BEGIN("cuMemcpyDtoHAsync_v2", true)
 	if (!code)
 		code = copy_span(dst, src, len, stream, "cuMemcpyDtoHAsync");
+	END
+}
+
+EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t len, CUstream stream);
+EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t len, CUstream stream)
+{
+	struct op op = { .src = src, .len = len, .nr = 1, .to_device = true };
+
+	BEGIN("cuMemcpyHtoDAsync_v2", true)
+	op.dst = (char *)(uintptr_t)fake__memory_of(dst); /* NOLINT */
+	if (!code)
+		code = queue_copy(op, stream, "cuMemcpyHtoDAsync");
 	END
 }
 

@@ -32,7 +32,7 @@ struct op {
 	char *dst; /* COPY: `nr` rows of `len` bytes */
 	const char *src;
 	size_t len, nr, dst_pitch, src_pitch;
-	bool pageable;
+	bool pageable, to_device;
 	CUevent event;
 	uint64_t gen;
 	void (*fn)(void *);

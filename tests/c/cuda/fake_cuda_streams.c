@@ -37,9 +37,12 @@ static void land(struct CUstream_st *stream)
 			fk.dead_of[stream->device] = fk.fail_copy_code;
 			fk.nr_hits++;
 			pthread_cond_broadcast(&fk.cv);
-		} else if (!op->pageable && !fake__registration_of(op->dst, op->len, &straddles)) {
-			fake__violated("a copy of %zu bytes lands in memory no longer registered",
-				       op->len);
+		} else if (!op->pageable &&
+			   !fake__registration_of(op->to_device ? op->src : op->dst, op->len,
+						  &straddles)) {
+			fake__violated(
+				"a copy of %zu bytes has its end in memory no longer registered",
+				op->len);
 		} else {
 			for (size_t i = 0; i < op->nr; i++)
 				memcpy(op->dst + i * op->dst_pitch, op->src + i * op->src_pitch,

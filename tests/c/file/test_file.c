@@ -76,15 +76,17 @@ static void the_temporary_is_hidden_locked_and_has_the_mode_of_open(void)
 static void a_file_of_any_length_is_saved(void)
 {
 	const char *dir = dir_make("/var/tmp");
-	uint32_t lens[] = { 0, 1, 4095, 4097, SAVE_LEN };
+	uint32_t lens[] = { 0, 1, 4095, 4097, SAVE_LEN - 1, SAVE_LEN };
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file f;
 
-	for (int i = 0; i < 5; i++) {
+	for (int i = 0; i < 6; i++) {
 		CHECK_EQ(sfr__file_init(&f, dir, "a", lens[i], true), 0);
 		CHECK_EQ(sfr__file_open(&f, &err), 0);
-		CHECK(f.io_mode == SFR_IO_BUFFERED || lens[i] % SFR_PAGE == 0);
-		CHECK_EQ(sfr__file_write(&f, save_new, lens[i], 0, &err), 0);
+		CHECK(f.io_mode == SFR_IO_BUFFERED || lens[i] != 0);
+		/* In whole pages, the last of which goes beyond the end. */
+		CHECK_EQ(sfr__file_write(&f, save_new, sfr__round_up(lens[i], SFR_PAGE), 0, &err),
+			 0);
 		CHECK_EQ(sfr__file_sync(&f, &err), 0);
 		CHECK_EQ(sfr__file_commit(&f, &err), 0);
 		sfr__file_fini(&f);

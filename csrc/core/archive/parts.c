@@ -1,0 +1,328 @@
+/* A file made of parts: bytes, sources, and fields that hold a source's CRC, in the order of the file.
+ *
+ *     glue     source 0   glue    source 1   glue        a list of parts: the bytes and the fields
+ *     |------|----------|------|-----------|------|      between two sources are one piece of glue
+ *     entry 0            entry 1             entry 2
+ *
+ * So it is an image as torch's file is, with glue for a header and no descriptor; the last entry has
+ * no data. Nothing of the sources is copied before it is written: they stay as they are until the
+ * save has ended. That allows to write from where they are.
+ *
+ *     run 0    run 1             run 2   run 3           through buffers, direct, ...
+ *     |-------|-----------------|-------|-----------|
+ *             ^ 4096 in the file and in memory
+ *
+ * A source that stands in the file where it stands in memory, modulo 4096, is cut out as a run of its
+ * own, but for its first and last bytes; what is shorter than DIRECT_MIN is not worth a write of its
+ * own. Runs begin and end on 4096, the last one is filled up with zeros, and what it has too many
+ * is cut off the file.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "archive/layout.h"
+#include "archive/parts.h"
+
+#define LEN_MAX (UINT64_C(1) << 62) /* as in layout.c */
+#define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
+
+struct sfr_parts {
+	struct sfr__entry *entries; /* the last one is open: its data are still to come */
+	struct sfr__crc_field *fields;
+	char *glue;
+	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
+	uint64_t len;
+	int rc; /* the first failure */
+};
+
+/* Makes room for one more. */
+static void *grown(void *items, size_t nr, size_t *room, size_t more, size_t size)
+{
+	size_t want = *room == 0 ? 64 : *room;
+	void *larger;
+
+	if (items != NULL && nr + more <= *room)
+		return items;
+	while (want < nr + more)
+		want *= 2;
+	larger = sfr_sys.realloc(items, want * size);
+	if (larger != NULL)
+		*room = want;
+	return larger;
+}
+
+int sfr__parts_fail(struct sfr_parts *p, int rc)
+{
+	if (p->rc == 0)
+		p->rc = rc;
+	return p->rc;
+}
+
+/* Begins the entry that the next glue belongs to. */
+static int open_entry(struct sfr_parts *p)
+{
+	struct sfr__entry *entries =
+		grown(p->entries, p->nr_entries, &p->room_entries, 1, sizeof(*entries));
+
+	if (entries == NULL)
+		return sfr__parts_fail(p, -ENOMEM);
+	p->entries = entries;
+	p->entries[p->nr_entries++] = (struct sfr__entry){
+		.hdr_off = p->len, .data_off = p->len, .source = -1, .glue_at = p->glue_len
+	};
+	return 0;
+}
+
+int sfr_parts_new(struct sfr_parts **out)
+{
+	struct sfr_parts *p = sfr_sys.calloc(1, sizeof(*p));
+
+	*out = NULL;
+	if (p == NULL)
+		return -ENOMEM;
+	if (open_entry(p) != 0) {
+		sfr_parts_free(p);
+		return -ENOMEM;
+	}
+	*out = p;
+	return 0;
+}
+
+void sfr_parts_free(struct sfr_parts *p)
+{
+	if (p == NULL)
+		return;
+	sfr_sys.free(p->entries);
+	sfr_sys.free(p->fields);
+	sfr_sys.free(p->glue);
+	sfr_sys.free(p);
+}
+
+uint64_t sfr_parts_len(const struct sfr_parts *p)
+{
+	return p->len;
+}
+
+uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
+{
+	return (uint32_t)p->nr_entries - 1;
+}
+
+char *sfr__parts_glue(struct sfr_parts *p, size_t len)
+{
+	char *glue, *at;
+
+	if (p->rc != 0)
+		return NULL;
+	if (len > LEN_MAX - p->len) {
+		(void)sfr__parts_fail(p, -EFBIG);
+		return NULL;
+	}
+	glue = grown(p->glue, p->glue_len, &p->glue_room, len, 1);
+	if (glue == NULL) {
+		(void)sfr__parts_fail(p, -ENOMEM);
+		return NULL;
+	}
+	p->glue = glue;
+	at = glue + p->glue_len;
+	p->glue_len += len;
+	p->len += len;
+	p->entries[p->nr_entries - 1].data_off = p->len;
+	return at;
+}
+
+int sfr_parts_bytes(struct sfr_parts *p, const void *bytes, size_t len)
+{
+	char *at = sfr__parts_glue(p, len);
+
+	if (at != NULL && len != 0)
+		memcpy(at, bytes, len);
+	return p->rc;
+}
+
+int sfr_parts_source(struct sfr_parts *p, uint64_t addr, uint64_t nbytes)
+{
+	struct sfr__entry *entry;
+
+	if (p->rc != 0)
+		return p->rc;
+	if (addr == 0 && nbytes != 0)
+		return sfr__parts_fail(p, -EINVAL);
+	if (nbytes > LEN_MAX - p->len || p->nr_entries == UINT32_MAX)
+		return sfr__parts_fail(p, -EFBIG);
+	entry = &p->entries[p->nr_entries - 1];
+	entry->src = (const char *)(uintptr_t)addr;
+	entry->nbytes = nbytes;
+	entry->source = (int64_t)p->nr_entries - 1;
+	p->len += nbytes;
+	return open_entry(p);
+}
+
+int sfr__parts_field(struct sfr_parts *p, uint64_t off, uint32_t source)
+{
+	struct sfr__crc_field *fields;
+
+	if (p->rc != 0)
+		return p->rc;
+	if (source >= sfr__parts_nr_sources(p))
+		return sfr__parts_fail(p, -EINVAL);
+	if (p->nr_fields == UINT32_MAX)
+		return sfr__parts_fail(p, -EFBIG);
+	fields = grown(p->fields, p->nr_fields, &p->room_fields, 1, sizeof(*fields));
+	if (fields == NULL)
+		return sfr__parts_fail(p, -ENOMEM);
+	p->fields = fields;
+	p->fields[p->nr_fields++] = (struct sfr__crc_field){ .off = off, .entry = source };
+	return 0;
+}
+
+int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
+{
+	static const char unknown[SFR__FIELD_LEN];
+	uint64_t off = p->len;
+
+	if (sfr__parts_field(p, off, source) == 0)
+		(void)sfr_parts_bytes(p, unknown, sizeof(unknown)); /* p->rc has it */
+	return p->rc;
+}
+
+/* ---- the image ------------------------------------------------------------ */
+
+/* The part of an entry's data that can be written from where it is: [*from, *to) of the file. */
+static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
+{
+	uint64_t end = e->data_off + e->nbytes;
+
+	*from = sfr__round_up(e->data_off, SFR_PAGE);
+	*to = end / SFR_PAGE * SFR_PAGE;
+	return (e->data_off - (uint64_t)(uintptr_t)e->src) % SFR_PAGE == 0 && *from < *to &&
+	       *to - *from >= DIRECT_MIN;
+}
+
+/* Adds the run [off, end), which has parts of the entries from `first` to `last`. */
+static int add_run(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
+		   const char *direct)
+{
+	struct sfr__run *run = &img->runs[img->nr_runs];
+	uint64_t off = img->nr_runs == 0 ? 0 : run[-1].off + run[-1].len, nr_blocks;
+
+	nr_blocks = sfr__round_up(end - off, img->block_bytes) / img->block_bytes;
+	if (nr_blocks > UINT32_MAX - (img->nr_runs == 0 ? 0 : run[-1].first_block))
+		return -EFBIG;
+	*run = (struct sfr__run){
+		.off = off,
+		.len = end - off,
+		.first_entry = first,
+		.nr_entries = last - first + 1,
+		.first_block = img->nr_runs == 0 ? 0 : run[-1].first_block + run[-1].nr_blocks,
+		.nr_blocks = (uint32_t)nr_blocks,
+		.direct = direct,
+	};
+	img->nr_runs++;
+	return 0;
+}
+
+static int add_runs(struct sfr__image *img)
+{
+	uint64_t off = 0, from, to;
+	uint32_t first = 0; /* the entry that `off` stands in */
+	int rc = 0;
+
+	for (uint32_t i = 0; rc == 0 && i < img->nr_entries; i++) {
+		const struct sfr__entry *e = &img->entries[i];
+
+		if (!is_direct(e, &from, &to))
+			continue;
+		if (off < from)
+			rc = add_run(img, from, first, i, NULL);
+		if (rc == 0)
+			rc = add_run(img, to, i, i, e->src + (from - e->data_off));
+		off = to;
+		first = i;
+	}
+	/* There is always a run. */
+	if (rc == 0 && (off < img->len || img->nr_runs == 0))
+		rc = add_run(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
+			     NULL);
+	return rc;
+}
+
+int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t block_bytes)
+{
+	uint32_t nr_runs = 1;
+	uint64_t from, to;
+	int rc = p->rc;
+
+	*img = (struct sfr__image){ .block_bytes = block_bytes };
+	if (rc == 0 && sfr__parts_glue(p, 1) == NULL) /* so that there is always some */
+		rc = p->rc;
+	if (rc != 0)
+		return rc;
+	p->glue_len--;
+	p->len--;
+	p->entries[p->nr_entries - 1].data_off = p->len;
+	for (size_t i = 0; i < p->nr_entries; i++)
+		nr_runs += is_direct(&p->entries[i], &from, &to) ? 2 : 0;
+	img->runs = sfr_sys.calloc(nr_runs, sizeof(*img->runs));
+	if (img->runs == NULL)
+		return -ENOMEM;
+	img->entries = p->entries;
+	img->nr_entries = (uint32_t)p->nr_entries;
+	img->len = img->tail_off = p->len;
+	rc = add_runs(img);
+	if (rc != 0) {
+		sfr_sys.free(img->runs);
+		*img = (struct sfr__image){ 0 };
+		return rc;
+	}
+	img->glue = p->glue;
+	img->fields = p->fields;
+	img->nr_fields = (uint32_t)p->nr_fields;
+	*p = (struct sfr_parts){ .rc = -EINVAL };
+	return 0;
+}
+
+/* ---- fields ---------------------------------------------------------------- */
+
+/* The first field that ends behind `off`. */
+static uint32_t field_at(const struct sfr__image *img, uint64_t off)
+{
+	uint32_t low = 0, high = img->nr_fields;
+
+	while (low < high) {
+		uint32_t mid = low + (high - low) / 2;
+
+		if (img->fields[mid].off + SFR__FIELD_LEN <= off)
+			low = mid + 1;
+		else
+			high = mid;
+	}
+	return low;
+}
+
+bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len)
+{
+	for (uint32_t i = field_at(img, off); i < img->nr_fields; i++) {
+		const struct sfr__entry *e = &img->entries[img->fields[i].entry];
+
+		if (img->fields[i].off >= off + len)
+			break;
+		if (e->crc_len != e->nbytes)
+			return false;
+	}
+	return true;
+}
+
+void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst)
+{
+	for (uint32_t i = field_at(img, off); i < img->nr_fields; i++) {
+		uint64_t at = img->fields[i].off;
+		const char *crc = (const char *)&img->entries[img->fields[i].entry].crc;
+
+		if (at >= off + len)
+			break;
+		for (unsigned byte = 0; byte < SFR__FIELD_LEN; byte++)
+			if (at + byte >= off && at + byte < off + len)
+				dst[at + byte - off] = crc[byte];
+	}
+}

@@ -1,0 +1,233 @@
+/* One tensor as an archive of its own, within a file of many: what torch.save(tensor) writes.
+ *
+ *     data.pkl | byteorder | version | header of data/0 | the tensor's bytes | descriptor | directory
+ *     -------------------- glue --------------------------  -- source --  -------- glue --------
+ *
+ * torch.distributed.checkpoint keeps tensors so, and loads each through torch.load, of a part of the
+ * file. Offsets in the directory count from the archive's beginning. The pickle is, to the byte,
+ * the one that torch's own pickler writes of such a tensor, at protocol 2.
+ *
+ * The data stand in the file where they stand in memory, modulo 4096, so that they can be written
+ * from there; small ones, which are not, on a multiple of 64 from the file's beginning.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "archive/parts.h"
+#include "archive/write.h"
+
+#define ALIGN_MIN (UINT64_C(1) << 20) /* shorter data go through a buffer anyway */
+#define MAX_DIMS 64u                  /* more than torch has */
+#define STORAGE_MAX 64u               /* of the name of a storage's type */
+#define PICKLE_MAX (512u + 24u * MAX_DIMS)
+
+static const struct {
+	const char *name, *data;
+} records[] = {
+	{ "archive/data.pkl", NULL },
+	{ "archive/byteorder", "little" },
+	{ "archive/version", "3\n" },
+};
+#define NR_RECORDS (sizeof(records) / sizeof(records[0]))
+#define DATA_NAME "archive/data/0"
+
+/* ---- the pickle ------------------------------------------------------------- */
+
+struct pickle {
+	char *at;
+	unsigned char nr_memo;
+};
+
+static void put(struct pickle *p, const void *bytes, size_t len)
+{
+	memcpy(p->at, bytes, len);
+	p->at += len;
+}
+
+static void op(struct pickle *p, char code)
+{
+	*p->at++ = code;
+}
+
+static void memoize(struct pickle *p)
+{
+	op(p, 'q');
+	op(p, (char)p->nr_memo++);
+}
+
+static void put_text(struct pickle *p, const char *text)
+{
+	uint32_t len = (uint32_t)strlen(text);
+
+	op(p, 'X');
+	put(p, &len, sizeof(len));
+	put(p, text, len);
+	memoize(p);
+}
+
+static void put_global(struct pickle *p, const char *module, const char *name)
+{
+	op(p, 'c');
+	put(p, module, strlen(module));
+	op(p, '\n');
+	put(p, name, strlen(name));
+	op(p, '\n');
+	memoize(p);
+}
+
+/* The shortest form, as the pickler chooses it. */
+static void put_int(struct pickle *p, int64_t value)
+{
+	uint64_t bits = (uint64_t)value;
+	char len = 8;
+
+	if (value >= 0 && value < 256) {
+		op(p, 'K');
+		put(p, &bits, 1);
+	} else if (value >= 0 && value < 65536) {
+		op(p, 'M');
+		put(p, &bits, 2);
+	} else if (value >= INT32_MIN && value <= INT32_MAX) {
+		op(p, 'J');
+		put(p, &bits, 4);
+	} else {
+		/* As many bytes as tell it from its negative. */
+		while (len > 1 && ((value >> (8 * (len - 1) - 1)) == 0 ||
+				   (value >> (8 * (len - 1) - 1)) == -1))
+			len--;
+		op(p, '\x8a');
+		op(p, len);
+		put(p, &bits, (size_t)len);
+	}
+}
+
+static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
+{
+	static const char tuples[] = { ')', '\x85', '\x86', '\x87' };
+
+	if (nr > 3)
+		op(p, '(');
+	for (uint32_t i = 0; i < nr; i++)
+		put_int(p, values[i]);
+	op(p, nr > 3 ? 't' : tuples[nr]);
+	if (nr > 0)
+		memoize(p);
+}
+
+/* _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()). Returns its length. */
+static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
+{
+	struct pickle p = { .at = dst };
+
+	put(&p, "\x80\x02", 2);
+	put_global(&p, "torch._utils", "_rebuild_tensor_v2");
+	put(&p, "((", 2);
+	put_text(&p, "storage");
+	put_global(&p, "torch", tensor->storage);
+	put_text(&p, "0");
+	put_text(&p, "cpu");
+	put_int(&p, (int64_t)tensor->numel);
+	op(&p, 't');
+	memoize(&p);
+	op(&p, 'Q');
+	put_int(&p, 0);
+	put_ints(&p, tensor->sizes, tensor->ndim);
+	put_ints(&p, tensor->strides, tensor->ndim);
+	op(&p, '\x89');
+	put_global(&p, "collections", "OrderedDict");
+	put(&p, ")R", 2);
+	memoize(&p);
+	op(&p, 't');
+	memoize(&p);
+	op(&p, 'R');
+	memoize(&p);
+	op(&p, '.');
+	return (size_t)(p.at - dst);
+}
+
+/* ---- the archive ------------------------------------------------------------ */
+
+struct archive {
+	char pickle[PICKLE_MAX];
+	const char *data[NR_RECORDS + 1];
+	uint64_t nbytes[NR_RECORDS + 1], hdr_off[NR_RECORDS + 1];
+	uint32_t crc[NR_RECORDS + 1];
+};
+
+/* Writes a record; `used` is what of the archive is there already. */
+static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
+{
+	char *at = dst + used;
+
+	a->hdr_off[i] = used;
+	a->crc[i] = sfr_crc32(0, a->data[i], a->nbytes[i]);
+	at += sfr__zip_put_local(at, records[i].name, a->nbytes[i], 0);
+	memcpy(at, a->data[i], a->nbytes[i]);
+	at += a->nbytes[i];
+	at += sfr__zip_put_desc(at, a->crc[i], a->nbytes[i]);
+	return (size_t)(at - dst);
+}
+
+/* How much the data's header is to be longer, so that they stand where they should. */
+static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
+{
+	if (tensor->nbytes >= ALIGN_MIN)
+		return (size_t)((tensor->addr - off) % SFR_PAGE);
+	return (size_t)(sfr__round_up(off, SFR_ALIGN) - off);
+}
+
+/* What stands before the data. Returns its length. */
+static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
+{
+	char probe[SFR__ZIP_LOCAL_MAX];
+	size_t used = 0, len;
+
+	for (uint32_t i = 0; i < NR_RECORDS; i++)
+		used = put_record(a, dst, used, i);
+	a->hdr_off[NR_RECORDS] = used;
+	len = sfr__zip_put_local(probe, DATA_NAME, tensor->nbytes, 0);
+	return used + sfr__zip_put_local(dst + used, DATA_NAME, tensor->nbytes,
+					 padding(off + used + len, tensor));
+}
+
+static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t begin,
+		    uint32_t source)
+{
+	char tail[(NR_RECORDS + 1) * SFR__ZIP_CENTRAL_MAX + 24 + SFR__ZIP_END_LEN];
+	uint64_t off = sfr_parts_len(parts), central;
+	size_t used = sfr__zip_put_desc(tail, 0, a->nbytes[NR_RECORDS]);
+
+	central = used;
+	for (uint32_t i = 0; i < NR_RECORDS; i++)
+		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
+					     a->hdr_off[i]);
+	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source); /* kept, as the next */
+	(void)sfr__parts_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
+	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[NR_RECORDS],
+				     a->hdr_off[NR_RECORDS]);
+	used += sfr__zip_put_end(tail + used, NR_RECORDS + 1, off + central - begin,
+				 used - central);
+	return sfr_parts_bytes(parts, tail, used);
+}
+
+int sfr_parts_tensor(struct sfr_parts *parts, const struct sfr_tensor *tensor)
+{
+	char head[PICKLE_MAX + (NR_RECORDS + 1) * (SFR__ZIP_LOCAL_MAX + 24) + SFR_PAGE];
+	uint64_t begin = sfr_parts_len(parts);
+	uint32_t source = sfr__parts_nr_sources(parts);
+	struct archive a = { .nbytes = { [NR_RECORDS] = tensor->nbytes } };
+	int rc;
+
+	if (tensor->ndim > MAX_DIMS || strlen(tensor->storage) >= STORAGE_MAX)
+		return sfr__parts_fail(parts, -EINVAL);
+	a.data[0] = a.pickle;
+	a.nbytes[0] = make_pickle(a.pickle, tensor);
+	for (uint32_t i = 1; i < NR_RECORDS; i++) {
+		a.data[i] = records[i].data;
+		a.nbytes[i] = strlen(records[i].data);
+	}
+	rc = sfr_parts_bytes(parts, head, make_head(&a, head, begin, tensor));
+	if (rc == 0)
+		rc = sfr_parts_source(parts, tensor->addr, tensor->nbytes);
+	return rc == 0 ? add_tail(parts, &a, begin, source) : rc;
+}

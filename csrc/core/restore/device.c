@@ -1,0 +1,297 @@
+/* Records whose place is in a device's memory.
+ *
+ *     reader 0   read into buffer A | send A, event | read into B | send B, event | A has landed? ...
+ *     reader 1        read into C | send C, event | read into D | ...
+ *     stream     E    A's parts, event   C's parts, event   B's ...
+ *
+ * A piece is read into memory that the driver has pinned, its CRCs are made there, and its parts are
+ * sent from there to where they belong: the processor copies nothing, and host memory beyond the
+ * readers' buffers (two of a MiB for each thread) is not needed, however large the model is. A reader
+ * goes on with its other buffer meanwhile, and asks for the first one's event when it needs it again.
+ *
+ * The stream is ours. It waits for an event (E) that was recorded on the caller's: torch may give out
+ * memory with which work on that stream is not through yet. The other way round nothing waits: what has come
+ * of a record counts when the event behind its copies has completed, so who waited for the record
+ * may use it on any stream.
+ *
+ * The driver's own waits are not used (they spin, or hold locks that others need): an event is asked
+ * every 50 us. Nobody can know what becomes of copies when a device has failed; the buffers they came
+ * from are then nobody's again.
+ */
+#include <errno.h>
+#include <stdio.h>
+
+#include "restore/plan.h"
+#include "base/base.h"
+
+#define POLL_NS UINT64_C(50000)
+
+static void device_failed(struct sfr_restore *r, const struct sfr__restore_device *device,
+			  const char *call, CUresult rc, uint64_t index)
+{
+	char why[sizeof(r->why)];
+
+	sfr__cuda_explain(r->cu, device->device, call, rc, why, sizeof(why));
+	sfr__lock(&r->mu);
+	if (r->failure.code == 0)
+		(void)snprintf(r->why, sizeof(r->why), "%s", why);
+	sfr__unlock(&r->mu);
+	sfr__restore_fail(r, -EIO, index, r->targets[index].data_off, r->why);
+}
+
+/* ---- the caller's -------------------------------------------------------------- */
+
+static struct sfr__restore_device *find(struct sfr_restore *r, uint32_t device)
+{
+	for (unsigned i = 0; i < r->nr_devices; i++)
+		if (r->devices[i].device == device)
+			return &r->devices[i];
+	return NULL;
+}
+
+/* The device with a stream of ours; its context stays retained until the restore is freed. */
+static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t why_len)
+{
+	struct sfr__restore_device device = { .device = number };
+	struct sfr__cuda_scope scope;
+	CUresult rc;
+	int ret;
+
+	if (r->nr_devices == SFR__RESTORE_DEVICES || r->nr_threads != 0)
+		return -EOPNOTSUPP;
+	r->cu = sfr__cuda_get(why, why_len);
+	ret = r->cu == NULL ? -ENODEV :
+			      sfr__cuda_retain(r->cu, number, &device.context, why, why_len);
+	if (ret < 0)
+		return ret;
+	rc = sfr__cuda_enter(&scope, r->cu, device.context);
+	if (rc == CUDA_SUCCESS)
+		rc = r->cu->stream_new(&device.stream, CU_STREAM_NON_BLOCKING);
+	sfr__cuda_leave(&scope);
+	if (rc != CUDA_SUCCESS) {
+		sfr__cuda_explain(r->cu, number, "cuStreamCreate", rc, why, why_len);
+		sfr__cuda_release(r->cu, number);
+		return -EIO;
+	}
+	r->devices[r->nr_devices++] = device;
+	return 0;
+}
+
+/* E: our stream waits for what is on the caller's. */
+static CUresult follow(const struct sfr__cuda *cu, const struct sfr__restore_device *device,
+		       CUstream stream)
+{
+	struct sfr__cuda_scope scope;
+	CUevent event = NULL;
+	CUresult rc = sfr__cuda_enter(&scope, cu, device->context);
+
+	if (rc == CUDA_SUCCESS)
+		rc = cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
+	if (rc == CUDA_SUCCESS) {
+		rc = cu->event_record(event, stream);
+		if (rc == CUDA_SUCCESS)
+			rc = cu->stream_wait(device->stream, event, 0);
+		(void)cu->event_free(event); /* the wait is for it as it was recorded */
+	}
+	sfr__cuda_leave(&scope);
+	return rc;
+}
+
+int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, char *why,
+		       size_t why_len)
+{
+	struct sfr__restore_device *device = find(r, number);
+	CUresult rc;
+
+	if (r->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	if (device == NULL) {
+		int ret = open_device(r, number, why, why_len);
+
+		if (ret < 0)
+			return ret;
+		device = find(r, number);
+	}
+	rc = follow(r->cu, device, (CUstream)(uintptr_t)stream);
+	if (rc == CUDA_SUCCESS)
+		return 0;
+	sfr__cuda_explain(r->cu, number, "cuStreamWaitEvent", rc, why, why_len);
+	return -EIO;
+}
+
+void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t device, uint64_t mem)
+{
+	r->targets[index].mem = (char *)(uintptr_t)mem;
+	r->targets[index].device = find(r, device);
+}
+
+void sfr__restore_leave_devices(struct sfr_restore *r)
+{
+	for (unsigned i = 0; i < r->nr_devices; i++) {
+		struct sfr__cuda_scope scope;
+
+		if (sfr__cuda_enter(&scope, r->cu, r->devices[i].context) == CUDA_SUCCESS)
+			(void)r->cu->stream_free(r->devices[i].stream); /* all on it has run */
+		sfr__cuda_leave(&scope);
+		sfr__cuda_release(r->cu, r->devices[i].device);
+	}
+	r->nr_devices = 0;
+}
+
+/* ---- a reader's ------------------------------------------------------------------ */
+
+void sfr__restore_enter(const struct sfr_restore *r, struct sfr__cuda_scope *scope)
+{
+	*scope = (struct sfr__cuda_scope){ 0 };
+	if (r->nr_devices != 0)
+		(void)sfr__cuda_enter(scope, r->cu, r->devices[0].context); /* shows in the next */
+}
+
+int sfr__restore_pin(struct sfr__reader *reader)
+{
+	struct sfr_restore *r = reader->r;
+	struct sfr__cuda_scope scope;
+	bool pinned = true;
+
+	sfr__restore_enter(r, &scope);
+	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS && pinned; i++) {
+		void *mem = NULL;
+
+		pinned = r->cu->host_alloc(&mem, SFR__RESTORE_PIECE, CU_MEMHOSTALLOC_PORTABLE) ==
+			 CUDA_SUCCESS;
+		reader->buffers[i].mem = pinned ? mem : NULL;
+	}
+	sfr__cuda_leave(&scope);
+	if (!pinned)
+		sfr__restore_unpin(reader);
+	return pinned ? 0 : -ENOMEM;
+}
+
+void sfr__restore_unpin(struct sfr__reader *reader)
+{
+	struct sfr_restore *r = reader->r;
+	struct sfr__cuda_scope scope;
+
+	if (r->nr_devices == 0)
+		return;
+	sfr__restore_enter(r, &scope);
+	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS; i++) {
+		struct sfr__buffer *buffer = &reader->buffers[i];
+
+		for (unsigned k = 0; k < r->nr_devices; k++)
+			if (buffer->landed[k] != NULL)
+				(void)r->cu->event_free(buffer->landed[k]); /* is lost at worst */
+		if (buffer->mem != NULL)
+			(void)r->cu->host_free(buffer->mem);
+		sfr_sys.free(buffer->parts);
+		*buffer = (struct sfr__buffer){ 0 };
+	}
+	sfr__cuda_leave(&scope);
+}
+
+bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64_t index, char *to,
+		       const char *from, size_t len)
+{
+	const struct sfr__restore_device *device = r->targets[index].device;
+	struct sfr__cuda_scope scope;
+	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
+
+	if (rc == CUDA_SUCCESS)
+		rc = r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream);
+	sfr__cuda_leave(&scope);
+	if (rc != CUDA_SUCCESS)
+		device_failed(r, device, "cuMemcpyHtoDAsync", rc, index);
+	else
+		buffer->devices |= 1u << (device - r->devices);
+	return rc == CUDA_SUCCESS;
+}
+
+int sfr__restore_later(struct sfr__buffer *buffer, const struct sfr__part *part)
+{
+	if (buffer->nr_parts == buffer->room) {
+		const size_t room = buffer->room == 0 ? 64 : 2 * buffer->room;
+		struct sfr__part *parts =
+			sfr_sys.realloc(buffer->parts, room * sizeof(*buffer->parts));
+
+		if (parts == NULL)
+			return -ENOMEM;
+		buffer->parts = parts;
+		buffer->room = room;
+	}
+	buffer->parts[buffer->nr_parts++] = *part;
+	return 0;
+}
+
+/* An event of the buffer behind what is on the device's stream. */
+static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__buffer *buffer)
+{
+	const struct sfr__restore_device *device = &r->devices[k];
+	struct sfr__cuda_scope scope;
+	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
+
+	if (rc == CUDA_SUCCESS && buffer->landed[k] == NULL)
+		rc = r->cu->event_new(&buffer->landed[k], CU_EVENT_DISABLE_TIMING);
+	if (rc == CUDA_SUCCESS)
+		rc = r->cu->event_record(buffer->landed[k], device->stream);
+	sfr__cuda_leave(&scope);
+	return rc;
+}
+
+static void sleep_a_little(struct sfr_restore *r)
+{
+	sfr__lock(&r->mu);
+	(void)sfr__cond_wait(&r->asks, &r->mu, sfr__deadline(POLL_NS));
+	sfr__unlock(&r->mu);
+}
+
+/* No event tells of the copies from the buffer: the streams as a whole are asked. Where they do not
+ * answer either, nobody can know whether a copy still runs, and the memory is nobody's again. */
+static void give_up(struct sfr_restore *r, struct sfr__buffer *buffer)
+{
+	CUresult rc = CUDA_SUCCESS;
+
+	for (unsigned k = 0; k < r->nr_devices && rc == CUDA_SUCCESS; k++)
+		while ((buffer->devices & 1u << k) != 0 &&
+		       (rc = r->cu->stream_query(r->devices[k].stream)) == CUDA_ERROR_NOT_READY)
+			sleep_a_little(r);
+	if (rc != CUDA_SUCCESS)
+		buffer->mem = NULL;
+	buffer->devices = 0;
+	buffer->nr_parts = 0;
+}
+
+void sfr__restore_fly(struct sfr_restore *r, struct sfr__buffer *buffer)
+{
+	for (unsigned k = 0; k < r->nr_devices; k++) {
+		CUresult rc = CUDA_SUCCESS;
+
+		if ((buffer->devices & 1u << k) != 0)
+			rc = record(r, k, buffer);
+		if (rc == CUDA_SUCCESS)
+			continue;
+		device_failed(r, &r->devices[k], "cuEventRecord", rc, 0);
+		give_up(r, buffer);
+		return;
+	}
+}
+
+void sfr__restore_land(struct sfr_restore *r, struct sfr__buffer *buffer)
+{
+	for (unsigned k = 0; k < r->nr_devices; k++) {
+		CUresult rc = CUDA_SUCCESS;
+
+		while ((buffer->devices & 1u << k) != 0 &&
+		       (rc = r->cu->event_query(buffer->landed[k])) == CUDA_ERROR_NOT_READY)
+			sleep_a_little(r);
+		if (rc == CUDA_SUCCESS)
+			continue;
+		device_failed(r, &r->devices[k], "cuEventQuery", rc, 0);
+		give_up(r, buffer);
+		return;
+	}
+	for (size_t i = 0; i < buffer->nr_parts; i++)
+		sfr__restore_got(r, buffer->parts[i].index, buffer->parts[i].units,
+				 buffer->parts[i].crc);
+	buffer->nr_parts = 0;
+	buffer->devices = 0;
+}

@@ -1,0 +1,119 @@
+/* Saves of parts: writers read the sources where they are, when they write them.
+ *
+ *   direct run    memory and file agree: the CRC is made, and the source itself is written
+ *   other runs    glue and sources are put together in a buffer, the CRC made in the same pass
+ *
+ * A few blocks at a time are in the queue of the writers, so that other saves come between, and so
+ * that a few buffers are all that it takes. A buffer is a block of the pool where one is to be had at
+ * once, else memory of its own: what is saved is often a snapshot, and may fill the pool itself.
+ *
+ * A block with the CRC of a source is parked until the source's other blocks are summed, as any
+ * block. These are handed out before it, so one of those that are in the writers' hands can always
+ * go on.
+ */
+#include <errno.h>
+#include <sys/mman.h>
+
+#include "save/save.h"
+#include "trace/trace.h"
+
+enum { AHEAD = 2 }; /* blocks in the queue besides one a writer */
+
+void sfr__in_place_next_locked(struct sfr_ticket *t)
+{
+	const struct sfr__run *run;
+	struct sfr__job *job;
+
+	while (t->next_run < t->img.nr_runs && t->next_blk == t->img.runs[t->next_run].nr_blocks) {
+		t->next_run++;
+		t->next_blk = 0;
+	}
+	if (t->next_run == t->img.nr_runs || sfr__ticket_failing_locked(t))
+		return;
+	run = &t->img.runs[t->next_run];
+	job = sfr__block_job(t, run, t->next_blk);
+	*job = (struct sfr__job){
+		.ticket = t, .kind = SFR__JOB_BLOCK, .run = run, .blk = t->next_blk++
+	};
+	sfr__job_push_locked(job);
+}
+
+void sfr__in_place_begin_locked(struct sfr_ticket *t)
+{
+	for (uint32_t i = 0; i < t->engine->opts.nr_writers + AHEAD; i++)
+		sfr__in_place_next_locked(t);
+}
+
+/* 0 or -ENOMEM. */
+static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
+{
+	struct sfr_engine *engine = t->engine;
+
+	if (sfr__pool_get(engine->pool, t->seq, len, 0, &job->block) == 0) {
+		job->mem = job->block->mem;
+		sfr__lock(&engine->mu);
+		if (++t->flight.blocks_held > t->peak_blocks)
+			t->peak_blocks = t->flight.blocks_held;
+		sfr__unlock(&engine->mu);
+		return 0;
+	}
+	job->block = NULL;
+	job->mem =
+		sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (job->mem == MAP_FAILED) {
+		job->mem = NULL;
+		return -ENOMEM;
+	}
+	job->own_len = len;
+	return 0;
+}
+
+static void fill(struct sfr_ticket *t, const struct sfr__job *job)
+{
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+
+	SFR__TRACE(SFR_TRACE_COPY, t->number, sfr__image_block_len(&t->img, job->run, job->blk));
+	sfr__seg_iter_init(&it, &t->img, job->run, job->blk);
+	while (sfr__seg_next(&it, &seg)) {
+		const char *src = t->img.entries[seg.entry].src + seg.off;
+		uint32_t crc;
+
+		if (seg.kind != SFR__SEG_DATA) {
+			sfr__stage_rest(t, &seg, job->mem + seg.pos);
+			continue;
+		}
+		sfr__prefetch_entry(t, seg.entry + 2);
+		crc = sfr_sys.lane_copy(0, job->mem + seg.pos, src, seg.len);
+		(void)sfr__add_crc(t, &seg, crc);
+	}
+	sfr__copy_fence();
+}
+
+int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err)
+{
+	size_t len = sfr__image_block_len(&t->img, job->run, job->blk);
+	int rc;
+
+	if (job->run->direct != NULL) {
+		/* Written only: nothing is put into it, since no field stands in a source. */
+		job->mem = (char *)(uintptr_t)job->run->direct + job->blk * t->img.block_bytes;
+		return 0; /* summed as any block */
+	}
+	rc = get_buffer(t, job, len);
+	if (rc < 0) {
+		sfr__err_set(err, rc, SFR_PHASE_WRITE, "no memory for a buffer");
+		return -1;
+	}
+	fill(t, job);
+	job->summed = true;
+	return 0;
+}
+
+void sfr__in_place_release(struct sfr_ticket *t, struct sfr__job *job)
+{
+	(void)t;
+	if (job->own_len != 0)
+		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail for one of our own */
+	job->own_len = 0;
+}

@@ -1,0 +1,381 @@
+/* parts.c and in_place.c: files made of parts are, byte for byte, the parts in
+ * their order, whatever the blocks, the pool and what fails. */
+#include <errno.h>
+
+#include "saving.h"
+
+enum { KIB = 1024, MIB = 1 << 20, MEMORY = 4 * MIB, NR_KINDS = 3, MAX_PARTS = 400 };
+
+static const char *dir;
+static unsigned char *memory; /* page aligned; what sources are cut from */
+static unsigned char *expected, *got;
+enum { FILE_MAX = 24 * MIB };
+
+static uint64_t rng_state = 1;
+
+static uint64_t below(uint64_t bound)
+{
+	rng_state = rng_state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+	return (rng_state >> 33) % bound;
+}
+
+/* ---- a list of parts, and the file that it stands for ---- */
+
+struct list {
+	struct sfr_parts *parts;
+	uint64_t len;
+	uint32_t nr_sources, crcs[MAX_PARTS];
+	int rc;
+};
+
+static void add_bytes(struct list *l, const void *bytes, size_t len)
+{
+	memcpy(expected + l->len, bytes, len);
+	l->len += len;
+	l->rc = l->rc ? l->rc : sfr_parts_bytes(l->parts, bytes, len);
+}
+
+static void add_source(struct list *l, const unsigned char *bytes, uint64_t len)
+{
+	memcpy(expected + l->len, bytes, len);
+	l->len += len;
+	l->crcs[l->nr_sources++] = sfr_crc32(0, bytes, len);
+	l->rc = l->rc ? l->rc :
+			sfr_parts_source(l->parts, len ? (uint64_t)(uintptr_t)bytes : 0, len);
+}
+
+static void add_crc(struct list *l, uint32_t source)
+{
+	memcpy(expected + l->len, &l->crcs[source], 4);
+	l->len += 4;
+	l->rc = l->rc ? l->rc : sfr_parts_crc(l->parts, source);
+}
+
+/* So that the next source stands as it does in memory. */
+static void align(struct list *l, const unsigned char *bytes)
+{
+	static const char zeros[SFR_PAGE];
+
+	add_bytes(l, zeros, ((uintptr_t)bytes - l->len) % SFR_PAGE);
+}
+
+static void add_random(struct list *l, unsigned nr, uint64_t most)
+{
+	for (unsigned i = 0; i < nr && l->len + 2 * most < FILE_MAX; i++) {
+		uint64_t len = below(3) == 0 ? below(64) : below(most);
+		const unsigned char *at = memory + below(MEMORY - len);
+
+		switch (below(4)) {
+		case 0:
+			add_bytes(l, at, len % 5000);
+			break;
+		case 1:
+			add_source(l, at, len);
+			break;
+		case 2:
+			align(l, at);
+			add_source(l, at, len);
+			break;
+		default:
+			if (l->nr_sources)
+				add_crc(l, (uint32_t)below(l->nr_sources));
+		}
+	}
+}
+
+static struct sfr_engine *engine_of(uint64_t block, uint64_t nr_blocks, uint32_t nr_writers)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * block,
+					      .block_bytes = block,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0); /* no thread of the core runs any more */
+}
+
+static int new_save(struct sfr_engine *engine, struct sfr_parts *parts, uint32_t flags,
+		    struct sfr_ticket **t)
+{
+	const struct sfr_save_desc desc = { .dir = dir, .name = "a", .flags = flags };
+
+	return sfr_save_new_parts(engine, &desc, parts, t);
+}
+
+/* The code that the save of the list ends with; the list is gone. */
+static int save(struct sfr_engine *engine, struct list *l, uint32_t flags)
+{
+	struct sfr_report report;
+	struct sfr_ticket *t = NULL;
+	int rc = new_save(engine, l->parts, flags, &t);
+
+	sfr_parts_free(l->parts);
+	if (rc < 0)
+		return rc;
+	rc = saving_submit(t);
+	if (rc == 0) {
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.nbytes, l->len);
+		rc = report.err.code;
+		if (rc == 0)
+			CHECK_EQ(report.written_nbytes, l->len);
+	}
+	sfr_ticket_put(t);
+	return rc;
+}
+
+static void check_file(const struct list *l)
+{
+	char path[PATH_MAX];
+	FILE *file;
+	size_t len;
+
+	(void)snprintf(path, sizeof(path), "%s/a", dir);
+	file = fopen(path, "rb");
+	if (!CHECK(file != NULL))
+		return;
+	len = fread(got, 1, FILE_MAX, file);
+	CHECK_EQ(len, l->len);
+	CHECK(memcmp(got, expected, l->len) == 0);
+	(void)fclose(file);
+}
+
+/* ---- the tests ---- */
+
+static void any_list_is_its_parts_in_order(void)
+{
+	static const uint64_t blocks[] = { 4096, 8192, 64 * KIB, MIB };
+
+	for (unsigned round = 0; round < 12; round++) {
+		struct sfr_engine *engine =
+			engine_of(blocks[round % 4], 1 + round % 3, 1 + round % 2);
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_random(&l, (unsigned)below(120), round < 8 ? 9000 : 2 * MIB);
+		CHECK_EQ(l.rc, 0);
+		CHECK_EQ(sfr_parts_len(l.parts), l.len);
+		CHECK_EQ(save(engine, &l, round % 2 ? SFR_SAVE_DURABLE : 0), 0);
+		check_file(&l);
+		free_engine(engine);
+	}
+}
+
+/* A field, of a source of many blocks, at every place about the end of a block. */
+static void a_field_may_straddle_two_blocks(void)
+{
+	struct sfr_engine *engine = engine_of(4096, 2, 2);
+
+	for (unsigned place = 4090; place <= 4097; place++) {
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_source(&l, memory + 1, 3 * 4096);
+		add_bytes(&l, memory, place);
+		add_crc(&l, 0);
+		add_bytes(&l, memory, 17);
+		CHECK_EQ(save(engine, &l, 0), 0);
+		check_file(&l);
+	}
+	free_engine(engine);
+}
+
+static uint64_t nr_copied;
+
+static uint32_t counting_copy(uint32_t crc, void *dst, const void *src, size_t len)
+{
+	(void)__atomic_add_fetch(&nr_copied, len, __ATOMIC_RELAXED);
+	return sfr_crc32_copy(crc, dst, src, len);
+}
+
+static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
+{
+	struct sfr_sys plain = sfr_sys;
+
+	for (unsigned shift = 0; shift < 2; shift++) {
+		struct sfr_engine *engine;
+		struct list l = { 0 };
+
+		sfr_sys.lane_copy = counting_copy; /* while no thread of the core runs */
+		nr_copied = 0;
+		engine = engine_of(MIB, 2, 2);
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_bytes(&l, memory, 100);
+		align(&l, memory + 200);
+		add_bytes(&l, memory, shift); /* and the second time it does not */
+		add_source(&l, memory + 200, 3 * MIB);
+		add_crc(&l, 0);
+		CHECK_EQ(save(engine, &l, 0), 0);
+		check_file(&l);
+		/* But for what is before and behind its whole pages. */
+		CHECK_EQ(nr_copied, shift ? 3 * MIB : SFR_PAGE);
+		free_engine(engine);
+		sfr_sys = plain;
+	}
+}
+
+static void few_buffers_are_enough_for_any_length(void)
+{
+	struct sfr_engine *engine = engine_of(64 * KIB, 64, 2);
+	struct sfr_report report;
+	struct sfr_ticket *t = NULL;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr_parts_new(&l.parts), 0);
+	for (unsigned i = 0; i < 5; i++) {
+		add_source(&l, memory + 1, 3 * MIB + i);
+		add_crc(&l, i);
+	}
+	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
+	sfr_parts_free(l.parts);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK(report.peak_pool_bytes <= 4 * 64 * KIB);
+	CHECK_EQ(report.captured_nbytes, 0);
+	sfr_ticket_put(t);
+	check_file(&l);
+	free_engine(engine);
+}
+
+static void sources_are_free_when_they_are_written_and_not_before(void)
+{
+	struct sfr_fault slow = {
+		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 2000000
+	};
+	struct sfr_engine *engine;
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	engine = engine_of(64 * KIB, 2, 2);
+	for (unsigned cancel = 0; cancel < 2; cancel++) {
+		struct sfr_ticket *t = NULL;
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_inject_set(&slow), 0);
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_source(&l, memory + 1, 3 * MIB);
+		CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
+		sfr_parts_free(l.parts);
+		CHECK_EQ(saving_submit(t), 0);
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 0), SFR_EAGAIN);
+		if (cancel)
+			CHECK_EQ(sfr_save_cancel(t), 1);
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		if (cancel)
+			CHECK_EQ(report.state, SFR_CANCELLED);
+		else
+			CHECK_EQ(report.written_nbytes, 3 * MIB);
+		sfr_inject_clear();
+		saving_finish(t);
+		sfr_ticket_put(t);
+	}
+	free_engine(engine);
+	sfr_inject_remove();
+}
+
+static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
+{
+	static const struct {
+		const char *call;
+		int err;
+	} faults[] = { { "*", ENOMEM }, { "*", EIO }, { "pwrite", ENOSPC } };
+
+	for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++) {
+		FOR_EVERY_FAILURE(run, faults[i].call, faults[i].err)
+		{
+			const struct sfr_engine_opts opts = { .pool_bytes = 8192,
+							      .block_bytes = 4096,
+							      .nr_writers = 1,
+							      .max_in_flight = 1 };
+			struct sfr_engine *engine = NULL;
+			struct list l = { 0 };
+			int rc = sfr_engine_new(&opts, &engine);
+
+			l.rc = rc ? rc : sfr_parts_new(&l.parts);
+			if (l.rc == 0) {
+				align(&l, memory);
+				add_source(&l, memory, 4 * 4096 + 5);
+				add_crc(&l, 0);
+				add_bytes(&l, "end", 3);
+				CHECK(l.rc == 0 || check_acted(&run));
+				rc = save(engine, &l, 0);
+				CHECK(l.rc == 0 || rc == l.rc); /* the first failure is kept */
+			} else {
+				rc = l.rc;
+			}
+			CHECK(rc == 0 || check_acted(&run));
+			check_heal(&run);
+			if (rc == 0)
+				check_file(&l);
+			if (engine)
+				free_engine(engine);
+		}
+		CHECK_EQ(saving_nr_temporaries(dir), 0);
+	}
+}
+
+static void what_makes_no_file_is_refused_and_stays_so(void)
+{
+	const int64_t one[65] = { 1 };
+	const struct sfr_tensor tensor = {
+		.storage = "FloatStorage", .ndim = 65, .sizes = one, .strides = one
+	};
+	struct sfr_engine *engine = engine_of(4096, 2, 1);
+	struct sfr_ticket *t = NULL;
+
+	for (unsigned kind = 0; kind < 4; kind++) {
+		struct sfr_parts *parts;
+		int rc = 0;
+
+		CHECK_EQ(sfr_parts_new(&parts), 0);
+		if (kind == 0)
+			rc = sfr_parts_crc(parts, 0);
+		if (kind == 1)
+			rc = sfr_parts_source(parts, 0, 1);
+		if (kind == 2)
+			rc = sfr_parts_tensor(parts, &tensor);
+		if (kind == 3)
+			rc = sfr_parts_source(parts, 1, UINT64_C(1) << 63);
+		CHECK_EQ(rc, kind == 3 ? -EFBIG : -EINVAL);
+		CHECK_EQ(sfr_parts_bytes(parts, "x", 1), rc);
+		CHECK_EQ(new_save(engine, parts, 0, &t), rc);
+		CHECK(t == NULL);
+		sfr_parts_free(parts);
+	}
+	free_engine(engine);
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	memory = aligned_alloc(SFR_PAGE, MEMORY);
+	expected = malloc(FILE_MAX);
+	got = malloc(FILE_MAX);
+	if (!memory || !expected || !got)
+		return EXIT_FAILURE;
+	for (uint64_t k = 0; k < MEMORY; k++)
+		memory[k] = (unsigned char)(k * 2654435761u >> 13);
+	RUN(any_list_is_its_parts_in_order);
+	RUN(a_field_may_straddle_two_blocks);
+	RUN(what_stands_in_the_file_as_in_memory_is_not_copied);
+	RUN(few_buffers_are_enough_for_any_length);
+	RUN(sources_are_free_when_they_are_written_and_not_before);
+	RUN(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one);
+	RUN(what_makes_no_file_is_refused_and_stays_so);
+	free(memory);
+	free(expected);
+	free(got);
+	saving_rmdir(dir);
+	return check_done();
+}

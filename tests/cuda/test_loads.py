@@ -1,0 +1,161 @@
+"""Loads to a device: what arrives, in which order, and what is left when something fails."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from stillframe._base import device as _device
+from stillframe._save import restore
+from stillframe.testing import FakeDriver
+
+COPY = "cuMemcpyHtoDAsync_v2"
+LENGTHS = (0, 1, 1023, 1 << 18, (3 << 18) + 5, 64)  # float32: parts of pieces, and several
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(LENGTHS)}
+    return {**tensors, "view": tensors["t4"][10:20], "transposed": torch.randn(3, 5).t()}
+
+
+@pytest.fixture
+def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    torch.save(state, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+@pytest.fixture(autouse=True)
+def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Has the calls meet a current stream that is not the calling thread."""
+    handle = fake.stream()
+    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
+    return handle
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(fake: FakeDriver, stream: int) -> Any:
+    kinds = ("streams", "events", "allocated", "contexts")
+    before = {kind: fake.live(kind) for kind in kinds}
+    yield
+    assert {kind: fake.live(kind) for kind in kinds} == before
+    assert not [each for each in threading.enumerate() if each.name == "sfr-restore"]
+
+
+def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+    assert found["view"].data_ptr() == found["t4"].data_ptr() + 40
+
+
+@pytest.mark.parametrize("where", [None, "cuda", torch.device("cuda:0"), {"cpu": "cuda:0"}])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_loaded_to_a_device_is_sent_there_once(
+    where: Any, verify: bool, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    # Without a GPU torch itself knows no such device: the storages are there already.
+    real_load = restore.serialization._load
+    with pytest.MonkeyPatch.context() as patch:
+
+        def load(zip_file: Any, map_location: Any, pickle_module: Any, **rest: Any) -> Any:
+            return real_load(zip_file, map_location and "cpu", pickle_module, **rest)
+
+        patch.setattr(restore.serialization, "_load", load)
+        fake.delay(200_000)
+        assert_same(stillframe.load(file, where, verify=verify), state)
+    stored = {each.untyped_storage()._cdata: each.untyped_storage() for each in state.values()}
+    assert fake.copied_bytes == sum(each.nbytes() for each in stored.values())
+
+
+def test_nothing_is_handed_out_before_it_has_landed(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    fake.hold(True)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(stillframe.load(file)))
+    thread.start()
+    try:
+        while fake.calls("cuEventQuery") < 50:  # the readers have read, and ask
+            thread.join(0.001)
+        assert found == []
+    finally:
+        fake.hold(False)
+        thread.join(30)
+    assert_same(found[0], state)
+
+
+def test_host_memory_is_two_pieces_for_each_thread_however_large_the_file(
+    tmp_path: Path, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save([torch.zeros(30 << 18)], tmp_path / "a.pt")
+    stillframe.load(tmp_path / "a.pt")
+    assert fake.calls("cuMemHostAlloc") == 8
+    assert fake.copied_bytes == 30 << 20
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize(
+    "call", [COPY, "cuEventRecord", "cuEventQuery", "cuStreamWaitEvent", "cuStreamCreate"]
+)
+def test_a_device_that_refuses_a_call_is_named_and_the_next_load_works(
+    call: str, nth: int, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    fake.fail(call, nth=nth, code=999)
+    hits = 0
+    try:
+        assert_same(stillframe.load(file), state)
+    except stillframe.StillframeError as error:
+        hits = 1
+        assert "device 0: cu" in str(error)
+        assert "999" in str(error)
+    assert fake.hits == hits
+    fake.reset()
+    assert_same(stillframe.load(file), state)
+
+
+def test_a_device_without_memory_is_torch_s_error_and_the_next_load_works(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = restore.new_storage, [3]
+
+    def new_storage(nbytes: int, device: Any = "cpu") -> torch.UntypedStorage:
+        left[0] -= isinstance(device, torch.device)
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(nbytes, device)
+
+    monkeypatch.setattr(restore, "new_storage", new_storage)
+    with pytest.raises(torch.OutOfMemoryError):
+        stillframe.load(file)
+    left[0] = 1 << 20
+    assert_same(stillframe.load(file), state)
+
+
+def test_a_damaged_record_is_told_of_and_not_handed_out(file: Path, fake: FakeDriver) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(stillframe.CorruptCheckpointError, match="data/"):
+        stillframe.load(file)
+
+
+def test_tensors_that_are_there_are_filled_on_their_device(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    base = torch.zeros(3, 5)
+    target = {name: torch.zeros_like(each) for name, each in state.items()}
+    target["t5"] = torch.zeros(128)[::2]
+    target["t1"] = torch.zeros(7)[3:4]
+    target["transposed"] = base.t()
+    before = target["t3"]._version
+    assert stillframe.load(file, into=target) is target
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
+    assert target["t3"]._version > before
+    assert fake.copied_bytes == sum(state[name].nbytes for name in ("t1", "t2", "t3", "t4"))

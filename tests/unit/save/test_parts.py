@@ -1,0 +1,265 @@
+"""Files made of parts: archives of tensors and bytes, written from where they are."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import subprocess
+import sys
+import weakref
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from stillframe._save.parts import Parts, row_of, submit_parts
+from stillframe.testing import fault, slow
+from torch import Tensor
+
+MIB = 1 << 20
+BLOCK = MIB
+
+
+@pytest.fixture
+def engine() -> Iterator[stillframe.Engine]:
+    with stillframe.Engine(pool_bytes=8 * BLOCK, block_bytes=BLOCK) as engine:
+        yield engine
+
+
+def tensors() -> list[Tensor]:
+    torch.manual_seed(0)
+    made = [
+        torch.randn(1000),
+        torch.randn(()),
+        torch.empty(0, 3),
+        torch.randn(2, 3).t(),
+        torch.arange(300_000).reshape(1, 1, 2, 3, 50_000),
+        torch.tensor([True, False]),
+        torch.randn(513, 1025, dtype=torch.float64),
+        torch.randn(3, 70_000).bfloat16(),
+        torch.randn(255, 256, dtype=torch.complex64),
+        torch.randn(1, 65536, 1),
+        torch.ones(1, 1, 5).expand(1, 1, 5),
+        torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.zeros(BLOCK, dtype=torch.uint8),
+        torch.randn(3 * BLOCK // 4 + 5),
+        torch.randint(-9, 9, (7,), dtype=torch.int8),
+        *(torch.randn(n) for n in range(1, 40)),
+    ]
+    # of page-aligned memory, and not so
+    large = torch.arange(2 * BLOCK, dtype=torch.int32)
+    made += [
+        large.clone(),
+        large[1:].clone(),
+        torch.frombuffer(bytearray(BLOCK + 4099), dtype=torch.uint8),
+    ]
+    return made
+
+
+def written(engine: stillframe.Engine, items: list[Any], path: Path) -> list[bytes]:
+    """The items, as they stand in the file that is made of them."""
+    parts = Parts()
+    places = parts.append([row_of(i) if isinstance(i, Tensor) else i for i in items])
+    length = parts.nbytes
+    assert parts.nbytes == sum(nbytes for _, nbytes in places)
+    report = submit_parts(engine, parts, path, owners=items).result()
+    assert report is not None
+    data = path.read_bytes()
+    assert report.nbytes == len(data) == length
+    return [data[offset : offset + nbytes] for offset, nbytes in places]
+
+
+def test_each_tensor_is_an_archive_as_torch_saves_it(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    made = tensors()
+    for tensor, archive in zip(made, written(engine, made, tmp_path / "a"), strict=True):
+        loaded = torch.load(io.BytesIO(archive), weights_only=True)
+        assert (loaded.dtype, loaded.shape, loaded.stride()) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
+        assert loaded.equal(tensor)
+        buffer = io.BytesIO()
+        torch.save(tensor.clone(), buffer)
+        ours, theirs = (zipfile.ZipFile(io.BytesIO(each)) for each in (archive, buffer.getvalue()))
+        assert ours.testzip() is None
+        for name in ours.namelist():
+            assert ours.read(name) == theirs.read(name), name
+
+
+def test_an_archive_passes_for_a_zip_file_of_its_own(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    (archive,) = written(engine, [torch.randn(400_000)], tmp_path / "a")
+    (tmp_path / "b.zip").write_bytes(archive)
+    subprocess.run([sys.executable, "-m", "zipfile", "-t", tmp_path / "b.zip"], check=True)
+    with pytest.raises(zipfile.BadZipFile):
+        broken = bytearray(archive)
+        broken[len(broken) // 2] ^= 1
+        zipfile.ZipFile(io.BytesIO(broken)).read("archive/data/0")
+
+
+@pytest.mark.parametrize("items", [[], [b""], [b"x"], [b"x" * 4096], [b"y" * (BLOCK + 1)]])
+def test_a_file_is_as_long_as_its_parts(
+    items: list[bytes], engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    assert written(engine, items, tmp_path / "a") == items
+
+
+def test_bytes_and_tensors_stand_in_the_order_given(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    tensor = torch.randn(2 * BLOCK)
+    items = [b"first", tensor, memoryview(b"second"), tensor, bytearray(b"third" * 5000)]
+    got = written(engine, items, tmp_path / "a")
+    assert got[0::2] == [bytes(each) for each in items[0::2]]
+    assert all(torch.load(io.BytesIO(got[i])).equal(tensor) for i in (1, 3))
+
+
+def test_a_pool_full_of_snapshots_is_written_all_the_same(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    state = [torch.randn(BLOCK // 8) for _ in range(8)] + [torch.randn(BLOCK)]
+    with stillframe.snapshot(state, engine=engine) as snap:
+        while engine.stats()["leased_bytes"] < 8 * BLOCK:
+            state.append(stillframe.snapshot([torch.zeros(10)], engine=engine).tree[0])
+        got = written(engine, snap.tree, tmp_path / "a")
+        assert all(torch.load(io.BytesIO(a)).equal(t) for a, t in zip(got, state, strict=False))
+        del got
+
+
+def test_what_is_large_is_written_from_where_it_is(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    state = [torch.randn(4 * BLOCK // 4 + i) for i in range(20)]
+    engine.warm_up(2 * BLOCK)
+    with slow("pwrite", 0.001):
+        parts = Parts()
+        parts.append([row_of(each) for each in state])
+        report = submit_parts(engine, parts, tmp_path / "a", owners=state).result()
+    assert report is not None
+    assert report.peak_pool_bytes <= 4 * BLOCK  # two writers and as many blocks ahead
+    assert (report.captured_nbytes, report.deferred_nbytes) == (0, 0)
+
+
+def test_the_sources_live_until_the_save_has_ended(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    tensor = torch.randn(BLOCK)
+    wanted = tensor.clone()
+    gone = weakref.ref(tensor)
+    parts = Parts()
+    parts.append([row_of(tensor)])
+    with slow("pwrite", 0.05):
+        handle = submit_parts(engine, parts, tmp_path / "a", owners=[tensor])
+        del tensor
+        gc.collect()
+        assert gone() is not None or handle.done()
+        handle.result()
+    assert torch.load(tmp_path / "a").equal(wanted)
+    assert gone() is None
+
+
+def test_staged_means_that_the_sources_are_written(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    tensor = torch.randn(2 * BLOCK)
+    wanted = tensor.clone()
+    parts = Parts()
+    parts.append([row_of(tensor)])
+    with slow("fdatasync", 0.1):
+        handle = submit_parts(engine, parts, tmp_path / "a", owners=[tensor])
+        handle.wait_staged()
+        tensor.zero_()
+        handle.result()
+    assert torch.load(tmp_path / "a").equal(wanted)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "ftruncate", "rename", "fallocate"])
+def test_a_failure_keeps_the_old_file_and_the_engine_usable(
+    call: str, engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    tensor = torch.randn(BLOCK + 1)
+    for nth in (1, 4) if call == "pwrite" else (1,):
+        parts = Parts()
+        parts.append([row_of(tensor), b"x"])
+        with fault(call, err=errno.ENOSPC, nth=nth):
+            handle = submit_parts(engine, parts, path, owners=[tensor])
+            with pytest.raises(stillframe.SaveError) as caught:
+                handle.result()
+        assert caught.value.errno == errno.ENOSPC
+        assert path.read_bytes() == b"old"
+    assert written(engine, [tensor], path)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_cancelled_save_lets_go_of_its_sources(engine: stillframe.Engine, tmp_path: Path) -> None:
+    state = [torch.randn(BLOCK) for _ in range(6)]
+    parts = Parts()
+    parts.append([row_of(each) for each in state])
+    with slow("pwrite", 0.02):
+        handle = submit_parts(engine, parts, tmp_path / "a", owners=state)
+        assert handle.cancel()
+        with pytest.raises(CancelledError):
+            handle.result()
+    assert handle.state == "cancelled"
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_field_holds_the_crc_of_an_earlier_source(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (5, 3 * BLOCK + 7, 0, 99)]
+    parts = Parts()
+    for source in sources:
+        parts.source(source.data_ptr() if len(source) else 0, len(source))
+    parts.append([b"."])
+    for number in (1, 0, 3, 2, 1):
+        parts.crc(number)
+    submit_parts(engine, parts, tmp_path / "a", owners=sources).result()
+    data = (tmp_path / "a").read_bytes()
+    crcs = [zipfile.crc32(source.numpy().tobytes()) for source in sources]  # type: ignore[attr-defined]
+    assert data == b"".join(source.numpy().tobytes() for source in sources) + b"." + b"".join(
+        crcs[number].to_bytes(4, "little") for number in (1, 0, 3, 2, 1)
+    )
+
+
+def test_a_field_of_a_source_that_is_not_there_is_refused_for_good() -> None:
+    parts = Parts()
+    with pytest.raises(ValueError):
+        parts.crc(0)
+    with pytest.raises(ValueError):
+        parts.append([b"x"])
+
+
+def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> None:
+    parts = Parts()
+    parts.append([b"x"])
+    submit_parts(engine, parts, tmp_path / "a", owners=[]).result()
+    with pytest.raises(ValueError):
+        submit_parts(engine, parts, tmp_path / "b", owners=[])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(6)[::2],
+        torch.randn(3, 3).to_sparse(),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.zeros(3).to(torch.float8_e4m3fn),
+        torch.ones(1).expand(4),
+        torch.empty(3, device="meta"),
+    ],
+    ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta"],
+)
+def test_what_torch_save_has_to_write_is_told(tensor: Tensor) -> None:
+    assert row_of(tensor) is None
