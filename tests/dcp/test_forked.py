@@ -19,7 +19,7 @@ class Request(NamedTuple):
     async_fn: Callable[..., None] | None
     async_fn_args: tuple[Any, ...]
     finalize_fns: list[Callable[..., None]]
-    async_fn_kwargs: dict[str, Any] = {}
+    async_fn_kwargs: dict[str, Any] | None = None
     preload_fn: Callable[[], Any] | None = None
 
 
