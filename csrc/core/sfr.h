@@ -395,6 +395,8 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
+/* Its views end by themselves, whatever the caller does: from now on others wait for the memory. */
+void sfr_snapshot_will_return(struct sfr_snapshot *s);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */
@@ -474,7 +476,7 @@ void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once eac
 
 /* ---- reading back (check.c) --------------------------------------------- */
 
-/* See load.h: sfr_check_new, sfr_check_run and the result. */
+/* See check/check.h: sfr_check_new, sfr_check_run and the result. */
 
 /* ---- fork (fork.c) ----------------------------------------------------- */
 

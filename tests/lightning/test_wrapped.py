@@ -62,6 +62,35 @@ def state(value=1.0):
     return {"x": torch.full((SIZE,), value), "y": {"n": 3}}
 
 
+def test_a_save_waits_for_the_memory_of_a_wrapped_one_under_way(pkg, tmp_path):
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
+        gate = Gate(opened=False)
+        plugin = pkg.AsyncCheckpointIO(other(pkg, gate), engine=engine)
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")  # has the only block
+        opener = threading.Timer(0.2, gate.event.set)
+        opener.start()
+        stillframe.async_save(state(2.0), tmp_path / "b.pt", engine=engine).result()
+        opener.join()
+        plugin.teardown()
+    assert torch.equal(load(tmp_path / "b.pt")["x"], torch.full((SIZE,), 2.0))
+
+
+def test_a_snapshot_inside_the_work_does_not_wait_for_ever_for_the_works_own_memory(
+    pkg, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("stillframe._snapshot.snapshot._INSIDE_S", 0.05)
+
+    class Snapping(pkg.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            stillframe.snapshot(checkpoint, engine=engine)
+
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
+        plugin = pkg.AsyncCheckpointIO(Snapping(), engine=engine)
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+        with pytest.raises(stillframe.PoolExhaustedError, match="snapshots hold 1 MiB of it"):
+            plugin.teardown()
+
+
 def test_it_saves_a_snapshot_on_another_thread(pkg, tmp_path):
     gate = Gate(opened=False)
     io = other(pkg, gate)

@@ -26,6 +26,10 @@
  *
  * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
  * last one.
+ *
+ * Shared memory is the same memory with MADV_DOFORK for as long as its lease lasts: a child has a
+ * copy-on-write view of its own, which nothing that the parent does later can reach, and a fork
+ * waits until a shared snapshot has been copied.
  */
 #include <errno.h>
 #include <string.h>
@@ -372,6 +376,16 @@ int sfr_snapshot_view(struct sfr_snapshot *s)
 void sfr_snapshot_unview(struct sfr_snapshot *s)
 {
 	unuse(s, &s->nr_views);
+}
+
+void sfr_snapshot_will_return(struct sfr_snapshot *s)
+{
+	if (foreign(s))
+		return;
+	sfr__lock(&s->engine->mu);
+	if (s->lease.runs)
+		sfr__pool_let_go(s->engine->pool, &s->lease);
+	sfr__unlock(&s->engine->mu);
 }
 
 int sfr_snapshot_hold(struct sfr_snapshot *s)

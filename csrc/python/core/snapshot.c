@@ -143,26 +143,25 @@ static void snapshot_dealloc(PyObject *object)
 	Py_DECREF(type);
 }
 
-/* lease(wait=True). Answers signals while it waits: nothing is held then. To one that does not
+/* lease(timeout=None). Answers signals while it waits: nothing is held then. To one that does not
  * wait, a pool that is busy is a pool that is exhausted. */
 static PyObject *snapshot_lease(ARGS)
 {
 	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	struct sfr_py_state *state = PyType_GetModuleState(cls);
-	uint64_t left = SFR_FOREVER, slice = 0;
-	int wait = nargs > 0 ? PyObject_IsTrue(args[0]) : 1;
+	uint64_t left, slice = 0;
 	int rc;
 
 	(void)kwnames;
-	if (wait < 0)
+	if (sfr_py_timeout(nargs > 0 ? args[0] : Py_None, &left) < 0)
 		return NULL;
 	do {
-		if (wait && sfr_py_slice(&left, &slice) < 0)
+		if (left > 0 && sfr_py_slice(&left, &slice) < 0)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS
 		rc = sfr_snapshot_lease(s, slice);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN && wait);
+	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc == SFR_EAGAIN)
 		rc = SFR_EEXHAUSTED;
 	return rc < 0 ? sfr_py_raise(state, rc) : make_memory(state, s);
@@ -302,6 +301,14 @@ static PyObject *snapshot_unhold(ARGS)
 	Py_RETURN_NONE;
 }
 
+static PyObject *snapshot_will_return(ARGS)
+{
+	(void)cls;
+	UNUSED_ARGS;
+	sfr_snapshot_will_return(((struct sfr_py_snapshot *)object)->snapshot);
+	Py_RETURN_NONE;
+}
+
 static PyObject *snapshot_leased(ARGS)
 {
 	int rc = sfr_snapshot_leased(((struct sfr_py_snapshot *)object)->snapshot);
@@ -323,7 +330,8 @@ static PyObject *snapshot_number(PyObject *object, void *closure)
 	{ name, (PyCFunction)(void (*)(void))function,                                             \
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
-	METHOD("lease", snapshot_lease, "lease() -> SnapshotMemory: waits for saves if need be."),
+	METHOD("lease", snapshot_lease,
+	       "lease(timeout=None) -> SnapshotMemory: waits for saves if need be."),
 	METHOD("start", snapshot_start,
 	       "start(streams=()): copies what is captured, queues the rest."),
 	METHOD("gate", snapshot_gate,
@@ -334,6 +342,8 @@ static PyMethodDef methods[] = {
 	       "wait(timeout=None) -> (False when the timeout passed, torn source or -1)."),
 	METHOD("hold", snapshot_hold, "hold() -> bool: False when the memory has gone back."),
 	METHOD("unhold", snapshot_unhold, "unhold(): ends one hold."),
+	METHOD("will_return", snapshot_will_return,
+	       "will_return(): others wait for its memory from now on."),
 	METHOD("leased", snapshot_leased, "leased() -> bool."),
 	{ NULL, NULL, 0, NULL },
 };

@@ -30,7 +30,7 @@ from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._save.options import SaveOptions, WhenBusy
 from stillframe._save.report import IoMode
-from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
+from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write, will_return
 from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
@@ -154,6 +154,8 @@ class Inner:
                 taken.hold_until(held)
             completion.in_flight[save.number] = save
             _ordered.submit(key, _core.WORK_SAVE, work)
+            if taken is not None:
+                will_return(taken)
         except BaseException:
             if _take_one(owner):
                 completion.in_flight.pop(save.number, None)

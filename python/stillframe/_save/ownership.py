@@ -11,6 +11,9 @@ optimizer is captured. One for which there can be no owner is only marked while 
 Several threads may step different optimizers, and a signal handler may come in anywhere. So
 there is no lock: shared state is changed by single dict and set operations, which the interpreter
 lock makes atomic, and one owner is only ever changed by the thread that steps its optimizer.
+
+A storage that changed once stays captured until `load_state_dict` or a new storage takes its
+place. One that two optimizers own is captured in both.
 """
 
 from __future__ import annotations

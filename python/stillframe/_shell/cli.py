@@ -20,11 +20,11 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from stillframe import _core
 from stillframe._base import looks
+from stillframe._base.bar import bar, on_terminal, printable
 from stillframe._base.sizes import decimal
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
@@ -34,7 +34,7 @@ _SUFFIXES = (".ckpt", ".pt", ".pth")
 _LONG_NBYTES = 256 << 20  # from here on a progress display is worth its flicker
 _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class _Display:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self._on_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._on_terminal = on_terminal()
 
     def verify(self, path: str) -> Finding:
         try:
@@ -206,7 +206,7 @@ class _Display:
             nbytes = 0
         if nbytes < _LONG_NBYTES or not self._on_terminal:
             return self.found(verify_file(path))
-        with self._bar(path, nbytes) as progress:
+        with bar(path, nbytes) as progress:
             finding = verify_file(path, progress)
         return self.found(finding)
 
@@ -215,31 +215,6 @@ class _Display:
             _print(finding)
         return finding
 
-    @contextmanager
-    def _bar(self, path: str, nbytes: int) -> Iterator[Progress]:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bars
-
-        console = Console(stderr=True)
-        columns = [TextColumn("{task.description}"), BarColumn(None), DownloadColumn()]
-        if console.width >= 80:
-            columns.append(TransferSpeedColumn())
-        with Bars(*columns, console=console, transient=True, expand=True) as bars:
-            name = _printable(os.path.basename(path))
-            task = bars.add_task(escape(name[: console.width // 3]), total=nbytes)
-
-            def progress(done: int, total: int) -> None:
-                bars.update(task, completed=done, total=total)
-
-            yield progress
-
-
-def _printable(text: str) -> str:
-    """Text that any terminal can take: no control characters, no half characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
 
 def _result(finding: Finding) -> str:
     """What was found: one line, and one more for each bad record."""
@@ -247,8 +222,8 @@ def _result(finding: Finding) -> str:
         return "ok"
     if finding.status != DAMAGED or not finding.bad_records:
         word = "damaged: " if finding.status == DAMAGED else ""
-        return _printable(f"{word}{finding.error}")
-    shown = [_printable(f"{name}: {why}") for name, why in finding.bad_records[:_MAX_SHOWN]]
+        return printable(f"{word}{finding.error}")
+    shown = [printable(f"{name}: {why}") for name, why in finding.bad_records[:_MAX_SHOWN]]
     rest = finding.num_bad - len(shown)
     lines = [f"damaged: {_records(finding.num_bad)}", *shown]
     return "\n".join([*lines, f"and {rest} more"] if rest > 0 else lines)
@@ -265,7 +240,7 @@ def _printed(finding: Finding) -> list[str]:
     if finding.ok and finding.legacy:
         notes.append("torch's legacy format, which has no checksums")
     size = f" ({', '.join(notes)})" if notes else ""
-    return [f"{_printable(finding.path)}: {first}{size}", *rest]
+    return [f"{printable(finding.path)}: {first}{size}", *rest]
 
 
 def _records(number: int) -> str:

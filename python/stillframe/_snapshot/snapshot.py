@@ -10,6 +10,9 @@
 The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
 gives the memory back when the last of them is gone. So the tree may be handed on, its `Snapshot`
 dropped, and nothing is overwritten while somebody can still read it.
+
+`tree` waits for the copy: a tree whose bytes are not there yet would be garbage that looks like
+tensors. Trees with tensors that check what they are made from (sparse ones) wait in the call.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._base.dtensor import memory_of
-from stillframe._save import completion, gate
+from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
 from stillframe._save.gate import Deferral
@@ -48,6 +51,8 @@ from stillframe.errors import (
 log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
+
+_INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
 
 
 class _Copy:
@@ -368,6 +373,16 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
     taken._copy.tell(function)
 
 
+def will_return(taken: Snapshot[Any]) -> None:
+    """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
+    do."""
+    taken._copy.core.will_return()
+
+
+def _most_s() -> float | None:
+    return _INSIDE_S if ordered.is_inside() else None
+
+
 def is_leased(taken: Snapshot[Any]) -> bool:
     """Whether its memory has not gone back to the pool."""
     return taken._copy.core.leased()
@@ -397,7 +412,7 @@ def _take(
     try:
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
         try:
-            memory = core.lease(wait)
+            memory = core.lease(_most_s() if wait else 0.0)
         except PoolExhaustedError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 raise  # a signal handler's, whose snapshot did not fit

@@ -16,6 +16,11 @@ subclasses) reduce themselves as they do for `torch.save`, and the storages in w
 are exchanged; other wrapper subclasses that can be flattened are flattened. A tensor that
 reduces itself to objects with tensors of their own (ShardedTensor does) is refused: such an object
 is left whole, and the new tensor would have the old one's memory.
+
+A tree is walked and not pickled, so objects that cannot be pickled (process groups among them)
+may be in what DCP or a callback hands over. The collector of garbage is paused meanwhile: many
+thousand new objects made it look through the whole process again and again, which took as long as
+the rest.
 """
 
 from __future__ import annotations
