@@ -1,12 +1,16 @@
 """Who writes a plugin's checkpoints, and with which engine.
 
-    checkpoint_io given          that one, from a snapshot (`_inner.py`)
+    checkpoint_io given          that one, from a snapshot (`wrapped.py`)
     a remote path                Lightning's TorchCheckpointIO, through fsspec, from a snapshot
     torch.save was replaced      Lightning's TorchCheckpointIO, from a snapshot
     any other                    stillframe itself
 
 The two in the middle are not what stillframe promises, so they are logged once each and stand in
 the report of every save. Whoever writes a path also removes it.
+
+A replaced `torch.save` is called because whoever put a layer over it (or a test that counts)
+expects so. Remote paths are taken, where the functions refuse them, so that a run on `s3://` goes
+on to work when the import is swapped.
 """
 
 from __future__ import annotations
