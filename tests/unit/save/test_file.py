@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import threading
 import random
 import threading
 from collections.abc import Iterator
