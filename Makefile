@@ -13,6 +13,7 @@
 # make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
+# make pictures   draws the pictures of README and docs from benchmarks/results/*.json
 # make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make wheel-check      a wheel from a source distribution, looked over by auditwheel and abi3audit
@@ -39,7 +40,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants gpu \
+.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -97,6 +98,10 @@ bench: build $(VENV)/.bench
 	$(PY) benchmarks/limits.py --dir $(DIR) --json build/limits.json $(LIMITS_ARGS)
 	$(PY) benchmarks/restore.py --dir $(DIR) --json build/restore.json $(LOAD_ARGS)
 	$(PY) benchmarks/vs_peers.py --dir $(DIR) --json build/vs_peers.json $(ARGS)
+
+# What README and docs show, from the figures that are in the tree.
+pictures: $(VENV)/.bench
+	$(PY) benchmarks/pictures.py --out docs/assets benchmarks/results/*.json
 
 $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
 	$(PIP) install --constraint requirements.txt --requirement benchmarks/requirements.txt

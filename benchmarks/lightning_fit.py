@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pictures
 from common import (
     BenchError,
     Series,
@@ -258,42 +259,6 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
     return table
 
 
-def draw(path: Path, results: dict[int, Any]) -> None:
-    """Steps per second of each way, a panel for each state."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no picture: pip install -r benchmarks/requirements.txt", file=sys.stderr)
-        return
-    colours = ("#9aa5b1", "#e0a458", "#7c98b3", "#c8352b")
-    figure = Figure(figsize=(6.4 * len(results), 4.0), layout="constrained")
-    for number, (nbytes, result) in enumerate(results.items()):
-        axes = figure.add_subplot(1, len(results), number + 1)
-        for index, way in enumerate(WAYS):
-            axes.bar(
-                [place + 0.2 * index for place in range(len(result["every"]))],
-                [
-                    statistics.median(fit["steps_per_s"] for fit in fits[way])
-                    for fits in result["every"].values()
-                ],
-                width=0.18,
-                color=colours[index],
-                label=way,
-            )
-        axes.set_xticks(
-            [place + 0.3 for place in range(len(result["every"]))],
-            [f"every {every} steps" for every in result["every"]],
-        )
-        axes.set_title(f"{format_size(nbytes)} of state")
-        axes.set_ylabel("steps per second")
-    figure.axes[0].legend(fontsize=8, ncols=len(WAYS), loc="lower left", bbox_to_anchor=(0, -0.2))
-    figure.savefig(path, dpi=130)
-    print(f"drawn as {path}", file=sys.stderr)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_directory_options(parser)
@@ -324,8 +289,9 @@ def main() -> int:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
     if options.json:
-        write_json(options.json, {"machine": facts, "command": sys.argv, "results": results})
-        draw(options.json.with_suffix(".png"), results)
+        document = {"machine": facts, "command": sys.argv, "results": results}
+        write_json(options.json, document)
+        pictures.beside(options.json, document)
     return 0
 
 

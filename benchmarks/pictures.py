@@ -1,9 +1,10 @@
 """Draws the figures of a run as a PNG beside its JSON; also on its own:
 
     python benchmarks/pictures.py vs_peers.json [limits.json ...]
+    make pictures            those of benchmarks/results, which README and docs show
 
-matplotlib is needed for it (benchmarks/requirements.txt); without it the figures are saved and a
-sentence says what to install.
+A way to save has one colour in every picture, and every bar its spread. matplotlib is needed
+(benchmarks/requirements.txt); without it the figures are saved and a sentence says what to install.
 """
 
 from __future__ import annotations
@@ -13,19 +14,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from peers import OURS, PEERS
+from common import Series, format_size
+from peers import DCP, DCP_STAGER, LIGHTNING, OURS, PEERS, TORCH, TORCH_NO_CRC
 
 MISSING = (
     "no picture is drawn, because matplotlib is not installed: "
     "pip install -r benchmarks/requirements.txt, then python benchmarks/pictures.py {json}"
 )
-COLOURS = ("#9aa5b1", "#c3cad2", "#e0a458", "#7c98b3", "#52708f", "#c8352b")  # ours stands out
+COLOURS = ("#7f9c6d", "#c3cad2", "#e0a458", "#7c98b3", "#52708f", "#c8352b")
+WAY_COLOURS = {  # ours stands out
+    TORCH: COLOURS[0],
+    TORCH_NO_CRC: COLOURS[1],
+    LIGHTNING: COLOURS[2],
+    DCP: COLOURS[3],
+    DCP_STAGER: COLOURS[4],
+    OURS: COLOURS[5],
+    "none": "#dfe3e8",
+    "synchronous": COLOURS[0],  # Lightning's, which is torch.save
+    "lightning": COLOURS[2],
+}
+FORWARD, STEP, WAIT = "#e4e7eb", "#b8c0ca", "#3b4754"
 PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slower steps", 0.35))
 
 
-def beside(json_path: Path, document: dict[str, Any]) -> Path | None:
-    """Draws `document` into a PNG of the same name; None where there is nothing to draw, or
-    matplotlib is missing (said on stderr)."""
+def beside(json_path: Path, document: dict[str, Any], out: Path | None = None) -> Path | None:
+    """Draws `document` into a PNG of the same name (in `out`, if given). None where there is
+    nothing to draw, or matplotlib is missing, which is said on stderr."""
     try:
         import matplotlib
 
@@ -39,18 +53,19 @@ def beside(json_path: Path, document: dict[str, Any]) -> Path | None:
         return None
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.4 * columns, 4.0 * rows), layout="constrained")
+    width = 10.0 if "turns" in document else 6.4 * columns
+    figure = Figure(figsize=(width, 4.0 * rows), layout="constrained")
     for number, (draw, arguments) in enumerate(panels):
         draw(figure.add_subplot(rows, columns, number + 1), *arguments)
     figure.suptitle(_title(document), fontsize=9, color="#555555")
-    path = json_path.with_suffix(".png")
+    path = (out or json_path.parent) / json_path.with_suffix(".png").name
     figure.savefig(path, dpi=130)
     print(f"drawn as {path}", file=sys.stderr)
     return path
 
 
 def _title(document: dict[str, Any]) -> str:
-    facts = document["facts"]
+    facts = document.get("facts") or document["machine"]
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['filesystem']}; {facts['date'][:10]}"
 
 
@@ -58,6 +73,10 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     panels: list[tuple[Any, tuple[Any, ...]]] = []
     if "seconds" in document:  # limits.json
         return [(_rates, (document["seconds"], document["nbytes"]))]
+    if "turns" in document:  # timeline.json
+        return [(_timeline, (document["turns"], document["state"]))]
+    if "results" in document:  # lightning_fit.json
+        return [(_fits, each) for each in document["results"].items()]
     if "states" in document:  # restore.json
         return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
@@ -81,7 +100,7 @@ def _names(found: Any) -> list[str]:
 
 
 def _colour(peer: str) -> str:
-    return COLOURS[list(PEERS).index(peer) % len(COLOURS)]
+    return WAY_COLOURS[peer]
 
 
 def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
@@ -94,13 +113,19 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
             axes.barh(row, value, left=left, color=_colour(peer), alpha=strength)
             left += value
         lost = figures[peer]["lost_s"]["median"] * 1e3
+        error = Series.of(figures[peer]["lost_s"]["values"]).error * 1e3
+        axes.errorbar(lost, row, xerr=error, color="#222222", capsize=3, lw=1.2)
         axes.annotate(
-            f" {lost:.0f} ms", (max(left, 0.0), row), va="center", fontsize=9, annotation_clip=False
+            f"  {lost:.0f} ± {error:.0f} ms",
+            (max(left, lost + error, 0.0), row),
+            va="center",
+            fontsize=9,
+            annotation_clip=False,
         )
     axes.set_yticks(range(len(peers)), peers)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set_xlabel("ms a save (dark to light: call, gate, slower steps)")
+    axes.set_xlabel("ms a save, ± standard error (dark to light: call, wait, slower steps)")
     axes.set_title(f"Lost time a save: {scenario}, {nbytes / 1e6:.0f} MB")
     _plain(axes)
 
@@ -114,6 +139,9 @@ def _bytes_over_time(axes: Any, curves: dict[str, Any]) -> None:
             for t, n in zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True)
             if t > 0
         ]
+        # One that writes in its call shows nothing before the end: from there the line is dashed.
+        first = min(points[0][0], 2e-3)
+        axes.plot((first, points[0][0]), (0, points[0][1]), "--", color=_colour(peer), lw=1)
         times, written = zip(*points, strict=True)
         axes.plot(times, written, color=_colour(peer), label=peer, lw=2.4 if peer == OURS else 1.4)
         axes.plot(times[-1:], written[-1:], "o", color=_colour(peer))
@@ -123,6 +151,112 @@ def _bytes_over_time(axes: Any, curves: dict[str, Any]) -> None:
     axes.set_title("Bytes over time, main thread idle")
     axes.legend(fontsize=8)
     _plain(axes)
+
+
+def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
+    """What checkpoints take of a training's steps a second: medians, and all rounds as a bar."""
+    ways = ("synchronous", "lightning", "stillframe")
+    for place, fits in enumerate(result["every"].values()):
+        for number, way in enumerate(ways):
+            shares = [
+                100 * (1 - mine["steps_per_s"] / none["steps_per_s"])
+                for mine, none in zip(fits[way], fits["none"], strict=True)
+            ]
+            middle = Series.of(shares).median
+            at = place + 0.26 * (number - 1)
+            label = way if place == 0 else "_" + way
+            axes.bar(at, middle, width=0.24, color=_colour(way), label=label)
+            spread = ((middle - min(shares),), (max(shares) - middle,))
+            axes.errorbar(at, middle, yerr=spread, color="#222222", capsize=3, lw=1.2)
+    axes.axhline(0, color="#222222", lw=0.8)
+    axes.set_xticks(range(len(result["every"])), [f"every {n} steps" for n in result["every"]])
+    axes.set_ylabel("% of the training's speed lost (all rounds)")
+    axes.set_title(f"{format_size(float(nbytes))} of state, a Lightning training")
+    axes.legend(fontsize=8)
+    _plain(axes)
+
+
+# ---- the timeline ------------------------------------------------------------------------------
+
+
+def _timeline(axes: Any, turns: dict[str, list[dict[str, Any]]], nbytes: int) -> None:
+    """Two lanes a way: the training thread, and what goes on behind it. Zero is the call."""
+    chosen = {way: min(each, key=lambda turn: turn["step_s"]) for way, each in turns.items()}
+    step = max(each["step_s"] for each in chosen.values())
+    left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
+    for row, (way, found) in enumerate(chosen.items()):
+        _training(axes, row, way, found)
+        _behind(axes, row + 0.36, way, found, right)
+        look = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
+        axes.annotate(_lost(turns[way]), (right, row), fontsize=8, annotation_clip=False, **look)
+    axes.axvline(0, color="#222222", lw=0.8)
+    axes.annotate(" the save begins", (0, -0.28), ha="left", fontsize=8)
+    axes.set_xlim(left, right)
+    axes.set_ylim(len(chosen) - 0.35, -0.5)
+    axes.set_yticks([row + 0.1 for row in range(len(chosen))], list(chosen))
+    axes.set_xlabel("seconds")
+    axes.set_title(f"A save of {format_size(nbytes)} in a training", pad=22)
+    _legend(axes)
+    _plain(axes)
+
+
+def _lost(turns: list[dict[str, Any]]) -> str:
+    """What is said of the lost time: nothing where noise is larger."""
+    lost = sorted(each["lost_s"] * 1e3 for each in turns)
+    middle = Series.of(lost).median
+    if lost[-1] - lost[0] > 2 * abs(middle):
+        return "lost time:\nnot told from noise"
+    return f"{middle:.0f} ms lost\n({lost[0]:.0f} to {lost[-1]:.0f})"
+
+
+def _bar(axes: Any, row: float, height: float, begin: float, end: float, **look: Any) -> None:
+    axes.barh(row, end - begin, left=begin, height=height, **look)
+
+
+def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
+    for name, begin, end in found["spans"]:
+        if name == "call":
+            _bar(axes, row, 0.34, begin, end, color=_colour(way))
+        else:
+            colour = STEP if name == "optimizer.step()" else FORWARD
+            _bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
+    for name, begin, end in found["background"]:
+        if name == "wait" and end - begin > 1e-4:
+            _bar(axes, row, 0.34, begin, end, color=WAIT)
+
+
+def _behind(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
+    """Copying is dark, writing lighter; of others than ours only begin and end are known."""
+    strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
+    for name, strength in strengths.items():
+        for kind, begin, end in found["background"]:
+            if kind == name and end > 0:
+                look = {"color": _colour(way), "alpha": strength, "lw": 0}
+                _bar(axes, row, 0.2, max(begin, 0.0), end, **look)
+    ended = found["ended_s"]
+    if not found["background"] and ended > found["call_s"]:
+        look = {"color": _colour(way), "alpha": 0.5, "lw": 0}
+        _bar(axes, row, 0.2, found["call_s"], min(ended, right), **look)
+    end, note = {OURS: ("durable", ""), DCP: ("file synced", "")}.get(
+        way, ("finished", ", not synced")
+    )
+    when = f"{end} after {ended:.2f} s{note}" + (" \u2192" if ended > right else "")
+    at = (0.01 if ended > right else min(ended, right)) + (found["call_s"] if ended > right else 0)
+    axes.annotate(f" {when}", (at, row), va="center", fontsize=7.5, color="#222222")
+
+
+def _legend(axes: Any) -> None:
+    from matplotlib.patches import Patch
+
+    shown = (
+        (FORWARD, "forward, backward"),
+        (STEP, "optimizer.step()"),
+        (WAIT, "wait before the step"),
+        ("#777777", "the call; below it, in the background: copying, writing"),
+    )
+    patches = [Patch(color=colour, label=label) for colour, label in shown]
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.99), "ncols": 4}
+    axes.legend(handles=patches, fontsize=8, frameon=False, **place)
 
 
 def _memory(axes: Any, resident: list[int]) -> None:
@@ -195,7 +329,10 @@ def _plain(axes: Any) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Draws each JSON named; 2 where one cannot be read or drawn."""
+    """Draws each JSON named, beside it or in the directory behind --out; 2 where one cannot be."""
+    out = None
+    if arguments[:1] == ["--out"]:
+        out, arguments = Path(arguments[1]), arguments[2:]
     if not arguments:
         print(__doc__, file=sys.stderr)
         return 2
@@ -203,7 +340,7 @@ def main(arguments: list[str]) -> int:
     for name in arguments:
         try:
             document = json.loads(Path(name).read_text())
-            drawn = beside(Path(name), document)
+            drawn = beside(Path(name), document, out)
         except (OSError, ValueError, KeyError) as error:
             print(f"pictures.py: {name}: {type(error).__name__}: {error}", file=sys.stderr)
             drawn = None

@@ -479,7 +479,7 @@ void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once eac
 
 /* ---- reading back (check.c) --------------------------------------------- */
 
-/* See load.h: sfr_check_new, sfr_check_run and the result. */
+/* See check/check.h: sfr_check_new, sfr_check_run and the result. */
 
 /* ---- fork (fork.c) ----------------------------------------------------- */
 

@@ -34,7 +34,7 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 /* A Restore of a check that has run and is its from now on; None where there can be none. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
-			     int verify);
+			     unsigned flags);
 
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);

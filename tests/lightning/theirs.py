@@ -13,6 +13,13 @@ file. Prints a table, and each test that passes synchronously and with ours does
 
 The tests want `jsonargparse[signatures]` and `tensorboard` for some of their own; what fails
 synchronously for want of a package is not counted against anybody.
+
+With Lightning 2.6.6 (sources of 2026-07-20; 373 tests, 24 skipped for want of GPUs and the like)
+339 pass synchronously and 10 want tensorboard; with ours and a flush slower by 0.3 s 337 pass.
+The two others: `test_none_monitor_not_alternating` lists the directory at the start of the next
+epoch and wants one file there, complete, which no save that lets training go on can give it;
+`test_trainer_save_checkpoint_storage_options` asserts that a mock over
+`TorchCheckpointIO.save_checkpoint` was called.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@
  *
  * Thread rules: init and fini belong to one thread. In between everything but entry->crc and
  * entry->crc_len is constant.
+ *
+ * The zip64 end record is always written, as torch does; the last record's 40 bytes are the only
+ * ones that are not 64-aligned.
  */
 #include <errno.h>
 #include <string.h>

@@ -16,6 +16,9 @@
  * With `direct` they read past the page cache where they can (direct.c).
  *
  * A fork leaves the child without the threads: there the window reads by itself (window.c).
+ *
+ * verify reads past the page cache with it: so it says what the disk holds, and leaves the page
+ * cache to the training.
  */
 #include <errno.h>
 #include <string.h>

@@ -18,6 +18,9 @@
  * that hangs: while it is at an entry and another could go past that one, a second thread waits for
  * that to be so. All of them are alike: each does what is to be done next, and at most one waits for
  * work, so whoever comes back to find one waiting ends.
+ *
+ * Commits are not the writers' business: so these never wait for a turn, and no number of them can
+ * deadlock. A rename and a directory's sync are short beside the data.
  */
 #include "commit/log_int.h"
 

@@ -3,6 +3,8 @@
  * A remove never leaves fewer durable checkpoints than before: where the last save in front of it did
  * not become durable, it is dropped, and a notice says so. What cannot be removed is a notice, too:
  * nobody waits for a remove.
+ *
+ * A remove is not synced: the worst a power failure can do is to leave one checkpoint too many.
  */
 #include <errno.h>
 #include <fcntl.h>

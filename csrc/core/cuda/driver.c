@@ -13,6 +13,9 @@
  * process, as drivers do not survive being unloaded. What could not be loaded is tried again only
  * when the variable names something else. Whoever wants a device and finds no driver is told in
  * the log, once: a machine without one is none of its business before that.
+ *
+ * A primary context is never made active by us, only retained where torch has done it: making one
+ * takes hundreds of megabytes of the device.
  */
 #include <dlfcn.h>
 #include <errno.h>

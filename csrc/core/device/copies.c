@@ -8,6 +8,8 @@
  * A driver may have no batches: then it is not asked again. It may also refuse a single one (memory
  * that consists of several segments is such a case): then its copies are made one by one, and the
  * next batch is tried as before. Either way reports say so.
+ *
+ * Batches ask for copy engines (PREFER_OVERLAP_WITH_COMPUTE).
  */
 #include <stdio.h>
 

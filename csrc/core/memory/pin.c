@@ -17,6 +17,9 @@
  *
  * A block's `piece` belongs to whoever has the block in hand; pin->mu guards the list of pieces
  * and is never held over a call of the driver, which may take milliseconds for a large piece.
+ *
+ * What a driver does not let go of stays mapped: a range whose unregistration fails would
+ * otherwise be given to somebody else while the driver still takes it for ours.
  */
 #include <errno.h>
 #include <stdio.h>

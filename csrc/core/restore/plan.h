@@ -108,7 +108,7 @@ static inline uint64_t sfr__restore_data_end(const struct sfr_restore *r, uint64
 int sfr__restore_plan(struct sfr_restore *r);
 
 /* source.c. -errno; SFR_ECORRUPT: the file ends before. `buf` and `off` as for sfr__direct_read. */
-void sfr__source_open(struct sfr__source *s, int fd);
+void sfr__source_open(struct sfr__source *s, int fd, bool shared);
 void sfr__source_close(struct sfr__source *s);
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
 

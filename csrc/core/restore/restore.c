@@ -218,7 +218,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	(void)sfr__cond_init(&r->work);
 	(void)sfr__cond_init(&r->news);
 	(void)sfr__cond_init(&r->asks);
-	sfr__source_open(&r->source, fd);
+	sfr__source_open(&r->source, fd, (flags & SFR_RESTORE_SHARED) != 0);
 	r->targets = sfr_sys.calloc(r->nr, sizeof(*r->targets));
 	rc = r->targets == NULL ? -ENOMEM : sfr__restore_plan(r);
 	if (rc < 0) {

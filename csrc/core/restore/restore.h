@@ -23,6 +23,8 @@ struct sfr_check;
 struct sfr_restore;
 
 #define SFR_RESTORE_VERIFY 1u /* compare the CRC of every record */
+#define SFR_RESTORE_SHARED                                                                         \
+	2u /* other processes read the file now: through the page cache, once for all */
 
 /* What went wrong first. */
 struct sfr_restore_failure {

@@ -9,6 +9,9 @@
  * a refused read starts the kernel's readahead: asking so for a cold gigabyte read all of it into
  * the page cache, on Linux 6.18.) It answers truthfully to those who own the file or may write to
  * it, and to all others that all is there: for them the page cache reads the file.
+ *
+ * Where several processes read the file at about the same time, they share the page cache: who comes
+ * to a page first has the disk read it, and the others wait for that.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -22,12 +25,12 @@
 #define NR_PAGES (SFR__RESTORE_PIECE / SFR_PAGE)
 #define WORTH_CACHE 16u /* pages: fewer in one place are not worth a call of their own */
 
-void sfr__source_open(struct sfr__source *s, int fd)
+void sfr__source_open(struct sfr__source *s, int fd, bool shared)
 {
 	struct stat st;
 
 	s->fd = fd;
-	s->direct_fd = sfr__direct_open(fd);
+	s->direct_fd = shared ? -1 : sfr__direct_open(fd);
 	s->tells = s->direct_fd >= 0 && sfr_sys.fstat(fd, &st) == 0 &&
 		   (st.st_uid == geteuid() || geteuid() == 0);
 }

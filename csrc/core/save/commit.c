@@ -1,4 +1,8 @@
-/* A save's entry in the log: its rename, when its turn has come. See commit/log.c. */
+/* A save's entry in the log: its rename, when its turn has come. See commit/log.c.
+ *
+ * It looks at its destination first: a directory gives EISDIR and a special file EINVAL here too
+ * and not only in the call, since an earlier remove in the log may have been what made room.
+ */
 #include "save/save.h"
 #include "trace/trace.h"
 

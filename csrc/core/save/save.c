@@ -10,6 +10,12 @@
  * no block and no lock, so a signal handler of the caller may make a whole other save there.
  * What goes wrong after admit is the ticket's own error: the caller goes on to launch, and the
  * save ends as any failed save does.
+ *
+ * A save enters the log at launch, when its call is through, and not when it begins: a save that a
+ * signal handler makes in the middle of another call can so be waited for there, since the
+ * interrupted one is not in front of it. Nor does such a one need memory beyond the pool on the
+ * host: an interrupted call holds no block while it waits. It takes a slot beyond max_in_flight,
+ * and says so.
  */
 #include <errno.h>
 #include <stdio.h>

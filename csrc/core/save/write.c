@@ -9,6 +9,9 @@
  * A data descriptor holds the CRC of a whole entry, whose earlier parts may be with another writer,
  * or with somebody who still copies. Nobody waits for them: such a block is parked at its ticket,
  * and whoever adds the last part to an entry's CRC puts what is parked back into the queue.
+ *
+ * The temporary is opened here and not in the call: probing and preallocating are I/O. The call
+ * itself checks only what it can say without writing (parent, directory, special file).
  */
 #include <errno.h>
 #include <string.h>

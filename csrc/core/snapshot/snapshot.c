@@ -26,6 +26,10 @@
  *
  * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
  * last one.
+ *
+ * Shared memory is the same memory with MADV_DOFORK for as long as its lease lasts: a child has a
+ * copy-on-write view of its own, which nothing that the parent does later can reach, and a fork
+ * waits until a shared snapshot has been copied.
  */
 #include <errno.h>
 #include <string.h>

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "check/check.h"
+#include "restore/restore.h"
 #include "module.h"
 
 #define SLICE_NS 100000000u
@@ -145,18 +146,20 @@ static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)
 }
 
 PyDoc_STRVAR(restore_doc,
-"restore(fd, verify)\n--\n\n"
+"restore(fd, verify, shared=False)\n--\n\n"
 "Look at an open file's directory, and make ready to read its records.\n\n"
 "Returns what `check` returns, and a Restore; None in its place where the file is not whole, is no\n"
-"archive, or is one whose records have to be looked for one by one.");
+"archive, or is one whose records have to be looked for one by one. `shared`: other processes read\n"
+"the file too, so the page cache reads it from the disk.");
 
 static PyObject *restore(PyObject *module, PyObject *args)
 {
 	PyObject *dict, *object;
 	struct sfr_check *run;
-	int fd, verify, rc;
+	int fd, verify, rc, shared = 0;
+	unsigned flags;
 
-	if (!PyArg_ParseTuple(args, "ip:restore", &fd, &verify))
+	if (!PyArg_ParseTuple(args, "ip|p:restore", &fd, &verify, &shared))
 		return NULL;
 	rc = sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &run);
 	if (rc != 0)
@@ -166,7 +169,8 @@ static PyObject *restore(PyObject *module, PyObject *args)
 		sfr_check_free(run);
 		return NULL;
 	}
-	object = sfr_py_restore_new(sfr_py_state(module), run, fd, verify);
+	flags = (verify ? SFR_RESTORE_VERIFY : 0) | (shared ? SFR_RESTORE_SHARED : 0);
+	object = sfr_py_restore_new(sfr_py_state(module), run, fd, flags);
 	if (object == NULL) {
 		Py_DECREF(dict);
 		return NULL;

@@ -16,7 +16,7 @@ struct sfr_py_restore {
 };
 
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
-			     int verify)
+			     unsigned flags)
 {
 	struct sfr_restore *restore;
 	struct sfr_py_restore *self;
@@ -24,7 +24,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 	int rc;
 
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_restore_new(check, fd, verify ? SFR_RESTORE_VERIFY : 0, &restore);
+	rc = sfr_restore_new(check, fd, flags, &restore);
 	Py_END_ALLOW_THREADS
 	if (rc == -EOPNOTSUPP)
 		return Py_NewRef(Py_None);
@@ -251,6 +251,14 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 			     (unsigned long long)failure->off, failure->reason);
 }
 
+static PyObject *restore_done(PyObject *object, PyObject *unused)
+{
+	struct sfr_restore *restore = get(object);
+
+	(void)unused;
+	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_done(restore));
+}
+
 static PyObject *restore_nr(PyObject *object, void *unused)
 {
 	struct sfr_restore *restore = get(object);
@@ -279,6 +287,7 @@ static PyMethodDef methods[] = {
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None): what went wrong "
 	  "first; the code is 0, -errno or ECORRUPT." },
+	{ "done", restore_done, METH_NOARGS, "done() -> bytes of the file that were read." },
 	{ "close", restore_close, METH_NOARGS, "close(): ends the reading." },
 	{ NULL, NULL, 0, NULL },
 };

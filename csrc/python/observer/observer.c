@@ -25,6 +25,11 @@
  *
  * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c holds it, look.c looks
  * at it; here are the type and the marking of a save's storages.
+ *
+ * Looking costs more than 0.2 ms in an optimizer's first steps: one look after a step is a cache
+ * and page-table miss (0.6 to 1 us; 0.2 us warm), and a storage needs four. The budget is the
+ * larger of 0.2 ms and 1 % of the step, at most 2 ms, and once after each enrolment 3 us a storage,
+ * at most 4 ms. So 1,200 storages are decided by the third step; from then on a step costs 6 us.
  */
 #include "observer/observer.h"
 

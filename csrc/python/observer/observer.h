@@ -195,7 +195,7 @@ void sfr_py_observer_leave(struct sfr_py_observer *self);
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
 
-/* observer_table.c. The claim of this very tensor, or NULL. */
+/* table.c. The claim of this very tensor, or NULL. */
 struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *table, PyObject *tensor);
 /* Stops watching everything. Keeps whatever exception is set. */
 void sfr_py_observer_drop(struct sfr_py_observer *self);

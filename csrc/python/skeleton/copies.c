@@ -11,6 +11,10 @@
  *
  * The new storages hold the object that owns the memory: one reference for all, dropped with the
  * last of them, on whatever thread that is.
+ *
+ * One by one, from Python, finding and making took 5 to 6 us a tensor: more than copying it, and
+ * more than `.to("cpu", copy=True)`. With torch 2.10, which has no function for it, tensors are
+ * made by torch.frombuffer and set_.
  */
 #include <string.h>
 

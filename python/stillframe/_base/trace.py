@@ -1,8 +1,12 @@
 """`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
 
 The core records spans in buffers of its threads' own and writes them on a thread of its own
-(csrc/core/trace: ring.c, json.c); what only Python sees (the call, planning, the gate, steps) is
+(csrc/core/trace); what only Python sees (the call, planning, the gate, steps) is
 added by `_core.trace_*` where it happens. This module begins and ends.
+
+One trace at a time: two would need two rings a thread, and nobody has two files to look at. The
+file is a whole JSON document after every write, so nothing has to happen when the process dies;
+spans under way at the end of a block are left out.
 """
 
 from __future__ import annotations

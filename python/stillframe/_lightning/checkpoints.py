@@ -25,6 +25,10 @@ has several ranks, all of them raise, behind the barrier of the save (`ranks.py`
 
 A remove is held back while a link points to the file (`save_last="link"`: the link is made anew
 right after) and while loggers are still to be told of it (`rotation.py`).
+
+A save that is refused in its call, and only warned of, gets a failed entry in the log:
+ModelCheckpoint is not told and removes the file before, and so that remove is dropped, as behind
+any failed save.
 """
 
 from __future__ import annotations

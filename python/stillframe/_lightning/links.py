@@ -2,6 +2,11 @@
 
 A link is made when its target is on the disk, and replaces an older one at once: there is no
 moment at which the name is missing, or names a file that is not there.
+
+At the end of a run a link keeps what it names: a remove of its target is held back until the link
+is made anew. Where Ctrl-C came in between, the target is looked at when the turn comes, and the
+remove is dropped. (`save_last=True` writes a second file: its bytes are never those of the first,
+since its own `last_model_path` is inside.)
 """
 
 from __future__ import annotations

@@ -6,6 +6,11 @@ together, so that what they share stays shared. It keeps no reference to them. T
 to the tensors, and goes back to the pool when whoever writes the checkpoint has dropped them, be
 it at once, in Lightning's own `AsyncCheckpointIO`, or in a thread of somebody's that has the
 dictionary and nothing else.
+
+It never waits for the pool: a future that somebody gave to `hold_until` may be one that only the
+training thread will complete, and a save may be slow. What does not fit at once goes to ordinary
+memory, with a line. Where our plugin wraps another CheckpointIO it offloads too: the checkpoint
+is then copied twice, and what is promised holds whoever is inside.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 Lightning saves on rank 0 and has every rank meet in a barrier behind it. An error raised in
 between leaves the others in the barrier, so it is kept until all have passed it; then one flag
 goes round, and if it is set the error follows it.
+
+After training rank 0 raises alone: between `setup` and `teardown` all ranks raise together, and a
+save after that stands behind the barrier in which the others wait. Nothing of ours may stay on a
+Trainer that was torn down.
 """
 
 from __future__ import annotations

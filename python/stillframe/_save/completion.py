@@ -15,6 +15,9 @@ While it drains, only the thread that runs the exit handlers and the callback th
 it is over, exit handlers may still: nobody would settle such a save later, so it is waited for in
 the call, and its callbacks run there and then. It is over from the start where an exit handler
 makes the first save of a process under Python 3.12 or later, which starts no thread by then.
+
+A save without deferred bytes needs no verdict of Python's: it is staged when its call returns,
+and this thread is not woken for it.
 """
 
 from __future__ import annotations

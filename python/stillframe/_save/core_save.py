@@ -2,6 +2,10 @@
 
 The ticket knows everything that changes; here is only what Python has to add: the verdict on tensor
 versions, and the sentences of a report or an error.
+
+After Ctrl-C in the call, a save that was launched goes on in the hands of its handle. One that
+was not is given up there and then, and not when the traceback goes, since whoever handles the
+interrupt may save and stands behind it in the log.
 """
 
 from __future__ import annotations

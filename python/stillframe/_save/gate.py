@@ -1,7 +1,7 @@
 """The gate: no optimizer steps before the saves that left storages to be copied have them.
 
 Hooks around every optimizer's step, process-wide, do three things: they hold a step back until
-the saves in flight are staged, they look at what only steps change (`stillframe.ownership`), and
+the saves in flight are staged, they look at what only steps change (`ownership.py`), and
 they know whether a step is going on. `defer` decides with that which storages of a save may be
 copied after the call.
 
@@ -11,6 +11,9 @@ it writes, the gate stands behind the closure:
 
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
+
+Between deciding what to defer and tracking the save, a step in another thread waits (at most 30
+s): otherwise it could slip through before there is anything to wait for.
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from stillframe import _core
-from stillframe._base import looks, paths
+from stillframe._base import bar, looks, paths
 from stillframe._base.calls import no_collection
 from stillframe._save import gate, ordered, placement, restore
 from stillframe._save.into import Fill, copy, match
@@ -29,6 +30,26 @@ MapLocation: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a load was asked for; as for `load`."""
+
+    path: str  # for messages
+    map_location: MapLocation
+    weights_only: bool
+    verify: bool
+    shared: bool
+
+    def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
+        """As `_core.restore`."""
+        with _named(self.path):
+            return _core.restore(fd, self.verify, self.shared)
+
+    def open_again(self, fd: int) -> _core.Restore:
+        """Of a file that was opened so before."""
+        return cast("_core.Restore", self.open(fd)[1])
+
+
 def load(
     path: Path,
     map_location: MapLocation = None,
@@ -36,6 +57,8 @@ def load(
     weights_only: bool = True,
     verify: bool = True,
     into: Any = None,
+    mmap: bool = False,
+    shared: bool = False,
 ) -> Any:
     """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
 
@@ -59,28 +82,43 @@ def load(
             values of its dictionaries and lists become the file's. All of it must be in the file,
             of the same shapes and types; what else is in the file is left. Saves that are under way
             get their copies first.
+        mmap: As for `torch.load`: storages on the CPU are the file's pages, read when they are
+            used and copied when they are written to. The file may be replaced or removed (saves
+            do), and must not be written to. With `verify` every byte is read and checked before,
+            which leaves them in the page cache; leave it out to have them read when they are used,
+            unchecked. Such tensors cannot be resized.
+        shared: Other processes of this machine load the file at about the same time, as the ranks
+            of a training do: it is read through the page cache, which they share, and so once from
+            the disk.
+
+    A load that takes more than a second shows a bar, where stderr is a terminal.
 
     Returns:
-        The saved object. Its tensors own their memory: the file may be replaced or removed. With
-        `into`, that.
+        The saved object. Its tensors own their memory, but for `mmap`: the file may be replaced or
+        removed. With `into`, that.
 
     Raises:
         CorruptCheckpointError: The file is empty, truncated, damaged or no checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
         TypeError, ValueError: `path` is no path, or names a remote place (`scheme://`); `into` does
-            not fit, which is told before a byte of it is written, or comes with `map_location`.
+            not fit, which is told before a byte of it is written, or comes with `map_location` or
+            `mmap`; with `mmap`, another program packed the file.
+        StillframeError: A device refused the bytes that belong on it.
         Everything else that `torch.load` raises comes through unchanged.
     """
     text = paths.as_text(path)
     if into is not None and map_location is not None:
         raise ValueError("with into= the tensors are where they are: leave map_location out")
+    if into is not None and mmap:
+        raise ValueError("with into= the tensors have their memory: leave mmap out")
+    how = _How(text, map_location, weights_only, verify, shared)
     fd = _open(text)
     try:
         # Collecting garbage is an eighth of a load of many thousand tensors.
         with no_collection():
             if into is not None:
-                return _load_into(fd, text, into, weights_only=weights_only, verify=verify)
-            return _load_fd(fd, text, map_location, weights_only=weights_only, verify=verify)
+                return _load_into(fd, into, how)
+            return _load_mapped(fd, how) if mmap else _load_fd(fd, how)
     finally:
         os.close(fd)
 
@@ -90,141 +128,148 @@ def _open(path: str) -> int:
     return ordered.open_in_order(path)
 
 
-def _load_fd(
-    fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
-) -> Any:
-    """Checks and loads an open file, which stays the caller's; `path` is for messages.
+def _load_fd(fd: int, how: _How) -> Any:
+    """Checks and loads an open file, which stays the caller's.
 
     One open file for the checks and the load: a save that replaces the path in between changes
     nothing here.
     """
-    with _named(path):
-        found, core = _core.restore(fd, verify)
-        if found["format"] == "foreign" and (words := looks.like(fd, path)) is not None:
-            found["error"] = f"it is not a torch.save file; it looks like {words}"
-    _refuse_damaged(found, path)
+    found, core = how.open(fd)
+    if found["format"] == "foreign" and (words := looks.like(fd, how.path)) is not None:
+        found["error"] = f"it is not a torch.save file; it looks like {words}"
+    _refuse_damaged(found, how.path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
     if core is not None:
-        why = restore.can(core, map_location)
+        why = restore.can(core, how.map_location)
     if core is not None and why is None:
         devices: dict[int, torch.device] = {}
-        if placement.worth_a_look(map_location):
-            with _named(path):
-                peek = cast("_core.Restore", _core.restore(fd, verify)[1])
-            devices = placement.find(peek, map_location)
-        archive = restore.open_archive(core, fd, found["nbytes"], map_location, devices)
+        if placement.worth_a_look(how.map_location):
+            devices = placement.find(how.open_again(fd), how.map_location)
+        archive = restore.open_archive(core, fd, found["nbytes"], how.map_location, devices)
         try:
-            return archive.load(map_location, weights_only)
+            with bar.watched(core.done, how.path, found["nbytes"]):
+                return archive.load(how.map_location, how.weights_only)
         except restore.RestoreFailed:
-            why = _why_not(archive.failure, fd, path, verify, archive.pickle)
+            why = _why_not(archive.failure, fd, how)
         except pickle.UnpicklingError:
-            if not weights_only:
+            if not how.weights_only:
                 raise
             why = "torch.load refuses it, and says how to go on"
-    _logger.debug("%s goes to torch.load: %s", path, why)
-    return _load_generally(fd, path, map_location, weights_only=weights_only, verify=verify)
+    _logger.debug("%s goes to torch.load: %s", how.path, why)
+    return _load_generally(fd, how)
 
 
-def _load_into(fd: int, path: str, into: Any, *, weights_only: bool, verify: bool) -> Any:
+def _load_into(fd: int, into: Any, how: _How) -> Any:
     """As `_load_fd`, into the tensors of `into`."""
-    with _named(path):
-        found, core = _core.restore(fd, verify)
-    _refuse_damaged(found, path)
+    found, core = how.open(fd)
+    _refuse_damaged(found, how.path)
     shapes = None if core is None or restore.can(core, None) else restore.Shapes(core)
     try:
-        loaded = shapes.load(weights_only) if shapes else None
+        loaded = shapes.load(how.weights_only) if shapes else None
     except (restore.RestoreFailed, pickle.UnpicklingError):
         shapes = loaded = None  # the general way says what is wrong
     if shapes is None:
-        loaded = _load_fd(fd, path, "cpu", weights_only=weights_only, verify=verify)
+        loaded = _load_fd(fd, replace(how, map_location="cpu"))
     plan = match(into, loaded)
     plan.refuse_problems()
     gate.wait()  # for saves that still copy out of these tensors
     if shapes is None:
         copy(plan)
         return into
-    fill = Fill(cast("_core.Restore", _core.restore(fd, verify)[1]), plan)
+    core = how.open_again(fd)
+    fill = Fill(core, plan)
     try:
-        fill.run()
+        with bar.watched(core.done, how.path, found["nbytes"]):
+            fill.run()
     except restore.RestoreFailed:
-        _why_not(fill.failure, fd, path, verify, b"", "; what into= names is half written")
+        _why_not(fill.failure, fd, how, "; what into= names is half written")
     return into
 
 
-def _load_generally(
-    fd: int, path: str, map_location: MapLocation, *, weights_only: bool, verify: bool
-) -> Any:
+def _load_mapped(fd: int, how: _How) -> Any:
+    """By torch.load, with storages that are pages of the file."""
+    found, core = how.open(fd)
+    if core is not None:
+        core.close()
+    _refuse_damaged(found, how.path)
+    if found["format"] == "archive" and core is None:
+        raise ValueError(f"{how.path} cannot be mapped: {_PACKED}; load it without mmap=True")
+    check_fd(fd, how.path, verify=how.verify)
+    # The open file by a name of its own: the path may name another one by now.
+    return torch.load(
+        f"/proc/self/fd/{fd}", how.map_location, weights_only=how.weights_only, mmap=True
+    )
+
+
+def _load_generally(fd: int, how: _How) -> Any:
     """By torch.load, after a check that reads the file once more if CRCs are to be compared.
 
     A look at headers that lie apart would take a cold file's readahead away: that comes afterwards.
     """
-    found = check_fd(fd, path, verify=verify, later=not verify)
+    found = check_fd(fd, how.path, verify=how.verify, later=not how.verify)
     if found["format"] != "archive":
         with os.fdopen(os.dup(fd), "rb") as file:
             file.seek(0)
-            return _torch_load(file, map_location, weights_only)
+            return _torch_load(file, how)
     try:
         # torch.load reads through a Python object whether it is given a path or not.
-        loaded = _torch_load(_core.File(fd, found["nbytes"]), map_location, weights_only)
+        loaded = _torch_load(_core.File(fd, found["nbytes"]), how)
     except Exception as error:
         try:
-            check_fd(fd, path, verify=False)
+            check_fd(fd, how.path, verify=False)
         except CorruptCheckpointError as corrupt:
             raise corrupt from error
         raise
     if not found["headers"]:
-        check_fd(fd, path, verify=False)
+        check_fd(fd, how.path, verify=False)
     return loaded
 
 
-def _torch_load(file: Any, map_location: MapLocation, weights_only: bool) -> Any:
+def _torch_load(file: Any, how: _How) -> Any:
     # torch's configuration may make mmap the default: such tensors would die with the file.
-    return torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+    return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=False)
 
 
 # ---- what is wrong ----
 
 
-def _why_not(
-    failure: restore.Failure | None,
-    fd: int,
-    path: str,
-    verify: bool,
-    pickled: bytes,
-    more: str = "",
-) -> str:
+def _why_not(failure: restore.Failure | None, fd: int, how: _How, more: str = "") -> str:
     """Raises what ended a restore; returns why it should be tried in the general way instead.
 
     Args:
-        pickled: The checkpoint's pickle, if it was read: it tells what tensors are lost.
         more: What else the user has to know.
     """
     assert failure is not None
     if failure.code == _core.ECORRUPT:
-        more = f" (at byte {failure.offset}{_tensors_in(pickled, failure.record)}){more}"
+        more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:
             # The check says it of the whole file, and in the words of `verify`.
-            check_fd(fd, path, verify=verify)
+            check_fd(fd, how.path, verify=how.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
         raise CorruptCheckpointError(
-            f"{path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read again,"
-            " it is right: the disk or the memory is not to be trusted"
+            f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
+            " again, it is right: the disk or the memory is not to be trusted"
         )
     if failure.code == -errno.EOPNOTSUPP:
         return _PACKED
     if failure.reason is not None:
-        raise StillframeError(f"{path} cannot be loaded: {failure.reason}{more}")
+        raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"
-    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", path)
+    raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", how.path)
 
 
-def _tensors_in(pickled: bytes, record: str) -> str:
+def _tensors_in(fd: int, how: _How, record: str) -> str:
     """Words for the tensors that live in a record."""
     folder, _, key = record.partition("/")
-    if folder != "data" or not pickled:
+    if folder != "data":
         return ""
     try:
+        core = how.open_again(fd)
+        try:
+            (pickled,) = restore.read(core, ("data.pkl",))
+        finally:
+            core.close()
         names = keypaths.of_storage(pickled, key)
     except Exception:  # a pickle of any kind may be in there, and this is only a help
         return ""

@@ -11,6 +11,9 @@ optimizer is captured. One for which there can be no owner is only marked while 
 Several threads may step different optimizers, and a signal handler may come in anywhere. So
 there is no lock: shared state is changed by single dict and set operations, which the interpreter
 lock makes atomic, and one owner is only ever changed by the thread that steps its optimizer.
+
+A storage that changed once stays captured until `load_state_dict` or a new storage takes its
+place. One that two optimizers own is captured in both.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.optim import Optimizer
 
 from stillframe import _core
 from stillframe._base import device
+from stillframe._base.dtensor import dtensor, memory_of
 from stillframe._save import steps
 from stillframe._save.guard import guarded
 
@@ -68,17 +72,6 @@ def _give_up(subject: Any, error: Exception) -> None:
 
 
 bookkeeping = guarded(_give_up)
-
-
-def _dtensor() -> type[Any] | None:
-    """DTensor's class, where anybody has imported it: whoever has such a tensor has."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind if isinstance(kind, type) else None
-
-
-def _memory_of(tensor: Any) -> Any:
-    """The tensor that has the memory: of a DTensor, its local one."""
-    return tensor._local_tensor if type(tensor) is _dtensor() else tensor
 
 
 class Owner:
@@ -180,7 +173,7 @@ class Owner:
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []
             if self.observer.stepped(groups, state):
-                kind = _dtensor()
+                kind = dtensor()
                 if kind is not None:
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
@@ -252,7 +245,7 @@ class Owner:
 
     def _is_in(self, optimizer: Optimizer, numbers: dict[int, int], deferred: set[int]) -> bool:
         params = (p for group in optimizer.param_groups for p in group["params"])
-        for p in map(_memory_of, itertools.islice(params, _MOST_LOOKS)):
+        for p in map(memory_of, itertools.islice(params, _MOST_LOOKS)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 storage = p.untyped_storage()
                 number = numbers.get(storage._cdata)

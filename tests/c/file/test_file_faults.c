@@ -168,7 +168,7 @@ static void nothing_is_opened_once_bytes_are_written(void)
 	const char *dir = dir_make("/var/tmp");
 	char moved[PATH_MAX];
 	struct sfr_err err = { .index = -1 };
-	struct sfr__file f;
+	struct sfr__file f = { 0 };
 
 	CHECK(snprintf(moved, sizeof(moved), "%s-moved", dir) < PATH_MAX);
 	save_cleanly(dir);

@@ -1,5 +1,5 @@
 /* Snapshots to test: sources with bytes that can be told apart. For test_snapshot.c and
- * test_runs.c. */
+ * test_lease.c. */
 #ifndef SNAPSHOT_HELPERS_H
 #define SNAPSHOT_HELPERS_H
 

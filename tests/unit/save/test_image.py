@@ -1,8 +1,8 @@
 """The file image as its readers see it: torch.load in every mode, zipfile, unzip.
 
-The C core's layout (image.c, zip.c) is compiled into a small library of its own and driven block
-by block, with no engine, so that block sizes down to one page and files past 4 GiB can be had.
-What torch.save writes of the same objects is the measure.
+The C core's layout (archive/layout.c, archive/write.c) is compiled into a small library of its own
+and driven block by block, with no engine, so that block sizes down to one page and files past 4 GiB
+can be had. What torch.save writes of the same objects is the measure.
 """
 
 import ctypes

@@ -1,0 +1,235 @@
+"""What a save does to the training steps around it, way by way: the picture README begins with.
+
+    python benchmarks/timeline.py --dir DIR --json benchmarks/results/timeline.json
+
+The same training, saved in four ways that take turns, each turn in a process of its own: a warm-up
+save, plain steps, one save and steps until it has ended, plain steps again. The training's parts
+are time stamps around forward and backward, the call and the optimizer's step; what our threads do
+meanwhile comes from `stillframe.trace`. Of each way the turn with the fastest plain steps is drawn,
+since that was disturbed least. Beside it stands the lost time: the median of all turns, with the
+smallest and largest, or that it cannot be told from noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pictures
+from common import BenchError, Spec, Stamp, format_size, parse_size, print_table, write_json
+from machine import (
+    add_directory_options,
+    check_memory,
+    facts_lines,
+    machine_facts,
+    scratch_directory,
+)
+from peers import DCP, LIGHTNING, OURS, PEERS, TORCH
+
+WAYS = (TORCH, LIGHTNING, DCP, OURS)
+BEFORE = 3  # steps that are drawn before the save
+AFTER = 8  # and after it, at least
+PLAIN = 8  # on each side, that say what a step takes
+BACKGROUND = {  # spans of our threads, and what they are in the picture
+    "copy piece": "copy",
+    "copy": "copy",
+    "checksum": "write",
+    "write": "write",
+    "tail": "sync",
+    "sync": "sync",
+    "commit": "sync",
+    "gate": "wait",
+}
+MOST_S = 120.0
+
+Spans = list[tuple[str, float, float]]
+
+
+class _Training:
+    """The model, and the spans of its steps: name, start and end in seconds."""
+
+    def __init__(self, spec: Spec, batch: int) -> None:
+        import states
+        import torch
+
+        torch.set_num_threads(spec.threads)
+        self.state = states.Mlp(spec)
+        width = self.state.model[0].linear.in_features
+        self._data = torch.randn(batch, width), torch.randn(batch, width)
+        self._loss = torch.nn.functional.mse_loss
+        self.spans: Spans = []
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        self.state.optimizer.zero_grad()
+        self._loss(self.state.model(self._data[0]), self._data[1]).backward()
+        middle = time.perf_counter()
+        self.state.optimizer.step()
+        self.spans += [("forward, backward", start, middle)]
+        self.spans += [("optimizer.step()", middle, time.perf_counter())]
+
+    def steps(self, number: int) -> float:
+        start = time.perf_counter()
+        for _ in range(number):
+            self.step()
+        return time.perf_counter() - start
+
+
+def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dict[str, Any]:
+    """One turn of one way, in this process: its spans from the call on, and what it lost."""
+    training = _Training(Spec(nbytes, "mlp", 120, threads), batch)
+    peer = PEERS[way][0]()
+    training.steps(6)
+    _save(training, peer, f"{directory}/warm-up")
+    training.steps(2)
+    plain = training.steps(PLAIN)
+    training.spans.clear()
+    training.steps(BEFORE)
+    trace = Path(directory, "trace.json")
+    with _traced(way, trace):
+        took, start, returned, ended, waited = _measured(training, peer, f"{directory}/save")
+    plain += training.steps(PLAIN)
+    peer.close()
+    step = plain / (2 * PLAIN)
+    spans = [("call", start, returned), *training.spans[: 2 * (BEFORE + took[0])]]
+    return {
+        "step_s": step,
+        "lost_s": took[1] - took[0] * step,
+        "call_s": returned - start,
+        "wait_s": waited,
+        "ended_s": ended - start,
+        "spans": [(name, round(a - start, 5), round(b - start, 5)) for name, a, b in spans],
+        "background": _background(trace) if way == OURS else [],
+    }
+
+
+def _save(training: _Training, peer: Any, path: str) -> None:
+    stamp = Stamp()
+    peer.save(training.state.tree(), path, stamp)
+    _wait(stamp)
+    peer.collect()
+
+
+def _wait(stamp: Stamp) -> None:
+    end = time.monotonic() + MOST_S
+    while not stamp.at_ns:
+        if time.monotonic() > end:
+            raise BenchError(f"a save has not ended after {MOST_S:.0f} s")
+        time.sleep(0.002)
+
+
+def _measured(training: _Training, peer: Any, path: str) -> tuple[Any, float, float, float, float]:
+    """(steps and their time with the save, start, return and end of the save, wait for staging)"""
+    stamp = Stamp()
+    begun = time.perf_counter()
+    tree = training.state.tree()
+    start = time.perf_counter()
+    peer.save(tree, path, stamp)
+    returned = time.perf_counter()
+    number = 0
+    while number < AFTER or not stamp.at_ns:
+        training.step()
+        number += 1
+        if returned + MOST_S < time.perf_counter():
+            raise BenchError(f"a save has not ended after {MOST_S:.0f} s")
+    took = number, time.perf_counter() - begun
+    return took, start, returned, stamp.at_ns / 1e9, peer.collect().get("gate_wait_s", 0.0)
+
+
+def _traced(way: str, path: Path) -> Any:
+    import contextlib
+
+    if way != OURS:
+        return contextlib.nullcontext()
+    import stillframe
+
+    return stillframe.trace(path)
+
+
+def _background(path: Path) -> Spans:
+    """What our threads did, from the call on; and when the training waited for it."""
+    events = json.loads(path.read_text())["traceEvents"]
+    (call,) = [each["ts"] for each in events if each["name"] == "async_save"]
+    names = BACKGROUND
+    return [
+        (names[each["name"]], round(begun, 5), round(begun + each["dur"] / 1e6, 5))
+        for each in events
+        if each.get("ph") == "X" and each["name"] in names
+        for begun in [(each["ts"] - call) / 1e6]
+    ]
+
+
+# ---- the parent --------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str, Any]]]:
+    turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                subprocess.run(["sync", "-f", scratch], check=True)  # nobody pays for another's
+                command = [sys.executable, __file__, "--dir", scratch, "--way", way]
+                command += ["--state", str(options.state), "--batch", str(options.batch)]
+                command += ["--threads", str(options.threads)]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+                if done.returncode != 0:
+                    raise BenchError(f"{way} failed; what it said stands above")
+                turns[way].append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{way}: lost {turns[way][-1]['lost_s'] * 1e3:.0f} ms", file=sys.stderr)
+    return turns
+
+
+def show(turns: dict[str, list[dict[str, Any]]]) -> None:
+    def cell(way: str, name: str) -> str:
+        values = sorted(each[name] * 1e3 for each in turns[way])
+        return f"{statistics.median(values):.0f} ms ({values[0]:.0f}..{values[-1]:.0f})"
+
+    names = ("lost_s", "call_s", "wait_s", "ended_s", "step_s")
+    print_table(
+        "Medians (smallest..largest)",
+        ["", "lost time", "call", "wait before the step", "ended after", "a step without"],
+        [[way, *(cell(way, name) for name in names)] for way in WAYS],
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_directory_options(parser)
+    parser.add_argument("--state", type=parse_size, default=200 * 10**6)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = (options.state, options.batch, options.threads)
+    if options.way:
+        print(json.dumps(turn(options.way, *sizes, str(options.dir))))
+        return 0
+    check_memory(6 * options.state)
+    with scratch_directory(
+        options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=3 * options.state
+    ) as directory:
+        facts = machine_facts(directory)
+        turns = run(options, directory)
+    print("\n".join(facts_lines(facts)))
+    print(f"{format_size(options.state)} of state, batches of {options.batch}")
+    show(turns)
+    if options.json:
+        document = {"facts": facts, "command": sys.argv, "state": options.state, "turns": turns}
+        write_json(options.json, document)
+        pictures.beside(options.json, document)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        sys.exit(f"timeline.py: {error}")

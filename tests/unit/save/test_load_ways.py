@@ -1,0 +1,186 @@
+"""Loads that map the file, that other processes share, and that show how far they are."""
+
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from fix_checkpoints import flip, offset_of_storage, same, small_state
+from stillframe import CorruptCheckpointError
+from stillframe._base import bar
+from stillframe.testing import slow
+
+NBYTES = 8 << 20
+
+
+@pytest.fixture
+def path(tmp_path):
+    torch.save(small_state(), tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+# ---- mmap=True ----------------------------------------------------------------------
+
+
+def mapped_files():
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_mapped_is_what_was_saved_and_lies_in_the_file(verify, path):
+    found = stillframe.load(path, mmap=True, verify=verify)
+    assert str(path) in mapped_files()
+    assert same(found, small_state())
+
+
+def test_a_mapped_file_may_be_replaced_and_is_not_written_to(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(5000)], path)
+    before = path.read_bytes()
+    (found,) = stillframe.load(path, mmap=True)
+    found += 1
+    assert path.read_bytes() == before
+    stillframe.save([torch.zeros(5000)], path)
+    assert torch.equal(found, torch.full((5000,), 2.0))
+
+
+def test_mapped_bytes_are_checked_before_unless_that_is_left_out(path):
+    flip(path, offset_of_storage(path))
+    with pytest.raises(CorruptCheckpointError, match="data/0"):
+        stillframe.load(path, mmap=True)
+    stillframe.load(path, mmap=True, verify=False)
+
+
+def test_what_cannot_be_mapped_says_so(path, tmp_path):
+    with pytest.raises(ValueError, match="leave mmap out"):
+        stillframe.load(path, mmap=True, into=small_state())
+    packed = tmp_path / "packed.pt"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    stillframe.load(packed)
+    with pytest.raises(ValueError, match="packed it; load it without mmap=True"):
+        stillframe.load(packed, mmap=True)
+    legacy = tmp_path / "legacy.pt"
+    torch.save([torch.ones(3)], legacy, _use_new_zipfile_serialization=False)
+    with pytest.raises(RuntimeError, match="mmap"):
+        stillframe.load(legacy, mmap=True)
+
+
+# ---- shared=True --------------------------------------------------------------------
+
+
+def read_from_disk(load):
+    """Bytes that a call has the disk read."""
+
+    def so_far():
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+    before = so_far()
+    load()
+    return so_far() - before
+
+
+def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(NBYTES // 4)], path)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    alone = [read_from_disk(lambda: stillframe.load(path)) for _ in range(2)]
+    if alone[0] < NBYTES:
+        pytest.skip("this file system does not read past the page cache, or does not count")
+    assert alone[1] >= NBYTES  # the first has left nothing in the page cache
+    together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(2)]
+    assert together[0] >= NBYTES // 2  # and the rest was in the page cache by readahead
+    assert together[1] == 0
+
+
+# ---- a bar --------------------------------------------------------------------------
+
+
+class Bars:
+    """What is shown in place of a bar."""
+
+    def __init__(self):
+        self.shown = []
+        self.seen = threading.Event()
+
+    def __enter__(self):
+        return self.update
+
+    def __exit__(self, *error):
+        pass
+
+    def __call__(self, path, nbytes):
+        self.total = nbytes
+        return self
+
+    def update(self, done, total):
+        assert total == self.total
+        self.shown.append(done)
+        if done:
+            self.seen.set()
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    bars = Bars()
+    monkeypatch.setattr(bar, "bar", bars)
+    monkeypatch.setattr(bar, "_EVERY_S", 0.001)
+    return bars
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_a_long_load_shows_how_far_it_is_where_there_is_a_terminal(
+    into, bars, tmp_path, monkeypatch
+):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(NBYTES // 4)], path)
+    monkeypatch.setattr(bar, "_QUIET_S", 0.0)
+    target = [torch.zeros(NBYTES // 4)] if into else None
+    stillframe.load(path, into=target)
+    assert bars.shown == []  # no terminal
+
+    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    with slow("pread", 0.02):
+        stillframe.load(path, into=target)
+    assert bars.total == path.stat().st_size
+    assert bars.shown == sorted(bars.shown)
+    assert 0 < bars.shown[-1] <= bars.total
+    assert "sf-progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_short_load_shows_nothing(bars, path, monkeypatch):
+    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(bar, "_QUIET_S", 60.0)
+    stillframe.load(path)
+    assert bars.shown == []
+
+
+def test_without_rich_a_bar_is_a_line(capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    with bar.bar("/somewhere/a\x1b.pt", 200) as update:
+        update(50, 200)
+    assert capsys.readouterr().err == "\r\x1b[Ka?.pt: 25 %\r\x1b[K"
+
+
+# ---- map_location -------------------------------------------------------------------
+
+
+def test_what_was_saved_on_a_device_goes_where_it_is_asked_to(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(small_state(), path)
+    for where in ("cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, place: storage):
+        assert same(stillframe.load(path, where), small_state())
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA"):
+            stillframe.load(path)
