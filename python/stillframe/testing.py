@@ -1,8 +1,8 @@
-"""Helpers for tests: make the system calls under a save fail, fall short, or take their time.
+"""Helpers for tests: make the system calls under a save fail, fall short, wait, or take their time.
 
 The C core makes every call for files, memory, threads and time through one table. Inside a
-``with fault(...)`` or ``with slow(...)`` block, wrappers in that table count the calls and do to
-them what the block says; outside they pass everything on.
+``with fault(...)``, ``held(...)`` or ``slow(...)`` block, wrappers in that table count the calls
+and do to them what the block says; outside they pass everything on.
 
     with fault("fdatasync", err=errno.EIO) as injected:
         with pytest.raises(stillframe.SaveError):
@@ -15,7 +15,7 @@ Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrit
 "opendir", "mmap", "munmap", "mprotect", "madvise", "mincore", "malloc", "calloc", "realloc",
 "thread_create", "set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir",
 "closedir", "free", "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy"
-(during the call) and "lane_copy" (after it), can only be slow.
+(during the call) and "lane_copy" (after it), can only be held or slow.
 
 Faults belong to the process, not to a thread. Blocks nest; up to 16 faults act at a time. Enter
 the first one while no save is in flight: it exchanges the table.
@@ -35,8 +35,9 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._tree import skeleton
 
-__all__ = ["FakeDriver", "Injected", "fault", "host_as_device", "slow"]
+__all__ = ["FakeDriver", "Injected", "fault", "held", "host_as_device", "slow"]
 
+_FOREVER_NS = (1 << 64) - 1  # SFR_FOREVER
 _LIMITS = {"half": -2, "all but one": -3}
 _lock = threading.Lock()
 _depth = 0
@@ -140,6 +141,28 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
     if seconds < 0:
         raise ValueError(f"seconds must not be negative, got {seconds}")
     with _injected(call, nth, sticky, 0, -1, round(seconds * 1e9)) as injected:
+        yield injected
+
+
+@contextmanager
+def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
+    """Inside the block, the `nth` call and (with `sticky`) every later one stands still.
+
+    So what a save does meanwhile can be looked at without a race: it goes on when the block is
+    left. A block that waits for the save itself never ends.
+
+    Args:
+        call: which call, see the module; here all of them will do.
+        nth: which of its calls from now on, counted from 1.
+        sticky: also every later one.
+
+    Raises:
+        ValueError: an unknown call, or `nth` below 1.
+        RuntimeError: more than 16 faults at a time.
+    """
+    if nth < 1:
+        raise ValueError(f"nth counts from 1, got {nth}")
+    with _injected(call, nth, sticky, 0, -1, _FOREVER_NS) as injected:
         yield injected
 
 

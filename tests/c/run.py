@@ -58,8 +58,12 @@ def run(tool: str, program: Path) -> str:
     output += late
     outcome = {0: "passed", SKIPPED: "skipped"}.get(status, "failed")
     print(f"  {outcome:8}{program.name:24}{time.monotonic() - start:6.1f} s", flush=True)
+    text = output.decode(errors="replace").rstrip()
     if outcome != "passed":
-        print(output.decode(errors="replace").rstrip(), f"[exit status {status}]", sep="\n")
+        print(text, f"[exit status {status}]", sep="\n")
+    for line in text.splitlines():
+        if outcome == "passed" and line.endswith(": skipped"):
+            print(line, flush=True)  # what a program that passed has left out, and why
     return outcome
 
 

@@ -8,6 +8,7 @@
 
 #include "check/check.h"
 #include "check/records.h"
+#include "memory/pool_int.h"
 #include "save/save.h"
 #include "check.h"
 
@@ -186,6 +187,62 @@ static inline int saving_look_fd(int fd)
 static inline int saving_look(const char *dir, const char *name)
 {
 	return saving_look_as(dir, name, saving_on_host());
+}
+
+/* What others left in the pool's memory. */
+static inline void saving_poison(struct sfr_engine *engine)
+{
+	struct sfr__pool *pool = engine->pool;
+
+	for (uint32_t i = 0; i < pool->nr_known; i++)
+		if (pool->blocks[i].state == SFR__BLOCK_FREE)
+			memset(pool->blocks[i].mem, 0xa5, pool->blocks[i].committed);
+}
+
+/* Bytes of padding in a block of the file that are not zero; *nr: all of them. */
+static inline uint64_t saving_padding_of(int fd, const struct sfr__image *img,
+					 const struct sfr__run *run, uint32_t blk, uint64_t *nr)
+{
+	unsigned char bytes[SAVING_BLOCK] = { 0 };
+	size_t len = sfr__image_block_len(img, run, blk);
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+	uint64_t nr_dirty = 0;
+
+	CHECK_EQ(pread(fd, bytes, len, (off_t)sfr__image_block_off(img, run, blk)), len);
+	sfr__seg_iter_init(&it, img, run, blk);
+	while (sfr__seg_next(&it, &seg))
+		for (size_t i = seg.pos; seg.kind == SFR__SEG_PAD && i < seg.pos + seg.len; i++) {
+			nr_dirty += bytes[i] != 0;
+			(*nr)++;
+		}
+	return nr_dirty;
+}
+
+/* No byte of the file's padding is anybody else's. */
+static inline void saving_padding_is_zero(const char *dir, const char *name,
+					  const struct saving_state *layout)
+{
+	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = layout->sources,
+					    .nr_sources = SAVING_NR };
+	char path[PATH_MAX];
+	struct sfr__image img;
+	uint64_t nr = 0, nr_dirty = 0;
+	int fd;
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0))
+		return;
+	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
+		for (uint32_t blk = 0; blk < run->nr_blocks; blk++)
+			nr_dirty += saving_padding_of(fd, &img, run, blk, &nr);
+	CHECK(nr > 1000);
+	CHECK_EQ(nr_dirty, 0);
+	sfr__image_fini(&img);
+	(void)close(fd);
 }
 
 /* Temporaries of ours in a directory. */

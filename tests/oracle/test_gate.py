@@ -494,11 +494,11 @@ def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
     run_steps(opt, 4)
     best = float("inf")
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(100):
             gate._before_step(opt, (opt,), {})
             gate._after_step(opt, (opt,), {})
-        best = min(best, (time.perf_counter() - start) / 100)
+        best = min(best, (time.thread_time() - start) / 100)
     assert best < 50e-6  # 4 us on an idle machine
 
 

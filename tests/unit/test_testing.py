@@ -1,13 +1,14 @@
 """The fault injection that stillframe.testing offers, through real saves."""
 
 import errno
+import os
 import time
 from pathlib import Path
 
 import pytest
 import stillframe
 import torch
-from stillframe.testing import fault, slow
+from stillframe.testing import fault, held, slow
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -99,6 +100,18 @@ def test_slow_copies_delay_the_call_and_nothing_else(
     assert torch.equal(torch.load(tmp_path / "a.pt")["weight"], state()["weight"])
 
 
+def test_a_held_call_stands_until_the_block_is_left(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    with held("fdatasync", sticky=False) as injected:
+        handle = stillframe.async_save(state(), tmp_path / "a.pt", engine=engine)
+        while injected.hits == 0:
+            time.sleep(0.001)
+        assert not handle.done() and os.listdir(tmp_path) != ["a.pt"]
+    handle.result()
+    assert torch.equal(torch.load(tmp_path / "a.pt")["weight"], state()["weight"])
+
+
 def test_the_faults_end_with_the_block_also_after_an_exception(
     engine: stillframe.Engine, tmp_path: Path
 ) -> None:
@@ -124,7 +137,10 @@ def test_a_fault_that_cannot_be_is_a_value_error(call: str, options: dict[str, o
         pytest.fail("the block was entered")
 
 
-def test_slow_refuses_what_cannot_be() -> None:
+def test_slow_and_held_refuse_what_cannot_be() -> None:
+    for call, nth in [("nap", 1), ("free", 0)]:
+        with pytest.raises(ValueError), held(call, nth=nth):
+            pytest.fail("the block was entered")
     for call, seconds, nth in [("nap", 1.0, 1), ("free", -1.0, 1), ("free", 1.0, 0)]:
         with pytest.raises(ValueError), slow(call, seconds, nth=nth):
             pytest.fail("the block was entered")

@@ -27,6 +27,7 @@
 #include "base/base.h"
 
 #define NR_SLOTS 16
+#define HOLD_STEP_NS 1000000u /* how late a held call notices that it may go on */
 #define DIRECT_BLOCK 4096u
 
 /* A formatter cannot tell the lists' entries from expressions. */
@@ -118,14 +119,14 @@ static const struct {
 
 /* One fault. All atomic, since wrappers read while a test writes. */
 struct slot {
-	atomic_uint call; /* enum call */
-	_Atomic uint64_t nth, seen, delay_ns;
+	atomic_uint call;                             /* enum call */
+	_Atomic uint64_t nth, seen, delay_ns, number; /* of this fault, among all */
 	_Atomic int64_t limit;
 	atomic_int sticky, err;
 };
 
 static struct slot slots[NR_SLOTS];
-static _Atomic uint64_t counts[NR_CALLS], hits;
+static _Atomic uint64_t counts[NR_CALLS], hits, nr_faults;
 static struct sfr_sys real; /* what stood in the table; valid while installed */
 static bool installed;
 
@@ -143,12 +144,21 @@ static void nap(uint64_t delay_ns)
 		;
 }
 
+/* Until the fault is taken away, or its place is another's. */
+static void stand(const struct slot *s, unsigned which, uint64_t number)
+{
+	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
+		nap(HOLD_STEP_NS);
+}
+
 /* Counts a call and says what is to happen to it; sleeps as long as a fault says. Every slot
  * counts every call it is for, due or not, so that two faults do not shift one another. */
 static struct fate meet(enum call call)
 {
 	struct fate fate = { 0, -1 };
-	uint64_t delay_ns = 0;
+	uint64_t delay_ns = 0, number = 0;
+	const struct slot *holds = NULL;
+	unsigned held_as = CALL_NONE;
 	bool acted = false;
 
 	atomic_fetch_add(&counts[call], 1);
@@ -169,11 +179,16 @@ static struct fate meet(enum call call)
 		fate.err = atomic_load(&s->err);
 		fate.limit = atomic_load(&s->limit);
 		delay_ns = atomic_load(&s->delay_ns);
+		number = atomic_load(&s->number);
+		held_as = which;
+		holds = delay_ns == SFR_FOREVER ? s : NULL;
 	}
-	if (acted) {
+	if (acted)
 		atomic_fetch_add(&hits, 1);
+	if (holds)
+		stand(holds, held_as, number);
+	else if (acted)
 		nap(delay_ns);
-	}
 	return fate;
 }
 
@@ -345,6 +360,7 @@ int sfr_inject_set(const struct sfr_fault *fault)
 		atomic_store(&s->err, fault->err);
 		atomic_store(&s->limit, fault->limit);
 		atomic_store(&s->delay_ns, fault->delay_ns);
+		atomic_store(&s->number, atomic_fetch_add(&nr_faults, 1));
 		atomic_store(&s->call, call);
 		return 0;
 	}

@@ -76,7 +76,7 @@ struct sfr_fault {
 	int err;           /* errno to give; 0 = do not fail */
 	int64_t limit;     /* pread, pwrite: at most that many bytes are transferred; -1 = all,
 			     -2 = half, -3 = all but one */
-	uint64_t delay_ns; /* sleep that long first */
+	uint64_t delay_ns; /* sleep that long first; SFR_FOREVER: until the fault is taken away */
 };
 /* Puts counting wrappers into sfr_sys; a second time does nothing. Returns 0. Like _remove it is
  * not to be called while other threads are inside the core; the others may be at any time. */

@@ -34,11 +34,12 @@ from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
+from stillframe._base.dtensor import memory_of
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
 from stillframe._save.gate import Deferral
-from stillframe._snapshot.holds import call_at_end
+from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import (
     ForkError,
@@ -257,7 +258,8 @@ class Snapshot(Generic[T]):
 
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
-                future (anything with `add_done_callback`).
+                future (anything with `add_done_callback`). A process that was spawned has
+                copies of its own and needs nothing of the pool.
 
         Raises:
             TypeError, ValueError: It is none of these, or was not started.
@@ -267,6 +269,9 @@ class Snapshot(Generic[T]):
         self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
+            # Pickling the tensors for a spawned process has moved them out of the pool.
+            if has_memory_of_its_own(process_or_future):
+                return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
         try:
             call_at_end(process_or_future, functools.partial(_unhold_once, [core]))
@@ -281,7 +286,7 @@ class Snapshot(Generic[T]):
         def over(node: Any) -> bool:
             try:
                 return isinstance(node, torch.Tensor) and (
-                    node.untyped_storage()._cdata == identity
+                    memory_of(node).untyped_storage()._cdata == identity
                 )
             except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
                 return False

@@ -6,7 +6,6 @@
 #include <sched.h>
 #include <semaphore.h>
 
-#include "memory/pool_int.h"
 #include "saving.h"
 
 static const char *dir;
@@ -206,63 +205,15 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 
 /* ---- old bytes ---- */
 
-/* Whoever had the pool's memory before left this in it. */
-static void poison(struct sfr_engine *engine)
-{
-	struct sfr__pool *pool = engine->pool;
-
-	for (uint32_t i = 0; i < pool->nr_known; i++)
-		if (pool->blocks[i].state == SFR__BLOCK_FREE)
-			memset(pool->blocks[i].mem, 0xa5, pool->blocks[i].committed);
-}
-
-/* Bytes of padding in the file, and how many of them are not zero. */
-static uint64_t padding(const char *name, uint64_t *nr_dirty)
-{
-	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
-					    .skeleton_len = sizeof(saving_skeleton),
-					    .sources = one.sources,
-					    .nr_sources = SAVING_NR };
-	int fd = open(key(name), O_RDONLY | O_CLOEXEC);
-	struct sfr__image img;
-	uint64_t nr = 0;
-
-	CHECK(fd >= 0);
-	CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0);
-	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
-		for (uint32_t blk = 0; blk < run->nr_blocks; blk++) {
-			uint64_t off = sfr__image_block_off(&img, run, blk);
-			struct sfr__seg_iter it;
-			struct sfr__seg seg;
-
-			sfr__seg_iter_init(&it, &img, run, blk);
-			while (sfr__seg_next(&it, &seg))
-				for (uint64_t i = 0; seg.kind == SFR__SEG_PAD && i < seg.len; i++) {
-					unsigned char byte = 1;
-
-					CHECK_EQ(pread(fd, &byte, 1, (off_t)(off + seg.pos + i)),
-						 1);
-					*nr_dirty += byte != 0;
-					nr++;
-				}
-		}
-	sfr__image_fini(&img);
-	(void)close(fd);
-	return nr;
-}
-
 static void no_old_byte_of_the_pool_is_in_a_file(void)
 {
 	struct sfr_engine *engine = new_engine(2);
 
 	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
 	for (int i = 0; i < 3; i++) {
-		uint64_t nr_dirty = 0;
-
-		poison(engine);
+		saving_poison(engine);
 		CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-		CHECK(padding("a", &nr_dirty) > 1000);
-		CHECK_EQ(nr_dirty, 0);
+		saving_padding_is_zero(dir, "a", &one);
 		CHECK_EQ(saving_look(dir, "a"), 1);
 	}
 	free_engine(engine);
