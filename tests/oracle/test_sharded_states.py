@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 WIDTH = 64  # a weight of 16 KiB: large enough to be deferred
@@ -101,6 +101,43 @@ def test_a_snapshot_of_a_sharded_state_is_copied_beside_training(mesh: DeviceMes
             training.advance()
             snap.wait()
             assert local_bytes(snap.tree) == wanted
+
+
+def test_a_snapshots_dtensors_are_new_ones_of_the_same_specification(mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
+    weight.note = {"mean": torch.zeros(1)}
+    view = DTensor(weight._local_tensor[1:], weight._spec, requires_grad=False)  # type: ignore[call-arg,arg-type,misc]
+    empty = distribute_tensor(torch.empty(0, 4), mesh, [Replicate()])
+    other = DTensor(Wrapper(torch.ones(3)), weight._spec, requires_grad=False)  # type: ignore[call-arg,arg-type,misc]
+    tree = {"weight": weight, "tied": [weight, weight], "view": view, "plain": weight._local_tensor}
+    with stillframe.snapshot({**tree, "empty": empty, "other": other}) as snap:
+        with torch.no_grad():
+            old = weight._local_tensor.clone()
+            weight._local_tensor.zero_()
+        new: Any = snap.tree
+        for name in ("weight", "view", "empty", "other"):
+            assert type(new[name]) is DTensor
+        assert new["weight"]._spec is weight._spec
+        assert isinstance(new["weight"], nn.Parameter) and new["weight"].requires_grad
+        assert new["weight"].to_local().equal(old) and new["weight"] is not weight
+        assert new["weight"].note["mean"].equal(torch.zeros(1))
+        assert new["weight"].note["mean"] is not weight.note["mean"]
+        assert new["tied"][0] is new["tied"][1] is new["weight"]
+        assert new["plain"] is new["weight"]._local_tensor
+        assert new["view"].to_local().data_ptr() == new["plain"][1:].data_ptr()
+        assert not new["view"].requires_grad
+        assert new["empty"].shape == (0, 4)
+        assert type(new["other"]._local_tensor) is Wrapper
+        assert new["other"]._local_tensor is not other._local_tensor
+
+
+def test_a_torn_snapshot_names_the_dtensor(mesh: DeviceMesh) -> None:
+    training = Sharded(mesh)
+    with slow("lane_copy", 0.05):
+        snap = stillframe.snapshot(training.state(), overlap=True)
+        training.weight()._local_tensor.add_(1)
+        with pytest.raises(stillframe.TornSnapshotError, match=r"model\.0\.weight"):
+            snap.wait()
 
 
 def in_place(weight: DTensor) -> None:

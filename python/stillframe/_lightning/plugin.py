@@ -118,12 +118,15 @@ class CheckpointPlugin:
         self._checkpoints.save(trainer, checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads with Lightning's own reader (or `checkpoint_io`), after the saves of `path` that
-        were submitted before.
+        """Loads as `stillframe.load` does (or with `checkpoint_io`), after the saves of `path` that
+        were submitted before: every byte is checked. Ranks have the disk read it once.
 
         Takes `map_location` and `weights_only` as Lightning's
         `TorchCheckpointIO.load_checkpoint` of the installed version does, with that version's
-        defaults.
+        defaults. That one reads remote paths, and all where `torch.load` was replaced.
+
+        Raises:
+            CorruptCheckpointError: The file is damaged.
         """
         return self._checkpoints.load(path, *args, **kwargs)
 

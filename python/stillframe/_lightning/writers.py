@@ -25,6 +25,7 @@ from stillframe._lightning import rotation
 from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
 from stillframe._lightning.places import is_remote
+from stillframe._lightning.reading import read
 from stillframe._lightning.wrapped import Inner, Slots, wraps_ours
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, limits_of, submit
@@ -93,8 +94,9 @@ class Writers:
         return self.inner
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        io = self._reader() if self.inner is None else self.inner.io
-        return io.load_checkpoint(path, *args, **kwargs)
+        if self.inner is not None:
+            return self.inner.io.load_checkpoint(path, *args, **kwargs)
+        return read(self._reader().load_checkpoint, path, args, kwargs)
 
     def tear_down(self) -> None:
         if self.inner is not None:

@@ -150,7 +150,7 @@ def _load_fd(fd: int, how: _How) -> Any:
             with bar.watched(core.done, how.path, found["nbytes"]):
                 return archive.load(how.map_location, how.weights_only)
         except restore.RestoreFailed:
-            why = _why_not(archive.failure, fd, how, archive.pickle)
+            why = _why_not(archive.failure, fd, how)
         except pickle.UnpicklingError:
             if not how.weights_only:
                 raise
@@ -182,7 +182,7 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
         with bar.watched(core.done, how.path, found["nbytes"]):
             fill.run()
     except restore.RestoreFailed:
-        _why_not(fill.failure, fd, how, b"", "; what into= names is half written")
+        _why_not(fill.failure, fd, how, "; what into= names is half written")
     return into
 
 
@@ -233,22 +233,15 @@ def _torch_load(file: Any, how: _How) -> Any:
 # ---- what is wrong ----
 
 
-def _why_not(
-    failure: restore.Failure | None,
-    fd: int,
-    how: _How,
-    pickled: bytes,
-    more: str = "",
-) -> str:
+def _why_not(failure: restore.Failure | None, fd: int, how: _How, more: str = "") -> str:
     """Raises what ended a restore; returns why it should be tried in the general way instead.
 
     Args:
-        pickled: The checkpoint's pickle, if it was read: it tells what tensors are lost.
         more: What else the user has to know.
     """
     assert failure is not None
     if failure.code == _core.ECORRUPT:
-        more = f" (at byte {failure.offset}{_tensors_in(pickled, failure.record)}){more}"
+        more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:
             # The check says it of the whole file, and in the words of `verify`.
             check_fd(fd, how.path, verify=how.verify)
@@ -266,12 +259,17 @@ def _why_not(
     raise OSError(-failure.code, f"{os.strerror(-failure.code)} ({where}){more}", how.path)
 
 
-def _tensors_in(pickled: bytes, record: str) -> str:
+def _tensors_in(fd: int, how: _How, record: str) -> str:
     """Words for the tensors that live in a record."""
     folder, _, key = record.partition("/")
-    if folder != "data" or not pickled:
+    if folder != "data":
         return ""
     try:
+        core = how.open_again(fd)
+        try:
+            (pickled,) = restore.read(core, ("data.pkl",))
+        finally:
+            core.close()
         names = keypaths.of_storage(pickled, key)
     except Exception:  # a pickle of any kind may be in there, and this is only a help
         return ""

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from stillframe import _core
 from stillframe._base import device
+from stillframe._base.dtensor import dtensor, memory_of
 from stillframe._save import steps
 from stillframe._save.guard import guarded
 
@@ -69,17 +70,6 @@ def _give_up(subject: Any, error: Exception) -> None:
 
 
 bookkeeping = guarded(_give_up)
-
-
-def _dtensor() -> type[Any] | None:
-    """DTensor's class, where anybody has imported it: whoever has such a tensor has."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind if isinstance(kind, type) else None
-
-
-def _memory_of(tensor: Any) -> Any:
-    """The tensor that has the memory: of a DTensor, its local one."""
-    return tensor._local_tensor if type(tensor) is _dtensor() else tensor
 
 
 class Owner:
@@ -181,7 +171,7 @@ class Owner:
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []
             if self.observer.stepped(groups, state):
-                kind = _dtensor()
+                kind = dtensor()
                 if kind is not None:
                     _core.Observer.see_through(kind, "_local_tensor")
                 try:
@@ -251,7 +241,7 @@ class Owner:
 
     def _is_in(self, optimizer: Optimizer, numbers: dict[int, int], deferred: set[int]) -> bool:
         params = (p for group in optimizer.param_groups for p in group["params"])
-        for p in map(_memory_of, itertools.islice(params, _MOST_LOOKS)):
+        for p in map(memory_of, itertools.islice(params, _MOST_LOOKS)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 storage = p.untyped_storage()
                 number = numbers.get(storage._cdata)

@@ -80,7 +80,6 @@ class Archive:
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
     ) -> None:
         self.failure: Failure | None = None
-        self.pickle = b""  # once it was read
         self.is_native = False  # as far as the file says
         self._core = core
         self._fd = fd
@@ -98,8 +97,9 @@ class Archive:
             Everything that torch.load raises behind its opening of the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
-        if map_location is None and _cpu_storages_stay_as_they_are():
-            unpickler = SimpleNamespace(Unpickler=_quick(unpickler.Unpickler, self))
+        if _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location)):
+            made = _quick(unpickler.Unpickler, self, everything=map_location is not None)
+            unpickler = SimpleNamespace(Unpickler=made)
         try:
             for device in {*self._devices.values()}:
                 new_storage(1, device)  # a context, where torch has none yet
@@ -135,8 +135,6 @@ class Archive:
 
     def get_record(self, name: str) -> bytes:
         data = bytes_of(self._take(name))
-        if name == "data.pkl":
-            self.pickle = data
         if name == "byteorder":
             self.is_native = data == _BYTEORDER
         return data
@@ -259,11 +257,12 @@ def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     return [bytes_of(wanted[number]) if number >= 0 else b"" for number in numbers]
 
 
-def _quick(base: Any, archive: Archive) -> Any:
+def _quick(base: Any, archive: Archive, everything: bool) -> Any:
     """torch's unpickler, with a short cut for the storages of the processor.
 
     `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
-    of a checkpoint of many small tensors that is a quarter of the whole load.
+    of a checkpoint of many small tensors that is a quarter of the whole load. With `everything`,
+    all storages are the processor's.
     """
 
     class Unpickler(base):  # type: ignore[misc]
@@ -276,7 +275,7 @@ def _quick(base: Any, archive: Archive) -> Any:
                     _, kind, key, location, numel = saved
                     if key in made:
                         return made[key]
-                    if location == "cpu" and archive.is_native:
+                    if (everything or location == "cpu") and archive.is_native:
                         storage = archive.storage(kind, key, numel)
                         if storage is not None:
                             if storage._data_ptr():  # an empty one is made anew, as torch does
@@ -291,6 +290,10 @@ def _quick(base: Any, archive: Archive) -> Any:
 
 
 _typed: Any = functools.partial(torch.storage.TypedStorage, _internal=True)
+
+
+def _is_cpu(map_location: Any) -> bool:
+    return isinstance(map_location, (str, torch.device)) and str(map_location) == "cpu"
 
 
 def _cpu_storages_stay_as_they_are() -> bool:
@@ -375,5 +378,5 @@ def open_archive(
     core: _core.Restore, fd: int, nbytes: int, map_location: Any, devices: _Devices
 ) -> Archive:
     """The archive for a load to `map_location`; as for `Archive`."""
-    final = map_location is None or bool(devices)
+    final = map_location is None or _is_cpu(map_location) or bool(devices)
     return Archive(core, fd, nbytes, _AHEAD if final else _AHEAD_OF_A_DEVICE, devices)

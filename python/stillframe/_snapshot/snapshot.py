@@ -34,6 +34,7 @@ from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
+from stillframe._base.dtensor import memory_of
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
@@ -281,7 +282,7 @@ class Snapshot(Generic[T]):
         def over(node: Any) -> bool:
             try:
                 return isinstance(node, torch.Tensor) and (
-                    node.untyped_storage()._cdata == identity
+                    memory_of(node).untyped_storage()._cdata == identity
                 )
             except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
                 return False

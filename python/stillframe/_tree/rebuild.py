@@ -20,7 +20,7 @@ import types
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -236,6 +236,22 @@ class Builder:
         if found.tensor.requires_grad != new.requires_grad and new.is_leaf:
             new.requires_grad_(found.tensor.requires_grad)
         return new
+
+    def wrap(self, kind: Any, wrapped: Iterable[tuple[Any, Tensor]]) -> None:
+        """Makes DTensors over the new local tensors. The specification is the old one: nobody
+        changes one that a tensor has."""
+        memo, hanging = self._memo, []
+        for old, local in wrapped:
+            new_local = memo.get(id(local))
+            if new_local is None:
+                new_local = self.build(local)
+            # Its __init__ does nothing, behind a wrapper that costs more than all the rest.
+            new = kind.__new__(kind, new_local, old._spec, requires_grad=old.requires_grad)
+            memo[id(old)] = new
+            if attributes := attributes_of(old):
+                hanging.append((new, attributes))
+        for new, attributes in hanging:
+            new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
     def _reduced(self, found: Reduced) -> Tensor:
         args = [self.build(arg) for arg in found.args]

@@ -9,10 +9,11 @@ What is walked into: dicts, lists, tuples and their subclasses (namedtuple, Orde
 attributes, defaultdict), deques, sets; tensors of every kind, storages, attributes of tensors.
 NumPy arrays are copied. Every other object is left whole: the very same object is in the new tree.
 
-Plain tensors are found and made again in C, all of them in one call (skeleton/copies.c). Other
+Plain tensors are found and made again in C, all of them in one call (skeleton/copies.c). So are the
+local tensors of DTensors, which are put under new DTensors of the same specification. Other
 strided ones are described by offset, size and stride. All the rest (sparse, quantized, nested,
 subclasses) reduce themselves as they do for `torch.save`, and the storages in what they reduce to
-are exchanged; wrapper subclasses that can be flattened (DTensor) are flattened. A tensor that
+are exchanged; other wrapper subclasses that can be flattened are flattened. A tensor that
 reduces itself to objects with tensors of their own (ShardedTensor does) is refused: such an object
 is left whole, and the new tensor would have the old one's memory.
 
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import no_collection
+from stillframe._base.dtensor import dtensor
 from stillframe._tree import skeleton
 from stillframe._tree.rebuild import (
     ATOMS,
@@ -85,11 +87,14 @@ class Tree:
         # made from.
         self._others: dict[int, Any] = {}
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
+        self._dtensor = dtensor()
+        self._wrapped: dict[int, tuple[Any, Tensor]] = {}  # DTensors, with their local tensors
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
         self.storages, self.identities, self.rows, self.elsewhere, exact, self.devices = found
-        self._num_tensors = exact + sum(type(each) not in PLAIN for each in self._held)
+        others = sum(type(each) not in PLAIN for each in self._held)
+        self._num_tensors = exact + others + len(self._wrapped)
         if self.devices and not lanes:
             self._forgo_lanes()
 
@@ -97,6 +102,8 @@ class Tree:
         """The collector takes the plain tensors out of what stands in each container."""
         seen: set[int] = set()
         stack = collector.meet((root,))
+        if self._dtensor is not None:
+            stack = self._see_through(stack, collector)
         while stack:
             node = stack.pop()
             kind = type(node)
@@ -104,8 +111,26 @@ class Tree:
                 continue
             seen.add(id(node))
             inner = collector.meet(self._children(node, kind, collector))
+            if self._dtensor is not None and inner:
+                inner = self._see_through(inner, collector)
             inner.reverse()  # in the order of the tree: what was made so is copied so
             stack.extend(inner)
+
+    def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
+        """Enters the DTensors among the nodes; returns the other nodes, and what DTensors lead to
+        but for local tensors that are plain."""
+        kind, known = self._dtensor, self._wrapped
+        found = [node for node in nodes if type(node) is kind and id(node) not in known]
+        if not found:
+            return [node for node in nodes if type(node) is not kind]
+        locals_ = [node._local_tensor for node in found]
+        known.update((id(node), (node, local)) for node, local in zip(found, locals_, strict=True))
+        inner = [node for node in nodes if type(node) is not kind]
+        inner += collector.meet(locals_)
+        for node in found:
+            if hanging := attributes_of(node):
+                inner += collector.meet(tuple(hanging.values()))
+        return inner
 
     def _children(
         self, node: Any, kind: type[Any], collector: _core.Collector
@@ -240,6 +265,7 @@ class Tree:
             builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
+            builder.wrap(self._dtensor, self._wrapped.values())
             built = builder.build(self._root)
             if self.reads_bytes:
                 # torch lists sparse tensors that were made anew, which would keep the memory.
@@ -256,6 +282,7 @@ class Tree:
         self._collector = None
         self._others = {}
         self._held = []
+        self._wrapped = {}
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:

@@ -169,3 +169,18 @@ def test_without_rich_a_bar_is_a_line(capsys, monkeypatch):
     with bar.bar("/somewhere/a\x1b.pt", 200) as update:
         update(50, 200)
     assert capsys.readouterr().err == "\r\x1b[Ka?.pt: 25 %\r\x1b[K"
+
+
+# ---- map_location -------------------------------------------------------------------
+
+
+def test_what_was_saved_on_a_device_goes_where_it_is_asked_to(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(small_state(), path)
+    for where in ("cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, place: storage):
+        assert same(stillframe.load(path, where), small_state())
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA"):
+            stillframe.load(path)
