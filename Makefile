@@ -187,6 +187,8 @@ endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))
 $(eval $(call variant,plain,))
+# Nobody looks again by himself (sfr__cond_wait): a lost wake-up is a hang, which mutants die of.
+$(eval $(call variant,still,-DSFR_LOOK_AGAIN_NS=3600000000000u))
 
 asan:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
