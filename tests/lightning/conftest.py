@@ -11,9 +11,9 @@ with warnings.catch_warnings():  # what the packages say about themselves on imp
 
 
 def pytest_collection_modifyitems(items):
-    # Lightning warns about few workers, small loaders, missing loggers and a good deal more, and torch
-    # about what Lightning calls. A warning of a test's own call stays an error, and so do ours, but for
-    # the one that on_error="warn" asks for.
+    # Lightning warns about few workers, small loaders, missing loggers and a good deal more, and
+    # torch about what Lightning calls. A warning of a test's own call stays an error, and so do
+    # ours, but for the one that on_error="warn" asks for.
     for item in items:
         if "lightning" in item.path.parts:
             for package in ("lightning", "pytorch_lightning", "torch", "jsonargparse"):
