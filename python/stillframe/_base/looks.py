@@ -53,6 +53,14 @@ def shards_in(directory: str) -> int:
     return sum(map(is_shard, names)) if ".metadata" in names else 0
 
 
+def directory(path: str) -> str:
+    """What a directory is, for messages."""
+    if nr := shards_in(path):
+        shards = "1 shard" if nr == 1 else f"{nr} shards"
+        return f"a torch.distributed.checkpoint directory ({shards})"
+    return "a directory"
+
+
 def like(fd: int, path: str) -> str | None:
     """What an open file looks like; None where nothing else than a checkpoint comes to mind.
 

@@ -180,11 +180,8 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
 
 
 def _nothing_in(directory: str) -> str:
-    if nr := looks.shards_in(directory):
-        shards = "1 shard" if nr == 1 else f"{nr} shards"
-        return (
-            f"it is a torch.distributed.checkpoint directory ({shards}), which verify cannot check"
-        )
+    if looks.shards_in(directory):
+        return f"it is {looks.directory(directory)}, which verify cannot check"
     return "there is no checkpoint in this directory"
 
 
