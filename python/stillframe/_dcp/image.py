@@ -1,36 +1,52 @@
-"""A data file out of parts: the only place that knows how the core is given one.
+"""A data file: items one after the other, each a whole archive of torch.save.
 
-The parts are put together in ordinary memory and saved as one tensor. So a file is itself a
-torch.save archive, and the parts begin where that has its tensor.
+The core makes a tensor's archive around bytes that it writes from where they are. What it cannot
+describe (quantized and sparse tensors, types without a storage class, Python objects) torch.save
+has put into memory.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-import zipfile
 from collections.abc import Sequence
+from io import BytesIO
 
 import torch
 
-from stillframe._dcp.archive import view_of
 from stillframe._save.api import engine_or_default
-from stillframe._save.engine import Engine, submit
+from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle
-from stillframe._save.options import SaveOptions
+from stillframe._save.parts import Parts, Row, row_of, submit_parts
 from stillframe._save.report import SaveReport
 
-MOST_BYTES = 128 << 20  # of one file: what is put together at a time
 
-Part = bytes | memoryview | torch.Tensor  # tensors are flat and of bytes
+class Item:
+    """One archive: what the core needs, and who has the bytes."""
+
+    __slots__ = ("owner", "row")
+
+    def __init__(self, data: torch.Tensor | BytesIO) -> None:
+        self.owner: object = None
+        self.row: Row | memoryview
+        if isinstance(data, torch.Tensor):
+            tensor = _plain(data.detach())
+            row = row_of(tensor)
+            if row is not None:
+                self.row, self.owner = row, tensor
+                return
+            data = BytesIO()
+            torch.save(tensor, data)
+        self.row = data.getbuffer()
 
 
-def length(parts: Sequence[Part]) -> int:
-    return sum(map(_length, parts))
-
-
-def _length(part: Part) -> int:
-    return part.numel() if isinstance(part, torch.Tensor) else len(part)
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU whose bytes are all there is of it, and stand together, if it can be."""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if row_of(tensor) is not None else tensor.contiguous()
 
 
 class DataFile:
@@ -38,26 +54,27 @@ class DataFile:
 
     Args:
         path: Where it goes; what stands there is replaced once the file is complete.
-        parts: Copied in the call.
+        items: Their bytes may not change before the end.
         durable: Sync the file and its directory.
         engine: Whose threads write it.
+
+    Attributes:
+        places: Offset and length of each item.
     """
 
     def __init__(
-        self, path: str, parts: Sequence[Part], *, durable: bool, engine: Engine | None
+        self, path: str, items: Sequence[Item], *, durable: bool, engine: Engine | None
     ) -> None:
         self.path = path
-        image = torch.empty(length(parts), dtype=torch.uint8)
-        view, at = view_of(image), 0
-        for part in parts:
-            end = at + _length(part)
-            if isinstance(part, torch.Tensor):
-                image[at:end].copy_(part)
-            else:
-                view[at:end] = part
-            at = end
-        options = SaveOptions(overlap=False, durable=durable, follow_link=False, wait_for_slot=True)
-        self._save: SaveHandle = submit(engine_or_default(engine), image, path, options)
+        parts = Parts()
+        self.places = parts.append([item.row for item in items])
+        self._save: SaveHandle = submit_parts(
+            engine_or_default(engine),
+            parts,
+            path,
+            owners=[item.owner for item in items if item.owner is not None],
+            durable=durable,
+        )
 
     def failure(self) -> BaseException | None:
         """Waits for the end; what went wrong."""
@@ -68,15 +85,7 @@ class DataFile:
         assert report is not None
         return report
 
-    def start(self) -> int:
-        """Where the first part begins in the file."""
-        with zipfile.ZipFile(self.path) as archive, open(self.path, "rb") as file:
-            (record,) = (each for each in archive.infolist() if each.filename.endswith("/data/0"))
-            file.seek(record.header_offset + 26)
-            name, extra = struct.unpack("<HH", file.read(4))
-            return int(record.header_offset + 30 + name + extra)
-
     def discard(self) -> None:
-        """Removes it, whether it has come into being or not."""
+        """Removes it, if it has come into being."""
         if self.failure() is None and os.path.exists(self.path):
             os.unlink(self.path)

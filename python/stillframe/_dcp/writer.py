@@ -6,12 +6,9 @@ import dataclasses
 import errno
 import os
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import Future as ThreadFuture
-from io import BytesIO
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _StorageInfo,
@@ -24,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stillframe._base import paths
-from stillframe._dcp import archive, commit, image
+from stillframe._dcp import commit, image
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -55,9 +52,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
         durable: Sync files and directories. False gives up power failures: afterwards the new
             checkpoint, and the old one with it, may be gone or damaged.
-        single_file_per_rank: Put items together, as large files as are good to write. False gives
-            each tensor and object a file of its own.
-        thread_count: At least as many files a rank. The threads are the engine's
+        single_file_per_rank: One file a rank, or as many as `thread_count` says. False gives each
+            tensor and object a file of its own.
+        thread_count: Up to so many files a rank. The threads are the engine's
             (`Engine(writer_threads=)`), not the writer's, and work on all of them.
         sync_files: False is `durable=False`: PyTorch's name for it.
         per_thread_copy_ahead: Of no effect; tensors on devices are copied by the engine's lanes
@@ -197,14 +194,15 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             SaveError: The operating system refused a step. No file of this rank stays.
         """
-        files: list[tuple[image.DataFile, list[tuple[WriteItem, int, int]]]] = []
+        files: list[tuple[image.DataFile, list[WriteItem]]] = []
         failure: BaseException | None = None
         try:
-            for parts, places in self._images(plan, planner):
+            for bucket in self._buckets(plan.items):
                 name = commit.data_name(plan.storage_data.prefix, len(files), self._files_id)
                 path = os.path.join(self._directory(), name)
-                made = image.DataFile(path, parts, durable=self._durable, engine=self._engine)
-                files.append((made, places))
+                items = [image.Item(planner.resolve_data(item)) for item in bucket]
+                made = image.DataFile(path, items, durable=self._durable, engine=self._engine)
+                files.append((made, bucket))
         except BaseException as error:
             failure = error
         for made, _ in files:
@@ -221,11 +219,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                 WriteResult(
                     index=item.index,
                     size_in_bytes=length,
-                    storage_data=_StorageInfo(os.path.basename(made.path), start + at, length),
+                    storage_data=_StorageInfo(os.path.basename(made.path), at, length),
                 )
-                for made, places in files
-                for start in (made.start(),)
-                for item, at, length in places
+                for made, bucket in files
+                for item, (at, length) in zip(bucket, made.places, strict=True)
             ]
         )
         return done
@@ -261,51 +258,27 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             raise ValueError("there is no path to save to: give checkpoint_id=")
         return self._path
 
-    def _images(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> Iterator[tuple[list[image.Part], list[tuple[WriteItem, int, int]]]]:
-        """For each file its parts, and of each item in it where it begins and how long it is."""
+    def _buckets(self, items: list[WriteItem]) -> list[list[WriteItem]]:
+        """The items of each file."""
         # Objects first, as PyTorch's writer has them.
-        items = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
-        most = min(image.MOST_BYTES, -(-_nbytes(items) // self._nr_files))
-        parts: list[image.Part] = []
-        places: list[tuple[WriteItem, int, int]] = []
-        end = 0
+        items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+        if not self._single_file_per_rank:
+            return [[item] for item in items]
+        most = -(-sum(map(_nbytes, items)) // self._nr_files)
+        buckets: list[list[WriteItem]] = []
+        room = 0
         for item in items:
-            own = _parts(item, planner)
-            length = image.length(own)
-            if places and (end + length > most or not self._single_file_per_rank):
-                yield parts, places
-                parts, places, end = [], [], 0
-            places.append((item, end, length))
-            parts += own
-            end += length
-        if places:
-            yield parts, places
+            if room <= 0:
+                buckets.append([])
+                room = most
+            buckets[-1].append(item)
+            room -= _nbytes(item)
+        return buckets
 
 
-def _nbytes(items: list[WriteItem]) -> int:
-    """About what the items take in a file; more rather than less."""
-    total = 1 << 20
-    for item in items:
-        if item.tensor_data is not None:
-            size = item.tensor_data.chunk.sizes
-            total += size.numel() * item.tensor_data.properties.dtype.itemsize + 2048
-    return total
-
-
-def _parts(item: WriteItem, planner: SavePlanner) -> list[image.Part]:
-    """An item as a whole archive."""
-    data = planner.resolve_data(item)
-    if isinstance(data, torch.Tensor):
-        tensor = data.detach()
-        found = archive.payload(tensor)
-        if found is not None:
-            head, tail = found.frame()
-            return [head, found.flat, tail]
-        if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
-        made = BytesIO()
-        torch.save(tensor, made)
-        data = made
-    return [data.getbuffer()]
+def _nbytes(item: WriteItem) -> int:
+    """About what it takes in a file."""
+    if item.tensor_data is None:
+        return 1024
+    size = item.tensor_data.chunk.sizes
+    return size.numel() * item.tensor_data.properties.dtype.itemsize + 1024

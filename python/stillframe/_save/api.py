@@ -9,6 +9,7 @@ from typing import Unpack
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
+from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
@@ -93,6 +94,10 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
         StillframeError: The default engine is in use already.
         TypeError, ValueError: As `Engine` does.
     """
+    options = ", ".join(EngineOptions.__annotations__)
+    for name in engine_options:
+        if name not in EngineOptions.__annotations__:
+            raise TypeError(f"configure() has no option {name!r}: an engine's are {options}")
     _default.configure(engine_options)
 
 
@@ -121,11 +126,11 @@ def async_save(
     Args:
         obj: Anything `torch.save` takes.
         path: A local path. A link is followed, a parent directory has to be there.
-        overlap: False copies everything inside the call.
+        overlap: False copies everything during the call.
         durable: Sync the file and its directory. False gives up power failures: after one the path
             holds the old file, the new one, or a damage that `load` notices.
-        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to
-            find code that writes at the wrong time. Slow.
+        check_mutation: Compare a checksum of all bytes that are copied after the call, at the call
+            and when copied, to find code that writes at the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
             durable.
         engine: The engine to use, `default_engine()` by default.
@@ -153,7 +158,7 @@ def save(
     whatever the engine's `when_busy` says.
 
     Args:
-        obj: Anything `torch.save` takes. It is copied inside the call.
+        obj: Anything `torch.save` takes. It is copied during the call.
         path: A local path. A link is followed, a parent directory has to be there.
         durable: Sync the file and its directory. False gives up power failures, see `async_save`.
         engine: The engine to use, `default_engine()` by default.
@@ -223,9 +228,10 @@ def wait_all(timeout: float | None = None) -> None:
         TimeoutError: `timeout` seconds passed.
     """
     ordered.refuse_inside()
+    most_s = seconds(timeout)
     with inside():
-        if not _core.log_drain(timeout):
-            raise TimeoutError(f"after {timeout:g} s: {under_way()}")
+        if not _core.log_drain(most_s):
+            raise TimeoutError(f"after {most_s:g} s: {under_way()}")
         settle_all()
     for failure in take_failures(first_only=True):
         raise failure.error
