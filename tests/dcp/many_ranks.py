@@ -1,4 +1,4 @@
-"""What test_many_ranks.py runs: worlds of processes that are forked from this one and talk over gloo.
+"""What test_many_ranks.py runs: processes that are forked from this one and talk over gloo.
 
     python many_ranks.py DIRECTORY
 

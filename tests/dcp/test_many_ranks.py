@@ -1,4 +1,4 @@
-"""Two and three ranks on gloo, in processes of their own. many_ranks.py says what each scenario does."""
+"""Two and three ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
 
 import json
 import os

@@ -54,10 +54,11 @@ def is_sharded(names: Iterable[str]) -> bool:
 
 def directory(path: str) -> str:
     """What a directory is, for messages."""
-    if nr := shards_in(path):
-        shards = "1 shard" if nr == 1 else f"{nr} shards"
-        return f"a torch.distributed.checkpoint directory ({shards})"
-    return "a directory"
+    try:
+        sharded = is_sharded(os.listdir(path))
+    except OSError:
+        sharded = False
+    return "a torch.distributed.checkpoint directory" if sharded else "a directory"
 
 
 def like(fd: int, path: str) -> str | None:
