@@ -11,6 +11,7 @@ saved. `PinnedStager` and `FileSystemWriter` are the parts, for PyTorch's own `a
 """
 
 from stillframe._dcp.api import SaveResponse, async_save, save
+from stillframe._dcp.forked import forked
 from stillframe._dcp.reader import Reader
 from stillframe._dcp.stager import PinnedStager
 from stillframe._dcp.writer import FileSystemWriter
@@ -21,5 +22,6 @@ __all__ = [
     "Reader",
     "SaveResponse",
     "async_save",
+    "forked",
     "save",
 ]

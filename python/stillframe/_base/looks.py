@@ -6,9 +6,12 @@ Only its first bytes, its type and its name are looked at.
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections.abc import Iterable
 from typing import Any
 
+_METADATA = re.compile(r"(__\d+)?\.metadata")  # of all ranks, or of one that saved for itself
 _HEAD = 4096  # bytes that are looked at
 _FIRST_NAME = 512  # within so many bytes: torch's directory is called as the file
 _LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number of torch's own
@@ -44,13 +47,9 @@ def is_shard(path: str) -> bool:
     return path.endswith(".distcp")
 
 
-def shards_in(directory: str) -> int:
-    """How many shards a directory of torch.distributed.checkpoint holds; 0: it is none."""
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return 0
-    return sum(map(is_shard, names)) if ".metadata" in names else 0
+def is_sharded(names: Iterable[str]) -> bool:
+    """Whether a directory with these names is a checkpoint of torch.distributed.checkpoint."""
+    return any(_METADATA.fullmatch(name) for name in names)
 
 
 def like(fd: int, path: str) -> str | None:

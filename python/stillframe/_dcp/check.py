@@ -1,15 +1,24 @@
-"""Is a checkpoint of DCP whole: every item is a zip archive whose records have CRCs."""
+"""Is a checkpoint of DCP whole: every item is a zip archive whose records have CRCs.
+
+The metadata is a pickle. Who loads a checkpoint trusts it; who only looks at one need not, so here
+it is read without importing or calling anything it names.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
 import zipfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from stillframe import _core
+from stillframe._base import looks
+from stillframe._tree import contents
+from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
 _PIECE = 8 << 20
@@ -97,6 +106,108 @@ def _crc(item: _Slice, nbytes: int) -> int:
         value = _core.crc32(buffer[:got], value)
         nbytes -= got
     return value
+
+
+@dataclass
+class Checked:
+    """What there is to say of a directory.
+
+    Attributes:
+        nr_items: That its metadata names.
+        nr_unchecked: Of them, those that only an extension could read.
+        nbytes: Of the files that they are in.
+        bad: Items, or files, and what is wrong with them.
+    """
+
+    nr_items: int
+    nr_unchecked: int
+    nbytes: int
+    bad: list[tuple[str, str]]
+
+
+def check(directory: str) -> Checked:
+    """Compares every CRC of a checkpoint, and its metadata with its files.
+
+    Raises:
+        CorruptCheckpointError: Its metadata cannot be read.
+        OSError: The directory or its metadata cannot be read.
+    """
+    found = Checked(0, 0, 0, [])
+    by_file: dict[str, list[_Place]] = {}
+    for name in sorted(each for each in os.listdir(directory) if looks.is_sharded([each])):
+        for place in _places(os.path.join(directory, name)):
+            by_file.setdefault(place.file, []).append(place)
+            found.nr_items += 1
+            found.nr_unchecked += place.transformed
+    for file, places in sorted(by_file.items()):
+        _check_file(os.path.join(directory, file), places, found)
+    return found
+
+
+def _check_file(path: str, places: list[_Place], found: Checked) -> None:
+    items = f"it holds {places[0].name}" + (f" and {len(places) - 1} more" if places[1:] else "")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        found.bad.append((os.path.basename(path), f"the file is missing: {items}"))
+        return
+    except OSError as error:
+        found.bad.append((os.path.basename(path), f"{error.strerror}: {items}"))
+        return
+    try:
+        found.nbytes += os.fstat(fd).st_size
+        for place in places:
+            if not place.transformed:
+                wrong = wrong_in_item(fd, place.offset, place.length)
+                if wrong is not None:
+                    found.bad.append((place.name, wrong))
+    except OSError as error:
+        found.bad.append((os.path.basename(path), f"{error.strerror}: {items}"))
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    file: str
+    offset: int
+    length: int
+    transformed: bool
+
+
+def _places(path: str) -> list[_Place]:
+    """Where the items are, as a metadata file says.
+
+    Raises:
+        CorruptCheckpointError: It says nothing that makes sense.
+    """
+    with open(path, "rb") as file:
+        try:
+            root = contents.read(file)
+            return [
+                _Place(
+                    _name_of(index.state),
+                    os.fspath(info.state["relative_path"]),
+                    int(info.state["offset"]),
+                    int(info.state["length"]),
+                    bool(info.state.get("transform_descriptors")),
+                )
+                for index, info in root.state["storage_data"].items()
+            ]
+        except (
+            *(pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError),
+            IndexError,
+        ) as error:
+            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _name_of(index: dict[str, Any]) -> str:
+    offset = index.get("offset")
+    if offset is None:
+        return str(index["fqn"])
+    numbers = offset.args[0] if isinstance(offset, Stub) else offset
+    return f"{index['fqn']} from {tuple(numbers)}"
 
 
 def refuse_wrong_items(directory: str, items: Iterable[tuple[str, str, int, int]]) -> None:

@@ -26,12 +26,14 @@ from stillframe import _core
 from stillframe._base import looks
 from stillframe._base.bar import bar, on_terminal, printable
 from stillframe._base.sizes import decimal
+from stillframe.errors import CorruptCheckpointError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 INTERRUPTED = 130  # what a shell reports for SIGINT
 
 _SUFFIXES = (".ckpt", ".pt", ".pth")
 _LONG_NBYTES = 256 << 20  # from here on a progress display is worth its flicker
+_NOTHING = "there is no checkpoint in this directory"
 _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
 
 Progress = Callable[[int, int], object]
@@ -105,6 +107,29 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
     )
 
 
+def verify_directory(path: str) -> Finding:
+    """Checks a checkpoint of torch.distributed.checkpoint: every item, and whether the files are
+    those that its metadata names."""
+    from stillframe._dcp import check
+
+    try:
+        found = check.check(path)
+    except CorruptCheckpointError as error:
+        return Finding(path, DAMAGED, str(error))
+    except OSError as error:
+        return Finding(path, UNUSABLE, _reason(error))
+    return Finding(
+        path,
+        DAMAGED if found.bad else GOOD,
+        f"{len(found.bad)} of its {found.nr_items} items are bad" if found.bad else None,
+        found.nbytes,
+        found.nr_items,
+        found.nr_unchecked,
+        len(found.bad),
+        bad_records=found.bad,
+    )
+
+
 def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
@@ -126,12 +151,14 @@ def _size(fd: int) -> int | None:
 def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
     """Paths of the checkpoints under a directory, sorted; what cannot be listed goes to `failures`.
 
-    A checkpoint is what has a checkpoint's suffix or begins like one. Left out are hidden files
-    (temporaries of saves in flight are among them) and the shards of torch.distributed.checkpoint,
-    which are many archives in one file.
+    A checkpoint is what has a checkpoint's suffix or begins like one, and a directory that
+    torch.distributed.checkpoint has saved to. Left out are hidden files (temporaries of saves in
+    flight are among them) and the shards in such directories.
     """
     for root, directories, names in os.walk(directory, onerror=failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
+        if looks.is_sharded(names):
+            yield root
         for name in sorted(names):
             path = os.path.join(root, name)
             if name.startswith(".") or name.endswith(".distcp"):
@@ -175,17 +202,8 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
             for error in failures
         )
         if len(findings) == before:
-            findings.append(show.found(Finding(argument, UNUSABLE, _nothing_in(argument))))
+            findings.append(show.found(Finding(argument, UNUSABLE, _NOTHING)))
     return findings
-
-
-def _nothing_in(directory: str) -> str:
-    if nr := looks.shards_in(directory):
-        shards = "1 shard" if nr == 1 else f"{nr} shards"
-        return (
-            f"it is a torch.distributed.checkpoint directory ({shards}), which verify cannot check"
-        )
-    return "there is no checkpoint in this directory"
 
 
 # ---- showing --------------------------------------------------------------------------------
@@ -200,6 +218,8 @@ class _Display:
         self._on_terminal = on_terminal()
 
     def verify(self, path: str) -> Finding:
+        if os.path.isdir(path):
+            return self.found(verify_directory(path))
         try:
             nbytes = os.stat(path).st_size
         except (OSError, ValueError):

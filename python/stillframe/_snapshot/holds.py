@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import select
 import subprocess
@@ -52,6 +53,14 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
         f" add_done_callback), not {type(of).__name__}"
     )
+
+
+def has_memory_of_its_own(of: Any) -> bool:
+    """Whether it is a process that was not forked, and so was given copies when it was started."""
+    if not isinstance(of, BaseProcess):
+        return False
+    method = getattr(of, "_start_method", None) or multiprocessing.get_start_method()
+    return method != "fork"
 
 
 def _wait_readable(descriptor: int) -> None:

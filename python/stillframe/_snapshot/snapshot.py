@@ -39,7 +39,7 @@ from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
 from stillframe._save.gate import Deferral
-from stillframe._snapshot.holds import call_at_end
+from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import (
     ForkError,
@@ -258,7 +258,8 @@ class Snapshot(Generic[T]):
 
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
-                future (anything with `add_done_callback`).
+                future (anything with `add_done_callback`). A process that was spawned has
+                copies of its own and needs nothing of the pool.
 
         Raises:
             TypeError, ValueError: It is none of these, or was not started.
@@ -268,6 +269,9 @@ class Snapshot(Generic[T]):
         self._birth.refuse_child()
         core = self._copy.core
         if not core.hold():
+            # Pickling the tensors for a spawned process has moved them out of the pool.
+            if has_memory_of_its_own(process_or_future):
+                return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
         try:
             call_at_end(process_or_future, functools.partial(_unhold_once, [core]))

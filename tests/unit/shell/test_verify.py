@@ -197,18 +197,65 @@ def test_bytes_that_look_like_nothing_are_no_checkpoint(tmp_path, capsys):
     assert "not a PyTorch checkpoint" in capsys.readouterr().out
 
 
-def test_a_healthy_shard_and_its_directory_are_recognised_and_not_called_damaged(tmp_path, capsys):
+@pytest.fixture
+def sharded(tmp_path):
     state = {f"layer.{i}": torch.ones(10, i + 1) for i in range(5)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    (shard,) = (tmp_path / "dcp").glob("*.distcp")
+    return tmp_path / "dcp"
+
+
+def test_a_healthy_shard_is_recognised_and_its_directory_checked(sharded, capsys):
+    (shard,) = sharded.glob("*.distcp")
     status, (entry,) = verify_json(capsys, shard)
     assert status == 2
     assert "a shard of a torch.distributed.checkpoint directory" in entry["error"]
-    status, (entry,) = verify_json(capsys, tmp_path / "dcp")
-    assert status == 2
-    assert "a torch.distributed.checkpoint directory (1 shard)" in entry["error"]
+    for path in (sharded, sharded.parent):
+        status, (entry,) = verify_json(capsys, path)
+        assert status == 0
+        assert (entry["num_records"], entry["nbytes"]) == (5, shard.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "says"),
+    [
+        ("bit", "layer.3", "do not match their CRC"),
+        ("cut", "layer.4", "the file ends at"),
+        ("gone", "__0_0.distcp", "the file is missing"),
+        ("metadata", None, "cannot be read"),
+    ],
+)
+def test_a_damaged_sharded_checkpoint_is_status_1_and_says_where(
+    sharded, capsys, damage, name, says
+):
+    (shard,) = sharded.glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    if damage == "bit":
+        metadata = torch.distributed.checkpoint.FileSystemReader(sharded).read_metadata()
+        (info,) = (v for k, v in metadata.storage_data.items() if k.fqn == "layer.3")
+        place = data.index(torch.ones(10, 4).numpy().tobytes(), info.offset)
+        data[place + 1] ^= 1
+        shard.write_bytes(data)
+    elif damage == "cut":
+        shard.write_bytes(data[:-100])
+    elif damage == "gone":
+        shard.unlink()
+    else:
+        (sharded / ".metadata").write_bytes((sharded / ".metadata").read_bytes()[:-50])
+    assert verify(sharded) == 1
+    out = capsys.readouterr().out
+    assert says in out and (name is None or name in out)
+
+
+def test_nothing_in_a_checkpoints_metadata_is_run(sharded, capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(sharded / "evil"),)
+
+    (sharded / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert verify(sharded) == 1
+    assert not (sharded / "evil").exists()
 
 
 def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):

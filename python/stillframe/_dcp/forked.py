@@ -1,0 +1,51 @@
+"""`forked`: Megatron-LM's and nvidia-resiliency-ext's writers in forked processes, on memory that
+nobody writes to before they have ended.
+
+Their caller forks a process that writes while training goes on. What it writes lies in buffers
+that the next save uses again: a writer that is slow then writes a mixture of both states. Here each
+save has a snapshot of its own, which is held until its writer has ended, however it ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from stillframe._save.engine import Engine
+from stillframe._snapshot.snapshot import snapshot
+
+Caller = TypeVar("Caller")
+
+
+def forked(caller_class: type[Caller], *, engine: Engine | None = None) -> type[Caller]:
+    """A caller of forked writers that gives them snapshots.
+
+        StillframeCaller = stillframe.dcp.forked(TemporalAsyncCaller)
+
+    Args:
+        caller_class: `TemporalAsyncCaller` of Megatron-LM or of nvidia-resiliency-ext, or a class
+            with the same two things: `schedule_async_call(request)`, with a named tuple that has
+            `async_fn`, `async_fn_args` (the second of which `preload_fn()` makes) and `preload_fn`;
+            and `process`, the forked process.
+        engine: The engine whose pool is used, `stillframe.default_engine()` by default.
+
+    Returns:
+        A subclass, to be used in its place. Its `schedule_async_call` raises what
+        `stillframe.snapshot` raises.
+    """
+
+    class StillframeCaller(caller_class):  # type: ignore[valid-type, misc]
+        def schedule_async_call(self, async_req: Any) -> None:
+            if async_req.async_fn is None:
+                super().schedule_async_call(async_req)
+                return
+            arguments = list(async_req.async_fn_args)
+            if async_req.preload_fn:
+                arguments[1] = async_req.preload_fn()
+            with snapshot(arguments[1], shared=True, engine=engine) as taken:
+                arguments[1] = taken.tree
+                request = async_req._replace(preload_fn=None, async_fn_args=tuple(arguments))
+                super().schedule_async_call(request)
+                taken.hold_until(self.process)
+
+    StillframeCaller.__name__ = f"Stillframe{caller_class.__name__}"
+    return StillframeCaller

@@ -1,0 +1,130 @@
+"""`forked`: callers of forked writers, as Megatron-LM's and nvidia-resiliency-ext's."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import stillframe
+import torch
+from fix_dcp import eventually, leased
+from stillframe.dcp import forked
+
+
+class Request(NamedTuple):
+    """The fields that their AsyncRequest has, and that count here."""
+
+    async_fn: Callable[..., None] | None
+    async_fn_args: tuple[Any, ...]
+    finalize_fns: list[Callable[..., None]]
+    async_fn_kwargs: dict[str, Any] | None = None
+    preload_fn: Callable[[], Any] | None = None
+
+
+class TemporalAsyncCaller:
+    """As theirs: what is preloaded takes the second argument's place, then a process is forked."""
+
+    def __init__(self) -> None:
+        self.process: Any = None
+
+    def schedule_async_call(self, async_req: Request) -> None:
+        if async_req.async_fn is None:
+            return
+        arguments = list(async_req.async_fn_args)
+        if async_req.preload_fn:
+            arguments[1] = async_req.preload_fn()
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=async_req.async_fn, args=arguments)
+        self.process.start()
+
+
+def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> None:
+    """Exits with 0 if the state is what it was when the writer was asked to write it."""
+    go.wait(30)
+    if orphan and os.fork() == 0:
+        time.sleep(0.05)
+        os._exit(0)
+    # One element after the other: torch's threads do not exist in a forked child.
+    seen = {float(bucket[place]) for bucket in buckets for place in (0, 100_000, -1)}
+    os._exit(0 if seen == {wanted} else 1)
+
+
+class Reused:
+    """Buffers that are used again by each preload, as theirs are."""
+
+    def __init__(self, state: list[torch.Tensor]) -> None:
+        self.state = state
+        self.buffers = [torch.empty_like(tensor) for tensor in state]
+
+    def __call__(self) -> list[torch.Tensor]:
+        for buffer, tensor in zip(self.buffers, self.state, strict=True):
+            buffer.share_memory_().copy_(tensor)  # what a child sees too, as of pinned memory
+        return self.buffers
+
+
+def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
+    """Exit codes of writers that begin to read when all of them have been started."""
+    state = [torch.zeros(200_000) for _ in range(2)]
+    preload, go = Reused(state), multiprocessing.get_context("fork").Event()
+    callers = []
+    for number in range(count):
+        for tensor in state:
+            tensor.fill_(number)
+        caller = make()
+        arguments = (go, None, float(number), number % 2 == 0)
+        caller.schedule_async_call(Request(write, arguments, [], preload_fn=preload))
+        callers.append(caller)
+    go.set()
+    for caller in callers:
+        caller.process.join(30)
+    return [caller.process.exitcode for caller in callers]
+
+
+def test_slow_writers_write_what_they_were_given_and_not_what_the_buffers_hold_by_now(engine):
+    assert run(TemporalAsyncCaller, 3) == [1, 1, 0]  # dirty data, as they are
+    assert run(forked(TemporalAsyncCaller, engine=engine), 3) == [0, 0, 0]
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_the_memory_of_a_writer_that_is_killed_goes_back(engine):
+    caller = forked(TemporalAsyncCaller, engine=engine)()
+    go = multiprocessing.get_context("fork").Event()
+    state = [torch.ones(200_000)]
+    caller.schedule_async_call(Request(write, (go, state, 1.0, False), []))
+    del state
+    assert leased(engine) > 0
+    caller.process.kill()
+    caller.process.join()
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_a_request_without_a_function_starts_nothing(engine):
+    caller = forked(TemporalAsyncCaller, engine=engine)()
+    caller.schedule_async_call(Request(None, (), []))
+    assert caller.process is None and type(caller).__name__ == "StillframeTemporalAsyncCaller"
+
+
+def _look(tensor: torch.Tensor) -> None:
+    os._exit(int(tensor[0]))
+
+
+def test_a_spawned_process_may_be_held_for_though_it_has_copies_of_its_own(engine):
+    taken = stillframe.snapshot({"w": torch.full((1000,), 7.0)}, engine=engine)
+    process = multiprocessing.get_context("spawn").Process(target=_look, args=(taken.tree["w"],))
+    process.start()
+    taken.hold_until(process)
+    taken.release()
+    process.join()
+    assert process.exitcode == 7
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_what_is_held_for_a_future_after_the_memory_has_gone_is_refused(engine):
+    from concurrent.futures import Future
+
+    taken = stillframe.snapshot({"w": torch.ones(1000)}, engine=engine)
+    taken.release()
+    with pytest.raises(stillframe.StillframeError, match="gone back"):
+        taken.hold_until(Future())
