@@ -86,25 +86,6 @@ def test_every_item_is_a_whole_archive_with_right_crcs_and_aligned_bytes(tmp_pat
         torch.load(io.BytesIO(data), weights_only=True)
 
 
-def test_a_tensor_of_more_than_4_gib_has_zip64_records():
-    """Its bytes are holes in a file: only what stands around them is made."""
-    from stillframe._dcp.archive import frame
-
-    nbytes = 5 << 30
-    head, tail = frame(torch.uint8, (nbytes,), (1,), nbytes, 0)
-    assert len(head) % 64 == 0
-    fd = os.memfd_create("big")
-    with open(fd, "r+b") as file:
-        file.write(head)
-        file.seek(nbytes, os.SEEK_CUR)
-        file.write(tail)
-        with zipfile.ZipFile(file) as archive:
-            (record,) = (each for each in archive.infolist() if each.filename.endswith("data/0"))
-            assert record.file_size == nbytes
-        found = torch.load(f"/proc/self/fd/{fd}", mmap=True)
-        assert found.shape == (nbytes,) and found[-1] == 0
-
-
 def test_dcp_to_torch_save_reads_it(tmp_path):
     trained = Trained()
     write(trained.state(), tmp_path / "c")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stillframe._base import paths
-from stillframe._dcp import archive, commit, image
+from stillframe._dcp import commit, image
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -55,8 +55,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
         durable: Sync files and directories. False gives up power failures: afterwards the new
             checkpoint, and the old one with it, may be gone or damaged.
-        single_file_per_rank: Put items together, as large files as are good to write. False gives
-            each tensor and object a file of its own.
+        single_file_per_rank: Put items together. False gives each tensor and object a file of its
+            own.
         thread_count: At least as many files a rank. The threads are the engine's
             (`Engine(writer_threads=)`), not the writer's, and work on all of them.
         sync_files: False is `durable=False`: PyTorch's name for it.
@@ -197,14 +197,15 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             SaveError: The operating system refused a step. No file of this rank stays.
         """
-        files: list[tuple[image.DataFile, list[tuple[WriteItem, int, int]]]] = []
+        files: list[tuple[image.DataFile, list[WriteItem]]] = []
         failure: BaseException | None = None
         try:
-            for parts, places in self._images(plan, planner):
+            for items in self._shares(plan):
+                contents = [_content(item, planner) for item in items]
                 name = commit.data_name(plan.storage_data.prefix, len(files), self._files_id)
                 path = os.path.join(self._directory(), name)
-                made = image.DataFile(path, parts, durable=self._durable, engine=self._engine)
-                files.append((made, places))
+                made = image.DataFile(path, contents, durable=self._durable, engine=self._engine)
+                files.append((made, items))
         except BaseException as error:
             failure = error
         for made, _ in files:
@@ -221,11 +222,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                 WriteResult(
                     index=item.index,
                     size_in_bytes=length,
-                    storage_data=_StorageInfo(os.path.basename(made.path), start + at, length),
+                    storage_data=_StorageInfo(os.path.basename(made.path), offset, length),
                 )
-                for made, places in files
-                for start in (made.start(),)
-                for item, at, length in places
+                for made, items in files
+                for item, (offset, length) in zip(items, made.places, strict=True)
             ]
         )
         return done
@@ -261,51 +261,39 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             raise ValueError("there is no path to save to: give checkpoint_id=")
         return self._path
 
-    def _images(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> Iterator[tuple[list[image.Part], list[tuple[WriteItem, int, int]]]]:
-        """For each file its parts, and of each item in it where it begins and how long it is."""
+    def _shares(self, plan: SavePlan) -> Iterator[list[WriteItem]]:
+        """The items of each file."""
         # Objects first, as PyTorch's writer has them.
         items = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
-        most = min(image.MOST_BYTES, -(-_nbytes(items) // self._nr_files))
-        parts: list[image.Part] = []
-        places: list[tuple[WriteItem, int, int]] = []
+        most = -(-sum(map(_nbytes, items)) // self._nr_files)
+        share: list[WriteItem] = []
         end = 0
         for item in items:
-            own = _parts(item, planner)
-            length = image.length(own)
-            if places and (end + length > most or not self._single_file_per_rank):
-                yield parts, places
-                parts, places, end = [], [], 0
-            places.append((item, end, length))
-            parts += own
+            length = _nbytes(item)
+            if share and (end + length > most or not self._single_file_per_rank):
+                yield share
+                share, end = [], 0
+            share.append(item)
             end += length
-        if places:
-            yield parts, places
+        if share:
+            yield share
 
 
-def _nbytes(items: list[WriteItem]) -> int:
-    """About what the items take in a file; more rather than less."""
-    total = 1 << 20
-    for item in items:
-        if item.tensor_data is not None:
-            size = item.tensor_data.chunk.sizes
-            total += size.numel() * item.tensor_data.properties.dtype.itemsize + 2048
-    return total
+def _nbytes(item: WriteItem) -> int:
+    """About what the item takes in a file."""
+    if item.tensor_data is None:
+        return 2048
+    size = item.tensor_data.chunk.sizes
+    return size.numel() * item.tensor_data.properties.dtype.itemsize + 2048
 
 
-def _parts(item: WriteItem, planner: SavePlanner) -> list[image.Part]:
-    """An item as a whole archive."""
+def _content(item: WriteItem, planner: SavePlanner) -> image.Content:
     data = planner.resolve_data(item)
     if isinstance(data, torch.Tensor):
-        tensor = data.detach()
-        found = archive.payload(tensor)
+        found = image.plain(data.detach())
         if found is not None:
-            head, tail = found.frame()
-            return [head, found.flat, tail]
-        if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
+            return found
         made = BytesIO()
-        torch.save(tensor, made)
+        torch.save(data.detach().cpu(), made)
         data = made
-    return [data.getbuffer()]
+    return data.getbuffer()
