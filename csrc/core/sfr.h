@@ -316,6 +316,9 @@ struct sfr_report {
 	char fallback[4][160]; /* sentences, "" when unused */
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
+/* These two never wait, not even for a lock. 0 or SFR_EFORK. `staged`: it is, and has not failed. */
+int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged);
+int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes);
 uint64_t sfr_ticket_seq(const struct sfr_ticket *t);
 uint64_t sfr_ticket_number(const struct sfr_ticket *t); /* from 1, of the process; trace.h */
 

@@ -553,7 +553,7 @@ def test_everything_is_captured_during_any_step() -> None:
     assert deferred(p, q) == [True, True]
 
 
-def test_a_step_that_raised_captures_until_the_next_step_is_complete() -> None:
+def test_a_step_that_raised_captures_its_own_until_the_next_step_is_complete() -> None:
     p, q = param(), param()
     one, two = adamw(p), adamw(q)
     run_steps(one, 4)
@@ -565,11 +565,51 @@ def test_a_step_that_raised_captures_until_the_next_step_is_complete() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="bad batch"):
             one.step(closure)
-    assert deferred(p, q) == [False, False]
+    assert deferred(p, q) == [False, True]
     run_steps(two, 1)
-    assert deferred(p, q) == [False, False]
+    assert deferred(p, q) == [False, True]
     run_steps(one, 1)
     assert deferred(p, q) == [True, True]
+
+
+def test_a_step_of_another_thread_counts_as_one_and_its_end_does_too() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    run_steps(two, 4)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def closure() -> float:
+        inside.set()
+        assert go_on.wait(60)
+        raise ValueError("bad batch")
+
+    def step() -> None:
+        with pytest.raises(ValueError, match="bad batch"):
+            two.step(closure)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert inside.wait(60)
+    assert deferred(p, q) == [False, False]
+    go_on.set()
+    thread.join()
+    assert deferred(p, q) == [True, False]
+
+
+def test_a_compiled_function_counts_as_a_step_that_may_go_on() -> None:
+    p, q = param(), param()
+    one, two = adamw(p), adamw(q)
+    run_steps(one, 4)
+    with pytest.raises(ZeroDivisionError):
+        two.step(lambda: 1 / 0)
+    seen: list[list[bool]] = []
+
+    def torch_dynamo_resume_in_train_at_7() -> None:
+        seen.append(deferred(p))
+
+    torch_dynamo_resume_in_train_at_7()
+    assert seen == [[False]]
 
 
 def test_a_dead_optimizer_that_raised_in_a_step_is_forgotten() -> None:
@@ -578,10 +618,10 @@ def test_a_dead_optimizer_that_raised_in_a_step_is_forgotten() -> None:
     run_steps(one, 4)
     with pytest.raises(ZeroDivisionError):
         two.step(lambda: 1 / 0)
-    assert deferred(p) == [False]
+    assert deferred(p) == [True] and id(two) in ownership._active
     del two
     gc.collect()
-    assert deferred(p) == [True]
+    assert not ownership._active
 
 
 def test_a_distrusted_optimizer_is_captured_for_good() -> None:

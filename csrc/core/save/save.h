@@ -52,9 +52,9 @@ struct sfr_ticket {
 	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
 	struct sfr__file file; /* writers until READY, then the log's thread */
 
-	enum sfr_state state;
-	atomic_bool over;   /* the state is an end; read without the lock */
-	struct sfr_err err; /* first error wins */
+	_Atomic enum sfr_state state; /* read without the lock, too */
+	atomic_bool over;             /* the state is an end, and nothing changes any more */
+	struct sfr_err err;           /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
@@ -86,7 +86,7 @@ struct sfr_ticket {
 	struct sfr__notice notice_copied, notice_ended;
 
 	uint32_t peak_blocks;
-	uint64_t written_nbytes;
+	_Atomic uint64_t written_nbytes; /* read without the lock, too */
 	uint64_t slot_wait_ns, block_wait_ns;
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
 	uint32_t io_mode;

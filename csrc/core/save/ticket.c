@@ -307,12 +307,34 @@ int sfr_save_cancel(struct sfr_ticket *t)
 	return done;
 }
 
+int sfr_save_state(const struct sfr_ticket *t, enum sfr_state *state, int *staged)
+{
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	*state = t->state;
+	*staged = *state >= SFR_STAGED && *state <= SFR_DURABLE && *state != SFR_ENDING;
+	return 0;
+}
+
+int sfr_save_progress(const struct sfr_ticket *t, uint64_t *written_nbytes, uint64_t *nbytes)
+{
+	if (sfr__ticket_foreign(t))
+		return SFR_EFORK;
+	*written_nbytes = t->written_nbytes;
+	*nbytes = t->img.len; /* constant, as the image's other figures */
+	return 0;
+}
+
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 {
+	bool locked;
+
 	memset(out, 0, sizeof(*out));
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	sfr__lock(&t->engine->mu);
+	locked = !atomic_load_explicit(&t->over, memory_order_acquire);
+	if (locked)
+		sfr__lock(&t->engine->mu);
 	out->state = t->state;
 	out->err = t->err;
 	out->nbytes = t->img.len;
@@ -330,6 +352,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	out->io_mode = t->io_mode;
 	out->over_slots = t->over_slots;
 	memcpy(out->fallback, t->fallback, sizeof(t->fallback));
-	sfr__unlock(&t->engine->mu);
+	if (locked)
+		sfr__unlock(&t->engine->mu);
 	return 0;
 }

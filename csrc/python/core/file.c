@@ -71,22 +71,34 @@ static size_t clip(const struct sfr_py_file *self, size_t len)
 	return len < left ? len : (size_t)left;
 }
 
+/* Fills the window from the place on. -1: an exception. */
+static int fill_window(struct sfr_py_file *self)
+{
+	uint64_t at = self->at;
+	size_t want = clip(self, WINDOW);
+	int64_t got;
+
+	self->win_len = 0; /* whoever else reads meanwhile finds nothing in it */
+	Py_BEGIN_ALLOW_THREADS
+	got = sfr_fill(self->fd, self->win, want, at);
+	Py_END_ALLOW_THREADS
+	if (got < 0)
+		return raise_io(got);
+	self->win_off = at;
+	self->win_len = (size_t)got;
+	return 0;
+}
+
 /* Reads `len` bytes at the place into `to`, all of them; the place moves on. -1: an exception. */
 static int take(struct sfr_py_file *self, PyTypeObject *cls, char *to, size_t len)
 {
 	int64_t got;
 
 	if (len <= WINDOW / 4) {
-		if (self->at < self->win_off || self->at + len > self->win_off + self->win_len) {
-			size_t want = clip(self, WINDOW);
-
-			got = sfr_fill(self->fd, self->win, want, self->at);
-			if (got < 0)
-				return raise_io(got);
-			self->win_off = self->at;
-			self->win_len = (size_t)got;
-		}
-		if (self->at + len > self->win_off + self->win_len)
+		if ((self->at < self->win_off || self->at + len > self->win_off + self->win_len) &&
+		    fill_window(self) < 0)
+			return -1;
+		if (self->at < self->win_off || self->at + len > self->win_off + self->win_len)
 			goto shorter;
 		memcpy(to, self->win + (self->at - self->win_off), len);
 		self->at += len;

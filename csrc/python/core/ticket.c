@@ -290,25 +290,35 @@ static PyObject *ticket_cancel(ARGS)
 
 static PyObject *ticket_state(ARGS)
 {
-	struct sfr_report report;
-	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &report);
+	enum sfr_state state;
+	int staged, rc = sfr_save_state(((struct sfr_py_ticket *)object)->ticket, &state, &staged);
 
 	UNUSED_ARGS;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyUnicode_FromString(sfr_state_name(report.state));
+	return PyUnicode_FromString(sfr_state_name(state));
+}
+
+static PyObject *ticket_is_staged(ARGS)
+{
+	enum sfr_state state;
+	int staged, rc = sfr_save_state(((struct sfr_py_ticket *)object)->ticket, &state, &staged);
+
+	UNUSED_ARGS;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return PyBool_FromLong(staged);
 }
 
 static PyObject *ticket_progress(ARGS)
 {
-	struct sfr_report report;
-	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &report);
+	uint64_t written, nbytes;
+	int rc = sfr_save_progress(((struct sfr_py_ticket *)object)->ticket, &written, &nbytes);
 
 	UNUSED_ARGS;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return Py_BuildValue("KK", (unsigned long long)report.written_nbytes,
-			     (unsigned long long)report.nbytes);
+	return Py_BuildValue("KK", (unsigned long long)written, (unsigned long long)nbytes);
 }
 
 /* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
@@ -339,11 +349,19 @@ static PyObject *fallbacks(const struct sfr_report *report)
 static PyObject *ticket_report(ARGS)
 {
 	static const char *const io_modes[] = { "", "direct", "buffered" };
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	struct sfr_report r;
-	int rc = sfr_save_report(((struct sfr_py_ticket *)object)->ticket, &r);
 	PyObject *sentences;
+	int rc;
 
 	UNUSED_ARGS;
+	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
+		rc = sfr_save_report(t, &r);
+	} else { /* which waits for the engine's lock */
+		Py_BEGIN_ALLOW_THREADS
+		rc = sfr_save_report(t, &r);
+		Py_END_ALLOW_THREADS
+	}
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	sentences = fallbacks(&r);
@@ -388,6 +406,7 @@ static PyMethodDef methods[] = {
 	       "confirm(torn) -> bool: the verdict on versions, given once."),
 	METHOD("cancel", ticket_cancel, "cancel() -> bool: the save ends as cancelled."),
 	METHOD("state", ticket_state, "state() -> str."),
+	METHOD("is_staged", ticket_is_staged, "is_staged() -> bool: and has not failed."),
 	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
 	METHOD("report", ticket_report, "report() -> dict."),
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,

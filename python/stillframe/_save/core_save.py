@@ -171,10 +171,7 @@ class CoreSave(SaveHandle):
         return self._outcome.settled or self._ticket.wait(_core.WAIT_ENDED, 0)
 
     def _is_staged(self) -> bool:
-        return self._ticket.state() in ("staged", "writing", "durable") and not self._is_failing()
-
-    def _is_failing(self) -> bool:
-        return bool(self._ticket.report()["code"])
+        return self._ticket.is_staged()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
         self._birth.refuse_child()
@@ -183,7 +180,7 @@ class CoreSave(SaveHandle):
         self._wait(_core.WAIT_COPIED, deadline, "staged")
         self._verdict()
         self._wait(_core.WAIT_STAGED, deadline, "staged")
-        return not self._is_failing()
+        return self._ticket.is_staged()
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
         self._birth.refuse_child()

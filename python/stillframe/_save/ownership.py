@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -41,7 +42,8 @@ _MIN_NBYTES = 4096  # smaller storages are captured whoever owns them
 _MOST_LOOKS = 64  # at parameters, to see whether a save has an optimizer's
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
-_active: set[int] = set()  # ids of optimizers between a step's start and its end
+# Threads of steps, by id(optimizer), from a step's start to its end; one that raised stays.
+_active: dict[int, int] = {}
 _claimed: dict[int, int] = {}  # storage -> serial of the first owner; kept by the observers
 _serials = itertools.count(1)
 _told: set[str] = set()  # what was logged, once
@@ -213,6 +215,8 @@ class Owner:
         optimizer = self.ref()
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
+        if id(optimizer) in _active:
+            return  # its last step raised, halfway through who knows what
         groups, state = optimizer.param_groups, optimizer.state
         self.observer.defer(groups, state, numbers, rows, indices, owners, tensors, versions)
 
@@ -267,7 +271,7 @@ class _Burial:
         owner = _owners.get(self._key)
         if owner is not None and owner.ref is ref:
             del _owners[self._key]
-            _active.discard(self._key)
+            _active.pop(self._key, None)
             owner.bury()
 
 
@@ -318,14 +322,33 @@ def living() -> Iterator[Owner]:
 def enter(optimizer: Any) -> None:
     """A step begins. Until it ends, every save captures everything: what else is known of the
     optimizer does not matter."""
-    _active.add(id(optimizer))
+    _active[id(optimizer)] = threading.get_ident()
 
 
 def leave(optimizer: Any) -> None:
     """A step, and every one around it, has ended."""
-    _active.discard(id(optimizer))
+    _active.pop(id(optimizer), None)
 
 
 def active() -> bool:
     """Whether any optimizer is between a step's start and its end."""
-    return bool(_active)
+    if not _active:
+        return False
+    # torch runs no hook behind a step that raised: its mark counts as long as its thread may be in
+    # a step. A thread that begins one now finds the save that asks.
+    stacks = sys._current_frames()
+    return any(_may_step(stacks.get(thread)) for thread in list(_active.values()))
+
+
+def _may_step(frame: FrameType | None) -> bool:
+    """Whether a step is on a stack, or a compiled function in which one may be."""
+    while frame is not None:
+        code = frame.f_code
+        if (
+            code in step_codes
+            or code.co_filename == steps.HOOKED.co_filename
+            or code.co_name.startswith("torch_dynamo_resume")
+        ):
+            return True
+        frame = frame.f_back
+    return False

@@ -330,11 +330,15 @@ static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 	CHECK_EQ(sfr_log_stop(), 0);
 }
 
-static void a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock(void)
+static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
 {
 	struct sfr_engine *engine = new_engine(8, 1, 1);
 	struct rusage before, after;
+	struct sfr_report report;
 	struct sfr_ticket *t;
+	uint64_t written, nbytes;
+	enum sfr_state state;
+	int staged;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
@@ -347,10 +351,18 @@ static void a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock(void
 	CHECK(after.ru_nvcsw - before.ru_nvcsw < 100); /* a sleep is one */
 	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), SFR_EAGAIN); /* or it stands still here */
+	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
+	CHECK(state == SFR_STAGING && !staged);
+	CHECK_EQ(sfr_save_progress(t, &written, &nbytes), 0);
+	CHECK(written < nbytes);
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	sfr__lock(&engine->mu);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, 0), 0);
+	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
+	CHECK(state == SFR_DURABLE && staged);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.written_nbytes, nbytes);
 	sfr__unlock(&engine->mu);
 	sfr_ticket_put(t);
 	free_engine(engine);
@@ -541,7 +553,7 @@ int main(void)
 	RUN(a_closed_engine_refuses_saves_and_close_may_be_called_again);
 	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
 	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);
-	RUN(a_wait_of_zero_never_sleeps_and_asks_for_the_end_without_a_lock);
+	RUN(a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock);
 	RUN(a_failed_save_that_the_log_has_let_go_of_has_ended);
 	RUN(bad_options_are_refused);
 	RUN(a_failed_open_is_the_handles_own_error);

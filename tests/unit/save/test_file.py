@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe.testing import fault
+from stillframe.testing import fault, slow
 
 NBYTES = 700_001  # several windows of 128 KiB, and no multiple of anything
 
@@ -91,3 +92,22 @@ def test_a_storage_longer_than_a_slice_is_read_whole(tmp_path: Path) -> None:
     torch.save({"big": big, "small": torch.ones(3)}, tmp_path / "a.pt")
     loaded = stillframe.load(tmp_path / "a.pt")
     assert torch.equal(loaded["big"], big) and torch.equal(loaded["small"], torch.ones(3))
+
+
+def test_other_threads_run_while_a_window_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(1000))
+    order: list[object] = []
+    started = threading.Event()
+
+    def other() -> None:
+        assert started.wait(60)
+        order.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with open(tmp_path / "a", "rb") as opened, slow("pread", 0.3):
+        file = _core.File(opened.fileno(), 1000)
+        started.set()
+        order.extend(map(file.read, [10]))  # no line of Python behind the read
+    thread.join()
+    assert order == ["other", bytes(10)]
