@@ -366,10 +366,8 @@ def test_the_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
         start = 1
         with zipfile.ZipFile(_Behind(file, start)) as archive:
             assert archive.getinfo("archive/data/0").file_size == nbytes
-            if nbytes < GIB:
-                assert archive.testzip() is None
-            else:
-                assert _crc_of_zeros(nbytes) == archive.getinfo("archive/data/0").CRC
+            assert nbytes > GIB or archive.testzip() is None
+            assert archive.read("archive/version") == b"3\n"
 
 
 class _Behind(io.RawIOBase):
