@@ -50,7 +50,7 @@ FEW_ROWS = tuple(row for row in SAVE_ROWS if row[0] in ("call_s", "finished_s", 
 LOOP_ROWS = (
     ("lost_s", "lost time a save", TIME),
     ("call_s", "  of it call", TIME),
-    ("gate_s", "  of it gate", TIME),
+    ("gate_s", "  of it wait before the step", TIME),
     ("slowdown_s", "  of it slowdown of the steps", TIME),
     ("finished_s", "finished after", TIME),
     ("step_s", "(a step without saves)", TIME),
@@ -58,8 +58,8 @@ LOOP_ROWS = (
 
 
 GATE_ROWS = (
-    ("gate_at_once_s", "gate of a step at once", TIME),
-    ("gate_late_s", "gate of a step a second later", TIME),
+    ("gate_at_once_s", "wait of a step at once", TIME),
+    ("gate_late_s", "wait of a step a second later", TIME),
     ("deferred_share", "of the state is deferred", _percent),
     ("memcpy_s", "(raw memcpy of as many bytes, one thread)", TIME),
 )

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import multiprocessing
+import os
 import shutil
 import statistics
 import sys
@@ -39,6 +40,7 @@ from machine import (
     add_directory_options,
     check_memory,
     facts_lines,
+    keep_memory,
     machine_facts,
     reset_peak_rss,
     scratch_directory,
@@ -155,8 +157,10 @@ def worker(connection: Connection, way: str, nbytes: int, directory: str) -> Non
     fit = make_fit(way, nbytes, Path(directory))
     for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
         logging.getLogger(name).setLevel(logging.ERROR)
+    keep_memory()
     connection.send("ready")
     while (message := connection.recv()) is not None:
+        os.sync()  # nobody pays for what another has left to write
         connection.send(fit(*message))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import BenchError, Spec, Stamp, tick
-from machine import Others, reset_peak_rss, status_bytes
+from machine import Others, keep_memory, reset_peak_rss, status_bytes
 from peers import PEERS, Peer
 
 CALIBRATE_NS = 400_000_000  # the main thread's own speed is taken over this long before each save
@@ -137,6 +137,8 @@ class _Session:
         so that none of its work is left out.
         """
         state = self._state
+        keep_memory()
+        os.sync()  # nobody pays for what another has left to write
         others = Others()
         plain_s = self._timed_steps(steps // 2, batch)
         path, stamp, count = self._next_path(), Stamp(), 0

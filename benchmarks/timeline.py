@@ -28,6 +28,7 @@ from machine import (
     add_directory_options,
     check_memory,
     facts_lines,
+    keep_memory,
     machine_facts,
     scratch_directory,
 )
@@ -84,6 +85,7 @@ class _Training:
 
 def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dict[str, Any]:
     """One turn of one way, in this process: its spans from the call on, and what it lost."""
+    keep_memory()
     training = _Training(Spec(nbytes, "mlp", 120, threads), batch)
     peer = PEERS[way][0]()
     training.steps(6)

@@ -32,8 +32,9 @@ class SaveError(StillframeError, OSError):
 
 
 class TornSnapshotError(StillframeError):
-    """A tensor changed between the call and its copy, outside the optimizer's step. The old file is
-    untouched.
+    """A tensor changed between the call and its copy, outside the optimizer's step: the copy would
+    be inconsistent, part of it from before the change and part from after (torn, as databases say).
+    The old file is untouched.
 
     Attributes:
         tensors: Names of the tensors that share the changed storage.
@@ -61,4 +62,4 @@ class ForkError(StillframeError):
 
 
 class CorruptCheckpointError(StillframeError):
-    """The file is truncated, empty, damaged or no checkpoint."""
+    """The file is truncated, empty, damaged, or not a PyTorch checkpoint."""

@@ -15,7 +15,7 @@ Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrit
 "opendir", "mmap", "munmap", "mprotect", "madvise", "mincore", "malloc", "calloc", "realloc",
 "thread_create", "set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir",
 "closedir", "free", "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy"
-(inside the call) and "lane_copy" (after it), can only be held or slow.
+(during the call) and "lane_copy" (after it), can only be held or slow.
 
 Faults belong to the process, not to a thread. Blocks nest; up to 16 faults act at a time. Enter
 the first one while no save is in flight: it exchanges the table.

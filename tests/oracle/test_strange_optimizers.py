@@ -91,7 +91,7 @@ def test_what_cannot_be_watched_is_told_once_a_class(caplog: pytest.LogCaptureFi
         train(cls([p]), [p], 2)
     assert [record.message for record in caplog.records] == [
         f"stillframe: a {cls.__module__}.AttributesRaise cannot be watched (KeyError), so its"
-        " parameters and state are copied inside the call of each save"
+        " parameters and state are copied during the call of each save"
     ]
 
 
@@ -260,5 +260,5 @@ def test_the_copy_of_a_strange_optimizer_s_state_says_why(tmp_path: Path) -> Non
     report = stillframe.async_save({"p": p.detach()}, tmp_path / "s.pt").result()
     assert report is not None
     assert len(report.fallbacks) == 1
-    assert "Plain was copied inside the call, since its step is not known" in report.fallbacks[0]
+    assert "Plain was copied during the call, since its step is not known" in report.fallbacks[0]
     assert "stillframe.register_optimizer(Plain)" in report.fallbacks[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import stillframe
+import stillframe.dcp
 import stillframe.lightning
 import yaml
 
@@ -52,7 +53,9 @@ def _entries() -> set[str]:
     return {*re.findall(r"^::: ([\w.]+)$", text, re.M), *re.findall(r"\{ #([\w.]+) \}", text)}
 
 
-@pytest.mark.parametrize("module", [stillframe, stillframe.lightning], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "module", [stillframe, stillframe.dcp, stillframe.lightning], ids=lambda m: m.__name__
+)
 def test_every_public_name_has_an_entry_in_the_reference(module):
     entries = _entries()
     missing = [n for n in module.__all__ if f"{module.__name__}.{n}" not in entries]

@@ -1,32 +1,52 @@
-"""A data file: its contents one after the other, written from where they are."""
+"""A data file: items one after the other, each a whole archive of torch.save.
+
+The core makes a tensor's archive around bytes that it writes from where they are. What it cannot
+describe (quantized and sparse tensors, types without a storage class, Python objects) torch.save
+has put into memory.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from io import BytesIO
 
 import torch
 
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine
 from stillframe._save.handle import SaveHandle
-from stillframe._save.parts import Parts, row_of, submit_parts
+from stillframe._save.parts import Parts, Row, row_of, submit_parts
 from stillframe._save.report import SaveReport
 
-Content = memoryview | torch.Tensor
+
+class Item:
+    """One archive: what the core needs, and who has the bytes."""
+
+    __slots__ = ("owner", "row")
+
+    def __init__(self, data: torch.Tensor | BytesIO) -> None:
+        self.owner: object = None
+        self.row: Row | memoryview
+        if isinstance(data, torch.Tensor):
+            tensor = _plain(data.detach())
+            row = row_of(tensor)
+            if row is not None:
+                self.row, self.owner = row, tensor
+                return
+            data = BytesIO()
+            torch.save(tensor, data)
+        self.row = data.getbuffer()
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as one whose bytes stand together in host memory, and are all there is of it:
-    itself or a copy. None where torch.save has to say what it is made of."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return None
-    if tensor.is_quantized or tensor.is_nested:
-        return None
-    tensor = tensor.resolve_conj().resolve_neg().cpu()
-    if row_of(tensor) is None:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return None if row_of(tensor) is None else tensor
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU whose bytes are all there is of it, and stand together, if it can be."""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if row_of(tensor) is not None else tensor.contiguous()
 
 
 class DataFile:
@@ -34,24 +54,26 @@ class DataFile:
 
     Args:
         path: Where it goes; what stands there is replaced once the file is complete.
-        contents: A tensor (`plain`) becomes an archive of torch.save, bytes stand as they are. They
-            are read until the file is complete.
+        items: Their bytes may not change before the end.
         durable: Sync the file and its directory.
         engine: Whose threads write it.
 
     Attributes:
-        places: Where each of the contents begins in the file, and how long it is.
+        places: Offset and length of each item.
     """
 
     def __init__(
-        self, path: str, contents: Sequence[Content], *, durable: bool, engine: Engine | None
+        self, path: str, items: Sequence[Item], *, durable: bool, engine: Engine | None
     ) -> None:
         self.path = path
         parts = Parts()
-        items = [row_of(each) if isinstance(each, torch.Tensor) else each for each in contents]
-        self.places = parts.append([each for each in items if each is not None])
+        self.places = parts.append([item.row for item in items])
         self._save: SaveHandle = submit_parts(
-            engine_or_default(engine), parts, path, owners=contents, durable=durable
+            engine_or_default(engine),
+            parts,
+            path,
+            owners=[item.owner for item in items if item.owner is not None],
+            durable=durable,
         )
 
     def failure(self) -> BaseException | None:
@@ -64,6 +86,6 @@ class DataFile:
         return report
 
     def discard(self) -> None:
-        """Removes it, whether it has come into being or not."""
+        """Removes it, if it has come into being."""
         if self.failure() is None and os.path.exists(self.path):
             os.unlink(self.path)

@@ -63,7 +63,7 @@ class PinnedStager(AsyncStager):
     The future that DCP waits for is settled when all bytes are copied. With `overlap=True` what
     only an optimizer's step changes is copied on under the next forward and backward, and the next
     step waits for that by itself: nobody has to wait for `staging_completion`. CPU tensors
-    that are not an optimizer's, and Python objects, are copied inside the call.
+    that are not an optimizer's, and Python objects, are copied during the call.
 
     The state dict keeps its keys, nesting, shared objects, views, ties, strides, conjugate and
     negative bits, tensor attributes, parameters and DTensors. Its memory is written to by nobody

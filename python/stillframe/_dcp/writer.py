@@ -6,12 +6,9 @@ import dataclasses
 import errno
 import os
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import Future as ThreadFuture
-from io import BytesIO
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _StorageInfo,
@@ -55,9 +52,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
         durable: Sync files and directories. False gives up power failures: afterwards the new
             checkpoint, and the old one with it, may be gone or damaged.
-        single_file_per_rank: Put items together. False gives each tensor and object a file of its
-            own.
-        thread_count: At least as many files a rank. The threads are the engine's
+        single_file_per_rank: One file a rank, or as many as `thread_count` says. False gives each
+            tensor and object a file of its own.
+        thread_count: Up to so many files a rank. The threads are the engine's
             (`Engine(writer_threads=)`), not the writer's, and work on all of them.
         sync_files: False is `durable=False`: PyTorch's name for it.
         per_thread_copy_ahead: Of no effect; tensors on devices are copied by the engine's lanes
@@ -200,12 +197,12 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         files: list[tuple[image.DataFile, list[WriteItem]]] = []
         failure: BaseException | None = None
         try:
-            for items in self._shares(plan):
-                contents = [_content(item, planner) for item in items]
+            for bucket in self._buckets(plan.items):
                 name = commit.data_name(plan.storage_data.prefix, len(files), self._files_id)
                 path = os.path.join(self._directory(), name)
-                made = image.DataFile(path, contents, durable=self._durable, engine=self._engine)
-                files.append((made, items))
+                items = [image.Item(planner.resolve_data(item)) for item in bucket]
+                made = image.DataFile(path, items, durable=self._durable, engine=self._engine)
+                files.append((made, bucket))
         except BaseException as error:
             failure = error
         for made, _ in files:
@@ -222,10 +219,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                 WriteResult(
                     index=item.index,
                     size_in_bytes=length,
-                    storage_data=_StorageInfo(os.path.basename(made.path), offset, length),
+                    storage_data=_StorageInfo(os.path.basename(made.path), at, length),
                 )
-                for made, items in files
-                for item, (offset, length) in zip(items, made.places, strict=True)
+                for made, bucket in files
+                for item, (at, length) in zip(bucket, made.places, strict=True)
             ]
         )
         return done
@@ -261,39 +258,27 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             raise ValueError("there is no path to save to: give checkpoint_id=")
         return self._path
 
-    def _shares(self, plan: SavePlan) -> Iterator[list[WriteItem]]:
+    def _buckets(self, items: list[WriteItem]) -> list[list[WriteItem]]:
         """The items of each file."""
         # Objects first, as PyTorch's writer has them.
-        items = sorted(plan.items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+        items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
+        if not self._single_file_per_rank:
+            return [[item] for item in items]
         most = -(-sum(map(_nbytes, items)) // self._nr_files)
-        share: list[WriteItem] = []
-        end = 0
+        buckets: list[list[WriteItem]] = []
+        room = 0
         for item in items:
-            length = _nbytes(item)
-            if share and (end + length > most or not self._single_file_per_rank):
-                yield share
-                share, end = [], 0
-            share.append(item)
-            end += length
-        if share:
-            yield share
+            if room <= 0:
+                buckets.append([])
+                room = most
+            buckets[-1].append(item)
+            room -= _nbytes(item)
+        return buckets
 
 
 def _nbytes(item: WriteItem) -> int:
-    """About what the item takes in a file."""
+    """About what it takes in a file."""
     if item.tensor_data is None:
-        return 2048
+        return 1024
     size = item.tensor_data.chunk.sizes
-    return size.numel() * item.tensor_data.properties.dtype.itemsize + 2048
-
-
-def _content(item: WriteItem, planner: SavePlanner) -> image.Content:
-    data = planner.resolve_data(item)
-    if isinstance(data, torch.Tensor):
-        found = image.plain(data.detach())
-        if found is not None:
-            return found
-        made = BytesIO()
-        torch.save(data.detach().cpu(), made)
-        data = made
-    return data.getbuffer()
+    return size.numel() * item.tensor_data.properties.dtype.itemsize + 1024

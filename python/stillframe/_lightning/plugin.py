@@ -49,7 +49,8 @@ class CheckpointPlugin:
         on_error: "raise" what failed, at the next save or at the end, or "warn" of it and train
             on.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
-            `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable.
+            `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
+            (`gate_ms` is the wait before `optimizer.step()`).
 
     Raises:
         TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=`

@@ -118,7 +118,7 @@ class Inner:
             waited_s = time.perf_counter() - entered
             taken = _take(checkpoint, options.overlap, engine, slots.pending)
             if taken is None:
-                sentence = "It does not fit into the pool: it was written inside the call."
+                sentence = "It does not fit into the pool: it was written during the call."
                 log.warning("stillframe: %s: %s", path, sentence)
                 fallbacks.append(sentence)
             save = WrappedSave(

@@ -22,7 +22,7 @@ class WrappedSave(SaveHandle):
     Args:
         path: To be shown.
         given: For the other CheckpointIO, and for `on_durable`.
-        taken: What is saved; None where it is saved as it is, inside the call.
+        taken: What is saved; None where it is saved as it is, during the call.
         fallbacks: Sentences for the report.
         entered: `time.perf_counter()` at the call's entry.
         waited_s: Of the call, the wait for a slot.

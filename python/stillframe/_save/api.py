@@ -121,11 +121,11 @@ def async_save(
     Args:
         obj: Anything `torch.save` takes.
         path: A local path. A link is followed, a parent directory has to be there.
-        overlap: False copies everything inside the call.
+        overlap: False copies everything during the call.
         durable: Sync the file and its directory. False gives up power failures: after one the path
             holds the old file, the new one, or a damage that `load` notices.
-        check_mutation: Compare a checksum of all deferred bytes at the call and when copied, to
-            find code that writes at the wrong time. Slow.
+        check_mutation: Compare a checksum of all bytes that are copied after the call, at the call
+            and when copied, to find code that writes at the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
             durable.
         engine: The engine to use, `default_engine()` by default.
@@ -153,7 +153,7 @@ def save(
     whatever the engine's `when_busy` says.
 
     Args:
-        obj: Anything `torch.save` takes. It is copied inside the call.
+        obj: Anything `torch.save` takes. It is copied during the call.
         path: A local path. A link is followed, a parent directory has to be there.
         durable: Sync the file and its directory. False gives up power failures, see `async_save`.
         engine: The engine to use, `default_engine()` by default.

@@ -263,7 +263,7 @@ class CoreSave(SaveHandle):
         return TornSnapshotError(
             f"{self._path}: {what} changed outside the optimizer's step while it was still being"
             " copied. The old file is untouched. Call handle.wait_staged() before such a change, or"
-            " save with overlap=False. This optimizer's state is copied inside the call from now"
+            " save with overlap=False. This optimizer's state is copied during the call from now"
             " on.",
             names,
         )

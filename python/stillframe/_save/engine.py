@@ -43,7 +43,7 @@ _WARM_UP_PIECE = 1 << 30
 
 
 class Engine:
-    """A pool of staging memory, a copying lane, writer threads, and the bounds on their use.
+    """A pool of staging memory, copy and writer threads, and the bounds on their use.
 
     Sizes are bytes: an int, or a string such as "300MB" or "4GiB".
 
@@ -115,9 +115,9 @@ class Engine:
     def warm_up(self, nbytes: Size) -> None:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
-        In a process that has used CUDA the memory is pinned too, and the lanes of the devices it
-        has used are made. What cannot be pinned is logged, and in the reports of later saves. How
-        far it is and how fast is logged at INFO, once a GiB and at the end.
+        In a process that has used CUDA the memory is pinned too, and copy threads are started for
+        the devices it has used. What cannot be pinned is logged, and in the reports of later
+        saves. How far it is and how fast is logged at INFO, once a GiB and at the end.
 
         Args:
             nbytes: An int, or a string such as "4GiB".

@@ -3,7 +3,7 @@
 The hooks around an optimizer's step look at whatever object torch hands them: one that was never
 initialised, whose `state` is a property that raises, that has no place for a weak reference. They
 also need memory. Nothing of that may end somebody's step: what fails is given up, and what cannot
-be watched is copied inside the call.
+be watched is copied during the call.
 
 What a signal handler raises is not ours, wherever it came in, and goes on its way.
 """

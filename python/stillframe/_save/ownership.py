@@ -67,7 +67,7 @@ def _give_up(subject: Any, error: Exception) -> None:
     log.debug("stillframe: a %s cannot be watched", kind.__qualname__, exc_info=error)
     tell_once(
         f"a {steps.name_of(kind)} cannot be watched ({type(error).__name__}), so its parameters and"
-        " state are copied inside the call of each save"
+        " state are copied during the call of each save"
     )
 
 
@@ -236,9 +236,9 @@ class Owner:
             return None
         name = steps.name_of(self.kind)
         if self._why:
-            return f"what belongs to a {name} was copied inside the call, since {self._why}"
+            return f"what belongs to a {name} was copied during the call, since {self._why}"
         return (
-            f"what belongs to a {name} was copied inside the call, since its step is not known: if"
+            f"what belongs to a {name} was copied during the call, since its step is not known: if"
             " it calls the closure first, and nothing but the step writes parameters and state, say"
             f" stillframe.register_optimizer({self.kind.__name__}) and it is copied beside training"
         )

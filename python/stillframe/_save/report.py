@@ -19,13 +19,13 @@ class SaveReport:
         path: The path as it was given.
         nbytes: Length of the file.
         num_tensors: Distinct tensor objects in the saved tree.
-        captured_nbytes: Bytes copied inside the call, the pickled skeleton included.
-        deferred_nbytes: Bytes copied after the call returned, held still by the gate.
+        captured_nbytes: Bytes copied during the call, the pickled structure included.
+        deferred_nbytes: Bytes copied after the call, under forward and backward.
         blocked_s: How long the call took.
-        gate_wait_s: How long optimizer steps waited for this save's copies.
+        gate_wait_s: How long `optimizer.step()` waited for the copies (the staging wait).
         backpressure_s: Of `blocked_s`, the wait for a slot (`max_in_flight`) or for blocks of the
             pool.
-        staged_after_s: When every byte was copied and both detectors had passed.
+        staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
         io_mode: "direct" (O_DIRECT), "buffered", "fsspec" (a remote path), or "wrapped" (another

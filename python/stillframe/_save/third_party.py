@@ -4,7 +4,7 @@ For each of them, at these versions: `step` calls the closure, if it is given on
 anything, and nothing outside `step` (and the `writers`, which wait as steps do) writes parameters
 or state. `tests/oracle/test_third_party.py` looks at this and saves beside each of them.
 
-Not listed, and so copied inside the call, is what perturbs weights around the closure (SAM and its
+Not listed, and so copied during the call, is what perturbs weights around the closure (SAM and its
 kin, the `Closure` variants of schedulefree), wraps another optimizer and writes behind its step
 (Lookahead, TRAC, Magma), has other doors to its parameters (SCION's `init`, FlashAdamW's
 `set_fp32_model_state_dict`, LOMO), or keeps its state in managed memory that a device writes by

@@ -1,19 +1,25 @@
 """The demo's measured training runs: the same model, data and steps, with one way of saving each.
 
-A run's timeline is the moments at which its steps start. A *window* is as many steps as lie
-between two saves. It starts with the step that ends in a save, and its length is what those steps
-and that save took together. So
+A run's timeline is the moments at which its steps start. Behind each save come a *window* of
+steps that starts with the step that ends in the save, and a window of steps without one, so that
+both are taken in turn within one run. So
 
-    lost time of a save  = its window - the median window of the run without saves before it
-    slowdown             = lost time - call - gate
+    lost time of a save  = its window - as many steps of the windows without one beside it
+    slowdown             = lost time - call - wait before the step
 
-and nothing that a save does to the training can fall between two figures.
+and nothing that a save does to the training can fall between two figures. Where a save has not
+finished when its window ends, the next one counts as its own, and is no window without a save.
+
+What differed between runs were the training's own page faults: glibc gives freed gradients back to
+the system and takes them anew, or does not, by what was allocated before. So every way runs with an
+allocator that keeps what it has, and with nothing left to write from the run before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import statistics
 import threading
@@ -33,6 +39,7 @@ from stillframe._shell.demo_model import DigitBatches, DigitsModel
 from stillframe.lightning import AsyncCheckpointIO
 
 Tick = Callable[[], None]
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 @dataclass
@@ -60,10 +67,33 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)
     model: DigitsModel | None = None
 
-    def windows(self, every: int) -> list[float]:
-        """Seconds of each window of `every` steps, from the step that ends in the first save on."""
-        ends = range(2 * every - 1, len(self.starts), every)
-        return [self.starts[end] - self.starts[end - every] for end in ends]
+    def _plain_step(self, number: int, period: int) -> float | None:
+        """Seconds of a step in the window without a save behind save `number` (0: before the
+        first); None where that save was not over."""
+        half = period // 2
+        begin = number * period - 1 + half
+        if number:
+            save = self.saves[number - 1]
+            if save.finished_s is None or save.started + save.finished_s > self.starts[begin]:
+                return None
+        return (self.starts[(number + 1) * period - 1] - self.starts[begin]) / (period - half)
+
+    def lost(self, period: int) -> list[float]:
+        """What each save cost, in seconds, where one is made every `period` steps. The first is
+        left out, since its memory is new, and the last, since the run ends there. Empty where no
+        window was without a save."""
+        numbers = range(len(self.starts) // period - 1)
+        steps = {n: step for n in numbers if (step := self._plain_step(n, period)) is not None}
+        if not steps:
+            return []
+        found = []
+        for number in numbers[2:]:
+            beside = [steps[n] for n in (number - 1, number) if n in steps]
+            usual = statistics.mean(beside or steps.values())
+            length = period // 2 if number in steps else period
+            start = number * period - 1
+            found.append(self.starts[start + length] - self.starts[start] - length * usual)
+        return found
 
 
 class _Clock(Callback):
@@ -136,6 +166,7 @@ def train(
         enable_progress_bar=False,
     )
     model = DigitsModel(width)
+    os.sync()  # nobody pays for what another has left to write
     load = _Load()
     trainer.fit(model, DigitBatches(), ckpt_path=resume)
     run.others_share = load.others_share()
@@ -202,24 +233,21 @@ class Figures:
     call_s: float
     first_call_s: float
     gate_s: float
-    lost_s: float
+    lost_s: float | None
+    error_s: float | None  # standard error of `lost_s`
     finished_s: float | None
     memory_bytes: int | None  # the most of all rounds
 
     @property
-    def slowdown_s(self) -> float:
-        return self.lost_s - self.call_s - self.gate_s
+    def slowdown_s(self) -> float | None:
+        return None if self.lost_s is None else self.lost_s - self.call_s - self.gate_s
 
 
-def figures(runs: list[Run], plain: list[Run], every: int) -> Figures:
-    """Figures of a way of saving, from its runs and from the one without saves beside each."""
-    lost: list[float] = []
-    warm: list[Save] = []
-    for run, bare in zip(runs, plain, strict=True):
-        usual = statistics.median(bare.windows(every))
-        # The first save is left out: its memory is new. The last has no window: the run ends.
-        lost += [window - usual for window in run.windows(every)[1:]]
-        warm += run.saves[1:]
+def figures(runs: list[Run], plain: list[Run], period: int) -> Figures:
+    """Figures of a way of saving, from its runs and, for memory, from the one without saves beside
+    each."""
+    warm = [save for run in runs for save in run.saves[1:]]
+    lost = [each for run in runs for each in run.lost(period)]
     finished = [save.finished_s for save in warm if save.finished_s is not None]
     memory = [
         run.grown_bytes - bare.grown_bytes
@@ -230,20 +258,27 @@ def figures(runs: list[Run], plain: list[Run], every: int) -> Figures:
         call_s=statistics.median(save.call_s for save in warm),
         first_call_s=statistics.median(run.saves[0].call_s for run in runs),
         gate_s=statistics.median(save.gate_s for save in warm),
-        lost_s=statistics.median(lost),
+        lost_s=statistics.median(lost) if lost else None,
+        error_s=_error(lost) if len(lost) > 2 else None,
         finished_s=statistics.median(finished) if finished else None,
         memory_bytes=max(memory) if memory else None,
     )
 
 
-def noise_s(plain: list[Run], every: int) -> float:
-    """How far windows without a save lie from their median, at the median: the accuracy here."""
-    away: list[float] = []
-    for run in plain:
-        windows = run.windows(every)
-        usual = statistics.median(windows)
-        away += [abs(window - usual) for window in windows]
-    return statistics.median(away)
+def _error(values: list[float]) -> float:
+    """Standard error of the median: 1.2533 / sqrt(n) of the deviation, which is 1.4826 times the
+    median distance from the median (for a normal distribution)."""
+    middle = statistics.median(values)
+    away = statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * 1.4826 * away / math.sqrt(len(values))
+
+
+def keep_memory() -> None:
+    """Has glibc keep what is freed, in every run alike; elsewhere nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 class _Memory:

@@ -27,7 +27,7 @@ from stillframe._shell.demo_runs import (
     Run,
     Tick,
     figures,
-    noise_s,
+    keep_memory,
     train,
     with_lightnings,
     with_ours,
@@ -44,16 +44,21 @@ MOST_OTHERS = 0.05  # of the processors; with more taken by others, lost times m
 COUNTED = """\
 Medians over the saves of {rounds}, of {steps} steps with a save after
 every {every}. The first save of a run is left out, since its memory is new (its call: Lightning
-{first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]gate[/b], how
-long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer {every}
-steps with one save took than {every} steps without; [b]slowdown[/b] is what is left of it after
-call and gate. Without saves such {every} steps differ among themselves by ± {noise}, which is the
-accuracy of the two. [b]Finished[/b] is counted from the call's entry: Lightning's when its file was
-written (it never syncs), ours when file and directory were synced to the disk. [b]Extra memory[/b]
-is the process's peak over that of the same run without saves, also in multiples of the state."""
+{first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]wait[/b], how
+long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer the steps
+behind a save took than as many steps of the same run without one, taken in turn, ± its standard
+error; [b]slowdown[/b] is what is left of it after call and wait. Every run begins with the disk
+synced, and with an allocator that keeps freed memory (mallopt): giving it back and taking it anew
+moves steps by a third, with saves and without. [b]Finished[/b] is counted from the call's entry:
+Lightning's when its file was written (it never syncs), ours when file and directory were synced to
+the disk. [b]Extra memory[/b] is the process's peak over that of the same run without saves, also in
+multiples of the state."""
 BUSY = """\
-Other programs used up to {share:.0%} of this machine's processors during a run, and {every} steps
-without saves differed by ± {noise}. Take slowdown and lost time from a run on a machine at rest."""
+Other programs used up to {share:.0%} of this machine's processors during a run. Take slowdown and
+lost time from a run on a machine at rest."""
+NOISE = """\
+Lost time is left out where it is smaller than its own error: such a figure would say more of the
+noise than of the save."""
 
 
 class Story:
@@ -83,6 +88,7 @@ class Story:
     def tell(self) -> int:
         """Returns 0 if every check passed, 1 if not."""
         started = time.monotonic()
+        keep_memory()
         self._introduce()
         plain: list[Run] = []
         theirs: list[Run] = []
@@ -193,9 +199,13 @@ class Story:
         table.add_column("stillframe", justify="right", style="bold")
         table.add_column("ratio", justify="right")
         table.add_row("call", _ms(a.call_s), _ms(b.call_s), _ratio(a.call_s, b.call_s))
-        table.add_row("gate", "none", _ms(b.gate_s))
-        table.add_row("slowdown of the steps", _ms(a.slowdown_s), _ms(b.slowdown_s))
-        table.add_row("[b]lost time[/b]", _ms(a.lost_s), _ms(b.lost_s), _ratio(a.lost_s, b.lost_s))
+        table.add_row("wait before the step", "none", _ms(b.gate_s))
+        told = [of for of in (a, b) if _is_told(of)]
+        if told:
+            slow = [_ms(of.slowdown_s) if of in told else "-" for of in (a, b)]
+            table.add_row("slowdown of the steps", *slow)
+            ratio = _ratio(a.lost_s, b.lost_s) if len(told) == 2 else ""
+            table.add_row("[b]lost time[/b]", _lost(a), _lost(b), ratio)
         table.add_row(
             "finished after",
             f"{_ms(a.finished_s)}, not synced",
@@ -209,21 +219,20 @@ class Story:
             _ratio(a.memory_bytes, b.memory_bytes),
         )
         self.console.print(table)
-        noise = noise_s(plain, self.every)
         counted = COUNTED.format(
             rounds="one run each"
             if self.rounds == 1
             else f"{self.rounds} runs each, taken in turn",
             steps=self.steps,
             every=self.every,
-            noise=_ms(noise),
             first_theirs=_ms(a.first_call_s),
             first_ours=_ms(b.first_call_s),
         )
+        if len(told) < 2:
+            self._paragraph("", NOISE, style="yellow")
         share = max(run.others_share for run in [*plain, *theirs, *ours])
-        if share > MOST_OTHERS or noise > a.lost_s / 4:
-            busy = BUSY.format(share=share, every=self.every, noise=_ms(noise))
-            self._paragraph("", busy, style="yellow")
+        if share > MOST_OTHERS:
+            self._paragraph("", BUSY.format(share=share), style="yellow")
         self._paragraph("", counted, style="dim")
 
     def _paragraph(self, mark: str, text: str, style: str = "") -> None:
@@ -284,6 +293,19 @@ class Story:
             f"({decimal(path.stat().st_size)}): the weights at the end, which name "
             f"{accuracy(run.model):.1%} of the digits rightly",
         )
+
+
+def _is_told(of: Figures) -> bool:
+    """Whether the lost time says more than the noise does."""
+    return of.lost_s is not None and of.error_s is not None and abs(of.lost_s) > of.error_s
+
+
+def _lost(of: Figures) -> str:
+    if of.lost_s is None or of.error_s is None:
+        return "not measured"
+    if not _is_told(of):
+        return f"within the noise, ± {_ms(of.error_s)}"
+    return f"{_ms(of.lost_s)} ± {_ms(of.error_s)}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -149,7 +149,7 @@ class _Copy:
         self.error = TornSnapshotError(
             f"{what} changed outside the optimizer's step while a snapshot was still being copied."
             " Call wait() before such a change, or take the snapshot with overlap=False. This"
-            " optimizer's state is copied inside the call from now on.",
+            " optimizer's state is copied during the call from now on.",
             names,
         )
         if owner is None and self.owner is not None:
@@ -348,7 +348,7 @@ def snapshot(
     Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
     they take no memory of the device, all of it is queued in the call, the caller's current stream
     waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
-    until then. Tensors on other devices are copied by torch inside the call.
+    until then. Tensors on other devices are copied by torch during the call.
     """
     with inside():
         return _take(tree, overlap, shared, engine_or_default(engine))

@@ -252,6 +252,6 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
         counts[device] = counts.get(device, 0) + 1
     return [
         f"{count} storage{'s' if count > 1 else ''} on {device} copied to host memory by torch "
-        "inside the call"
+        "during the call"
         for device, count in counts.items()
     ]

@@ -79,28 +79,61 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
     assert f"it needs {package}" in done.stderr
 
 
-def test_lost_time_is_what_a_window_with_a_save_took_more():
-    from stillframe._shell.demo_runs import Run, Save, figures, noise_s
+def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
+    """18 steps of 100 ms with a save after every third; the step that ends in one takes `save_s`
+    more, and each step is `drift` times as long as the one before."""
+    from stillframe._shell.demo_runs import Run, Save
 
-    def run_of(first_step_s: float) -> Run:
-        """12 steps of 100 ms, but that every third, from the third on, takes `first_step_s`."""
-        run = Run(starts=[0.0], grown_bytes=int(1000 * first_step_s))
-        for step in range(12):
-            run.starts.append(run.starts[-1] + (first_step_s if step % 3 == 2 else 0.1))
-        return run
+    run = Run(starts=[0.0], grown_bytes=int(1000 * save_s))
+    length = 0.1
+    for step in range(24):
+        saves = step % 4 == 3
+        if saves:
+            run.saves.append(Save("a", run.starts[-1], 0.05, 0.01, finished_s))
+        run.starts.append(run.starts[-1] + length + (save_s if saves else 0.0))
+        length *= drift
+    run.saves[0].call_s = 9.0
+    return run
 
-    plain, saving = run_of(0.1), run_of(0.4)
-    saving.saves = [Save("a", 0, call_s=9.0)] + [
-        Save("b", 0, call_s=0.05, gate_s=0.01, finished_s=0.7) for _ in range(3)
-    ]
-    of = figures([saving], [plain], every=3)
+
+def test_lost_time_is_what_steps_behind_a_save_took_more_than_steps_of_the_same_run_without():
+    from stillframe._shell.demo_runs import figures
+
+    of = figures([run_of(0.3, 0.15)], [run_of(0.0, 0.0)], period=4)
     assert of.lost_s == pytest.approx(0.3)
+    assert of.error_s == pytest.approx(0)
     assert of.call_s == pytest.approx(0.05)  # the first save is not among the warm ones
     assert of.first_call_s == pytest.approx(9.0)
     assert of.slowdown_s == pytest.approx(0.3 - 0.05 - 0.01)
-    assert of.finished_s == pytest.approx(0.7)
+    assert of.finished_s == pytest.approx(0.15)
     assert of.memory_bytes == 300
-    assert noise_s([plain], every=3) == pytest.approx(0)
+
+
+def test_a_machine_that_grows_slower_does_not_count_as_lost_time():
+    assert run_of(0.0, 0.01, drift=1.01).lost(4) == pytest.approx([0.0] * 3, abs=0.004)
+
+
+def test_steps_beside_a_save_that_goes_on_are_no_measure_of_steps_without():
+    from stillframe._shell.demo_runs import figures
+
+    run = run_of(0.3, 0.15)
+    run.saves[2].finished_s = 0.7  # beyond its own window: the next one's steps are its own, too
+    run.starts = [at + (0.5 if number > 14 else 0.0) for number, at in enumerate(run.starts)]
+    assert run.lost(4) == pytest.approx([0.3, 0.8, 0.3])
+    assert run_of(0.3, None).lost(4) == pytest.approx([0.3] * 3)  # before the first there is one
+    assert figures([run_of(0.3, None)], [run_of(0.0, 0.0)], period=4).finished_s is None
+
+
+def test_lost_time_is_told_with_its_error_and_left_out_where_that_is_larger():
+    from stillframe._shell import demo_story
+    from stillframe._shell.demo_runs import Figures
+
+    def told(lost_s: float | None, error_s: float | None) -> str:
+        return demo_story._lost(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
+
+    assert told(0.05, 0.012) == "50 ms ± 12 ms"
+    assert told(0.05, 0.06) == "within the noise, ± 60 ms"
+    assert told(None, None) == "not measured"
 
 
 @pytest.mark.slow
@@ -109,9 +142,7 @@ def test_a_small_demo_shows_the_table_and_passes_its_checks_leaving_nothing(tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     for row in (
         "call",
-        "gate",
-        "slowdown of the steps",
-        "lost time",
+        "wait before the step",
         "finished after",
         "extra memory",
     ):

@@ -333,7 +333,7 @@ def test_storages_elsewhere_are_copied_with_a_sentence():
     storages = [torch.UntypedStorage(4), Elsewhere(), Elsewhere()]
     rows = bytearray(24 * 3)
     sentences = skeleton._fetch(storages, rows, [1, 2])
-    assert sentences == ["2 storages on cuda:1 copied to host memory by torch inside the call"]
+    assert sentences == ["2 storages on cuda:1 copied to host memory by torch during the call"]
     assert bytes_of(storages[1]) == bytes([7] * 8)
     assert SOURCE.unpack_from(rows, 24) == (storages[1].data_ptr(), 8, 0, 0)
 
