@@ -5,8 +5,8 @@
 `stillframe.load` beside `torch.load` (with mmap too), DCP's load and safetensors', where that is
 installed, of the same tensors: the first load of a process, one more in the same process, and one
 from the disk, until every byte has been used; beside it raw reads of as many bytes past the page
-cache on four threads, processor time and peak memory. `verify` beside raw reads on two threads.
-README.md says how each figure is counted.
+cache on four threads and a memcpy of as many, processor time and peak memory. `verify` beside raw
+reads on two threads. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ SITUATIONS = {
     COLD: "the first load of a process, file on the disk",
 }
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
+MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
+MEMCPY_BYTES = 256 << 20  # far more than the caches hold
 LARGE = 1_000_000_000  # bytes: below, tensors are the time and not their bytes
 SMALL_GOAL = 1.3  # times as fast as torch.load, in every situation
 GOALS = {  # of a large state; (situation, other way): how many times as fast
@@ -160,7 +162,17 @@ def _work(connection: Any) -> None:
             raise BenchError(f"{path}: {finding.error}")
         return seconds
 
-    requests = {"make": make, "load": load, "verify": verify}
+    def memcpy(path: str) -> float:
+        left = nbytes = os.stat(path).st_size
+        chunk = min(nbytes, MEMCPY_BYTES)
+        source, target = (torch.full((chunk,), fill, dtype=torch.uint8) for fill in (1, 0))
+        start = time.perf_counter()
+        while left > 0:
+            target[:left].copy_(source[:left])
+            left -= chunk
+        return time.perf_counter() - start
+
+    requests = {"make": make, "load": load, "verify": verify, "memcpy": memcpy}
     torch.set_num_threads(2)
     while (request := connection.recv()) is not None:
         try:
@@ -271,6 +283,9 @@ def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
+                if situation == FIRST and way == OURS:
+                    seconds = ask("memcpy", str(path))
+                    values[AGAIN][MEMCPY].append(Load(seconds, math.nan, math.nan))
 
 
 def _verify_round(
@@ -329,7 +344,7 @@ def measure(
         loads: dict[str, dict[str, list[Load]]] = {
             situation: {way: [] for way in WAYS} for situation in SITUATIONS
         }
-        loads[COLD][RAW] = []
+        loads[COLD][RAW], loads[AGAIN][MEMCPY] = [], []
         reads: dict[str, list[float]] = {name: [] for name in READS}
         for number in range(rounds):
             progress(f"{state}: loads, round {number + 1} of {rounds}")

@@ -1,0 +1,196 @@
+"""How long does a training that died take until it has done a step again?
+
+    python benchmarks/restart.py --dir DIR
+
+From the start of the process to the end of the first step of `Trainer.fit(ckpt_path=)`, imports and
+all, with Lightning's own CheckpointIO and with stillframe's, the file in the page cache and not;
+and how far the resident set was over the model when training began. README.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import (
+    BenchError,
+    Series,
+    format_size,
+    format_times,
+    parse_size,
+    print_table,
+    write_json,
+)
+from machine import add_directory_options, facts_lines, machine_facts, scratch_directory
+
+LIGHTNING, OURS = "Lightning's", "stillframe"
+WAYS = (LIGHTNING, OURS)
+WARM, COLD = "file in memory", "file on the disk"
+WIDTH = 1024
+MAKE, QUICK_NBYTES = "make", 60_000_000
+SECONDS = 600  # for one process
+
+
+# ---- in the measured process -----------------------------------------------------------------
+
+
+def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
+    """One training: makes `path`, or goes on from it. Says when its first step had ended."""
+    import lightning as L
+    import torch
+    from restore import resident_nbytes
+    from stillframe.lightning import AsyncCheckpointIO
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = max(1, nbytes // (3 * 4 * WIDTH * WIDTH))
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)
+            )
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return torch.stack([layer.weight[0].sum() for layer in self.layers]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+        def on_train_start(self) -> None:
+            found["peak_nbytes"] = float(resident_nbytes("VmHWM") - before)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            found.setdefault("at", time.monotonic())
+
+    found: dict[str, float] = {}
+    warnings.simplefilter("ignore")  # of few workers, few batches and no validation
+    plain = way == LIGHTNING
+    trainer = L.Trainer(
+        max_steps=2 if way == MAKE else 3,
+        plugins=None if plain else [AsyncCheckpointIO()],
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    module = Module()
+    before = resident_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    data = torch.utils.data.DataLoader(torch.zeros(8, 1))  # type: ignore[arg-type]
+    trainer.fit(module, data, ckpt_path=None if way == MAKE else str(path))
+    if way == MAKE:
+        trainer.save_checkpoint(path)
+    return found
+
+
+# ---- the others --------------------------------------------------------------------------------
+
+
+def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
+    """`run` in a fresh one; "seconds" from its start to the end of its first step."""
+    start = time.monotonic()
+    child = subprocess.run(
+        [sys.executable, __file__, "--run", way, str(path), str(nbytes)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    if child.returncode != 0:
+        raise BenchError(f"a training failed: {child.stderr.strip()[-500:]}")
+    found: dict[str, float] = json.loads(child.stdout.splitlines()[-1])
+    return {"seconds": found["at"] - start, "peak_nbytes": found["peak_nbytes"]}
+
+
+def _forget(path: Path) -> None:
+    """Lets the page cache drop a synced file."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def measure(
+    directory: Path, nbytes: int, rounds: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Series of seconds and of the peak over the model, by situation and way."""
+    path = directory / "restart.ckpt"
+    progress("restart: making the file")
+    _in_a_process(MAKE, path, nbytes)
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {
+        situation: {way: [] for way in WAYS} for situation in (WARM, COLD)
+    }
+    for number in range(rounds):
+        for situation, found in runs.items():
+            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+                progress(f"restart: round {number + 1} of {rounds}")
+                if situation == COLD:
+                    _forget(path)
+                else:
+                    path.read_bytes()
+                found[way].append(_in_a_process(way, path, nbytes))
+    document = {
+        situation: {
+            way: {
+                what: Series.of([each[what] for each in each_run]).to_json()
+                for what in ("seconds", "peak_nbytes")
+            }
+            for way, each_run in found.items()
+        }
+        for situation, found in runs.items()
+    }
+    size = path.stat().st_size
+    path.unlink()
+    return {"nbytes": size, "restarts": document}
+
+
+def show(found: dict[str, Any], rounds: int) -> None:
+    """A table on stdout."""
+    rows: list[list[str] | None] = []
+    for situation, ways in found["restarts"].items():
+        rows.append([situation, "", ""])
+        for way, figures in ways.items():
+            seconds, peak = figures["seconds"], figures["peak_nbytes"]["median"]
+            times = format_times([seconds["median"], seconds["min"], seconds["max"]])
+            rows.append([f"  {way}", times, f"{peak / found['nbytes']:.3f}"])
+    title = f"Process start to first step, {format_size(found['nbytes'])}, {rounds} rounds"
+    print_table(title, ["", "median (min..max)", "peak over the model / file"], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", type=parse_size, default=1_070_000_000, help="of the state")
+    parser.add_argument("--quick", action="store_true", help="60 MB, one round")
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    add_directory_options(parser)
+    args = parser.parse_args(argv)
+    if args.run:
+        print(json.dumps(run(args.run[0], Path(args.run[1]), int(args.run[2]))))
+        return 0
+    nbytes, rounds = (QUICK_NBYTES, 1) if args.quick else (args.size, args.rounds)
+    try:
+        with scratch_directory(
+            args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * nbytes
+        ) as directory:
+            facts = machine_facts(directory)
+            found = measure(directory, nbytes, rounds, lambda text: None)
+    except BenchError as error:
+        print(f"restart.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(facts_lines(facts)))
+    show(found, rounds)
+    if args.json:
+        write_json(args.json, {"facts": facts, "rounds": rounds, **found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
