@@ -17,14 +17,13 @@ With Lightning, swap one import:
 """
 
 # isort: off
-from stillframe._base import support as _support
+from stillframe._base.support import VERSION as _VERSION
+from stillframe._base.support import refuse_elsewhere as _refuse_elsewhere
 
-_support.refuse_elsewhere()  # before anything that would fail in more words
+_refuse_elsewhere()  # before anything that would fail in more words
 # isort: on
 
 from stillframe._base.trace import trace
-from stillframe._save import exit as _exit
-from stillframe._save import moves as _moves
 from stillframe._save.api import (
     async_save,
     configure,
@@ -35,9 +34,11 @@ from stillframe._save.api import (
     wait_all,
 )
 from stillframe._save.engine import Engine
+from stillframe._save.exit import install as _install_exit
 from stillframe._save.gate import register_optimizer
 from stillframe._save.handle import SaveHandle
 from stillframe._save.load import load
+from stillframe._save.moves import install as _install_moves
 from stillframe._save.report import SaveReport
 from stillframe._snapshot.snapshot import Snapshot, snapshot
 from stillframe.errors import (
@@ -50,7 +51,7 @@ from stillframe.errors import (
     TornSnapshotError,
 )
 
-__version__ = _support.VERSION
+__version__ = _VERSION
 
 __all__ = [
     "BusyError",
@@ -77,5 +78,5 @@ __all__ = [
     "wait_all",
 ]
 
-_exit.install()
-_moves.install()
+_install_exit()
+_install_moves()

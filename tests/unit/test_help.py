@@ -39,6 +39,11 @@ def test_the_packages_help_shows_its_example_as_code():
     ]
 
 
+def test_the_packages_help_names_no_module_but_what_is_in_it():
+    text = pydoc.plain(pydoc.render_doc(stillframe))
+    assert not re.search(r"^ +_(exit|moves|support)\b", text, re.M)
+
+
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 def test_the_plugin_shows_what_users_call(package):
     pytest.importorskip(package)

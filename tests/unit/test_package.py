@@ -50,12 +50,13 @@ def test_the_command_is_the_modules_main():
     assert entry.load() is importlib.import_module("stillframe.__main__").main
 
 
-def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn():
+def test_importing_stillframe_imports_neither_lightning_nor_scikit_learn_nor_dcp():
     import subprocess
 
     code = (
         "import sys, stillframe;"
-        "print(sorted({'lightning', 'pytorch_lightning', 'sklearn'} & set(sys.modules)))"
+        "dcp = 'torch.distributed.checkpoint';"
+        "print(sorted({'lightning', 'pytorch_lightning', 'sklearn', dcp} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -99,11 +99,14 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     except OSError as error:
         strerror = error.strerror or str(error)
         if error.errno == errno.ENOENT:
-            strerror = f"{strerror}: the parent directory {parent} is missing"
-            if text.startswith("~"):
-                strerror += " ('~' is not expanded: give os.path.expanduser(path))"
+            strerror = f"{strerror}: the parent directory {parent} is missing{hint(text)}"
         raise SaveError(error.errno or errno.EIO, strerror, text, "open") from None
     return Target(text, os.fsencode(parent), os.fsencode(name), found.st_dev)
+
+
+def hint(text: str) -> str:
+    """What more to say of a path that leads nowhere, if a shell was meant to see it."""
+    return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
 def _can_stand(mode: int, follow_link: bool) -> bool:

@@ -9,6 +9,7 @@ from typing import Unpack
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
+from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, Path, is_closed, is_used, refuse_no_engine, submit
 from stillframe._save.handle import SaveHandle
@@ -93,6 +94,10 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
         StillframeError: The default engine is in use already.
         TypeError, ValueError: As `Engine` does.
     """
+    options = ", ".join(EngineOptions.__annotations__)
+    for name in engine_options:
+        if name not in EngineOptions.__annotations__:
+            raise TypeError(f"configure() has no option {name!r}: an engine's are {options}")
     _default.configure(engine_options)
 
 
@@ -223,9 +228,10 @@ def wait_all(timeout: float | None = None) -> None:
         TimeoutError: `timeout` seconds passed.
     """
     ordered.refuse_inside()
+    most_s = seconds(timeout)
     with inside():
-        if not _core.log_drain(timeout):
-            raise TimeoutError(f"after {timeout:g} s: {under_way()}")
+        if not _core.log_drain(most_s):
+            raise TimeoutError(f"after {most_s:g} s: {under_way()}")
         settle_all()
     for failure in take_failures(first_only=True):
         raise failure.error

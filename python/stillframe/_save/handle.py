@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
+from stillframe._base.timeouts import seconds
 from stillframe._save.options import OnDurable
 from stillframe._save.outcome import Outcome
 from stillframe._save.report import SaveReport
@@ -116,7 +117,16 @@ class SaveHandle:
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
         """Calls `function(handle)` when the save has ended: on the callback thread, or here and now
-        if it has already."""
+        if it has already.
+
+        Raises:
+            TypeError: It cannot be called.
+        """
+        if not callable(function):
+            raise TypeError(
+                f"a done callback has to be callable, not {type(function).__name__}: it is called"
+                " as callback(handle)"
+            )
         if self._outcome.call_at_end(functools.partial(function, self)):
             return
         try:
@@ -202,8 +212,8 @@ class Deadline:
     """
 
     def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self._end = None if timeout is None else time.monotonic() + timeout
+        self.timeout = seconds(timeout)
+        self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
         """Seconds, at least 0."""

@@ -143,6 +143,10 @@ class SaveOptions:
     wait_for_slot: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("overlap", "durable", "check_mutation"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):  # neither says what is meant
+                raise TypeError(f"{name} has to be True or False, not {value!r}")
         if self.on_durable is not None and not callable(self.on_durable):
             raise TypeError(
                 f"on_durable has to be callable, not {type(self.on_durable).__name__}: it is"

@@ -9,6 +9,7 @@ a signal handler may submit work in the middle of another submission.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -183,7 +184,10 @@ def open_in_order(path: Path, *, follow_link: bool = True) -> int:
         try:
             return load.open()
         except OSError as error:
-            raise type(error)(error.errno, error.strerror, os.fspath(path)) from None
+            text, words = os.fspath(path), error.strerror
+            if error.errno == errno.ENOENT:
+                words = f"{words}{paths.hint(text)}"
+            raise type(error)(error.errno, words, text) from None
 
 
 def _forked() -> None:

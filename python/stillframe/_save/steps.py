@@ -36,11 +36,21 @@ def register_optimizer(optimizer_class: type[Optimizer]) -> None:
     Raises:
         TypeError: It is not one.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"expected a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
+    given: object = optimizer_class
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        name = given.__name__ if isinstance(given, type) else f"an instance of {_name(given)}"
+        hint = f": give the class, register_optimizer({_name(given)})"
+        raise TypeError(
+            f"expected a subclass of torch.optim.Optimizer, not {name}"
+            + (hint if isinstance(given, Optimizer) else "")
+        )
     layers = _layers(optimizer_class.step)
     if layers:
         vouched.add(layers[0])
+
+
+def _name(instance: object) -> str:
+    return type(instance).__name__
 
 
 def _layers(step: Any) -> list[Any]:

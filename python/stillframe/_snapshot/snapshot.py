@@ -35,6 +35,7 @@ from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._base.dtensor import memory_of
+from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
@@ -232,7 +233,7 @@ class Snapshot(Generic[T]):
         """
         self._birth.refuse_child()
         with inside():
-            copied, _ = self._copy.core.wait(timeout)
+            copied, _ = self._copy.core.wait(seconds(timeout))
             if not copied:
                 raise TimeoutError(f"the snapshot after {timeout:g} s: not copied yet")
             self._copy.settle()

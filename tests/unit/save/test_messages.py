@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stillframe
@@ -219,3 +220,58 @@ def test_a_cycle_of_what_cannot_be_pickled_ends(tmp_path: Path) -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
         stillframe.async_save({"x": loop}, tmp_path / "a.pt")
     assert "at 'x.1' of" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("timeout", ["1", [1], True])
+def test_a_timeout_that_is_no_number_is_named(tmp_path: Path, timeout: Any) -> None:
+    handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+    snapshot = stillframe.snapshot(STATE)
+    for wait in (
+        handle.result,
+        handle.exception,
+        handle.wait_staged,
+        snapshot.wait,
+        stillframe.wait_all,
+    ):
+        with pytest.raises(TypeError, match="timeout has to be a number of seconds, or None"):
+            wait(timeout)
+        with pytest.raises(ValueError, match="seconds, not nan"):
+            wait(float("nan"))
+    handle.result(60)
+
+
+def test_a_callback_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
+    handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+    with pytest.raises(TypeError, match="a done callback has to be callable, not NoneType"):
+        handle.add_done_callback(None)  # type: ignore[arg-type]
+    handle.result()
+
+
+@pytest.mark.parametrize("option", ["overlap", "durable", "check_mutation"])
+@pytest.mark.parametrize("value", [None, "no"])
+def test_a_flag_that_says_neither_is_refused(tmp_path: Path, option: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
+        stillframe.async_save(STATE, tmp_path / "a.pt", **{option: value})
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_an_optimizer_in_place_of_its_class_is_told_in_a_line() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(TypeError) as caught:
+        stillframe.register_optimizer(optimizer)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "expected a subclass of torch.optim.Optimizer, not an instance of SGD: give the class,"
+        " register_optimizer(SGD)"
+    )
+
+
+def test_configure_names_an_option_that_there_is_not() -> None:
+    with pytest.raises(
+        TypeError, match=r"configure\(\) has no option 'bogus': an engine's are pool"
+    ):
+        stillframe.configure(bogus=1)  # type: ignore[call-arg]
+
+
+def test_a_load_says_too_that_a_tilde_is_not_expanded() -> None:
+    with pytest.raises(FileNotFoundError, match="'~' is not expanded"):
+        stillframe.load("~/no/such/file")

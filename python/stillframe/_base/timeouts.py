@@ -1,0 +1,25 @@
+"""Timeouts, as every call that waits takes them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+
+def seconds(timeout: object) -> float | None:
+    """A timeout, looked at before anything is waited for: None waits for ever.
+
+    Raises:
+        TypeError: It is neither a number nor None.
+        ValueError: It is no number of seconds (NaN).
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(
+            f"timeout has to be a number of seconds, or None to wait for ever, not {timeout!r}"
+        )
+    value = float(timeout)
+    if math.isnan(value):
+        raise ValueError("timeout has to be a number of seconds, not nan")
+    return value
