@@ -11,6 +11,7 @@
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
+# make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json
@@ -40,7 +41,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants gpu \
+.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants soak gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -186,6 +187,8 @@ endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))
 $(eval $(call variant,plain,))
+# Nobody looks again by himself (sfr__cond_wait): a lost wake-up is a hang, which mutants die of.
+$(eval $(call variant,still,-DSFR_LOOK_AGAIN_NS=3600000000000u))
 
 asan:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-asan
@@ -225,6 +228,11 @@ SMALL_POOL := tests/unit/test_round_trip.py tests/unit/save/test_save.py tests/o
 
 campaign: build
 	STILLFRAME_CAMPAIGN_SECONDS=$(CAMPAIGN_S) $(PY) -m pytest tests/unit/save/test_model.py $(ARGS)
+
+SOAK ?= 10000
+
+soak: build
+	STILLFRAME_SOAK=$(SOAK) $(PY) -m pytest tests/unit/test_leaks.py --timeout 3600 $(ARGS)
 
 SCHEDULES ?= 10000
 

@@ -1,5 +1,5 @@
 """FileSystemWriter and Reader on one rank: what is written, what an overwritten path holds at every
-moment, what is refused. Many ranks are in test_ranks.py."""
+moment, what is refused. Many ranks are in test_many_ranks.py."""
 
 import errno
 import io

@@ -10,6 +10,7 @@
     new = "O_CREAT"
     loses = "another writer's temporary"      # what a user would lose
     tests = ["test_tmp", "asan/test_file"]    # C programs, of a variant or not, and ids of pytest
+    # ("still": nobody looks again by himself, so that a lost wake-up hangs)
     same = "..."                              # instead of being killed: why nothing changes
     open = "..."                              # known to live: the test that is still wanted
 """

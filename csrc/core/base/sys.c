@@ -25,7 +25,9 @@
 #include "base/base.h"
 
 #define NS_PER_S 1000000000u
-#define LOOK_AGAIN_NS NS_PER_S
+#ifndef SFR_LOOK_AGAIN_NS /* tests of wake-ups make it an hour */
+#define SFR_LOOK_AGAIN_NS NS_PER_S
+#endif
 #define PROMPT_SLACK_NS 1000 /* the kernel's own is 50 us: as long as the sleeps it is for */
 #define WORKER_NICE 10       /* below the training thread, above idle work */
 
@@ -156,11 +158,11 @@ int sfr__cond_init(pthread_cond_t *cond)
 	return -rc;
 }
 
-/* May return 0 without a wake-up, and does after LOOK_AGAIN_NS: glibc can lose one that
- * comes while another thread is being woken (bug 25847). Every caller looks at its condition again. */
+/* May return 0 without a wake-up, and does after SFR_LOOK_AGAIN_NS: glibc can lose one that comes
+ * while another thread is being woken (bug 25847). Every caller looks at its condition again. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
-	uint64_t now = sfr__now_ns(), until = now + LOOK_AGAIN_NS;
+	uint64_t now = sfr__now_ns(), until = now + SFR_LOOK_AGAIN_NS;
 	struct timespec ts;
 	int rc;
 

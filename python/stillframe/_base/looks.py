@@ -52,6 +52,15 @@ def is_sharded(names: Iterable[str]) -> bool:
     return any(_METADATA.fullmatch(name) for name in names)
 
 
+def directory(path: str) -> str:
+    """What a directory is, for messages."""
+    try:
+        sharded = is_sharded(os.listdir(path))
+    except OSError:
+        sharded = False
+    return "a torch.distributed.checkpoint directory" if sharded else "a directory"
+
+
 def like(fd: int, path: str) -> str | None:
     """What an open file looks like; None where nothing else than a checkpoint comes to mind.
 

@@ -10,6 +10,7 @@ An error counts as seen when somebody got it: from the handle, from a future's r
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -58,13 +59,20 @@ def take_failures(*, first_only: bool) -> list[Failure]:
 
 class SaveFuture(Future[Any]):
     """A future whose result counts as having seen the save's error. It keeps its handle, not the
-    other way round."""
+    other way round. What is to be called when it is done runs on the callback thread, as a handle's
+    callbacks do: the thread that settles saves has others to settle."""
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
         super().__init__()
         self._handle = handle
         self._outcome = outcome
         self._upload = upload
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        if self.done():
+            super().add_done_callback(fn)  # here and now
+        else:
+            super().add_done_callback(functools.partial(_call_later, fn))
 
     def _refuse_inside(self) -> None:
         """Staging waits for nothing of the log."""
@@ -207,6 +215,10 @@ class Outcome:
 
     def is_collected(self) -> bool:
         return self._failure is not None and self._failure.collected
+
+
+def _call_later(function: Callable[[Future[Any]], object], future: Future[Any]) -> None:
+    completion.callbacks.put(functools.partial(function, future))
 
 
 def _alive(reference: weakref.ref[SaveFuture] | None) -> SaveFuture | None:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pickle
+import stat
 import sys
 import zipfile
 from collections import Counter
@@ -73,6 +74,10 @@ def look(path: str) -> Found:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         found.status, found.error = UNUSABLE, getattr(error, "strerror", None) or str(error)
+        return found
+    if stat.S_ISDIR(os.fstat(fd).st_mode):
+        os.close(fd)
+        found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}: name a file in it"
         return found
     with os.fdopen(fd, "rb") as file:
         try:

@@ -89,6 +89,7 @@ static inline int write_runs(struct sfr__image *img, int fd)
 			sfr__seg_iter_init(&it, img, run, blk);
 			while (sfr__seg_next(&it, &seg))
 				fill_segment(img, &seg, block, true);
+			sfr__image_put_fields(img, sfr__image_block_off(img, run, blk), len, block);
 			if (pwrite(fd, block, len, (off_t)sfr__image_block_off(img, run, blk)) !=
 			    (ssize_t)len)
 				rc = -EIO;
@@ -111,6 +112,41 @@ static inline int write_tail(struct sfr__image *img, int fd)
 	}
 	free(tail);
 	return rc;
+}
+
+/* Writes a file of a byte and the archive of a tensor of `nbytes` zeros. Returns its length, or
+ * -errno; the archive begins behind the byte. */
+static inline int64_t write_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes)
+{
+	const int64_t size = (int64_t)nbytes, stride = 1;
+	const struct sfr_tensor tensor = { .storage = "ByteStorage",
+					   .addr = HOLE,
+					   .nbytes = nbytes,
+					   .numel = nbytes,
+					   .ndim = 1,
+					   .sizes = &size,
+					   .strides = &stride };
+	struct sfr_parts *parts = NULL;
+	struct sfr__image img;
+	int fd, rc = sfr_parts_new(&parts);
+	int64_t len;
+
+	if (rc == 0)
+		rc = sfr_parts_bytes(parts, "-", 1);
+	if (rc == 0)
+		rc = sfr_parts_tensor(parts, &tensor);
+	if (rc == 0)
+		rc = sfr__image_init_parts(&img, parts, block_bytes);
+	sfr_parts_free(parts);
+	if (rc != 0)
+		return rc;
+	len = (int64_t)img.len;
+	fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+	rc = fd < 0 ? -errno : write_runs(&img, fd);
+	if (fd >= 0)
+		(void)close(fd);
+	sfr__image_fini(&img);
+	return rc != 0 ? rc : len;
 }
 
 /* Writes the whole file. Returns its length, or -errno. */

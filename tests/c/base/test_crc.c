@@ -121,6 +121,24 @@ static void every_way_copies_what_it_adds_up(void)
 	}
 }
 
+/* Some ways go by chunks of 256 KiB. */
+static void every_way_copies_what_is_longer_than_its_chunks(void)
+{
+	enum { CHUNK = 256 << 10 };
+	static const size_t lens[] = { CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77 };
+	static unsigned char src[3 * CHUNK], dst[3 * CHUNK];
+	const struct sfr__crc_way *way;
+
+	fill(src, sizeof(src));
+	for (size_t n = 0; (way = sfr__crc_way(n)) != NULL; n++)
+		for (size_t i = 0; i < sizeof(lens) / sizeof(lens[0]); i++) {
+			memset(dst, 0xa5, sizeof(dst));
+			CHECK_EQ(way->copy(7, dst, src, lens[i]), way->crc32(7, src, lens[i]));
+			CHECK(memcmp(dst, src, lens[i]) == 0);
+			CHECK_EQ(dst[lens[i]], 0xa5);
+		}
+}
+
 static void a_plain_copy_copies_and_no_more(void)
 {
 	for (size_t len = 0; len <= 20000; len += 1 + rng() % (len < 5000 ? 40 : 900)) {
@@ -271,6 +289,7 @@ int main(void)
 	RUN(the_portable_way_is_the_first_and_the_named_one_the_last);
 	RUN(every_way_divides_at_every_length_and_alignment);
 	RUN(every_way_copies_what_it_adds_up);
+	RUN(every_way_copies_what_is_longer_than_its_chunks);
 	RUN(a_plain_copy_copies_and_no_more);
 	RUN(a_single_bit_anywhere_gives_its_power_of_x);
 	RUN(pieces_add_up_to_the_whole_in_any_split);

@@ -259,6 +259,39 @@ static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
 	CHECK_EQ(nr_not_new, 0);
 }
 
+static int nr_descriptors(void)
+{
+	DIR *d = opendir("/proc/self/fd");
+	int nr = 0;
+
+	if (!CHECK(d != NULL))
+		return -1;
+	while (readdir(d))
+		nr++;
+	(void)closedir(d);
+	return nr;
+}
+
+static void a_handle_that_is_kept_holds_no_descriptor(void)
+{
+	struct sfr_engine *engine = new_engine(1);
+	struct sfr_ticket *well, *cancelled;
+	int before;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	before = nr_descriptors();
+	well = submit(engine, "a", &two);
+	saving_finish(well);
+	cancelled = submit(engine, "a", &one);
+	CHECK_EQ(sfr_save_cancel(cancelled), 1);
+	saving_finish(cancelled);
+	CHECK_EQ(nr_descriptors(), before);
+	CHECK_EQ(saving_look(dir, "a"), 2);
+	sfr_ticket_put(well);
+	sfr_ticket_put(cancelled);
+	free_engine(engine);
+}
+
 /* ---- names that begin alike ---- */
 
 static void a_remove_says_nothing_of_names_that_only_begin_like_its_own(void)
@@ -308,6 +341,7 @@ int main(void)
 	RUN(the_first_error_of_a_save_is_the_one_it_tells);
 	RUN(no_old_byte_of_the_pool_is_in_a_file);
 	RUN(no_descriptor_goes_to_a_program_that_is_started_meanwhile);
+	RUN(a_handle_that_is_kept_holds_no_descriptor);
 	RUN(a_remove_says_nothing_of_names_that_only_begin_like_its_own);
 	RUN(a_remove_behind_a_link_that_failed_is_made);
 	saving_rmdir(dir);

@@ -189,6 +189,48 @@ static void a_field_may_straddle_two_blocks(void)
 	free_engine(engine);
 }
 
+/* The writer of the source is slow, the other has the field before it is done. */
+static void a_field_waits_for_its_source(void)
+{
+	struct sfr_fault slow = {
+		.call = "lane_copy", .nth = 1, .limit = -1, .delay_ns = 20000000
+	};
+	struct sfr_engine *engine;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	engine = engine_of(4096, 8, 2);
+	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_source(&l, memory + 1, nr_blocks * 4096);
+		add_crc(&l, 0);
+		sfr_inject_clear();
+		CHECK_EQ(sfr_inject_set(&slow), 0);
+		CHECK_EQ(save(engine, &l, 0), 0);
+		check_file(&l);
+	}
+	free_engine(engine);
+	sfr_inject_remove();
+}
+
+/* The CRC of four megabytes takes longer than a look at the field behind them. */
+static void a_field_waits_for_a_source_that_is_written_from_where_it_is(void)
+{
+	struct sfr_engine *engine = engine_of(MEMORY, 2, 2);
+
+	for (unsigned round = 0; round < 8; round++) {
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_source(&l, memory, MEMORY);
+		add_crc(&l, 0);
+		CHECK_EQ(save(engine, &l, 0), 0);
+		check_file(&l);
+	}
+	free_engine(engine);
+}
+
 static uint64_t nr_copied;
 
 static uint32_t counting_copy(uint32_t crc, void *dst, const void *src, size_t len)
@@ -368,6 +410,8 @@ int main(void)
 		memory[k] = (unsigned char)(k * 2654435761u >> 13);
 	RUN(any_list_is_its_parts_in_order);
 	RUN(a_field_may_straddle_two_blocks);
+	RUN(a_field_waits_for_its_source);
+	RUN(a_field_waits_for_a_source_that_is_written_from_where_it_is);
 	RUN(what_stands_in_the_file_as_in_memory_is_not_copied);
 	RUN(few_buffers_are_enough_for_any_length);
 	RUN(sources_are_free_when_they_are_written_and_not_before);

@@ -182,3 +182,21 @@ def test_a_failure_that_was_logged_is_raised_once_more_by_wait_all(
         with pytest.raises(stillframe.SaveError):
             stillframe.wait_all()
     stillframe.wait_all()
+
+
+def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path: Path) -> None:
+    go_on, called = threading.Event(), threading.Event()
+
+    def slowly(_: object) -> None:
+        called.set()
+        assert go_on.wait(60)
+
+    with slow("fdatasync", 0.1):
+        first = stillframe.async_save(STATE, tmp_path / "a.pt").upload_completion
+        first.add_done_callback(slowly)
+        second = stillframe.async_save(STATE, tmp_path / "b.pt").upload_completion
+    assert called.wait(60)
+    try:
+        assert second.result(20) is not None
+    finally:
+        go_on.set()

@@ -28,6 +28,11 @@ int64_t drive(const char *path, const struct sfr_save_desc *desc, uint64_t block
 {{
 	return write_image(path, desc, block_bytes);
 }}
+int64_t drive_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes);
+int64_t drive_tensor(const char *path, uint64_t nbytes, uint64_t block_bytes)
+{{
+	return write_tensor(path, nbytes, block_bytes);
+}}
 """
 HOLE = 1  # an address that stands for zeros nobody writes (image_writer.h)
 BLOCK_SIZES = [4096, 8192, 12288, 65536, 16 << 20]
@@ -60,12 +65,13 @@ class SaveDesc(ctypes.Structure):
 
 
 @pytest.fixture(scope="session")
-def drive(tmp_path_factory):
-    """write(path, skeleton, rows of (addr, nbytes, lane), block_bytes) -> length of the file."""
+def library(tmp_path_factory):
+    """The layout and its driver, compiled."""
     build = tmp_path_factory.mktemp("image")
     driver, library = build / "driver.c", build / "driver.so"
     driver.write_text(DRIVER.format(header=ROOT / "tests" / "c" / "archive" / "image_writer.h"))
-    names = ("archive/layout", "archive/write", "base/crc", "base/copy", "base/sys", "base/err")
+    names = ("archive/layout", "archive/write", "archive/parts", "archive/tensor")
+    names += ("base/crc", "base/copy", "base/sys", "base/err")
     sources = [CORE / f"{name}.c" for name in names]
     command = os.environ.get("CC", "cc").split()
     command += [
@@ -80,7 +86,13 @@ def drive(tmp_path_factory):
         library,
     ]
     subprocess.run([*command, driver, *sources], check=True)
-    function = ctypes.CDLL(str(library)).drive
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(scope="session")
+def drive(library):
+    """write(path, skeleton, rows of (addr, nbytes, lane), block_bytes) -> length of the file."""
+    function = library.drive
     function.restype = ctypes.c_int64
     function.argtypes = (ctypes.c_char_p, ctypes.POINTER(SaveDesc), ctypes.c_uint64)
 
@@ -338,3 +350,44 @@ def test_more_storages_than_the_old_directory_can_count(drive, tmp_path):
     with zipfile.ZipFile(tmp_path / "ours.pt") as archive:
         assert len(archive.namelist()) == nr + 6
         assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("nbytes", [3, 5 << 20, (1 << 32) - 1, (4 << 30) + 77])
+def test_the_archive_of_a_tensor_of_any_size_is_read(library, tmp_path, nbytes):
+    """In a file of its own behind one byte; its zeros are holes."""
+    function = library.drive_tensor
+    function.restype = ctypes.c_int64
+    function.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_uint64)
+    path = tmp_path / "parts"
+    length = function(os.fsencode(path), nbytes, 16 << 20)
+    assert length > nbytes, os.strerror(-length)
+    os.truncate(path, length)
+    with open(path, "rb") as file:
+        start = 1
+        with zipfile.ZipFile(_Behind(file, start)) as archive:
+            assert archive.getinfo("archive/data/0").file_size == nbytes
+            assert nbytes > GIB or archive.testzip() is None
+            assert archive.read("archive/version") == b"3\n"
+
+
+class _Behind(io.RawIOBase):
+    """A file from `start` on."""
+
+    def __init__(self, file, start):
+        self._file, self._start = file, start
+
+    def seekable(self):
+        return True
+
+    def readable(self):
+        return True
+
+    def tell(self):
+        return self._file.tell() - self._start
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        shift = self._start if whence == os.SEEK_SET else 0
+        return self._file.seek(offset + shift, whence) - self._start
+
+    def readinto(self, buffer):
+        return self._file.readinto(buffer)

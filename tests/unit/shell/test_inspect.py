@@ -136,6 +136,16 @@ def test_a_missing_file_and_what_is_no_checkpoint_are_status_2(tmp_path, capsys)
     assert inspect(tmp_path / "missing") == 2
 
 
+def test_a_directory_is_named_as_what_it_is(tmp_path, capsys):
+    assert inspect(tmp_path) == 2
+    assert "a directory: name a file in it" in " ".join(capsys.readouterr().out.split())
+    for name in (".metadata", "__0_0.distcp"):
+        (tmp_path / name).write_bytes(b"")
+    assert inspect(tmp_path) == 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a torch.distributed.checkpoint directory: name a file" in told
+
+
 def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):
     stillframe.save({"model": {"a": torch.ones(250), "b": torch.ones(250)}}, tmp_path / "x.pt")
     assert inspect("--tree", tmp_path / "x.pt") == 0

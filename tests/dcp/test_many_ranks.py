@@ -1,4 +1,4 @@
-"""Two and three ranks on gloo, in processes of their own. ranks.py says what each scenario does."""
+"""Two and three ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
 
 import json
 import os
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     subprocess.run(
-        [sys.executable, HERE / "ranks.py", directory],
+        [sys.executable, HERE / "many_ranks.py", directory],
         env={**os.environ, "STILLFRAME_POOL_BYTES": "64MiB", "PYTHONPATH": str(HERE)},
         timeout=150,
         check=True,

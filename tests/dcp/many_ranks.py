@@ -1,6 +1,6 @@
-"""What test_ranks.py runs: worlds of processes that are forked from this one and talk over gloo.
+"""What test_many_ranks.py runs: processes that are forked from this one and talk over gloo.
 
-    python ranks.py DIRECTORY
+    python many_ranks.py DIRECTORY
 
 Each scenario has a directory of its own, and each rank notes there what it saw. Torch is imported
 once, before the first fork.

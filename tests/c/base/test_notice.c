@@ -1,0 +1,141 @@
+/* notice.c: news come in the order in which they were posted, and a stop wakes who waits. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "base/base.h"
+#include "check.h"
+#include "sfr.h"
+
+static struct sfr_notice next(uint64_t slice_ns, int *rc)
+{
+	struct sfr_notice notice;
+
+	*rc = sfr_notice_wait(&notice, slice_ns);
+	return notice;
+}
+
+static void news_come_in_their_order_and_whole(void)
+{
+	static char ticket, snapshot; /* never looked into */
+	struct sfr__notice ended = { .what = SFR_NOTICE_ENDED,
+				     .number = 41,
+				     .ticket = (struct sfr_ticket *)&ticket };
+	struct sfr__notice copied = { .what = SFR_NOTICE_SNAPSHOT,
+				      .number = 42,
+				      .snapshot = (struct sfr_snapshot *)&snapshot };
+	struct sfr_notice got;
+	int rc;
+
+	for (int round = 0; round < 3; round++) {
+		sfr__notice_post(&ended);
+		sfr__notice_text("%s %d", "text", round);
+		sfr__notice_post(&copied);
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_ENDED && got.number == 41 &&
+		      got.ticket == ended.ticket && !got.snapshot && got.text[0] == '\0');
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_TEXT && strncmp(got.text, "text ", 5) == 0);
+		CHECK_EQ(got.text[5], '0' + round);
+		got = next(0, &rc);
+		CHECK_EQ(rc, 0);
+		CHECK(got.what == SFR_NOTICE_SNAPSHOT && got.number == 42 && !got.ticket &&
+		      got.snapshot == copied.snapshot);
+		got = next(0, &rc);
+		CHECK_EQ(rc, SFR_EAGAIN);
+		CHECK_EQ(got.what, 0);
+	}
+}
+
+static void a_sentence_without_memory_is_left_out(void)
+{
+	FOR_EVERY_FAILURE(run, "malloc", ENOMEM)
+	{
+		struct sfr_notice got;
+		int rc;
+
+		sfr__notice_text("text");
+		got = next(0, &rc);
+		CHECK((rc == 0 && got.what == SFR_NOTICE_TEXT) ||
+		      (rc == SFR_EAGAIN && check_acted(&run)));
+		check_heal(&run);
+	}
+}
+
+static void *wait_for_news(void *arg)
+{
+	int rc;
+
+	*(struct sfr_notice *)arg = next(SFR_FOREVER, &rc);
+	return NULL;
+}
+
+/* Whether the other thread sleeps: there is nothing else that it could wait for. */
+static bool is_asleep(pid_t tid)
+{
+	char path[64], text[256] = "";
+	FILE *file;
+
+	(void)snprintf(path, sizeof(path), "/proc/self/task/%d/stat", (int)tid);
+	file = fopen(path, "re");
+	if (!file)
+		return false;
+	(void)!fgets(text, sizeof(text), file);
+	(void)fclose(file);
+	return strstr(text, ") S ") != NULL;
+}
+
+static pid_t waiter_tid;
+static atomic_bool waiter_known;
+
+static void *tell_and_wait(void *arg)
+{
+	waiter_tid = gettid();
+	waiter_known = true;
+	return wait_for_news(arg);
+}
+
+static void a_stop_and_news_wake_a_thread_that_waits(void)
+{
+	for (int with_news = 0; with_news < 2; with_news++) {
+		struct sfr__notice copied = { .what = SFR_NOTICE_COPIED };
+		struct sfr_notice got = { .what = 99 };
+		pthread_t thread;
+
+		waiter_known = false;
+		CHECK_EQ(pthread_create(&thread, NULL, tell_and_wait, &got), 0);
+		while (!waiter_known || !is_asleep(waiter_tid))
+			(void)usleep(100);
+		if (with_news)
+			sfr__notice_post(&copied);
+		else
+			sfr_notice_stop();
+		CHECK_EQ(pthread_join(thread, NULL), 0);
+		CHECK_EQ(got.what, with_news ? SFR_NOTICE_COPIED : SFR_NOTICE_STOP);
+	}
+}
+
+static void what_was_posted_before_a_stop_comes_before_it(void)
+{
+	int rc;
+
+	sfr__notice_text("text");
+	sfr_notice_stop();
+	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_TEXT);
+	CHECK_EQ(next(0, &rc).what, SFR_NOTICE_STOP);
+	CHECK_EQ(rc, 0);
+	CHECK_EQ(next(0, &rc).what, 0);
+	CHECK_EQ(rc, SFR_EAGAIN);
+}
+
+int main(void)
+{
+	RUN(a_stop_and_news_wake_a_thread_that_waits);
+	RUN(news_come_in_their_order_and_whole);
+	RUN(a_sentence_without_memory_is_left_out);
+	RUN(what_was_posted_before_a_stop_comes_before_it);
+	return check_done();
+}

@@ -1,0 +1,146 @@
+"""Does the same again and again, and counts what is left of it: mappings, descriptors, threads,
+memory of malloc, blocks of the pool, objects of ours, references to what was saved.
+
+    python tests/unit/leaks.py ROUNDS DIRECTORY [KIND ...]
+
+Prints a JSON: of each kind what there was more of afterwards than before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import stillframe
+import torch
+from stillframe.testing import fault
+
+KIB = 1024
+STATE = {"w": torch.ones(4096), "b": torch.ones(2000), "n": 3}
+
+
+class Mallinfo(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Mallinfo
+
+
+class Round:
+    """One time of each kind; `handles` are those of all that was handed out and is alive."""
+
+    def __init__(self, engine: stillframe.Engine, directory: Path) -> None:
+        self.engine, self.directory = engine, directory
+        self.path = directory / "a.pt"
+        self.handles: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def _save(self) -> stillframe.SaveHandle:
+        handle = stillframe.async_save(STATE, self.path, durable=False, engine=self.engine)
+        self.handles.add(handle)
+        return handle
+
+    def saves(self) -> None:
+        self._save().result()
+
+    def loads(self) -> None:
+        if not self.path.exists():
+            self.saves()
+        stillframe.load(self.path)
+
+    def damaged_loads(self) -> None:
+        bad = self.directory / "bad.pt"
+        bad.write_bytes(b"PK\3\4" + bytes(100))
+        with contextlib.suppress(stillframe.CorruptCheckpointError):
+            stillframe.load(bad)
+
+    def snapshots(self) -> None:
+        with stillframe.snapshot(STATE, engine=self.engine) as snap:
+            self.handles.add(snap)
+            assert int(snap.tree["w"].sum()) == 4096
+
+    def failures(self) -> None:
+        for call in ("open", "pwrite", "rename"):
+            with fault(call, err=errno.EIO, sticky=True):
+                assert self._save().exception() is not None
+
+    def cancels(self) -> None:
+        handle = self._save()
+        handle.cancel()
+        with contextlib.suppress(BaseException):
+            handle.result()
+
+    def refusals(self) -> None:
+        with contextlib.suppress(stillframe.SaveError):
+            stillframe.save(STATE, self.directory / "none" / "a.pt", engine=self.engine)
+        with contextlib.suppress(AttributeError, TypeError):
+            stillframe.save({"f": lambda: 0}, self.path, engine=self.engine)
+
+    def removes(self) -> None:
+        self.saves()
+        stillframe.remove(self.path)
+        stillframe.wait_all()
+
+    def engines(self) -> None:
+        with stillframe.Engine(pool_bytes=256 * KIB, block_bytes=64 * KIB) as own:
+            stillframe.save(STATE, self.path, durable=False, engine=own)
+
+    def forks(self) -> None:
+        self.saves()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
+def count(engine: stillframe.Engine, done: Round) -> dict[str, int]:
+    stillframe.wait_all()
+    gc.collect()
+    return {
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "malloc": mallinfo().uordblks + mallinfo().hblkhd,
+        "leased": int(engine.stats()["leased_bytes"]),
+        "committed": int(engine.stats()["committed_bytes"]),
+        "handles": len(done.handles),
+        "references": sum(sys.getrefcount(value) for value in STATE.values()),
+        "objects": len(gc.get_objects()),
+        "files": len(os.listdir(done.directory)),
+    }
+
+
+def main(rounds: int, directory: Path, kinds: list[str]) -> dict[str, dict[str, int]]:
+    found = {}
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=64 * KIB) as engine:
+        for kind in kinds or [name for name in vars(Round) if not name.startswith("_")]:
+            one = Round(engine, directory)
+            repeat: Callable[[], None] = getattr(one, kind)
+            for _ in range(30):  # what is kept for the next time, and pages that are touched first
+                repeat()
+            before = count(engine, one)
+            for _ in range(rounds // 5 if kind == "forks" else rounds):
+                repeat()
+            after = count(engine, one)
+            found[kind] = {name: after[name] - before[name] for name in before}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])))

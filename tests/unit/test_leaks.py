@@ -1,0 +1,29 @@
+"""What is left of saves, loads, snapshots, failures and forks: nothing. See leaks.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROUNDS = int(os.environ.get("STILLFRAME_SOAK", "200"))
+# Of malloc: what its lists and the interpreter's keep of one another, which does not grow.
+NOISE = {"malloc": 16384}
+
+
+def test_nothing_is_left_of_what_was_done_many_times(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("leaks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(ROUNDS), str(tmp_path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) >= 10
+    left = {
+        kind: {name: more for name, more in counts.items() if more > NOISE.get(name, 0)}
+        for kind, counts in found.items()
+    }
+    assert not {kind: counts for kind, counts in left.items() if counts}
