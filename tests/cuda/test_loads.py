@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,39 @@ def test_tensors_that_are_there_are_filled_on_their_device(
         assert torch.equal(target[name], tensor), name
     assert target["t3"]._version > before
     assert fake.copied_bytes == sum(state[name].nbytes for name in ("t1", "t2", "t3", "t4"))
+
+
+def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path, fake: FakeDriver) -> None:
+    path = tmp_path / "small.pt"
+    state = {"a": torch.arange(40.0), "b": torch.arange(3)}
+    torch.save(state, path)
+    whole = path.read_bytes()
+    found = 0
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            loaded = stillframe.load(path)
+        except stillframe.CorruptCheckpointError:
+            found += 1
+        else:
+            assert all(torch.equal(loaded[name], state[name]) for name in state), at
+    assert found > len(whole) // 14
+
+
+def test_ctrl_c_ends_a_load_whose_copies_are_under_way(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    def interrupt() -> None:
+        while fake.calls("cuEventQuery") < 20:  # the readers have read, and ask
+            end.wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        fake.hold(False)  # what is under way is waited for
+
+    end = threading.Event()
+    fake.hold(True)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        stillframe.load(file)
+    thread.join()
+    assert_same(stillframe.load(file), state)

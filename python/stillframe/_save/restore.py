@@ -244,16 +244,22 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
 def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
     """Single records, of a restore that has not begun: empty where there is none.
 
+    What is raised in here closes the restore.
+
     Raises:
         RestoreFailed: One is damaged or could not be read.
     """
     numbers = [core.find(name) for name in names]
     wanted = {number: new_storage(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
     core.into(0, [wanted[i].data_ptr() if i in wanted else 0 for i in range(core.nr)])
-    for number in sorted(wanted):
-        core.go(core.reach(number))
-        if not core.wait(number):
-            raise RestoreFailed
+    try:
+        for number in sorted(wanted):
+            core.go(core.reach(number))
+            if not core.wait(number):
+                raise RestoreFailed
+    except BaseException:
+        core.close()  # first the threads, then the memory that they write to
+        raise
     return [bytes_of(wanted[number]) if number >= 0 else b"" for number in numbers]
 
 
@@ -310,7 +316,6 @@ class Shapes:
     _NAMES = ("data.pkl", "byteorder")
 
     def __init__(self, core: _core.Restore) -> None:
-        self.failure: Failure | None = None
         self._core = core
         self._records: dict[str, bytes] = {}
 
@@ -324,7 +329,6 @@ class Shapes:
                 raise RestoreFailed  # its bytes need turning round
             return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
         finally:
-            self.failure = Failure(*self._core.failure())
             self._core.close()
 
     def has_record(self, name: str) -> bool:
