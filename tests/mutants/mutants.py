@@ -220,9 +220,11 @@ def _is_asked_for(mutant: Mutant, only: str) -> bool:
 
 
 def _is_for_samples(mutant: Mutant) -> bool:
-    """Whether it needs no compiled extension: all of that is more than there is time for."""
-    extension = not mutant.file.endswith(".py") and any(map(ground.is_pytest, mutant.tests))
-    return not (extension or mutant.same or mutant.open)
+    """Whether it needs no compiled extension, and no other variant: there is no time for those."""
+    python = mutant.file.endswith(".py")
+    extension = not python and any(map(ground.is_pytest, mutant.tests))
+    variant = any("/" in test for test in mutant.tests if not ground.is_pytest(test))
+    return not (extension or variant or mutant.same or mutant.open)
 
 
 def main(arguments: list[str]) -> int:
