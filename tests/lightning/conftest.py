@@ -16,7 +16,8 @@ def pytest_collection_modifyitems(items):
     # ours, but for the one that on_error="warn" asks for.
     for item in items:
         if "lightning" in item.path.parts:
-            for package in ("lightning", "pytorch_lightning", "torch", "jsonargparse"):
+            # "warnings": what pytest.warns did not look for, and lets go of under that name.
+            for package in ("lightning", "pytorch_lightning", "torch", "jsonargparse", "warnings"):
                 item.add_marker(pytest.mark.filterwarnings(rf"ignore:::{package}(\..*)?"))
             item.add_marker(pytest.mark.filterwarnings("ignore:a checkpoint was not saved"))
 
