@@ -11,14 +11,12 @@ with warnings.catch_warnings():  # what the packages say about themselves on imp
 
 
 def pytest_collection_modifyitems(items):
-    # Lightning warns about few workers, small loaders, missing loggers and a good deal more, and
-    # torch about what Lightning calls. A warning of a test's own call stays an error, and so do
-    # ours, but for the one that on_error="warn" asks for.
+    # Lightning warns about few workers, small loaders, missing loggers and a good deal more. Ours
+    # are errors, but for the one that on_error="warn" asks for; the last that fits counts.
+    filters = ("ignore", r"error:::stillframe(\..*)?", "ignore:a checkpoint was not saved")
     for item in items:
         if "lightning" in item.path.parts:
-            for package in ("lightning", "pytorch_lightning", "torch", "jsonargparse"):
-                item.add_marker(pytest.mark.filterwarnings(rf"ignore:::{package}(\..*)?"))
-            item.add_marker(pytest.mark.filterwarnings("ignore:a checkpoint was not saved"))
+            item.add_marker(pytest.mark.filterwarnings(*filters))
 
 
 @pytest.fixture(autouse=True)
