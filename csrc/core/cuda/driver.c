@@ -206,7 +206,7 @@ const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len)
 	driver.told = driver.told || !cu;
 	sfr__unlock(&driver.mu);
 	if (text[0])
-		sfr__notice_text("CUDA tensors cannot be saved: %s", text);
+		sfr__notice_text("CUDA tensors cannot be saved or loaded: %s", text);
 	return cu;
 }
 
@@ -215,7 +215,7 @@ void sfr__cuda_sentence(char *text, size_t len)
 	sfr__lock(&driver.mu);
 	load_locked();
 	if (driver.why[0])
-		(void)snprintf(text, len, "CUDA tensors cannot be saved: %s.", driver.why);
+		(void)snprintf(text, len, "CUDA tensors cannot be saved or loaded: %s.", driver.why);
 	else
 		(void)snprintf(text, len, "CUDA driver %s, CUDA %d.%d, %s copies of small tensors.",
 			       driver.library, driver.table.version / 1000,
