@@ -147,7 +147,9 @@ stillframe.save({{"a": [1, 2]}}, {str(tmp_path / "a")!r})
     assert "/nowhere/libcuda.so.1" in first
     assert second.startswith("refused:") and "/nowhere/libcuda.so.1" in second
     # And in the log, once.
-    assert done.stderr.count("CUDA tensors cannot be saved or loaded: no CUDA driver") == 1, done.stderr
+    assert done.stderr.count("CUDA tensors cannot be saved or loaded: no CUDA driver") == 1, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,8 @@ void sfr__cuda_sentence(char *text, size_t len)
 	sfr__lock(&driver.mu);
 	load_locked();
 	if (driver.why[0])
-		(void)snprintf(text, len, "CUDA tensors cannot be saved or loaded: %s.", driver.why);
+		(void)snprintf(text, len, "CUDA tensors cannot be saved or loaded: %s.",
+			       driver.why);
 	else
 		(void)snprintf(text, len, "CUDA driver %s, CUDA %d.%d, %s copies of small tensors.",
 			       driver.library, driver.table.version / 1000,

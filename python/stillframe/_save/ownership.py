@@ -43,7 +43,7 @@ _MOST_LOOKS = 64  # at parameters, to see whether a save has an optimizer's
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
 # Threads of steps, by id(optimizer), from a step's start to its end; one that raised stays.
-_active: dict[int, int] = {}
+_active: dict[int, threading.Thread] = {}
 _claimed: dict[int, int] = {}  # storage -> serial of the first owner; kept by the observers
 _serials = itertools.count(1)
 _told: set[str] = set()  # what was logged, once
@@ -322,7 +322,7 @@ def living() -> Iterator[Owner]:
 def enter(optimizer: Any) -> None:
     """A step begins. Until it ends, every save captures everything: what else is known of the
     optimizer does not matter."""
-    _active[id(optimizer)] = threading.get_ident()
+    _active[id(optimizer)] = threading.current_thread()
 
 
 def leave(optimizer: Any) -> None:
@@ -334,10 +334,15 @@ def active() -> bool:
     """Whether any optimizer is between a step's start and its end."""
     if not _active:
         return False
-    # torch runs no hook behind a step that raised: its mark counts as long as its thread may be in
-    # a step. A thread that begins one now finds the save that asks.
-    stacks = sys._current_frames()
-    return any(_may_step(stacks.get(thread)) for thread in list(_active.values()))
+    # torch runs no hook behind a step that raised: a mark of this thread counts as long as a step is
+    # on its stack. Another thread's counts as long as it lives: to ask for its stack is not safe, as
+    # sys._current_frames of CPython 3.11 holds a lock under which it may let go of the interpreter's,
+    # and whoever asks at the same time waits for ever.
+    own = threading.current_thread()
+    return any(
+        _may_step(sys._getframe()) if thread is own else thread.is_alive()
+        for thread in list(_active.values())
+    )
 
 
 def _may_step(frame: FrameType | None) -> bool:
