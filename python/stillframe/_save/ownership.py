@@ -334,10 +334,10 @@ def active() -> bool:
     """Whether any optimizer is between a step's start and its end."""
     if not _active:
         return False
-    # torch runs no hook behind a step that raised: a mark of this thread counts as long as a step is
-    # on its stack. Another thread's counts as long as it lives: to ask for its stack is not safe, as
-    # sys._current_frames of CPython 3.11 holds a lock under which it may let go of the interpreter's,
-    # and whoever asks at the same time waits for ever.
+    # torch runs no hook behind a step that raised: a mark of this thread counts as long as a step
+    # is on its stack. Another thread's counts as long as it lives: to ask for its stack is not
+    # safe. CPython 3.11's sys._current_frames holds a lock under which it may let go of the
+    # interpreter's, and whoever asks at the same time waits for ever.
     own = threading.current_thread()
     return any(
         _may_step(sys._getframe()) if thread is own else thread.is_alive()
