@@ -442,7 +442,7 @@ static void child_frees_and_saves_its_own(void *arg)
 	struct across *across = arg;
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file own;
-	char page[64] = "of the child";
+	_Alignas(SFR_PAGE) char page[SFR_PAGE] = "of the child";
 
 	sfr__file_fini(across->file); /* as if some destructor had come here: it only frees */
 	CHECK_EQ(dir_count(across->dir, TEMPORARIES, NULL), 1);
@@ -457,7 +457,8 @@ static void child_frees_and_saves_its_own(void *arg)
 
 static void a_child_neither_deletes_nor_unlocks_the_parents_temporary(void)
 {
-	char dir[PATH_MAX], page[64] = "of the parent";
+	_Alignas(SFR_PAGE) char page[SFR_PAGE] = "of the parent";
+	char dir[PATH_MAX];
 	struct sfr_err err = { .index = -1 };
 	struct sfr__file file;
 	struct across across = { &file, dir };
