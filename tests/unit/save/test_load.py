@@ -38,9 +38,10 @@ class NotAllowed:
 
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left():
-    before = open_descriptors()
+    before = set(open_descriptors())
     yield
-    assert open_descriptors() == before
+    # Those of saves of earlier tests may have been closed meanwhile.
+    assert set(open_descriptors()) <= before
 
 
 def whole(path):
