@@ -7,6 +7,7 @@ newer than their sources come along with the copy.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -163,10 +164,7 @@ class Ground:
 
     def _run(self, command: list[str], timeout_s: float) -> Ran:
         start = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=self.place, env=_environment(self.place), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        process = self._start(command)
         try:
             output, _ = process.communicate(timeout=timeout_s)
             status = f"exit status {process.returncode}"
@@ -178,6 +176,20 @@ class Ground:
         telling = [each for each in said if "failed: " in each or each.startswith("FAILED")]
         why = "\n".join([status, *(telling[:3] or said[-8:])])
         return Ran(process.returncode == 0, why, time.monotonic() - start)
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        while True:
+            try:
+                return subprocess.Popen(
+                    command, cwd=self.place, env=_environment(self.place), stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                # A process that another thread starts has for a moment what is open here, the
+                # program that was just copied among it.
+                if error.errno != errno.ETXTBSY:
+                    raise
+                time.sleep(0.01)
 
     def _command(self, command: list[str]) -> str:
         environment = {**_environment(self.place), "STILLFRAME_WERROR": "0", "MAKEFLAGS": ""}
