@@ -41,7 +41,8 @@ def no_descriptor_is_left():
     before = set(open_descriptors())
     yield
     # Those of saves of earlier tests may have been closed meanwhile.
-    assert set(open_descriptors()) <= before
+    left = set(open_descriptors()) - before
+    assert not left, [os.readlink(f"/proc/self/fd/{fd}") for fd in left]
 
 
 def whole(path):
