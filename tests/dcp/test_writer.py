@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from fix_entries import Recorded
 from stillframe.dcp import FileSystemWriter, PinnedStager, Reader
 from stillframe.testing import fault
 from torch.distributed.checkpoint.api import CheckpointException
@@ -144,6 +145,34 @@ def test_an_overwritten_path_has_the_new_checkpoint_and_no_file_of_the_old(tmp_p
         assert equal(loaded(state, tmp_path), state)
         (data,) = (name for name in files(tmp_path) if name.endswith(".distcp"))
         assert files(tmp_path) == sorted([".metadata", data, "notes.txt"])
+
+
+def test_the_new_checkpoint_is_on_the_disk_before_and_after_its_name_is_and_the_old_goes_last(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "a"
+    write({"w": torch.ones(5)}, path)
+    (old,) = (name for name in files(path) if name.endswith(".distcp"))
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        write({"w": torch.zeros(5)}, path)
+    steps = [(call.kind, call.directory) for call in recorded.calls]
+    named = steps.index(("rename", str(path)))
+    assert list(recorded.calls[named].change)[1] == str(path / ".metadata")
+    (kind, temporary), entries = steps[named - 2 : named]
+    assert kind == "sync" and temporary == next(iter(recorded.calls[named].change))
+    assert entries == ("sync", str(path))  # of the data files, whichever rank has made them
+    assert steps[named + 1 : named + 3] == [("sync", str(path)), ("sync", str(tmp_path))]
+    gone = [call.change for call in recorded.calls[named + 3 :] if call.kind == "unlink"]
+    assert gone == [{str(path / old): None}]
+    assert all(call.kind != "unlink" for call in recorded.calls[:named])
+
+
+def test_a_checkpoint_that_need_not_be_durable_is_not_synced(tmp_path, monkeypatch):
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        write({"w": torch.ones(5)}, tmp_path / "a", durable=False)
+    assert recorded.synced() == []
 
 
 def test_overwriting_is_refused_if_asked(tmp_path):
