@@ -69,6 +69,7 @@ struct sfr_ticket {
 	uint32_t cuda_out;               /* parts in devices that are not over */
 	uint32_t cuda_unsubmitted;       /* of them, those that have copies to queue yet */
 	uint32_t jobs_out;               /* queued or running */
+	uint32_t blocks_back; /* to the pool, written or not */
 	uint32_t blocks_written;
 
 	/* capture position: only the capturing thread touches it */
