@@ -323,6 +323,10 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (foreign(s))
 		return;
+	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as sfr_snapshot_wait */
+		*out = s->err;
+		return;
+	}
 	sfr__lock(&s->engine->mu);
 	*out = s->err;
 	sfr__unlock(&s->engine->mu);
@@ -336,6 +340,12 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (foreign(s))
 		return SFR_EFORK;
+	if (slice_ns == 0) { /* asked with the interpreter lock held: see sfr_save_reached */
+		if (s->state == SFR__SNAPSHOT_COPYING)
+			return SFR_EAGAIN;
+		*torn = s->torn;
+		return 0;
+	}
 	sfr__lock(&s->engine->mu);
 	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
 		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);

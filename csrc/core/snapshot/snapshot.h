@@ -26,13 +26,13 @@ struct sfr_snapshot {
 	uint64_t len;
 
 	/* the rest is guarded by engine->mu */
-	enum sfr__snapshot_state state;
-	struct sfr__lease lease; /* empty: not leased, or gone back */
-	bool abandoned;          /* nobody can read the copy any more: the lane stops */
+	_Atomic enum sfr__snapshot_state state; /* read without the lock, too */
+	struct sfr__lease lease;                /* empty: not leased, or gone back */
+	bool abandoned; /* nobody can read the copy any more: the lane stops */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out; /* of those who copy: the call, the host's lane, parts in devices */
-	int64_t torn;
-	struct sfr_err err; /* of a device; the first */
+	uint32_t nr_out;    /* of those who copy: the call, the host's lane, parts in devices */
+	int64_t torn;       /* final once the state is COPIED */
+	struct sfr_err err; /* of a device; the first; final as torn is */
 
 	struct sfr__sample *samples; /* entry is a source; taken by start, read by the lane */
 	uint32_t nr_samples;

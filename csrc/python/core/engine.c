@@ -117,9 +117,12 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	struct sfr_stats stats;
-	int rc = sfr_engine_stats(self->engine, &stats);
+	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_stats(self->engine, &stats);
+	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
