@@ -51,7 +51,7 @@ WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 # Named after the switches of setup.py, so that other switches build anew.
 comma   := ,
 BUILT   := build/built$(subst $(comma),-,$(STILLFRAME_SANITIZE:%=-%)$(WERROR)$(STILLFRAME_COVERAGE:%=-coverage%))
-SOURCES := $(shell find csrc -name "*.[ch]*")
+SOURCES := $(shell find csrc tests/c/cuda -name "*.[ch]*")
 
 build: $(BUILT)
 

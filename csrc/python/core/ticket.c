@@ -166,6 +166,13 @@ static int submit_on(struct submission *s, uint64_t slice)
 	return sfr_save_launch(s->ticket);
 }
 
+static void abandon(struct sfr_ticket *t)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_save_abandon(t);
+	Py_END_ALLOW_THREADS
+}
+
 static PyObject *ticket_submit(ARGS)
 {
 	struct submission s = { .ticket = ((struct sfr_py_ticket *)object)->ticket };
@@ -180,7 +187,7 @@ static PyObject *ticket_submit(ARGS)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0) {
 			if (s.stage == CAPTURE)
-				sfr_save_abandon(s.ticket);
+				abandon(s.ticket);
 			return NULL;
 		}
 		Py_BEGIN_ALLOW_THREADS
@@ -188,7 +195,7 @@ static PyObject *ticket_submit(ARGS)
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc == SFR_EEXHAUSTED && s.stage == CAPTURE)
-		sfr_save_abandon(s.ticket);
+		abandon(s.ticket);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
@@ -215,14 +222,18 @@ static PyObject *ticket_wait(ARGS)
 	}
 	if (sfr_py_timeout(nargs > 1 ? args[1] : NULL, &left) < 0)
 		return NULL;
-	/* Mostly it is reached already, and the lock need not be let go of to see that. */
-	rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	while (rc == SFR_EAGAIN && left > 0) {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
-		Py_END_ALLOW_THREADS
+	/* Mostly it is known, and the lock need not be let go of to see that. */
+	if (sfr_save_reached(t, (enum sfr_wait_for)what) || (what == SFR_WAIT_ENDED && left == 0)) {
+		rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
+	} else {
+		do {
+			slice = 0;
+			if (left > 0 && sfr_py_slice(&left, &slice) < 0)
+				return NULL;
+			Py_BEGIN_ALLOW_THREADS
+			rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
+			Py_END_ALLOW_THREADS
+		} while (rc == SFR_EAGAIN && left > 0);
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
@@ -236,7 +247,7 @@ static PyObject *ticket_gate(ARGS)
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	uint64_t left = SFR_FOREVER, slice;
-	int rc, nr_streams;
+	int rc, nr_streams, copied = 0;
 
 	(void)kwnames;
 	if (nargs != 1) {
@@ -251,11 +262,12 @@ static PyObject *ticket_gate(ARGS)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS
 		rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
+		copied = rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0);
+	return PyBool_FromLong(copied);
 }
 
 static PyObject *ticket_confirm(ARGS)
@@ -272,7 +284,9 @@ static PyObject *ticket_confirm(ARGS)
 	torn = PyLong_AsLongLong(args[0]);
 	if (torn == -1 && PyErr_Occurred())
 		return NULL;
+	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_save_confirm(t, torn);
+	Py_END_ALLOW_THREADS
 	if (rc < 0 && rc != SFR_ESTATE)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc == 0);
@@ -280,9 +294,13 @@ static PyObject *ticket_confirm(ARGS)
 
 static PyObject *ticket_cancel(ARGS)
 {
-	int rc = sfr_save_cancel(((struct sfr_py_ticket *)object)->ticket);
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	int rc;
 
 	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_save_cancel(t);
+	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc);
