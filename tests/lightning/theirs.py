@@ -107,7 +107,7 @@ def run(given: argparse.Namespace, kind: str, delay: float) -> dict[str, str]:
                 stderr=subprocess.STDOUT,
                 check=False,
             )
-        if not outcomes.exists():
+        if not outcomes.exists() or not json.loads(outcomes.read_text()):
             print(log.read_text()[-4000:], file=sys.stderr)
             raise SystemExit(f"the tests did not run; all they said is in {log}")
         return json.loads(outcomes.read_text())
