@@ -22,7 +22,10 @@ struct sfr_py_snapshot {
 
 #define SFR_PY_MAX_STREAMS 64
 
-/* Reads a tuple of (device, handle of its current stream). Their number, or -1. See ticket.c. */
+/* Reads a tuple of (device, handle of its current stream). Their number, or -1. */
 int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
+
+/* A new dict; NULL with an exception set. */
+PyObject *sfr_py_report(const struct sfr_report *report);
 
 #endif
