@@ -39,7 +39,7 @@ struct sfr_onload {
 	atomic_bool landed;
 	struct sfr_err err; /* what came of the copies; constant once they have landed */
 
-	pthread_cond_t cv; /* guarded by lane->mu, as the next; it has landed */
+	pthread_cond_t cv;              /* guarded by lane->mu, as the next; it has landed */
 	struct sfr__cuda_staged staged; /* D */
 };
 
@@ -390,7 +390,7 @@ void sfr_onload_put(struct sfr_onload *onload)
 	if (!onload || foreign(onload))
 		return;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* no other answer is left */
-	if (onload->lane) { /* whose thread may just be leaving */
+	if (onload->lane) {                         /* whose thread may just be leaving */
 		sfr__lock(&onload->lane->mu);
 		sfr__unlock(&onload->lane->mu);
 	}
