@@ -139,7 +139,7 @@ class OffloadedOptimizerState:
             rest[number] = entries
             if parameter is None or not isinstance(entries, dict):
                 continue
-            big = {key for key, value in entries.items() if _is_big(value) and key != "step"}
+            big = [key for key, value in entries.items() if _is_big(value) and key != "step"]
             rest[number] = {key: value for key, value in entries.items() if key not in big}
             self._loading += [(parameter, key, entries[key]) for key in big]
         return {**state_dict, "state": rest}
