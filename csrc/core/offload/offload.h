@@ -33,9 +33,9 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 /* Has a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: it cannot (a capture of a
  * graph, no event), and the caller has to wait for sfr_onload_wait. */
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
-/* Waits until no copy runs any more. 0, SFR_EAGAIN, SFR_EFORK. */
+/* Waits until no copy runs any more. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
-/* What a device failed with, code 0: nothing. Final once the wait is over. */
+/* What a device failed with, code 0: nothing. Final once the wait is over. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
 /* Drops the reference, there is but one; waits for the copies if they still run. NULL is fine. */
 void sfr_onload_put(struct sfr_onload *onload);

@@ -33,12 +33,14 @@ struct sfr_onload {
 	struct sfr__cuda_lane *lane; /* NULL: nothing was queued, the device failed before */
 	struct sfr_snapshot *from;   /* a reference, and a hold until it has landed; NULL: none */
 
-	bool flew; /* something was queued; the caller's of the start alone */
+	bool flew;              /* something was queued; constant after the start, as the next */
+	struct sfr_err refused; /* what the start failed with */
 
-	pthread_cond_t cv; /* guarded by lane->mu, as the rest */
-	bool landed;
+	atomic_bool landed;
+	struct sfr_err err; /* what came of the copies; constant once they have landed */
+
+	pthread_cond_t cv;              /* guarded by lane->mu, as the next; it has landed */
 	struct sfr__cuda_staged staged; /* D */
-	struct sfr_err err;
 };
 
 /* Copies that are made in few calls. */
@@ -46,6 +48,11 @@ struct batch {
 	CUdeviceptr *dst, *src;
 	size_t *len, nr, room;
 };
+
+static bool has_landed(const struct sfr_onload *onload)
+{
+	return atomic_load_explicit(&onload->landed, memory_order_acquire);
+}
 
 static bool foreign(const struct sfr_onload *onload)
 {
@@ -146,10 +153,10 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 	if (onload->from)
 		sfr_snapshot_unhold(onload->from);
 	sfr__lock(&lane->mu);
-	if (!ok && !onload->err.code)
+	if (!ok)
 		sfr__err_set(&onload->err, -EIO, SFR_PHASE_STAGE, lane->why);
 	sfr__cuda_staged_over_locked(lane, &onload->staged);
-	onload->landed = true;
+	atomic_store_explicit(&onload->landed, true, memory_order_release);
 	pthread_cond_broadcast(&onload->cv);
 	sfr__unlock(&lane->mu); /* it may be gone from here on */
 }
@@ -184,8 +191,8 @@ static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece, stru
 	sfr__lock(&lane->mu);
 	onload->staged.event = event;
 	onload->staged.over = false;
-	onload->landed = false;
 	sfr__unlock(&lane->mu);
+	atomic_store_explicit(&onload->landed, false, memory_order_relaxed); /* nobody looks yet */
 	onload->flew = true;
 	piece->landing = &onload->landing;
 	sfr__cuda_fly(lane, piece, err);
@@ -297,9 +304,10 @@ static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr
 				       .engine = engine,
 				       .fork_generation = engine->fork_generation,
 				       .cv = onload->cv,
-				       .landed = true,
 				       .staged.over = true,
+				       .refused.index = -1,
 				       .err.index = -1 };
+	atomic_init(&onload->landed, true);
 	rc = from ? sfr_snapshot_hold(from) : 0;
 	if (rc < 0) {
 		free_onload(onload);
@@ -333,12 +341,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 		free_onload(onload);
 		return rc;
 	}
-	if (onload->lane)
-		sfr__lock(&onload->lane->mu);
-	if (err.code && !onload->err.code)
-		onload->err = err;
-	if (onload->lane)
-		sfr__unlock(&onload->lane->mu);
+	onload->refused = err;
 	*out = onload;
 	return 0;
 }
@@ -363,15 +366,13 @@ int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
 
 	if (foreign(onload))
 		return SFR_EFORK;
-	if (!onload->lane)
-		return 0;
+	if (has_landed(onload) || slice_ns == 0)
+		return has_landed(onload) ? 0 : SFR_EAGAIN;
 	sfr__lock(&onload->lane->mu);
-	while (!onload->landed && rc == 0)
+	while (!has_landed(onload) && rc == 0)
 		rc = sfr__cond_wait(&onload->cv, &onload->lane->mu, deadline);
-	if (onload->landed)
-		rc = 0;
 	sfr__unlock(&onload->lane->mu);
-	return rc;
+	return has_landed(onload) ? 0 : rc;
 }
 
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
@@ -379,11 +380,9 @@ void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (foreign(onload))
 		return;
-	if (onload->lane)
-		sfr__lock(&onload->lane->mu);
-	*out = onload->err;
-	if (onload->lane)
-		sfr__unlock(&onload->lane->mu);
+	*out = onload->refused;
+	if (!out->code && has_landed(onload))
+		*out = onload->err;
 }
 
 void sfr_onload_put(struct sfr_onload *onload)
@@ -391,6 +390,10 @@ void sfr_onload_put(struct sfr_onload *onload)
 	if (!onload || foreign(onload))
 		return;
 	(void)sfr_onload_wait(onload, SFR_FOREVER); /* no other answer is left */
+	if (onload->lane) {                         /* whose thread may just be leaving */
+		sfr__lock(&onload->lane->mu);
+		sfr__unlock(&onload->lane->mu);
+	}
 	free_onload(onload);
 }
 

@@ -200,7 +200,11 @@ class Offloader:
                 self._stats["groups_prefetched"] += 1
             else:
                 slot = self._bring(what)
-            tensors = slot.take()
+            try:
+                tensors = slot.take()
+            except BaseException:
+                self._slots.remove(slot)  # its memory stays until nothing is copied there
+                raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
             return tensors

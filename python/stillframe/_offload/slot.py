@@ -53,7 +53,6 @@ class Slot:
             self._given = _layout.check(what, HOST, "onload")
             self._layout = Layout(self._given)
             sources = self._layout.sources
-        self._sources = sources  # until the copies have landed
         self._versions = self._now(what)
         self.nbytes = self._layout.nbytes
         self._stream = place.stream()
@@ -170,7 +169,8 @@ class Slot:
         """Whether no copy runs any more; then the sources are let go."""
         if self._core is not None and not self._core.wait(0.0):
             return False
-        self._sources = []
+        if self._ticket is None:
+            self._layout.let_go()  # what was made contiguous for it, if any
         if self.taken:
             self._given = []
         return True

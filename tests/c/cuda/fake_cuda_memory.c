@@ -154,6 +154,14 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
+/* What a copy is to write is rubbish until an event behind it completes: the host's memory from the
+ * call on, a device's from the copy's turn on, since earlier work on streams may use it till then. */
+void fake__spoil(const struct op *op)
+{
+	for (size_t i = 0; i < op->nr; i++)
+		memset(op->dst + i * op->dst_pitch, RUBBISH, op->len);
+}
+
 /* Queues the copy of op->nr rows; its host's end is what it writes to, or reads from. */
 static int queue_copy(struct op op, CUstream stream, const char *call)
 {
@@ -185,8 +193,8 @@ static int queue_copy(struct op op, CUstream stream, const char *call)
 	if (!stream->knows_caller)
 		fake__violated("a copy on a stream that has waited for nothing of its caller");
 	op.pageable = !pinned;
-	for (size_t i = 0; i < op.nr; i++)
-		memset(op.dst + i * op.dst_pitch, RUBBISH, op.len);
+	if (!op.to_device)
+		fake__spoil(&op);
 	fake__queue_op(stream, &op, call);
 	if (!pinned) {
 		/* The driver copies through memory of its own, and the caller waits. */
