@@ -1,5 +1,9 @@
 /* A save's entry in the log: its rename, when its turn has come. See commit/log.c.
  *
+ * The data file of a checkpoint of many ranks is one of several, and has a name of its own. What
+ * has its turn in the log is the checkpoint; it waits for such files, so they take a place in front
+ * of it once they are written (SFR_SAVE_OWN_NAME).
+ *
  * It looks at its destination first: a directory gives EISDIR and a special file EINVAL here too
  * and not only in the call, since an earlier remove in the log may have been what made room.
  */
@@ -43,4 +47,9 @@ static uint64_t asked_since(const struct sfr__log_entry *entry)
 
 const struct sfr__log_ops sfr__save_log_ops = {
 	.creates = true, .is_save = true, .run = run, .left = left, .asked_since = asked_since
+};
+
+/* Removes that depend on how the last save ended mean one of a name that others know. */
+const struct sfr__log_ops sfr__own_name_log_ops = {
+	.creates = true, .run = run, .left = left, .asked_since = asked_since
 };

@@ -50,7 +50,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_COPIED };
 	t->notice_ended =
 		(struct sfr__notice){ .ticket = t, .number = t->number, .what = SFR_NOTICE_ENDED };
-	t->log.ops = &sfr__save_log_ops;
+	t->log.ops = desc->flags & SFR_SAVE_OWN_NAME ? &sfr__own_name_log_ops : &sfr__save_log_ops;
 	t->run_job = sfr__job_run;
 	*out = t;
 	return 0;
@@ -156,7 +156,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		}
 		if (engine->nr_in_flight < engine->opts.max_in_flight)
 			break;
-		if (t->flags & SFR_SAVE_NESTED) {
+		if (t->flags & (SFR_SAVE_NESTED | SFR_SAVE_OWN_NAME)) {
+			/* Saves that wait for what waits for this one may have all slots. */
 			t->over_slots = true;
 			break;
 		}
@@ -284,8 +285,11 @@ int sfr_save_launch(struct sfr_ticket *t)
 		t->launched = true;
 		t->flight.in_call = false;
 		t->launched_ns = sfr__now_ns();
-		sfr_ticket_get(t); /* the log's */
-		(void)sfr__log_append(&t->log);
+		if (!(t->flags & SFR_SAVE_OWN_NAME)) {
+			sfr_ticket_get(t); /* the log's */
+			t->in_log = true;
+			(void)sfr__log_append(&t->log);
+		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		t->deferred = sfr__image_run(&t->img, SFR_LANE_HOST, 0);

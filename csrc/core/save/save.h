@@ -58,6 +58,7 @@ struct sfr_ticket {
 
 	/* facts from which sfr__ticket_step derives the state */
 	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
+	bool in_log;   /* it has taken the place that is reserved for it */
 	bool in_place; /* of parts: nothing is staged, writers read the sources; constant */
 	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */
 	bool needs_blocks;           /* the pool counts it among the saves that do */
@@ -103,7 +104,7 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 			    struct sfr__block *block, bool summed);
 
 /* ---- commit.c ---- */
-extern const struct sfr__log_ops sfr__save_log_ops;
+extern const struct sfr__log_ops sfr__save_log_ops, sfr__own_name_log_ops;
 
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */

@@ -183,7 +183,13 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 		sfr__ticket_set_state_locked(t, SFR_WRITING);
 	if (t->state == SFR_WRITING && t->synced && t->jobs_out == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
-		sfr__log_ready(&t->log);
+		if (t->in_log) {
+			sfr__log_ready(&t->log);
+		} else {
+			sfr_ticket_get(t); /* the log's */
+			t->in_log = true;
+			sfr__log_prepend(&t->log);
+		}
 	}
 }
 
@@ -233,8 +239,10 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
-	if (t->launched)
+	if (t->in_log)
 		sfr__log_ended(&t->log, ok);
+	else if (t->launched)
+		sfr__log_unreserve();
 	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
 			strrchr(t->log.key, '/') + 1);
 	sfr__unlock(&engine->mu);

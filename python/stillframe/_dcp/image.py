@@ -74,6 +74,7 @@ class DataFile:
             path,
             owners=[item.owner for item in items if item.owner is not None],
             durable=durable,
+            own_name=True,
         )
 
     def failure(self) -> BaseException | None:

@@ -91,6 +91,7 @@ def submit_parts(
     *,
     owners: Sequence[Any],
     durable: bool = True,
+    own_name: bool = False,
 ) -> SaveHandle:
     """Starts the save of a file. Waits where as many saves are under way as there may be.
 
@@ -99,6 +100,8 @@ def submit_parts(
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Whatever keeps the sources' memory; let go of when the save has ended.
         durable: As for `async_save`.
+        own_name: Nobody else knows the path: it has no turn among other saves and waits for none,
+            so work that has its turn may wait for it.
 
     Raises:
         As `async_save`, but for what concerns an object: what is wrong with the parts is an OSError
@@ -111,6 +114,8 @@ def submit_parts(
         core = core_of(engine)
         target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         flags = options.flags(nested=nested, when_busy="wait")
+        if own_name:
+            flags |= _core.SAVE_OWN_NAME
         completion.completion.start()
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
