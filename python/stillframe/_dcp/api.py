@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
@@ -26,13 +26,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from stillframe._base import paths
 from stillframe._base.birth import Birth
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.groups import Groups, is_distributed, refuse_without_cpu
-from stillframe._dcp.rounds import Round, Rounds, Upload
+from stillframe._dcp.rounds import Copied, Round, Rounds, Upload
+from stillframe._dcp.shards import taken_apart
 from stillframe._dcp.staged import Staged, StateDict, stage
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._save.report import SaveReport
-from stillframe.errors import BusyError
+from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
 
@@ -49,6 +51,8 @@ class SaveResponse(AsyncSaveResponse):
     """
 
     report: SaveReport | None = None
+    staged_nbytes: int = field(default=0, init=False, repr=False)
+    reads_live_state: bool = field(default=False, init=False, repr=False)
 
 
 def async_save(
@@ -102,16 +106,18 @@ def async_save(
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
             `stillframe.snapshot`. The other ranks' save fails with the reason.
     """
-    saver = _saver_of_this_process()
+    saver = saver_of_this_process()
     return saver.save(
         state_dict,
         checkpoint_id,
-        group=saver.group(process_group, no_dist),
-        planner=planner,
-        overlap=overlap,
-        durable=durable,
-        engine=engine,
-        when_busy=when_busy,
+        Asked(
+            group=saver.group(process_group, no_dist),
+            planner=planner,
+            overlap=overlap,
+            durable=durable,
+            engine=engine,
+            when_busy=when_busy,
+        ),
     )
 
 
@@ -153,7 +159,27 @@ def save(
     return response.report
 
 
-class _Saver:
+@dataclass(frozen=True)
+class Asked:
+    """How a save is asked for; see `async_save`, and of the rest `Round`.
+
+    Attributes:
+        live_if_full: A state that no pool is large enough for is saved as it is: the response says
+            so, and who asked has to wait for the upload.
+    """
+
+    group: dist.ProcessGroup | None
+    planner: SavePlanner | None
+    overlap: bool
+    durable: bool
+    engine: Engine | None
+    when_busy: WhenBusy
+    turn: Future[None] | None = None
+    beside: Beside | None = None
+    live_if_full: bool = False
+
+
+class Saver:
     """What one process keeps from call to call."""
 
     def __init__(self) -> None:
@@ -174,37 +200,29 @@ class _Saver:
         return process_group
 
     def save(
-        self,
-        state_dict: StateDict,
-        checkpoint_id: str | os.PathLike[str],
-        *,
-        group: dist.ProcessGroup | None,
-        planner: SavePlanner | None,
-        overlap: bool,
-        durable: bool,
-        engine: Engine | None,
-        when_busy: WhenBusy,
+        self, state_dict: StateDict, checkpoint_id: str | os.PathLike[str], asked: Asked
     ) -> SaveResponse:
         entered = time.perf_counter()
-        path, writer = _place(checkpoint_id, durable, engine)
+        path, writer = _place(checkpoint_id, asked.durable, asked.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
-        if when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {when_busy!r}")
-        if when_busy == "raise":
-            self._refuse_busy(group)
-        rounds = self._rounds.setdefault(group, Rounds())
-        upload, copied = Upload(path), Future[StateDict]()
+        if asked.when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {asked.when_busy!r}")
+        if asked.when_busy == "raise":
+            self._refuse_busy(asked.group)
+        if writer is not None:
+            writer.beside = asked.beside
+        rounds = self._rounds.setdefault(asked.group, Rounds())
+        upload, copied = Upload(path), Future[Copied]()
         response = SaveResponse(Future(), cast(Any, upload))
-        work = rounds.next(path, copied, writer, planner, group, upload)
+        work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
+        work.turn, work.beside = asked.turn, asked.beside
         try:
             waited_s = self._wait_for_last(work)
-            staged = work.staged = stage(
-                _of_stateful(state_dict), overlap=overlap, engine=engine, before=self._before
-            )
-            staged.upload_begins()
-            staged.settle(copied)
-            costs = _Costs(staged, writer, path, entered, waited_s)
+            work.staged = self._stage(_of_stateful(state_dict), asked, copied)
+            costs = _Costs(work.staged, writer, path, entered, waited_s)
+            response.staged_nbytes = costs.nbytes
+            response.reads_live_state = work.staged is None
             copied.add_done_callback(functools.partial(_copied, costs, response))
             work.ended_well = functools.partial(_report, response, costs)
         except BaseException as error:
@@ -216,6 +234,21 @@ class _Saver:
             self._last = upload
             rounds.submit(work)  # the others are at this call too
         return response
+
+    def _stage(self, state_dict: StateDict, asked: Asked, copied: Future[Copied]) -> Staged | None:
+        """Sees to it that `copied` gets the copy. None where that is the state itself."""
+        content = None if asked.beside is None else asked.beside.content
+        tree: Copied = (taken_apart(state_dict), content)
+        try:
+            staged = stage(tree, overlap=asked.overlap, engine=asked.engine, before=self._before)
+        except PoolExhaustedError:
+            if not asked.live_if_full:
+                raise
+            copied.set_result(tree)
+            return None
+        staged.upload_begins()
+        staged.settle(copied)
+        return staged
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()
@@ -265,14 +298,16 @@ class _Costs:
 
     def __init__(
         self,
-        staged: Staged,
+        staged: Staged | None,
         writer: FileSystemWriter | None,
         path: str,
         entered: float,
         waited_s: float,
     ) -> None:
-        self.nbytes, self.deferred_nbytes = staged.nbytes, staged.deferred_nbytes
-        self.num_tensors = staged.num_tensors
+        self.nbytes = self.deferred_nbytes = self.num_tensors = 0
+        if staged is not None:
+            self.nbytes, self.deferred_nbytes = staged.nbytes, staged.deferred_nbytes
+            self.num_tensors = staged.num_tensors
         self.writer = writer
         self.path = path
         self.entered = entered
@@ -280,7 +315,7 @@ class _Costs:
         self.waited_s = waited_s
 
 
-def _copied(costs: _Costs, response: SaveResponse, copied: Future[StateDict]) -> None:
+def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> None:
     costs.copied = time.perf_counter()
     error = copied.exception()
     if error is None:
@@ -310,12 +345,12 @@ def _report(response: SaveResponse, costs: _Costs) -> None:
     )
 
 
-_saver = _Saver()
+_saver = Saver()
 
 
-def _saver_of_this_process() -> _Saver:
+def saver_of_this_process() -> Saver:
     """A forked child starts with nothing: threads and groups are the parent's."""
     global _saver
     if _saver.birth.foreign():
-        _saver = _Saver()
+        _saver = Saver()
     return _saver

@@ -46,16 +46,16 @@ class Staged:
         deferred_nbytes: Of them, what is copied after the call.
     """
 
-    def __init__(self, taken: Snapshot[StateDict]) -> None:
+    def __init__(self, taken: Snapshot[Any]) -> None:
         self.nbytes = taken.nbytes
         self.deferred_nbytes = taken.deferred_nbytes
         self.num_tensors = taken.num_tensors
-        self._taken: Snapshot[StateDict] | None = taken
-        self._tree: StateDict | None = None
+        self._taken: Snapshot[Any] | None = taken
+        self._tree: Any = None
         self._made = time.monotonic()
         self._uploading = False
 
-    def settle(self, copied: Future[StateDict]) -> None:
+    def settle(self, copied: Future[Any]) -> None:
         """Gives the future the tree, once all of it is copied, or what went wrong: now where that
         is known, otherwise on the callbacks' thread."""
         taken = self._taken
@@ -65,7 +65,7 @@ class Staged:
         else:
             call_when_copied(taken, functools.partial(self._settle, copied))
 
-    def _settle(self, copied: Future[StateDict]) -> None:
+    def _settle(self, copied: Future[Any]) -> None:
         taken = self._taken
         assert taken is not None
         try:
@@ -81,7 +81,7 @@ class Staged:
         """Somebody reads the tree soon, and says when it is over."""
         self._uploading = True
 
-    def uploads(self, tree: StateDict) -> None:
+    def uploads(self, tree: Any) -> None:
         self._tree = tree
 
     def upload_ended(self) -> None:
@@ -118,10 +118,9 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def stage(
-    state_dict: StateDict, *, overlap: bool, engine: Engine | None, before: list[Staged]
-) -> Staged:
-    """Copies a state dict, once earlier ones have given back the memory it wants.
+def stage(tree: Any, *, overlap: bool, engine: Engine | None, before: list[Staged]) -> Staged:
+    """Copies a state dict, or a tree with one in it, once earlier ones have given back the memory
+    it wants.
 
     Args:
         before: Those that are not known to be over; it is brought up to date.
@@ -133,7 +132,7 @@ def stage(
         before[:] = [each for each in before if each.holds_memory()]
         waiting = [each for each in before if each.will_end()]
         try:
-            staged = Staged(snapshot_to_write(state_dict, overlap=overlap, engine=engine))
+            staged = Staged(snapshot_to_write(tree, overlap=overlap, engine=engine))
         except PoolExhaustedError:
             if not waiting:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import os
 import uuid
 from concurrent.futures import Future as ThreadFuture
@@ -22,6 +23,7 @@ from torch.futures import Future
 
 from stillframe._base import paths
 from stillframe._dcp import commit, image
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -104,6 +106,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files_id = commit.new_id()
         self._rank: int | None = None  # where each rank saves for itself
         self._written: list[str] = []
+        self.beside: Beside | None = None
         self.reports: list[SaveReport] = []
         self.metadata: Metadata | None = None
 
@@ -241,7 +244,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             storage_meta=self.storage_meta(),
         )
         metadata.version = _VERSION
-        commit.put_in_place(metadata, directory, self._rank, durable=self._durable)
+        put_in_place = functools.partial(
+            commit.put_in_place, metadata, directory, self._rank, durable=self._durable
+        )
+        if self.beside is None:
+            put_in_place()
+        else:
+            self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
         self.metadata = metadata
         commit.remove_unnamed(metadata, directory, self._rank)
 
