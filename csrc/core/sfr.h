@@ -287,6 +287,9 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
  * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A slice
  * of zero never sleeps, and for the end it takes no lock either. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
+/* Whether that is known without a lock. Python asks with the interpreter lock held, and whoever has
+ * the engine's may be a niced thread that another process keeps from running. */
+int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate of the next step. Host sources: waits until they are copied, as SFR_WAIT_COPIED does.
  * Sources on devices: has their copies queued, all of them, and these streams of the calling
  * thread wait for them; the host waits only while blocks are wanting, where a stream is capturing
@@ -363,6 +366,11 @@ int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 struct sfr_snapshot;
 
 #define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
+/* What leaves a device, to come back: the caller's streams do not wait for the copies, so sources on
+ * devices stay as they are until the wait is over, or a stream has been through sfr_snapshot_gate. Copies
+ * begin SFR_APART bytes apart, in memory that drivers can be told of. */
+#define SFR_SNAPSHOT_LEAVES 2u
+#define SFR_APART 512u
 
 /* Leases nothing yet; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
@@ -384,7 +392,8 @@ int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *stream
  * went wrong. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
 /* Waits until every byte is copied, or the copy was given up because nobody could read it any
- * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. */
+ * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. A slice of
+ * zero takes no lock. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
 /* The gate of the next step, as sfr_save_gate. 0, SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,

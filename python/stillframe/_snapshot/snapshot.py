@@ -17,11 +17,8 @@ tensors. Trees with tensors that check what they are made from (sparse ones) wai
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
-import os
-import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -30,7 +27,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from stillframe import _core
-from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
@@ -39,122 +35,16 @@ from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
-from stillframe._save.gate import Deferral
+from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
-from stillframe.errors import (
-    ForkError,
-    PoolExhaustedError,
-    StillframeError,
-    TornSnapshotError,
-)
+from stillframe.errors import ForkError, PoolExhaustedError, StillframeError
 
 log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
 
 _INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
-
-
-class _Copy:
-    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
-    has ended, whatever becomes of the Snapshot."""
-
-    def __init__(self, core: _core.Snapshot, tree: Tree, deferral: Deferral) -> None:
-        self.core = core
-        self.sources = tree.storages  # the lane reads them
-        self.deferral: Deferral | None = deferral
-        self.devices = tree.devices
-        self.shared = False
-        self.error: StillframeError | None = None
-        self.seen = False  # somebody knows of the error
-        self.owner: weakref.ref[Snapshot[Any]] | None = None
-        self._told: list[Callable[[], object]] = []  # once it is settled
-        self._torn: int | None = None  # what the versions said before a step that did not wait
-        self._settled = False
-        # Re-entrant: a signal handler may wait in the middle of another wait.
-        self._lock = threading.RLock()
-
-    def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more and the calling thread's
-        current streams wait for what is copied from devices. False when that goes on."""
-        with inside():
-            if self.devices:
-                if not self.core.gate(_device.streams(self.devices)):
-                    self._look()
-                    return False
-            else:
-                self.core.wait(None)
-            self.settle()
-        return True
-
-    def _look(self) -> None:
-        """Asks for versions now: a step that waits on the device changes them before the end."""
-        with self._lock:
-            if self._torn is None and self.deferral is not None and not self.is_settled():
-                self._torn = self.deferral.torn()
-
-    def finish(self) -> None:
-        """Waits for the end where no completion thread will come."""
-        with inside():
-            self.core.wait(None)
-            self.settle()
-
-    def after_copy(self) -> None:
-        """On the completion thread."""
-        self.settle()
-
-    def settle(self) -> None:
-        """The verdict, where the copy has ended: whoever comes first gives it."""
-        with self._lock:
-            deferral = self.deferral
-            if self.is_settled() or deferral is None:
-                return
-            ended, torn = self.core.wait(0)
-            if not ended:
-                return
-            failed = self.core.error()
-            if torn < 0 and not failed:
-                torn = deferral.torn() if self._torn is None else self._torn
-            # A signal handler may have settled it in between.
-            settled, self._settled = self._settled, True
-            if settled:
-                return
-            gate.untrack(self)
-            if failed:
-                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
-            elif torn >= 0:
-                self._tear(torn, deferral)
-            deferral.release()
-            self.sources = []
-            for function in self._told:
-                completion.callbacks.put(function)
-            self._told = []
-
-    def tell(self, function: Callable[[], object]) -> None:
-        """Has the callbacks' thread call `function` once the verdict is known."""
-        with self._lock:
-            if not self._settled:
-                self._told.append(function)
-                return
-        completion.callbacks.put(function)
-
-    def is_settled(self) -> bool:
-        return self._settled
-
-    def _tear(self, index: int, deferral: Deferral) -> None:
-        deferral.distrust(index)
-        owner = self.owner() if self.owner is not None else None
-        names = owner._names(index) if owner is not None else []
-        what = ", ".join(names) if names else f"storage {index}"
-        self.error = TornSnapshotError(
-            f"{what} changed outside the optimizer's step while a snapshot was still being copied."
-            " Call wait() before such a change, or take the snapshot with overlap=False. This"
-            " optimizer's state is copied during the call from now on.",
-            names,
-        )
-        if owner is None and self.owner is not None:
-            log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
 
 
 class Snapshot(Generic[T]):
@@ -164,7 +54,7 @@ class Snapshot(Generic[T]):
     in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
     """
 
-    def __init__(self, copy: _Copy, tree: T, identities: list[int], shared: bool) -> None:
+    def __init__(self, copy: Copy, tree: T, identities: list[int], shared: bool) -> None:
         self._copy = copy
         self._tree: T | None = tree
         self._identities = identities  # of the new storages, by number
@@ -405,51 +295,17 @@ def _take(
     engine_core = core_of(engine)
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
-    for node in source.left_whole:
-        if id(node) not in objects and isinstance(node, torch.nn.Module):
-            log.warning(
-                "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
-                " state_dict()",
-                type(node).__name__,
-            )
+    _warn_of_modules(source, objects)
     # At exit nobody would come to give the verdict.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
-        try:
-            memory = core.lease(_most_s() if wait else 0.0)
-        except PoolExhaustedError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # a signal handler's, whose snapshot did not fit
-            raise PoolExhaustedError(
-                f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-                f" {usage(engine)}"
-            ) from None
-        note_use(engine)
-        copy = _Copy(core, source, deferral)
-        copy.shared = shared
-        later = bool(deferral.indices or source.devices)
-        if later:
-            completion.completion.start()
-            completion.copying[core.number] = copy
-        try:
-            core.start(_device.streams(source.devices))
-        except BaseException:
-            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
-            if core.wait(0)[0]:
-                completion.copying.pop(core.number, None)
-            raise
+        memory = _lease(core, source, engine, _most_s() if wait else 0.0)
+        copy = Copy(core, source, deferral, shared=shared)
+        copy.start()
     except BaseException:
         deferral.close()
         raise
-    if deferral.indices:
-        gate.track(copy, deferral)
-        if copy.is_settled():  # by the completion thread, before this line
-            gate.untrack(copy)
-    else:
-        deferral.close()
-        if not later:
-            copy.settle()
     # What failed in the call is raised by it. Making the tree may look at the bytes.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
@@ -475,25 +331,26 @@ def _take(
     return taken
 
 
-# ---- forks and the end of the process ----
+def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
+    for node in source.left_whole:
+        if id(node) not in objects and isinstance(node, torch.nn.Module):
+            log.warning(
+                "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
+                " state_dict()",
+                type(node).__name__,
+            )
 
 
-def _copies() -> list[_Copy]:
-    return [copy for copy in list(completion.copying.values()) if isinstance(copy, _Copy)]
-
-
-def _before_fork() -> None:
-    """A child gets shared memory as it is at the fork, so it has to be complete."""
-    for copy in _copies():
-        if copy.shared:
-            copy.core.wait(None)
-
-
-def _finish_at_exit() -> None:
-    """The lane reads tensors that the interpreter is about to free."""
-    for copy in _copies():
-        copy.finish()
-
-
-atexit.register(_finish_at_exit)
-os.register_at_fork(before=_before_fork)
+def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
+    """Memory of the pool for the copies: the object that the new tensors refer to."""
+    try:
+        memory = core.lease(most_s)
+    except PoolExhaustedError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal handler's, whose snapshot did not fit
+        raise PoolExhaustedError(
+            f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
+            f" {usage(engine)}"
+        ) from None
+    note_use(engine)
+    return memory
