@@ -363,6 +363,11 @@ int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 struct sfr_snapshot;
 
 #define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
+/* What leaves a device, to come back: the caller's streams do not wait for the copies, so sources on
+ * devices stay as they are until the wait is over, or a stream has been through sfr_snapshot_gate. Copies
+ * begin SFR_APART bytes apart, in memory that drivers can be told of. */
+#define SFR_SNAPSHOT_LEAVES 2u
+#define SFR_APART 512u
 
 /* Leases nothing yet; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,

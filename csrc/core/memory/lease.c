@@ -330,6 +330,12 @@ void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	sfr_sys.free(blocks);
 }
 
+bool sfr__pool_has(const struct sfr__pool *pool, const char *mem)
+{
+	return mem >= pool->range.base &&
+	       (uint64_t)(mem - pool->range.base) < pool->nr_blocks * pool->block_bytes;
+}
+
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned)
 {
 	uint64_t off = (uint64_t)(mem - pool->range.base);

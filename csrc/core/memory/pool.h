@@ -114,6 +114,8 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
  * pageable is noted. Needs a context. */
 void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* Whether the address is one of the pool's. */
+bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* How many of the `len` bytes at `mem`, in a lease, one copy of a device may go to, and whether
  * they are pinned. */
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);

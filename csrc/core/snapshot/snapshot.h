@@ -20,7 +20,7 @@ struct sfr_snapshot {
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared;
+	bool shared, leaves;
 	char **copies; /* where each source goes; constant from LEASED on, as the next two */
 	char *base;
 	uint64_t len;
@@ -84,6 +84,8 @@ int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sa
 			      uint32_t nr);
 
 /* ---- snapshot/device.c ---- */
+/* Pins the leased memory as far as that goes, where some device is in use. */
+void sfr__snapshot_pin(struct sfr_snapshot *s);
 /* Makes the parts of the sources that live on devices. -ENOMEM. */
 int sfr__snapshot_parts_new(struct sfr_snapshot *s);
 /* The caller's current streams. SFR_ESTATE when a device has none. */

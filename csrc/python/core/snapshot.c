@@ -9,12 +9,6 @@
 
 #include <string.h>
 
-struct sfr_py_snapshot {
-	PyObject_HEAD
-	struct sfr_snapshot *snapshot;
-	uint32_t nr_sources;
-};
-
 struct sfr_py_memory {
 	PyObject_HEAD
 	struct sfr_snapshot *snapshot; /* a reference and a view */
@@ -239,12 +233,7 @@ static PyObject *snapshot_error(ARGS)
 		sfr_snapshot_error(s, &err);
 		Py_END_ALLOW_THREADS
 	}
-	if (err.code == 0)
-		return PyUnicode_FromString("");
-	if (err.note[0])
-		return PyUnicode_DecodeUTF8(err.note, (Py_ssize_t)strlen(err.note), "replace");
-	return PyUnicode_FromString(err.code > -1000 ? strerror(-err.code) :
-						       sfr_code_message(err.code));
+	return sfr_py_sentence(&err);
 }
 
 static PyObject *snapshot_offsets(ARGS)
@@ -394,6 +383,8 @@ int sfr_py_add_snapshot(PyObject *module)
 	struct sfr_py_state *state = sfr_py_state(module);
 
 	if (PyModule_AddIntConstant(module, "SNAPSHOT_SHARED", SFR_SNAPSHOT_SHARED) < 0 ||
+	    PyModule_AddIntConstant(module, "SNAPSHOT_LEAVES", SFR_SNAPSHOT_LEAVES) < 0 ||
+	    PyModule_AddIntConstant(module, "APART", SFR_APART) < 0 ||
 	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0 ||
 	    sfr_py_add_type(module, &memory_spec, &state->memory_type) < 0)
 		return -1;

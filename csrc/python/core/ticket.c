@@ -2,8 +2,6 @@
 #include "module.h"
 #include "core/objects.h"
 
-#include <string.h>
-
 struct sfr_py_ticket {
 	PyObject_HEAD
 	struct sfr_ticket *ticket;
@@ -104,28 +102,6 @@ static void ticket_dealloc(PyObject *object)
 	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
 		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
-
-int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
-{
-	Py_ssize_t nr = PyTuple_Size(tuple);
-
-	if (nr < 0)
-		return -1;
-	if (nr > SFR_PY_MAX_STREAMS) {
-		PyErr_SetString(PyExc_ValueError, "too many devices");
-		return -1;
-	}
-	for (Py_ssize_t i = 0; i < nr; i++) {
-		PyObject *pair = PyTuple_GetItem(tuple, i);
-		unsigned int device;
-		unsigned long long handle;
-
-		if (!pair || !PyArg_ParseTuple(pair, "IK", &device, &handle))
-			return -1;
-		streams[i] = (struct sfr_stream){ .handle = handle, .device = device };
-	}
-	return (int)nr;
-}
 
 /* From a laid out save to one in flight. */
 enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
@@ -339,37 +315,10 @@ static PyObject *ticket_progress(ARGS)
 	return Py_BuildValue("KK", (unsigned long long)written, (unsigned long long)nbytes);
 }
 
-/* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
-static long long since(const struct sfr_report *report, uint64_t then_ns)
-{
-	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
-}
-
-static PyObject *fallbacks(const struct sfr_report *report)
-{
-	PyObject *list = PyList_New(0);
-
-	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]);
-	     i++) {
-		PyObject *text;
-
-		if (!report->fallback[i][0])
-			continue;
-		text = PyUnicode_DecodeUTF8(report->fallback[i],
-					    (Py_ssize_t)strlen(report->fallback[i]), "replace");
-		if (!text || PyList_Append(list, text) < 0)
-			Py_CLEAR(list);
-		Py_XDECREF(text);
-	}
-	return list;
-}
-
 static PyObject *ticket_report(ARGS)
 {
-	static const char *const io_modes[] = { "", "direct", "buffered" };
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	struct sfr_report r;
-	PyObject *sentences;
 	int rc;
 
 	UNUSED_ARGS;
@@ -382,23 +331,7 @@ static PyObject *ticket_report(ARGS)
 	}
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	sentences = fallbacks(&r);
-	if (!sentences)
-		return NULL;
-	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
-			     sfr_state_name(r.state), "code", r.err.code, "phase",
-			     sfr_phase_name(r.err.phase), "index", (long long)r.err.index, "note",
-			     r.err.note, "nbytes", (unsigned long long)r.nbytes, "captured_nbytes",
-			     (unsigned long long)r.captured_nbytes, "deferred_nbytes",
-			     (unsigned long long)r.deferred_nbytes, "peak_pool_bytes",
-			     (unsigned long long)r.peak_pool_bytes, "slot_wait_ns",
-			     (unsigned long long)r.slot_wait_ns, "block_wait_ns",
-			     (unsigned long long)r.block_wait_ns, "launched_after_ns",
-			     since(&r, r.launched_ns), "copied_after_ns", since(&r, r.copied_ns),
-			     "staged_after_ns", since(&r, r.staged_ns), "ended_after_ns",
-			     since(&r, r.ended_ns), "io_mode",
-			     io_modes[r.io_mode <= SFR_IO_BUFFERED ? r.io_mode : 0], "over_slots",
-			     PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
+	return sfr_py_report(&r);
 }
 
 static PyObject *ticket_number(PyObject *object, void *closure)

@@ -1,0 +1,29 @@
+"""CPU memory and a device, both ways, beside what the device computes.
+
+from stillframe.offload import Offloader
+
+with Offloader("cuda") as offloader:
+    ticket = offloader.offload(tensors)      # leave for the pool; may be dropped at once
+    ...
+    offloader.prefetch(ticket)               # come back while something else is computed
+    tensors = offloader.onload(ticket)       # the current stream waits for them, the host does not
+"""
+
+from stillframe._offload.activations import OffloadedActivations, offload_activations
+from stillframe._offload.layers import OffloadedLayers, offload_layers
+from stillframe._offload.offloader import Offloader
+from stillframe._offload.optimizer_state import OffloadedOptimizerState, offload_optimizer_state
+from stillframe._offload.place import OffloadStats
+from stillframe._offload.ticket import Ticket
+
+__all__ = [
+    "OffloadStats",
+    "OffloadedActivations",
+    "OffloadedLayers",
+    "OffloadedOptimizerState",
+    "Offloader",
+    "Ticket",
+    "offload_activations",
+    "offload_layers",
+    "offload_optimizer_state",
+]
