@@ -173,12 +173,9 @@ struct sfr_source {
 
 #define SFR_SAVE_DURABLE 1u /* sync file and directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
-#define SFR_SAVE_CHECK_BYTES                                                                       \
-	4u                  /* checksum every deferred byte in the call and compare when staged */
-#define SFR_SAVE_NO_WAIT 8u /* SFR_EBUSY instead of a wait for a slot */
-/* A name that nobody else saves, removes or loads: it takes its place in the log only when it is
- * written, as the first of all. So work that has its turn in the log may wait for it. */
-#define SFR_SAVE_OWN_NAME 16u
+#define SFR_SAVE_CHECK_BYTES 4u /* sum deferred bytes in the call, compare when staged */
+#define SFR_SAVE_NO_WAIT 8u     /* SFR_EBUSY instead of a wait for a slot */
+#define SFR_SAVE_OWN_NAME 16u   /* nobody else uses the name: it waits for no turn and no slot */
 
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
