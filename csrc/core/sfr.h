@@ -176,6 +176,10 @@ struct sfr_source {
 #define SFR_SAVE_CHECK_BYTES                                                                       \
 	4u                  /* checksum every deferred byte in the call and compare when staged */
 #define SFR_SAVE_NO_WAIT 8u /* SFR_EBUSY instead of a wait for a slot */
+/* Its name is nobody else's business: no place in the log, the rename comes as soon as the file is
+ * synced, and of such saves max_in_flight more may be under way. So it can be waited for by what has
+ * its turn in the log. */
+#define SFR_SAVE_UNORDERED 16u
 
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
@@ -273,7 +277,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
  * waits for blocks; SFR_EEXHAUSTED when snapshots hold them all (then abandon the save). Other
  * failures become the ticket's own: 0 is returned. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Appends the save to the process's log and hands it to its lanes: the moment of submission.
+/* Appends the save to the process's log, unless it is unordered, and hands it to its lanes: the moment of submission.
  * Never waits. Fails only on SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
 /* Gives a save up that was admitted but not launched (an exception in the caller). */
