@@ -402,8 +402,9 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* Its views end by themselves, whatever the caller does: from now on others wait for the memory. */
-void sfr_snapshot_will_return(struct sfr_snapshot *s);
+/* Its views end by themselves, whatever the caller does: from now on others wait for the memory, until
+ * that turns out to be wrong. */
+void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */

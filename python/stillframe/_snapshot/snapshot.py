@@ -21,7 +21,6 @@ import atexit
 import functools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -39,14 +38,13 @@ from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
-from stillframe._save.gate import Deferral
+from stillframe._snapshot.copy import Copy, copies
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
 from stillframe.errors import (
     ForkError,
     PoolExhaustedError,
     StillframeError,
-    TornSnapshotError,
 )
 
 log = logging.getLogger("stillframe")
@@ -56,107 +54,6 @@ T = TypeVar("T")
 _INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
 
 
-class _Copy:
-    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
-    has ended, whatever becomes of the Snapshot."""
-
-    def __init__(self, core: _core.Snapshot, tree: Tree, deferral: Deferral) -> None:
-        self.core = core
-        self.sources = tree.storages  # the lane reads them
-        self.deferral: Deferral | None = deferral
-        self.devices = tree.devices
-        self.shared = False
-        self.error: StillframeError | None = None
-        self.seen = False  # somebody knows of the error
-        self.owner: weakref.ref[Snapshot[Any]] | None = None
-        self._told: list[Callable[[], object]] = []  # once it is settled
-        self._torn: int | None = None  # what the versions said before a step that did not wait
-        self._settled = False
-        # Re-entrant: a signal handler may wait in the middle of another wait.
-        self._lock = threading.RLock()
-
-    def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more and the calling thread's
-        current streams wait for what is copied from devices. False when that goes on."""
-        with inside():
-            if self.devices:
-                if not self.core.gate(_device.streams(self.devices)):
-                    self._look()
-                    return False
-            else:
-                self.core.wait(None)
-            self.settle()
-        return True
-
-    def _look(self) -> None:
-        """Asks for versions now: a step that waits on the device changes them before the end."""
-        with self._lock:
-            if self._torn is None and self.deferral is not None and not self.is_settled():
-                self._torn = self.deferral.torn()
-
-    def finish(self) -> None:
-        """Waits for the end where no completion thread will come."""
-        with inside():
-            self.core.wait(None)
-            self.settle()
-
-    def after_copy(self) -> None:
-        """On the completion thread."""
-        self.settle()
-
-    def settle(self) -> None:
-        """The verdict, where the copy has ended: whoever comes first gives it."""
-        with self._lock:
-            deferral = self.deferral
-            if self.is_settled() or deferral is None:
-                return
-            ended, torn = self.core.wait(0)
-            if not ended:
-                return
-            failed = self.core.error()
-            if torn < 0 and not failed:
-                torn = deferral.torn() if self._torn is None else self._torn
-            # A signal handler may have settled it in between.
-            settled, self._settled = self._settled, True
-            if settled:
-                return
-            gate.untrack(self)
-            if failed:
-                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
-            elif torn >= 0:
-                self._tear(torn, deferral)
-            deferral.release()
-            self.sources = []
-            for function in self._told:
-                completion.callbacks.put(function)
-            self._told = []
-
-    def tell(self, function: Callable[[], object]) -> None:
-        """Has the callbacks' thread call `function` once the verdict is known."""
-        with self._lock:
-            if not self._settled:
-                self._told.append(function)
-                return
-        completion.callbacks.put(function)
-
-    def is_settled(self) -> bool:
-        return self._settled
-
-    def _tear(self, index: int, deferral: Deferral) -> None:
-        deferral.distrust(index)
-        owner = self.owner() if self.owner is not None else None
-        names = owner._names(index) if owner is not None else []
-        what = ", ".join(names) if names else f"storage {index}"
-        self.error = TornSnapshotError(
-            f"{what} changed outside the optimizer's step while a snapshot was still being copied."
-            " Call wait() before such a change, or take the snapshot with overlap=False. This"
-            " optimizer's state is copied during the call from now on.",
-            names,
-        )
-        if owner is None and self.owner is not None:
-            log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
-
-
 class Snapshot(Generic[T]):
     """A tree on CPU tensors over pool memory. Made by `snapshot`.
 
@@ -164,7 +61,7 @@ class Snapshot(Generic[T]):
     in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
     """
 
-    def __init__(self, copy: _Copy, tree: T, identities: list[int], shared: bool) -> None:
+    def __init__(self, copy: Copy, tree: T, identities: list[int], shared: bool) -> None:
         self._copy = copy
         self._tree: T | None = tree
         self._identities = identities  # of the new storages, by number
@@ -378,10 +275,15 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
     taken._copy.tell(function)
 
 
-def will_return(taken: Snapshot[Any]) -> None:
+def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
     """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
-    do."""
-    taken._copy.core.will_return()
+    do. False takes that back."""
+    taken._copy.core.will_return(yes)
+
+
+def gate_wait_s(taken: Snapshot[Any]) -> float:
+    """How long steps have waited for its copy so far."""
+    return taken._copy.gate_wait_s
 
 
 def _most_s() -> float | None:
@@ -426,7 +328,7 @@ def _take(
                 f" {usage(engine)}"
             ) from None
         note_use(engine)
-        copy = _Copy(core, source, deferral)
+        copy = Copy(core, source, deferral)
         copy.shared = shared
         later = bool(deferral.indices or source.devices)
         if later:
@@ -478,20 +380,16 @@ def _take(
 # ---- forks and the end of the process ----
 
 
-def _copies() -> list[_Copy]:
-    return [copy for copy in list(completion.copying.values()) if isinstance(copy, _Copy)]
-
-
 def _before_fork() -> None:
     """A child gets shared memory as it is at the fork, so it has to be complete."""
-    for copy in _copies():
+    for copy in copies():
         if copy.shared:
             copy.core.wait(None)
 
 
 def _finish_at_exit() -> None:
     """The lane reads tensors that the interpreter is about to free."""
-    for copy in _copies():
+    for copy in copies():
         copy.finish()
 
 

@@ -1,0 +1,137 @@
+"""The copy under one snapshot: what is read while it goes on, and what the detectors say of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base.calls import inside
+from stillframe._save import completion, gate
+from stillframe._save.gate import Deferral
+from stillframe._tree.walk import Tree
+from stillframe.errors import StillframeError, TornSnapshotError
+
+log = logging.getLogger("stillframe")
+
+
+class Owner(Protocol):
+    """Who has the tree over it."""
+
+    def _names(self, index: int) -> list[str]: ...
+
+
+class Copy:
+    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
+    has ended, whatever becomes of the Snapshot."""
+
+    def __init__(self, core: _core.Snapshot, tree: Tree, deferral: Deferral) -> None:
+        self.core = core
+        self.sources = tree.storages  # the lane reads them
+        self.deferral: Deferral | None = deferral
+        self.devices = tree.devices
+        self.shared = False
+        self.error: StillframeError | None = None
+        self.seen = False  # somebody knows of the error
+        self.gate_wait_s = 0.0
+        self.owner: weakref.ref[Owner] | None = None
+        self._told: list[Callable[[], object]] = []  # once it is settled
+        self._torn: int | None = None  # what the versions said before a step that did not wait
+        self._settled = False
+        # Re-entrant: a signal handler may wait in the middle of another wait.
+        self._lock = threading.RLock()
+
+    def gate(self) -> bool:
+        """Returns when no host memory of the tree is read any more and the calling thread's
+        current streams wait for what is copied from devices. False when that goes on."""
+        entered = time.perf_counter()
+        with inside():
+            if self.devices:
+                copied = self.core.gate(_device.streams(self.devices))
+                self.gate_wait_s += time.perf_counter() - entered
+                if not copied:
+                    self._look()
+                    return False
+            else:
+                self.core.wait(None)
+                self.gate_wait_s += time.perf_counter() - entered
+            self.settle()
+        return True
+
+    def _look(self) -> None:
+        """Asks for versions now: a step that waits on the device changes them before the end."""
+        with self._lock:
+            if self._torn is None and self.deferral is not None and not self.is_settled():
+                self._torn = self.deferral.torn()
+
+    def finish(self) -> None:
+        """Waits for the end where no completion thread will come."""
+        with inside():
+            self.core.wait(None)
+            self.settle()
+
+    def after_copy(self) -> None:
+        """On the completion thread."""
+        self.settle()
+
+    def settle(self) -> None:
+        """The verdict, where the copy has ended: whoever comes first gives it."""
+        with self._lock:
+            deferral = self.deferral
+            if self.is_settled() or deferral is None:
+                return
+            ended, torn = self.core.wait(0)
+            if not ended:
+                return
+            failed = self.core.error()
+            if torn < 0 and not failed:
+                torn = deferral.torn() if self._torn is None else self._torn
+            # A signal handler may have settled it in between.
+            settled, self._settled = self._settled, True
+            if settled:
+                return
+            gate.untrack(self)
+            if failed:
+                self.error = StillframeError(f"the snapshot could not be copied: {failed}")
+            elif torn >= 0:
+                self._tear(torn, deferral)
+            deferral.release()
+            self.sources = []
+            for function in self._told:
+                completion.callbacks.put(function)
+            self._told = []
+
+    def tell(self, function: Callable[[], object]) -> None:
+        """Has the callbacks' thread call `function` once the verdict is known."""
+        with self._lock:
+            if not self._settled:
+                self._told.append(function)
+                return
+        completion.callbacks.put(function)
+
+    def is_settled(self) -> bool:
+        return self._settled
+
+    def _tear(self, index: int, deferral: Deferral) -> None:
+        deferral.distrust(index)
+        owner = self.owner() if self.owner is not None else None
+        names = owner._names(index) if owner is not None else []
+        what = ", ".join(names) if names else f"storage {index}"
+        self.error = TornSnapshotError(
+            f"{what} changed outside the optimizer's step while a snapshot was still being copied."
+            " Call wait() before such a change, or take the snapshot with overlap=False. This"
+            " optimizer's state is copied during the call from now on.",
+            names,
+        )
+        if owner is None and self.owner is not None:
+            log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
+
+
+def copies() -> list[Copy]:
+    """Those that have not ended."""
+    return [copy for copy in list(completion.copying.values()) if isinstance(copy, Copy)]
