@@ -19,7 +19,7 @@ import torch
 from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
 from stillframe import _core
 from stillframe._save import completion
-from stillframe._snapshot.snapshot import _Copy
+from stillframe._snapshot.copy import Copy
 from stillframe.testing import slow
 
 __all__ = ["engine"]  # a fixture
@@ -100,7 +100,7 @@ def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
         with pytest.raises(KeyboardInterrupt):
             stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         (copy,) = completion.copying.values()
-        assert isinstance(copy, _Copy) and not copy.is_settled()
+        assert isinstance(copy, Copy) and not copy.is_settled()
         assert len(copy.sources) == len({id(each) for each in flat(state_of(model, optimizer))})
         step(model, optimizer)  # waits for nobody: nobody has the snapshot
     copy.finish()
