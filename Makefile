@@ -14,6 +14,7 @@
 # make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
+# make offload-campaign  the same of groups that leave a device and come back (make test has 150)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json
 # make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
@@ -41,7 +42,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign mutants soak gpu \
+.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -51,7 +52,7 @@ WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 # Named after the switches of setup.py, so that other switches build anew.
 comma   := ,
 BUILT   := build/built$(subst $(comma),-,$(STILLFRAME_SANITIZE:%=-%)$(WERROR)$(STILLFRAME_COVERAGE:%=-coverage%))
-SOURCES := $(shell find csrc -name "*.[ch]*")
+SOURCES := $(shell find csrc tests/c/cuda -name "*.[ch]*")
 
 build: $(BUILT)
 
@@ -240,6 +241,10 @@ SCHEDULES ?= 10000
 cuda-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_cuda_schedules
+
+offload-campaign:
+	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_offload_schedules build/plain/libfake_cuda.so
+	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_offload_schedules
 
 # ---- Lightning ---------------------------------------------------------------------------------
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import logging
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
-import time
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,119 +39,22 @@ from machine import (
     facts_lines,
     keep_memory,
     machine_facts,
-    reset_peak_rss,
     scratch_directory,
-    status_bytes,
 )
 
 WAYS = ("none", "synchronous", "lightning", "stillframe")
 STEP_S = 0.12  # a step takes at least 0.1 s
-SKIPPED = 3  # steps at the start of each fit, of which Lightning makes caches
+SKIPPED = 3  # steps at the start of each fit that are not counted
 GOAL = 0.02  # of the steps per second, with 160 MB and one save every 20 steps
 GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
-LAYERS = 8
-
-
-def make_fit(way: str, nbytes: int, directory: Path) -> Any:
-    """`fit(batch, steps, every)` for one way; the model and its optimizer's state take `nbytes`."""
-    import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-    from torch import nn
-    from torch.utils.data import DataLoader, Dataset
-
-    # Weights, and two tensors of AdamW's for each.
-    width = int((nbytes / 4 / 3 / LAYERS) ** 0.5)
-
-    class Model(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            layers: list[nn.Module] = []
-            for _ in range(LAYERS):
-                layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
-            self.net = nn.Sequential(*layers)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters())
-
-    class Rows(Dataset):  # type: ignore[type-arg]
-        def __init__(self, batch: int, steps: int) -> None:
-            self.rows = torch.randn(batch, width)
-            self.length = batch * steps
-
-        def __len__(self) -> int:
-            return self.length
-
-        def __getitem__(self, index: int) -> Any:
-            return self.rows[index % len(self.rows)]
-
-    class Times(Callback):
-        """When each step began, and when the last one had ended."""
-
-        def __init__(self) -> None:
-            self.at: list[float] = []
-
-        def on_train_batch_start(self, *args: Any) -> None:
-            self.at.append(time.perf_counter())
-
-        def on_train_epoch_end(self, *args: Any) -> None:
-            self.at.append(time.perf_counter())
-
-    def plugin() -> Any:
-        if way == "stillframe":
-            from stillframe.lightning import AsyncCheckpointIO as Ours
-
-            return Ours()
-        return AsyncCheckpointIO() if way == "lightning" else TorchCheckpointIO()
-
-    def fit(batch: int, steps: int, every: int) -> dict[str, float]:
-        torch.manual_seed(1)
-        times = Times()
-        callbacks: list[Any] = [times]
-        target = directory / way
-        if every and way != "none":
-            callbacks.append(
-                ModelCheckpoint(target, filename="{step}", every_n_train_steps=every, save_top_k=1)
-            )
-        run = Trainer(
-            accelerator="cpu",
-            max_steps=steps,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=len(callbacks) > 1,
-            default_root_dir=directory,
-            plugins=[plugin()],
-            callbacks=callbacks,
-        )
-        model = Model()
-        loader = DataLoader(Rows(batch, steps), batch_size=batch)
-        gc.collect()
-        reset_peak_rss()
-        run.fit(model, loader)
-        ended = time.perf_counter()
-        shutil.rmtree(target, ignore_errors=True)
-        gaps = [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
-        counted = gaps[SKIPPED:]
-        return {
-            "steps_per_s": len(counted) / sum(counted),
-            "step_s": statistics.median(counted),
-            "longest_s": max(counted),
-            "end_s": ended - times.at[-1],
-            "peak_rss": float(status_bytes("VmHWM")),
-        }
-
-    return fit
 
 
 def worker(connection: Connection, way: str, nbytes: int, directory: str) -> None:
     """In a process of its own: one fit for each message `(batch, steps, every)`, until None."""
     warnings.simplefilter("ignore")
-    fit = make_fit(way, nbytes, Path(directory))
+    from fit_training import Training
+
+    fit = Training(way, nbytes, Path(directory)).fit
     for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
         logging.getLogger(name).setLevel(logging.ERROR)
     keep_memory()

@@ -46,7 +46,7 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
     """One training: makes `path`, or goes on from it. Says when its first step had ended."""
     import lightning as L
     import torch
-    from restore import resident_nbytes
+    from restore_process import resident_nbytes
     from stillframe.lightning import AsyncCheckpointIO
 
     class Module(L.LightningModule):

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
 import math
 import mmap
-import multiprocessing
 import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pictures
 from common import BenchError, Series, Spec, format_times, print_table, write_json
@@ -37,11 +33,9 @@ from machine import (
     machine_facts,
     scratch_directory,
 )
+from restore_process import MMAP, OURS, TORCH, WAYS, Load, worker
 
-TORCH, MMAP, OURS = "torch.load", "torch.load(mmap=True)", "stillframe.load"
-DCP, SAFETENSORS, RAW = "DCP load", "safetensors", "O_DIRECT reads, four threads"
-HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
-WAYS = (TORCH, MMAP, DCP, *((SAFETENSORS,) if HAS_SAFETENSORS else ()), OURS)
+RAW = "O_DIRECT reads, four threads"
 FIRST, AGAIN, COLD = "first", "again", "cold"
 SITUATIONS = {
     FIRST: "the first load of a process, file in memory",
@@ -51,7 +45,6 @@ SITUATIONS = {
 VERIFY, RAW_ONE, RAW_TWO = "verify", "O_DIRECT reads, one thread", "O_DIRECT reads, two threads"
 MEMCPY = "memcpy"
 READS = (VERIFY, RAW_ONE, RAW_TWO)
-MEMCPY_BYTES = 256 << 20  # far more than the caches hold
 LARGE = 1_000_000_000  # bytes: below, tensors are the time and not their bytes
 SMALL_GOAL = 1.3  # times as fast as torch.load, in every situation
 GOALS = {  # of a large state; (situation, other way): how many times as fast
@@ -73,142 +66,6 @@ QUICK_STATES = {
     "160 MB in 300": Spec(160_000_000, "mlp", 100, 2),
     "10 MB in 3,000": Spec(10_000_000, "mlp", 1_000, 2),
 }
-
-
-class Load(NamedTuple):
-    """One load: seconds until every byte was used and of the processor; bytes at its peak."""
-
-    seconds: float
-    cpu_seconds: float
-    peak_nbytes: float
-
-
-def resident_nbytes(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise BenchError(f"this system does not tell {name}")
-
-
-# ---- the measured processes -----------------------------------------------------------------
-
-
-def _work(connection: Any) -> None:
-    """One process: answers each request (a name and its arguments) until there is no more."""
-    import gc
-
-    import states
-    import stillframe
-    import torch
-    from stillframe._shell import cli
-    from torch.distributed import checkpoint as dcp
-
-    def make(path: str, spec: Spec) -> float:
-        state = states.make(spec)
-        state.step(8)  # so that the optimizer has its moments
-        with open(path, "wb") as file:
-            torch.save(state.tree(), file)
-            os.fsync(file.fileno())
-        flat = {str(number): each for number, each in enumerate(states.tensors_of(state.tree()))}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that there is one process
-            dcp.save(flat, checkpoint_id=f"{path}.dcp", no_dist=True)
-        if HAS_SAFETENSORS:
-            safetensors_of().save_file(flat, f"{path}.safetensors")
-        os.sync()
-        return 0.0
-
-    def safetensors_of() -> Any:
-        return importlib.import_module("safetensors.torch")
-
-    def read_dcp(path: str) -> Any:
-        shapes = dcp.FileSystemReader(f"{path}.dcp").read_metadata().state_dict_metadata
-        tree = {
-            name: torch.empty(each.size, dtype=each.properties.dtype)
-            for name, each in shapes.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(tree, checkpoint_id=f"{path}.dcp", no_dist=True)
-        return tree
-
-    calls: dict[str, Callable[[str], Any]] = {
-        TORCH: torch.load,
-        MMAP: lambda path: torch.load(path, mmap=True),
-        DCP: read_dcp,
-        SAFETENSORS: lambda path: safetensors_of().load_file(f"{path}.safetensors"),
-        OURS: stillframe.load,
-    }
-
-    def load(path: str, way: str) -> Load:
-        gc.collect()
-        before = resident_nbytes("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        start, cpu = time.perf_counter(), time.process_time()
-        tensors = states.tensors_of(calls[way](path))
-        for each in tensors:
-            each.sum()
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        if not tensors:
-            raise BenchError(f"{way} found no tensors")
-        return Load(seconds, cpu, resident_nbytes("VmHWM") - before)
-
-    def verify(path: str) -> float:
-        start = time.perf_counter()
-        finding = cli.verify_file(path)
-        seconds = time.perf_counter() - start
-        if not finding.ok:
-            raise BenchError(f"{path}: {finding.error}")
-        return seconds
-
-    def memcpy(path: str) -> float:
-        left = nbytes = os.stat(path).st_size
-        chunk = min(nbytes, MEMCPY_BYTES)
-        source, target = (torch.full((chunk,), fill, dtype=torch.uint8) for fill in (1, 0))
-        start = time.perf_counter()
-        while left > 0:
-            target[:left].copy_(source[:left])
-            left -= chunk
-        return time.perf_counter() - start
-
-    requests = {"make": make, "load": load, "verify": verify, "memcpy": memcpy}
-    torch.set_num_threads(2)
-    while (request := connection.recv()) is not None:
-        try:
-            connection.send(requests[request[0]](*request[1:]))
-        except Exception as error:
-            connection.send(f"{type(error).__name__}: {error}")
-
-
-@contextlib.contextmanager
-def worker() -> Iterator[Callable[..., Any]]:
-    """A fresh process that has imported everything; call it with a request."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-
-    def ask(*request: Any) -> Any:
-        try:
-            ours.send(request)
-            answer = ours.recv()
-        except (EOFError, BrokenPipeError) as error:
-            raise BenchError("a measured process ended") from error
-        if isinstance(answer, str):
-            raise BenchError(f"a measured process failed: {answer}")
-        return answer
-
-    try:
-        yield ask
-        with contextlib.suppress(BrokenPipeError):
-            ours.send(None)
-    finally:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-        ours.close()
 
 
 # ---- files and raw reads ----------------------------------------------------------------------

@@ -250,13 +250,8 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
             sys.stderr.write("\r\x1b[K")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, 2 where it cannot run, 130 after Ctrl-C."""
-    args = _parse(argv)
-    peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(PEERS[p][1])]
-    for missing in [p for p in args.peers if p not in peers]:
-        print(f"vs_peers.py: {missing} is not installed and left out", file=sys.stderr)
-    settings = Settings(
+def _settings(args: argparse.Namespace) -> Settings:
+    return Settings(
         state=args.state,
         many=args.many,
         large=args.large,
@@ -268,6 +263,38 @@ def main(argv: list[str] | None = None) -> int:
         threads=args.threads,
         growth_saves=args.growth_saves,
     )
+
+
+def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run, for tables and pictures."""
+    return {
+        "facts": facts,
+        "settings": dataclasses.asdict(run.settings),
+        "figures": run.figures.to_json(),
+        "goals": [
+            {
+                "scenario": goal.scenario,
+                "metric": goal.metric,
+                "goal": goal.text,
+                "bound": goal.bound,
+                "value": goal.value(run.figures),
+                "met": goal.met(run.figures),
+                "times_the_bound": goal.miss(run.figures),
+            }
+            for goal in GOALS
+        ],
+        "bytes_over_time": run.curves,
+        "resident_nbytes": run.resident,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0, 2 where it cannot run, 130 after Ctrl-C."""
+    args = _parse(argv)
+    peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(PEERS[p][1])]
+    for missing in [p for p in args.peers if p not in peers]:
+        print(f"vs_peers.py: {missing} is not installed and left out", file=sys.stderr)
+    settings = _settings(args)
     chosen = [scenario for scenario in SCENARIOS if scenario.name in args.only]
     if importlib.util.find_spec("lightning") is None:
         left_out = [s.name for s in chosen if s.state == "lightning"]
@@ -295,25 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         print("vs_peers.py: interrupted; its files are removed", file=sys.stderr)
         return 130
     print_results(run.figures, settings, peers, facts, args.quick or args.state < FULL_STATE)
-    document = {
-        "facts": facts,
-        "settings": dataclasses.asdict(settings),
-        "figures": run.figures.to_json(),
-        "goals": [
-            {
-                "scenario": goal.scenario,
-                "metric": goal.metric,
-                "goal": goal.text,
-                "bound": goal.bound,
-                "value": goal.value(run.figures),
-                "met": goal.met(run.figures),
-                "times_the_bound": goal.miss(run.figures),
-            }
-            for goal in GOALS
-        ],
-        "bytes_over_time": run.curves,
-        "resident_nbytes": run.resident,
-    }
+    document = _document(run, facts)
     write_json(json_path, document)
     if not args.no_pictures:
         pictures.beside(json_path, document)

@@ -173,13 +173,9 @@ struct sfr_source {
 
 #define SFR_SAVE_DURABLE 1u /* sync file and directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
-#define SFR_SAVE_CHECK_BYTES                                                                       \
-	4u                  /* checksum every deferred byte in the call and compare when staged */
-#define SFR_SAVE_NO_WAIT 8u /* SFR_EBUSY instead of a wait for a slot */
-/* Its name is nobody else's business: no place in the log, the rename comes as soon as the file is
- * synced, and of such saves max_in_flight more may be under way. So it can be waited for by what has
- * its turn in the log. */
-#define SFR_SAVE_UNORDERED 16u
+#define SFR_SAVE_CHECK_BYTES 4u /* checksum each deferred byte in the call, compare when staged */
+#define SFR_SAVE_NO_WAIT 8u     /* SFR_EBUSY instead of a wait for a slot */
+#define SFR_SAVE_UNORDERED 16u  /* renamed once synced: no place in the log, and slots apart */
 
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
@@ -277,8 +273,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
  * waits for blocks; SFR_EEXHAUSTED when snapshots hold them all (then abandon the save). Other
  * failures become the ticket's own: 0 is returned. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Appends the save to the process's log, unless it is unordered, and hands it to its lanes: the moment of submission.
- * Never waits. Fails only on SFR_ESTATE. */
+/* Appends the save to the process's log, unless unordered, and hands it to its lanes: the moment of
+ * submission. Never waits. Fails only on SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
 /* Gives a save up that was admitted but not launched (an exception in the caller). */
 void sfr_save_abandon(struct sfr_ticket *t);
@@ -288,6 +284,9 @@ enum sfr_wait_for { SFR_WAIT_COPIED, SFR_WAIT_STAGED, SFR_WAIT_ENDED };
  * or until the save has ended. An ended save satisfies all three. Returns 0 or SFR_EAGAIN. A slice
  * of zero never sleeps, and for the end it takes no lock either. */
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns);
+/* Whether that is known without a lock. Python asks with the interpreter lock held, and whoever has
+ * the engine's may be a niced thread that another process keeps from running. */
+int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what);
 /* The gate of the next step. Host sources: waits until they are copied, as SFR_WAIT_COPIED does.
  * Sources on devices: has their copies queued, all of them, and these streams of the calling
  * thread wait for them; the host waits only while blocks are wanting, where a stream is capturing
@@ -364,6 +363,11 @@ int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 struct sfr_snapshot;
 
 #define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
+/* What leaves a device, to come back: the caller's streams do not wait for the copies, so sources on
+ * devices stay as they are until the wait is over, or a stream has been through sfr_snapshot_gate. Copies
+ * begin SFR_APART bytes apart, in memory that drivers can be told of. */
+#define SFR_SNAPSHOT_LEAVES 2u
+#define SFR_APART 512u
 
 /* Leases nothing yet; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
@@ -385,7 +389,8 @@ int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *stream
  * went wrong. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
 /* Waits until every byte is copied, or the copy was given up because nobody could read it any
- * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. */
+ * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. A slice of
+ * zero takes no lock. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
 /* The gate of the next step, as sfr_save_gate. 0, SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
@@ -402,8 +407,7 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* Its views end by themselves, whatever the caller does: from now on others wait for the memory, until
- * that turns out to be wrong. */
+/* Its views end by themselves, whatever the caller does: others wait for the memory while `yes`. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);

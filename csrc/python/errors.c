@@ -6,6 +6,7 @@
 #include "module.h"
 
 #include <errno.h>
+#include <string.h>
 
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 {
@@ -41,6 +42,16 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 	}
 	PyErr_SetString(type, sfr_code_message(code));
 	return NULL;
+}
+
+PyObject *sfr_py_sentence(const struct sfr_err *err)
+{
+	if (err->code == 0)
+		return PyUnicode_FromString("");
+	if (err->note[0])
+		return PyUnicode_DecodeUTF8(err->note, (Py_ssize_t)strlen(err->note), "replace");
+	return PyUnicode_FromString(err->code > -1000 ? strerror(-err->code) :
+							sfr_code_message(err->code));
 }
 
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)

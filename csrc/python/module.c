@@ -50,6 +50,7 @@ static int traverse(PyObject *module, visitproc visit, void *arg)
 	Py_VISIT(state->observer_type);
 	Py_VISIT(state->snapshot_type);
 	Py_VISIT(state->memory_type);
+	Py_VISIT(state->onload_type);
 	Py_VISIT(state->stillframe_error);
 	Py_VISIT(state->fork_error);
 	Py_VISIT(state->busy_error);
@@ -75,6 +76,7 @@ static int clear(PyObject *module)
 	Py_CLEAR(state->observer_type);
 	Py_CLEAR(state->snapshot_type);
 	Py_CLEAR(state->memory_type);
+	Py_CLEAR(state->onload_type);
 	Py_CLEAR(state->stillframe_error);
 	Py_CLEAR(state->fork_error);
 	Py_CLEAR(state->busy_error);
@@ -98,6 +100,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_parts },
 	{ Py_mod_exec, sfr_py_add_snapshot },
+	{ Py_mod_exec, sfr_py_add_onload },
 	{ Py_mod_exec, sfr_py_add_look },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },

@@ -21,6 +21,7 @@ struct sfr_py_state {
 	PyTypeObject *parts_type;                            /* parts.c */
 	PyTypeObject *observer_type;                         /* observer.c */
 	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c */
+	PyTypeObject *onload_type;                           /* onload.c */
 	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
 	PyObject *corrupt_error, *torn_error, *save_error;
 };
@@ -28,6 +29,8 @@ struct sfr_py_state *sfr_py_state(PyObject *module);
 
 /* Raises what `code` (negative) stands for; always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
+/* What it says, as a str; "" where nothing failed. */
+PyObject *sfr_py_sentence(const struct sfr_err *err);
 /* The same for what the operating system said: OSError, for -EINVAL and -ENOMEM too. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
@@ -59,6 +62,7 @@ int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
 int sfr_py_add_parts(PyObject *module);    /* parts.c */
 int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
+int sfr_py_add_onload(PyObject *module);   /* onload.c */
 int sfr_py_add_look(PyObject *module);     /* look.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */

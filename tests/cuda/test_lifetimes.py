@@ -6,6 +6,7 @@ import ctypes
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,16 +28,23 @@ class Memory(ctypes.c_char * NBYTES):  # type: ignore[misc]
 
 
 @pytest.fixture
-def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Has the calls meet a current stream that is not the calling thread."""
+def elsewhere(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, the calls meet a current stream that is not the calling thread.
+
+    Not while there is training: its steps run on the calling thread, and do not wait for what a
+    stream has yet to look at.
+    """
     handle = fake.stream()
-    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
-    return handle
+    return lambda: monkeypatch.setattr(_device, "current_stream", lambda device: handle)
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["deferred", "captured"])
 def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
-    overlap: bool, tmp_path: Path, fake: FakeDriver, stream: int, engine: stillframe.Engine
+    overlap: bool,
+    tmp_path: Path,
+    fake: FakeDriver,
+    elsewhere: Callable[[], None],
+    engine: stillframe.Engine,
 ) -> None:
     freed: list[int] = []
 
@@ -62,6 +70,7 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
         time.sleep(0.001)
     parameter.grad = None
 
+    elsewhere()
     fake.hold(True)
     try:
         handle = stillframe.async_save([parameter], tmp_path / "a", engine=engine, overlap=overlap)
@@ -80,9 +89,10 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
 
 
 def test_a_step_s_stream_waits_for_the_copies_and_nobody_else(
-    tmp_path: Path, fake: FakeDriver, stream: int, engine: stillframe.Engine
+    tmp_path: Path, fake: FakeDriver, elsewhere: Callable[[], None], engine: stillframe.Engine
 ) -> None:
     training = warmed_up(adamw, steps=12)
+    elsewhere()
     fake.hold(True)  # else all may have landed before the gate
     try:
         handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)

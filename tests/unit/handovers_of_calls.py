@@ -55,6 +55,7 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
 
     state = tree()
     save("first save", state).result()
+    time.sleep(0.2)  # the completion thread waits again
     before = counter.of(completion_thread())
     handle = save("save", state)
     counts["gate"], _ = counter.count(gate.wait)

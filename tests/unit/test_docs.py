@@ -12,6 +12,7 @@ import pytest
 import stillframe
 import stillframe.dcp
 import stillframe.lightning
+import stillframe.offload
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,9 @@ def _entries() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [stillframe, stillframe.dcp, stillframe.lightning], ids=lambda m: m.__name__
+    "module",
+    [stillframe, stillframe.dcp, stillframe.lightning, stillframe.offload],
+    ids=lambda m: m.__name__,
 )
 def test_every_public_name_has_an_entry_in_the_reference(module):
     entries = _entries()

@@ -22,12 +22,21 @@ CORE, BINDING, PACKAGE = ROOT / "csrc/core", ROOT / "csrc/python", ROOT / "pytho
 # A folder may call and include what stands before it in its list, and itself.
 CORE_LAYERS = [
     *("base", "trace", "cuda", "memory", "archive", "file", "check", "restore", "commit"),
-    *("device", "engine", "save", "snapshot"),
+    *("device", "engine", "save", "snapshot", "offload"),
 ]
 # The same for packages; a module that is not in one of them stands by itself.
 PACKAGE_LAYERS = [
-    *("errors", "_base", "_tree", "_save", "_snapshot", "_dcp", "_lightning"),
-    *("lightning", "pytorch_lightning", "dcp", "__init__", "testing", "_shell", "__main__"),
+    *("errors", "_base", "_tree", "_save", "_snapshot", "_dcp", "_offload", "_lightning"),
+    *(
+        "lightning",
+        "pytorch_lightning",
+        "dcp",
+        "offload",
+        "__init__",
+        "testing",
+        "_shell",
+        "__main__",
+    ),
 ]
 MOST_LINES = 500  # of a file; 450 for a new one
 

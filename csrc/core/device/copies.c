@@ -1,4 +1,4 @@
-/* Queueing copies from a device, in few calls.
+/* Queueing copies from a device, or to it, in few calls.
  *
  * One call costs about 2 us and a batch not much more, so copies go in batches: small ones and large
  * ones apart, since some drivers treat a batch as what its largest copy is. Rows that lie equally far
@@ -100,9 +100,16 @@ static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 	if (nr > 1 && batched && copy_batch(lane, dst, src, len, nr, err))
 		return;
 	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++)
-		rc = lane->cu->copy((void *)(uintptr_t)dst[i], src[i], len[i], lane->stream);
+		rc = lane->way == SFR__CUDA_OUT ?
+			     lane->cu->copy((void *)(uintptr_t)dst[i], src[i], len[i],
+					    lane->stream) :
+			     lane->cu->copy_to(dst[i], (const void *)(uintptr_t)src[i], len[i],
+					       lane->stream);
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane, "cuMemcpyDtoHAsync", rc, err);
+		(void)sfr__cuda_failed(lane,
+				       lane->way == SFR__CUDA_OUT ? "cuMemcpyDtoHAsync" :
+								    "cuMemcpyHtoDAsync",
+				       rc, err);
 }
 
 /* Small copies first, then large ones. How many are small. */

@@ -1,5 +1,7 @@
 /* A device's lane: what queues copies on its stream, and hears of their end. See lane.c.
  *
+ * A device has two: what leaves it goes on one, what is brought to it on the other.
+ *
  * A lane knows neither saves nor snapshots: who queues copies brings a landing, which is told of
  * their end, and who has more to queue than the lane should have at a time brings work for its
  * thread.
@@ -59,9 +61,13 @@ struct sfr__cuda_staged {
 	bool over; /* all has landed: there is nothing to wait for */
 };
 
+/* Which way a lane's copies go: each has a stream of its own, since a device copies both ways at once. */
+enum sfr__cuda_way { SFR__CUDA_OUT, SFR__CUDA_IN };
+
 struct sfr__cuda_lane {
 	struct sfr__cuda_lane *next; /* of the engine's; guarded by lanes->mu */
-	uint32_t device;             /* constant, as the next four */
+	uint32_t device;             /* constant, as the next five */
+	enum sfr__cuda_way way;
 	const struct sfr__cuda *cu;
 	CUcontext context;
 	CUstream stream;
@@ -95,8 +101,8 @@ struct sfr__cuda_lanes {
 /* ---- lanes.c ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
 /* The lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
-int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
-		       char *why, size_t why_len);
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
+		       struct sfr__cuda_lane **out, char *why, size_t why_len);
 /* Ends the lanes' threads and frees what they hold on their devices. */
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
@@ -142,8 +148,8 @@ void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
 void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
 /* ---- copies.c; in a turn ---- */
-/* Queues copies, in few calls where the driver has batches and the memory is pinned. The arrays
- * come back in another order. */
+/* Queues copies the lane's way, in few calls where the driver has batches and the memory is pinned.
+ * The arrays come back in another order. */
 void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		    size_t nr, bool pinned, struct sfr_err *err);
 /* Copies of `nr` rows of `width` bytes, `pitch` bytes from row to row on the device. */

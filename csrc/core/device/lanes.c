@@ -1,4 +1,4 @@
-/* The lanes of an engine: one for each device, made at its first use, ended with the engine. */
+/* The lanes of an engine: one for each device and way, made at its first use, ended with the engine. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -62,7 +62,8 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 		sfr__cuda_explain(lane->cu, lane->device, "cuStreamCreate", rc, why, why_len);
 		return -EIO;
 	}
-	(void)snprintf(name, sizeof(name), "sfr-cuda%u", lane->device);
+	(void)snprintf(name, sizeof(name),
+		       lane->way == SFR__CUDA_OUT ? "sfr-cuda%u" : "sfr-onload%u", lane->device);
 	ret = sfr__thread_start_prompt(&lane->thread, name, sfr__cuda_lane_main, lane);
 	if (ret < 0)
 		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
@@ -70,7 +71,8 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 }
 
 /* A lane with its thread running. 0 or -errno with `why`. */
-static int make_lane(uint32_t device, struct sfr__cuda_lane **out, char *why, size_t why_len)
+static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_lane **out,
+		     char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *lane = sfr_sys.calloc(1, sizeof(*lane));
 	int rc;
@@ -79,6 +81,7 @@ static int make_lane(uint32_t device, struct sfr__cuda_lane **out, char *why, si
 		return -ENOMEM;
 	sfr__mutex_init(&lane->mu, SFR__LOCK_LANE);
 	lane->device = device;
+	lane->way = way;
 	rc = sfr__cond_init(&lane->cv);
 	if (rc == 0) {
 		rc = sfr__cond_init(&lane->cv_turn);
@@ -112,34 +115,34 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 }
 
 /* The lane that is there, or SFR_ECLOSED; 0 and NULL when it is to be made. */
-static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device,
+static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out)
 {
 	*out = NULL;
 	if (lanes->stopped)
 		return SFR_ECLOSED;
 	for (struct sfr__cuda_lane *lane = lanes->head; lane; lane = lane->next)
-		if (lane->device == device)
+		if (lane->device == device && lane->way == way)
 			*out = lane;
 	return 0;
 }
 
-int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, struct sfr__cuda_lane **out,
-		       char *why, size_t why_len)
+int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
+		       struct sfr__cuda_lane **out, char *why, size_t why_len)
 {
 	struct sfr__cuda_lane *made = NULL;
 	int rc;
 
 	sfr__lock(&lanes->mu);
-	rc = find_locked(lanes, device, out);
+	rc = find_locked(lanes, device, way, out);
 	sfr__unlock(&lanes->mu);
 	if (rc < 0 || *out)
 		return rc;
-	rc = make_lane(device, &made, why, why_len);
+	rc = make_lane(device, way, &made, why, why_len);
 	if (rc < 0)
 		return rc;
 	sfr__lock(&lanes->mu);
-	rc = find_locked(lanes, device, out); /* another thread may have been first */
+	rc = find_locked(lanes, device, way, out); /* another thread may have been first */
 	if (rc == 0 && !*out) {
 		made->next = lanes->head;
 		lanes->head = *out = made;

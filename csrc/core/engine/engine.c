@@ -296,7 +296,7 @@ int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why,
 	why[0] = '\0';
 	if (rc < 0)
 		return rc;
-	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, &lane, why, why_len);
+	rc = sfr__cuda_lane_get(&engine->cuda_lanes, device, SFR__CUDA_OUT, &lane, why, why_len);
 	if (rc == 0)
 		rc = sfr__pin_on(sfr__pool_pin(engine->pool), lane->cu, device, why, why_len);
 	end_use(engine);

@@ -5,9 +5,7 @@
  * its users like. It gets whole blocks of the same pool: so they count against the same cap, have
  * their memory (and a driver's registration) already, and are nobody's but its own.
  *
- * Where. Between saves every block is free, and the items go one after another into one window of
- * adjacent blocks: the window that has most memory already, so that none has to be made. When
- * blocks in use leave no such window, items go into the free runs that are there, first fit.
+ * Where its items go is planned in place.c.
  *
  * Order. Who wants a run waits behind everybody who wants a block. A save's blocks come back by
  * themselves when they are written, and nothing is held while waiting, so a wait for saves ends.
@@ -28,137 +26,6 @@
 #include <sys/mman.h>
 
 #include "memory/pool_int.h"
-
-/* One free run of blocks while items are placed: [at, end) bytes of the pool's range. */
-struct extent {
-	uint64_t begin, at, end;
-};
-
-struct plan {
-	const uint64_t *lens;
-	uint32_t nr;
-	uint64_t total; /* bytes of all items, each rounded up to SFR_ALIGN */
-	char **addrs;
-	struct extent *extents; /* room for every run there can be */
-	uint32_t nr_extents;
-};
-
-/* ---- where the items go, with the lock ------------------------------------ */
-
-/* `ever`: once all that comes back by itself has come back. */
-static bool usable(const struct sfr__block *block, bool ever)
-{
-	/* Into a retired block a copy may still be running, for ever. */
-	if (block->state == SFR__BLOCK_RETIRED)
-		return false;
-	return ever ? !block->held : !sfr__pool_in_hand(block->state);
-}
-
-static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool ever)
-{
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < pool->nr_blocks; i++)
-		nr += usable(&pool->blocks[i], ever);
-	return nr;
-}
-
-/* The window of `nr` usable blocks with most memory; nr_blocks when there is none. */
-static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool ever)
-{
-	uint64_t committed = 0, best_committed = 0;
-	uint32_t best = pool->nr_blocks, run = 0;
-
-	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
-		const struct sfr__block *block = &pool->blocks[i];
-
-		if (!usable(block, ever)) {
-			run = 0;
-			committed = 0;
-			continue;
-		}
-		committed += block->committed;
-		if (++run > nr) {
-			committed -= pool->blocks[i - nr].committed;
-			run--;
-		}
-		if (run == nr && (best == pool->nr_blocks || committed > best_committed)) {
-			best = i + 1 - (uint32_t)nr;
-			best_committed = committed;
-		}
-	}
-	return best;
-}
-
-static void find_extents_locked(const struct sfr__pool *pool, bool ever, struct plan *plan)
-{
-	plan->nr_extents = 0;
-	for (uint32_t i = 0; i < pool->nr_blocks; i++) {
-		uint32_t first = i;
-
-		while (i < pool->nr_blocks && usable(&pool->blocks[i], ever))
-			i++;
-		if (i > first)
-			plan->extents[plan->nr_extents++] =
-				(struct extent){ first * pool->block_bytes,
-						 first * pool->block_bytes, i * pool->block_bytes };
-	}
-}
-
-/* Puts each item into the first extent with room for it. False when one fits into none. */
-static bool fill_extents(const struct sfr__pool *pool, struct plan *plan)
-{
-	for (uint32_t i = 0; i < plan->nr; i++) {
-		uint64_t len = sfr__round_up(plan->lens[i], SFR_ALIGN);
-		uint32_t e = 0;
-
-		plan->addrs[i] = NULL;
-		if (len == 0)
-			continue;
-		while (e < plan->nr_extents && plan->extents[e].end - plan->extents[e].at < len)
-			e++;
-		if (e == plan->nr_extents)
-			return false;
-		plan->addrs[i] = pool->range.base + plan->extents[e].at;
-		plan->extents[e].at += len;
-	}
-	return true;
-}
-
-/* Blocks that the placed items touch. */
-static uint64_t nr_touched(const struct sfr__pool *pool, const struct plan *plan)
-{
-	uint64_t nr = 0;
-
-	for (uint32_t e = 0; e < plan->nr_extents; e++)
-		nr += sfr__round_up(plan->extents[e].at - plan->extents[e].begin,
-				    pool->block_bytes) /
-		      pool->block_bytes;
-	return nr;
-}
-
-/* Places the items. False when they do not fit. */
-static bool place_locked(const struct sfr__pool *pool, struct plan *plan, bool ever, bool spare)
-{
-	uint64_t nr = sfr__round_up(plan->total, pool->block_bytes) / pool->block_bytes;
-	uint64_t left = nr_usable_locked(pool, ever), leave = spare ? 1 : 0;
-	uint32_t first;
-
-	if (nr + leave > left)
-		return false;
-	first = nr == 0 ? 0 : find_window_locked(pool, nr, ever);
-	if (first < pool->nr_blocks) {
-		uint64_t begin = first * pool->block_bytes;
-
-		plan->nr_extents = 1;
-		plan->extents[0] = (struct extent){ begin, begin, begin + nr * pool->block_bytes };
-		return fill_extents(pool, plan);
-	}
-	find_extents_locked(pool, ever, plan);
-	return fill_extents(pool, plan) && nr_touched(pool, plan) + leave <= left;
-}
-
-/* ---- taking and giving back ------------------------------------------------ */
 
 /* Takes out of a list the blocks that are in hand by now. */
 static void filter_locked(struct sfr__list *list)
@@ -195,13 +62,14 @@ static void wake_waiters_locked(struct sfr__pool *pool)
 }
 
 /* Takes the blocks under the placed items: LEASED, or GROWING where memory has to be made. */
-static void take_locked(struct sfr__pool *pool, const struct plan *plan, struct sfr__lease *lease)
+static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
+			struct sfr__lease *lease)
 {
 	uint32_t last = 0;
 
 	lease->nr_runs = lease->nr_blocks = 0;
 	for (uint32_t e = 0; e < plan->nr_extents; e++) {
-		const struct extent *extent = &plan->extents[e];
+		const struct sfr__extent *extent = &plan->extents[e];
 
 		if (extent->at != extent->begin)
 			lease->runs[lease->nr_runs++] = (struct sfr__run_of_blocks){
@@ -334,7 +202,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 }
 
 /* Waits for its turn and for room, and takes it. `starved` as in pool.c. */
-static int wait_locked(struct sfr__pool *pool, struct plan *plan, uint32_t nr_own,
+static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
 	struct sfr__waiter me = { .seq = UINT64_MAX };
@@ -347,12 +215,13 @@ static int wait_locked(struct sfr__pool *pool, struct plan *plan, uint32_t nr_ow
 			     pool->nr_in_hand == pool->nr_held;
 		bool spare = pool->nr_saves > nr_own;
 
-		if (pool->waiters == &me && worth && place_locked(pool, plan, false, spare)) {
+		if (pool->waiters == &me && worth &&
+		    sfr__pool_plan_locked(pool, plan, false, spare)) {
 			take_locked(pool, plan, lease);
 			rc = 0;
 			break;
 		}
-		rc = place_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
+		rc = sfr__pool_plan_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
 		if (rc == SFR_EEXHAUSTED || (late && !sfr__pool_looks_again_locked(pool)))
 			break;
 		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
@@ -366,7 +235,7 @@ static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint
 		 bool whole, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
-	struct plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
+	struct sfr__plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
 	const uint32_t most = pool->nr_blocks / 2 + 1; /* runs that can lie apart */
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
@@ -465,6 +334,12 @@ void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
 	sfr_sys.free(blocks);
+}
+
+bool sfr__pool_has(const struct sfr__pool *pool, const char *mem)
+{
+	return mem >= pool->range.base &&
+	       (uint64_t)(mem - pool->range.base) < pool->nr_blocks * pool->block_bytes;
 }
 
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned)

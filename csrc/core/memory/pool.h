@@ -78,6 +78,11 @@ bool sfr__pool_lacks(struct sfr__pool *pool);
 /* Makes some of it, a block's at most, and stops early when somebody waits for a block or `go_on`
  * says no: it is asked every 2 MiB. False when nothing was made. Any thread that holds no block. */
 bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *arg);
+/* A block of a save is written that could use `nr_whole`, and `nr_left` more will come by here: makes
+ * one block where more are lacking than that. With the last, the save's own are there, unless the
+ * system has no memory or somebody waits for a block. */
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_whole,
+			 bool (*go_on)(void *arg), void *arg);
 
 /* ---- lease.c ---- */
 
@@ -109,6 +114,8 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
  * pageable is noted. Needs a context. */
 void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* Whether the address is one of the pool's. */
+bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* How many of the `len` bytes at `mem`, in a lease, one copy of a device may go to, and whether
  * they are pinned. */
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);

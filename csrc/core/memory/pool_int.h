@@ -1,4 +1,5 @@
-/* The pool's inside, as pool.c (single blocks), lease.c (contiguous ones) and grow.c (many) share it.
+/* The pool's inside, as pool.c (single blocks), lease.c and place.c (contiguous ones) and grow.c (many) share
+ * it.
  *
  * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
  * the diagram of a block's states.
@@ -45,6 +46,26 @@ struct sfr__pool {
 	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
 };
+
+/* ---- place.c ---- */
+/* One free run of blocks while items are placed: [at, end) bytes of the pool's range. */
+struct sfr__extent {
+	uint64_t begin, at, end;
+};
+
+struct sfr__plan {
+	const uint64_t *lens;
+	uint32_t nr;
+	uint64_t total; /* bytes of all items, each rounded up to SFR_ALIGN */
+	char **addrs;
+	struct sfr__extent *extents; /* room for every run there can be */
+	uint32_t nr_extents;
+};
+/* Puts the items into blocks that nobody has, or (`ever`) that nobody will have once all that comes
+ * back by itself has come back; leaves one block for saves where `spare` says so. False when they
+ * do not fit. */
+bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan, bool ever,
+			   bool spare);
 
 /* ---- pool.c ---- */
 /* Gives a block in hand memory for `want` bytes, without the lock; to be counted then. -errno: it

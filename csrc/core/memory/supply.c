@@ -8,6 +8,11 @@
  * Saves that overlap may want more than each of them alone: who finds no block with memory then
  * raises what is wanted to all that the saves in flight could use.
  *
+ * Idle threads are niced, and on a busy machine they get nowhere. So writers keep pace
+ * (sfr__pool_keep_pace): of what is lacking there is never more than blocks are left to be written,
+ * and when the last is written the memory for the next save is there. Where the idle ones are as
+ * quick as the disk that costs a look.
+ *
  *     nr_wanted   whole blocks that saves could use; a trim sets it to nothing until the next save
  *     nr_full     blocks that have all their memory and are no snapshot's and not retired
  *     nr_filling  blocks in hand that will be
@@ -179,6 +184,32 @@ bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *ar
 	sfr__unlock(&pool->mu);
 	sfr__near_end(&near);
 	return made;
+}
+
+/* Whether the save's own blocks are all there but one that another thread has in hand. */
+static bool is_awaited_locked(const struct sfr__pool *pool, uint32_t nr_whole)
+{
+	uint32_t nr = nr_whole < pool->nr_wanted ? nr_whole : pool->nr_wanted;
+
+	return pool->nr_full < nr && pool->nr_supplying != 0 && pool->waiters == NULL;
+}
+
+void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_whole,
+			 bool (*go_on)(void *arg), void *arg)
+{
+	bool behind;
+
+	sfr__lock(&pool->mu);
+	behind = pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted;
+	sfr__unlock(&pool->mu);
+	if (behind)
+		(void)sfr__pool_supply(pool, go_on, arg);
+	if (nr_left != 0)
+		return;
+	sfr__lock(&pool->mu);
+	while (is_awaited_locked(pool, nr_whole))
+		(void)sfr__cond_wait(&pool->cv, &pool->mu, SFR_FOREVER);
+	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_stop_supply_locked(struct sfr__pool *pool)

@@ -58,8 +58,9 @@ struct sfr_ticket {
 	struct sfr_err err;           /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
-	bool opened, launched, abandoned, copied, confirmed, tail_queued, synced, clean_queued;
-	bool in_place; /* of parts: nothing is staged, writers read the sources; constant */
+	bool opened, launched, abandoned, confirmed, tail_queued, synced, clean_queued;
+	atomic_bool copied; /* read without the lock, too */
+	bool in_place;      /* of parts: nothing is staged, writers read the sources; constant */
 	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */
 	bool needs_blocks;           /* the pool counts it among the saves that do */
 	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
@@ -70,6 +71,7 @@ struct sfr_ticket {
 	uint32_t cuda_out;               /* parts in devices that are not over */
 	uint32_t cuda_unsubmitted;       /* of them, those that have copies to queue yet */
 	uint32_t jobs_out;               /* queued or running */
+	uint32_t blocks_back;            /* to the pool, written or not */
 	uint32_t blocks_written;
 
 	/* capture position: only the capturing thread touches it */

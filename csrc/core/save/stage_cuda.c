@@ -65,8 +65,8 @@ static int begin_part(struct sfr__cuda_part *part, CUstream stream, struct sfr_e
 	struct sfr__cuda_scope scope;
 	char why[160] = "";
 	CUresult rc;
-	int ret = sfr__cuda_lane_get(&part->ticket->engine->cuda_lanes, part->device, &lane, why,
-				     sizeof(why));
+	int ret = sfr__cuda_lane_get(&part->ticket->engine->cuda_lanes, part->device, SFR__CUDA_OUT,
+				     &lane, why, sizeof(why));
 
 	if (ret == SFR_ECLOSED)
 		return ret;

@@ -23,6 +23,20 @@ int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
 	return rc;
 }
 
+int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
+{
+	enum sfr_state state = t->state;
+
+	if (sfr__ticket_foreign(t))
+		return 0;
+	if (atomic_load_explicit(&t->over, memory_order_acquire))
+		return 1;
+	return what == SFR_WAIT_COPIED ? t->copied :
+	       what == SFR_WAIT_STAGED ? state >= SFR_STAGED && state < SFR_DURABLE &&
+						 state != SFR_ENDING :
+					 0;
+}
+
 int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
@@ -30,9 +44,7 @@ int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_n
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
-	/* Python asks this in loops with the interpreter lock held, and whoever has the engine's lock
-	 * may be a niced thread that another process keeps from running. */
-	if (what == SFR_WAIT_ENDED && atomic_load_explicit(&t->over, memory_order_acquire))
+	if (sfr_save_reached(t, what))
 		return 0;
 	if (what == SFR_WAIT_ENDED && slice_ns == 0)
 		return SFR_EAGAIN;

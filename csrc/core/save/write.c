@@ -145,18 +145,26 @@ static bool prepare_block(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	return is_known(t, job);
 }
 
+static bool is_wanted(void *ticket)
+{
+	return !sfr__ticket_failing(ticket);
+}
+
 static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 {
 	struct sfr_engine *engine = t->engine;
+	uint32_t nr_left;
 
 	/* Not counted any more before it can be leased again; counted as written only when the
 	 * pool has it back, since from then on the save may end and the pool go. */
 	if (job->block != NULL) {
 		sfr__lock(&engine->mu);
 		t->flight.blocks_held--;
+		nr_left = t->nr_blocks - ++t->blocks_back;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
 		job->block = NULL;
+		sfr__pool_keep_pace(engine->pool, nr_left, t->nr_whole, is_wanted, t);
 	} else {
 		sfr__in_place_release(t, job);
 	}

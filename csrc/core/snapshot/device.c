@@ -10,6 +10,9 @@
  * One piece flies behind everything, so the lane's thread hears of the end, compares samples, and
  * the snapshot's memory can go back no earlier. Where nothing was queued, nothing flies.
  *
+ * Of what leaves (SFR_SNAPSHOT_LEAVES) all is captured, there is no C, and S is what who writes to the
+ * sources again has to wait for.
+ *
  * A copy goes to one registration: the driver refuses others, so sources are cut where the pieces
  * of the pool's memory meet. Blocks that could not be pinned get copies of their own.
  */
@@ -190,7 +193,8 @@ static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr
 	if (plan->nr_rows && !err->code)
 		sfr__cuda_copy_rows(lane, plan->rows, plan->nr_rows, sizeof(*part->samples),
 				    part->store.pinned, err);
-	part->captured = sfr__cuda_record(lane, lane->stream, err);
+	if (!part->snapshot->leaves)
+		part->captured = sfr__cuda_record(lane, lane->stream, err);
 	copy(part, &plan->deferred, true, err);
 	copy(part, &plan->deferred_pageable, false, err);
 	staged = sfr__cuda_record(lane, lane->stream, err);
@@ -211,8 +215,8 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 	struct plan plan;
 	char why[160] = "";
 	CUresult rc;
-	int ret = sfr__cuda_lane_get(&s->engine->cuda_lanes, part->device, &part->lane, why,
-				     sizeof(why));
+	int ret = sfr__cuda_lane_get(&s->engine->cuda_lanes, part->device, SFR__CUDA_OUT,
+				     &part->lane, why, sizeof(why));
 
 	if (ret == SFR_ECLOSED)
 		return ret;
@@ -308,6 +312,18 @@ bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *s
 			all = false;
 	}
 	return all;
+}
+
+void sfr__snapshot_pin(struct sfr_snapshot *s)
+{
+	const struct sfr__pin *pin = sfr__pool_pin(s->engine->pool);
+	struct sfr__cuda_scope scope;
+
+	if (!sfr__pin_is_on(sfr__pool_pin(s->engine->pool)))
+		return;
+	if (sfr__cuda_enter(&scope, pin->cu, pin->context) == CUDA_SUCCESS)
+		sfr__pool_pin_lease(s->engine->pool, &s->lease);
+	sfr__cuda_leave(&scope);
 }
 
 int sfr__snapshot_parts_new(struct sfr_snapshot *s)

@@ -64,6 +64,7 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	s->engine = engine;
 	sfr__engine_get(engine);
 	s->shared = (flags & SFR_SNAPSHOT_SHARED) != 0;
+	s->leaves = (flags & SFR_SNAPSHOT_LEAVES) != 0;
 	s->nr_sources = nr_sources;
 	s->torn = -1;
 	s->notice = (struct sfr__notice){
@@ -125,7 +126,8 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	if (!lens)
 		return -ENOMEM;
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		lens[i] = s->sources[i].nbytes;
+		lens[i] = s->leaves ? sfr__round_up(s->sources[i].nbytes, SFR_APART) :
+				      s->sources[i].nbytes;
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_NEW)
 		rc = SFR_ESTATE;
@@ -137,10 +139,11 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = s->nr_parts == 0 ? sfr__pool_place(engine->pool, lens, s->nr_sources, nr_own, slice_ns,
-						s->copies, &lease) :
-				sfr__pool_place_whole(engine->pool, lens, s->nr_sources, nr_own,
-						      slice_ns, s->copies, &lease);
+	rc = s->nr_parts == 0 && !s->leaves ?
+		     sfr__pool_place(engine->pool, lens, s->nr_sources, nr_own, slice_ns, s->copies,
+				     &lease) :
+		     sfr__pool_place_whole(engine->pool, lens, s->nr_sources, nr_own, slice_ns,
+					   s->copies, &lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(engine->pool, &lease, true);
 		if (rc < 0) {
@@ -158,6 +161,8 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	s->nr_views = 1;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
+	if (s->leaves)
+		sfr__snapshot_pin(s);
 out:
 	sfr_sys.free(lens);
 	return rc;
@@ -318,6 +323,10 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 	*out = (struct sfr_err){ .index = -1 };
 	if (foreign(s))
 		return;
+	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as sfr_snapshot_wait */
+		*out = s->err;
+		return;
+	}
 	sfr__lock(&s->engine->mu);
 	*out = s->err;
 	sfr__unlock(&s->engine->mu);
@@ -331,6 +340,12 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	*torn = -1;
 	if (foreign(s))
 		return SFR_EFORK;
+	if (slice_ns == 0) { /* asked with the interpreter lock held: see sfr_save_reached */
+		if (s->state == SFR__SNAPSHOT_COPYING)
+			return SFR_EAGAIN;
+		*torn = s->torn;
+		return 0;
+	}
 	sfr__lock(&s->engine->mu);
 	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
 		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);

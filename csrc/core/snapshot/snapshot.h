@@ -20,19 +20,19 @@ struct sfr_snapshot {
 	uint64_t fork_generation;
 	struct sfr_source *sources;
 	uint32_t nr_sources;
-	bool shared;
+	bool shared, leaves;
 	char **copies; /* where each source goes; constant from LEASED on, as the next two */
 	char *base;
 	uint64_t len;
 
 	/* the rest is guarded by engine->mu */
-	enum sfr__snapshot_state state;
-	struct sfr__lease lease; /* empty: not leased, or gone back */
-	bool abandoned;          /* nobody can read the copy any more: the lane stops */
+	_Atomic enum sfr__snapshot_state state; /* read without the lock, too */
+	struct sfr__lease lease;                /* empty: not leased, or gone back */
+	bool abandoned; /* nobody can read the copy any more: the lane stops */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out; /* of those who copy: the call, the host's lane, parts in devices */
-	int64_t torn;
-	struct sfr_err err; /* of a device; the first */
+	uint32_t nr_out;    /* of those who copy: the call, the host's lane, parts in devices */
+	int64_t torn;       /* final once the state is COPIED */
+	struct sfr_err err; /* of a device; the first; final as torn is */
 
 	struct sfr__sample *samples; /* entry is a source; taken by start, read by the lane */
 	uint32_t nr_samples;
@@ -84,6 +84,8 @@ int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sa
 			      uint32_t nr);
 
 /* ---- snapshot/device.c ---- */
+/* Pins the leased memory as far as that goes, where some device is in use. */
+void sfr__snapshot_pin(struct sfr_snapshot *s);
 /* Makes the parts of the sources that live on devices. -ENOMEM. */
 int sfr__snapshot_parts_new(struct sfr_snapshot *s);
 /* The caller's current streams. SFR_ESTATE when a device has none. */

@@ -1,6 +1,7 @@
 /* _core.Engine: a handle on struct sfr_engine. */
 #include "module.h"
 #include "core/objects.h"
+#include "offload/offload.h"
 
 #include <string.h>
 
@@ -116,9 +117,12 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	struct sfr_stats stats;
-	int rc = sfr_engine_stats(self->engine, &stats);
+	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_stats(self->engine, &stats);
+	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
@@ -156,6 +160,23 @@ static PyObject *engine_use_device(PyObject *object, PyTypeObject *cls, PyObject
 	return PyUnicode_FromString(why);
 }
 
+static PyObject *engine_has_pinned(PyObject *object, PyTypeObject *cls, PyObject *const *args,
+				   Py_ssize_t nargs, PyObject *kwnames)
+{
+	unsigned long long address;
+
+	(void)cls, (void)kwnames;
+	if (nargs != 1) {
+		PyErr_SetString(PyExc_TypeError, "has_pinned takes an address");
+		return NULL;
+	}
+	address = PyLong_AsUnsignedLongLong(args[0]);
+	if (address == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	return PyBool_FromLong(sfr_engine_has_pinned(((struct sfr_py_engine *)object)->engine,
+						     address));
+}
+
 static PyObject *engine_driver(PyObject *object, PyTypeObject *cls, PyObject *const *args,
 			       Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -184,6 +205,8 @@ static PyMethodDef methods[] = {
 	METHOD("stats", engine_stats, "stats() -> dict of int."),
 	METHOD("use_device", engine_use_device,
 	       "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''."),
+	METHOD("has_pinned", engine_has_pinned,
+	       "has_pinned(address) -> bool: it lies in the pool, where a driver knows it."),
 	METHOD("driver", engine_driver, "driver() -> str: a sentence on CUDA."),
 	{ NULL, NULL, 0, NULL },
 };

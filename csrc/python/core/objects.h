@@ -14,9 +14,18 @@ struct sfr_py_parts {
 	struct sfr_parts *parts;
 };
 
+struct sfr_py_snapshot {
+	PyObject_HEAD
+	struct sfr_snapshot *snapshot;
+	uint32_t nr_sources;
+};
+
 #define SFR_PY_MAX_STREAMS 64
 
-/* Reads a tuple of (device, handle of its current stream). Their number, or -1. See ticket.c. */
+/* Reads a tuple of (device, handle of its current stream). Their number, or -1. */
 int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
+
+/* A new dict; NULL with an exception set. */
+PyObject *sfr_py_report(const struct sfr_report *report);
 
 #endif

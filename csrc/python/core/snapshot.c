@@ -9,12 +9,6 @@
 
 #include <string.h>
 
-struct sfr_py_snapshot {
-	PyObject_HEAD
-	struct sfr_snapshot *snapshot;
-	uint32_t nr_sources;
-};
-
 struct sfr_py_memory {
 	PyObject_HEAD
 	struct sfr_snapshot *snapshot; /* a reference and a view */
@@ -183,12 +177,11 @@ static PyObject *snapshot_start(ARGS)
 		return NULL;
 	if (nr > 0)
 		rc = sfr_snapshot_streams(s, streams, (uint32_t)nr);
-	if (rc == 0) {
-		Py_BEGIN_ALLOW_THREADS
+	Py_BEGIN_ALLOW_THREADS
+	if (rc == 0)
 		rc = sfr_snapshot_start(s);
-		Py_END_ALLOW_THREADS
-	}
 	sfr_snapshot_error(s, &err);
+	Py_END_ALLOW_THREADS
 	if (rc < 0 && err.code == 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
@@ -201,7 +194,7 @@ static PyObject *snapshot_gate(ARGS)
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	uint64_t left = SFR_FOREVER, slice;
 	int64_t torn;
-	int rc, nr;
+	int rc, nr, copied = 0;
 
 	(void)kwnames;
 	if (nargs != 1) {
@@ -216,27 +209,31 @@ static PyObject *snapshot_gate(ARGS)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS
 		rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
+		copied = rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(sfr_snapshot_wait(s, 0, &torn) == 0);
+	return PyBool_FromLong(copied);
 }
 
 /* error() -> a sentence on what a device failed with, or "" */
 static PyObject *snapshot_error(ARGS)
 {
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	struct sfr_err err;
+	int64_t torn;
 
 	(void)cls;
 	UNUSED_ARGS;
-	sfr_snapshot_error(((struct sfr_py_snapshot *)object)->snapshot, &err);
-	if (err.code == 0)
-		return PyUnicode_FromString("");
-	if (err.note[0])
-		return PyUnicode_DecodeUTF8(err.note, (Py_ssize_t)strlen(err.note), "replace");
-	return PyUnicode_FromString(err.code > -1000 ? strerror(-err.code) :
-						       sfr_code_message(err.code));
+	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
+		sfr_snapshot_error(s, &err);
+	} else { /* which waits for the engine's lock */
+		Py_BEGIN_ALLOW_THREADS
+		sfr_snapshot_error(s, &err);
+		Py_END_ALLOW_THREADS
+	}
+	return sfr_py_sentence(&err);
 }
 
 static PyObject *snapshot_offsets(ARGS)
@@ -281,9 +278,13 @@ static PyObject *snapshot_wait(ARGS)
 
 static PyObject *snapshot_hold(ARGS)
 {
-	int rc = sfr_snapshot_hold(((struct sfr_py_snapshot *)object)->snapshot);
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	int rc;
 
 	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_snapshot_hold(s);
+	Py_END_ALLOW_THREADS
 	if (rc < 0 && rc != SFR_ESTATE)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc == 0);
@@ -303,20 +304,27 @@ static PyObject *snapshot_unhold(ARGS)
 
 static PyObject *snapshot_will_return(ARGS)
 {
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	int yes = nargs == 1 ? PyObject_IsTrue(args[0]) : -1;
 
 	(void)cls, (void)kwnames;
 	if (yes < 0)
 		return nargs == 1 ? NULL : PyErr_Format(PyExc_TypeError, "will_return(yes)");
-	sfr_snapshot_will_return(((struct sfr_py_snapshot *)object)->snapshot, yes);
+	Py_BEGIN_ALLOW_THREADS
+	sfr_snapshot_will_return(s, yes);
+	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
 
 static PyObject *snapshot_leased(ARGS)
 {
-	int rc = sfr_snapshot_leased(((struct sfr_py_snapshot *)object)->snapshot);
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	int rc;
 
 	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_snapshot_leased(s);
+	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc);
@@ -377,6 +385,8 @@ int sfr_py_add_snapshot(PyObject *module)
 	struct sfr_py_state *state = sfr_py_state(module);
 
 	if (PyModule_AddIntConstant(module, "SNAPSHOT_SHARED", SFR_SNAPSHOT_SHARED) < 0 ||
+	    PyModule_AddIntConstant(module, "SNAPSHOT_LEAVES", SFR_SNAPSHOT_LEAVES) < 0 ||
+	    PyModule_AddIntConstant(module, "APART", SFR_APART) < 0 ||
 	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0 ||
 	    sfr_py_add_type(module, &memory_spec, &state->memory_type) < 0)
 		return -1;

@@ -2,8 +2,6 @@
 #include "module.h"
 #include "core/objects.h"
 
-#include <string.h>
-
 struct sfr_py_ticket {
 	PyObject_HEAD
 	struct sfr_ticket *ticket;
@@ -105,28 +103,6 @@ static void ticket_dealloc(PyObject *object)
 		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
 
-int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS])
-{
-	Py_ssize_t nr = PyTuple_Size(tuple);
-
-	if (nr < 0)
-		return -1;
-	if (nr > SFR_PY_MAX_STREAMS) {
-		PyErr_SetString(PyExc_ValueError, "too many devices");
-		return -1;
-	}
-	for (Py_ssize_t i = 0; i < nr; i++) {
-		PyObject *pair = PyTuple_GetItem(tuple, i);
-		unsigned int device;
-		unsigned long long handle;
-
-		if (!pair || !PyArg_ParseTuple(pair, "IK", &device, &handle))
-			return -1;
-		streams[i] = (struct sfr_stream){ .handle = handle, .device = device };
-	}
-	return (int)nr;
-}
-
 /* From a laid out save to one in flight. */
 enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
 
@@ -166,6 +142,13 @@ static int submit_on(struct submission *s, uint64_t slice)
 	return sfr_save_launch(s->ticket);
 }
 
+static void abandon(struct sfr_ticket *t)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_save_abandon(t);
+	Py_END_ALLOW_THREADS
+}
+
 static PyObject *ticket_submit(ARGS)
 {
 	struct submission s = { .ticket = ((struct sfr_py_ticket *)object)->ticket };
@@ -180,7 +163,7 @@ static PyObject *ticket_submit(ARGS)
 	do {
 		if (sfr_py_slice(&left, &slice) < 0) {
 			if (s.stage == CAPTURE)
-				sfr_save_abandon(s.ticket);
+				abandon(s.ticket);
 			return NULL;
 		}
 		Py_BEGIN_ALLOW_THREADS
@@ -188,7 +171,7 @@ static PyObject *ticket_submit(ARGS)
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc == SFR_EEXHAUSTED && s.stage == CAPTURE)
-		sfr_save_abandon(s.ticket);
+		abandon(s.ticket);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;
@@ -215,14 +198,18 @@ static PyObject *ticket_wait(ARGS)
 	}
 	if (sfr_py_timeout(nargs > 1 ? args[1] : NULL, &left) < 0)
 		return NULL;
-	/* Mostly it is reached already, and the lock need not be let go of to see that. */
-	rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	while (rc == SFR_EAGAIN && left > 0) {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
-		Py_END_ALLOW_THREADS
+	/* Mostly it is known, and the lock need not be let go of to see that. */
+	if (sfr_save_reached(t, (enum sfr_wait_for)what) || (what == SFR_WAIT_ENDED && left == 0)) {
+		rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
+	} else {
+		do {
+			slice = 0;
+			if (left > 0 && sfr_py_slice(&left, &slice) < 0)
+				return NULL;
+			Py_BEGIN_ALLOW_THREADS
+			rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
+			Py_END_ALLOW_THREADS
+		} while (rc == SFR_EAGAIN && left > 0);
 	}
 	if (rc < 0 && rc != SFR_EAGAIN)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
@@ -236,7 +223,7 @@ static PyObject *ticket_gate(ARGS)
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
 	uint64_t left = SFR_FOREVER, slice;
-	int rc, nr_streams;
+	int rc, nr_streams, copied = 0;
 
 	(void)kwnames;
 	if (nargs != 1) {
@@ -251,11 +238,12 @@ static PyObject *ticket_gate(ARGS)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS
 		rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
+		copied = rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0);
+	return PyBool_FromLong(copied);
 }
 
 static PyObject *ticket_confirm(ARGS)
@@ -272,7 +260,9 @@ static PyObject *ticket_confirm(ARGS)
 	torn = PyLong_AsLongLong(args[0]);
 	if (torn == -1 && PyErr_Occurred())
 		return NULL;
+	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_save_confirm(t, torn);
+	Py_END_ALLOW_THREADS
 	if (rc < 0 && rc != SFR_ESTATE)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc == 0);
@@ -280,9 +270,13 @@ static PyObject *ticket_confirm(ARGS)
 
 static PyObject *ticket_cancel(ARGS)
 {
-	int rc = sfr_save_cancel(((struct sfr_py_ticket *)object)->ticket);
+	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	int rc;
 
 	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_save_cancel(t);
+	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	return PyBool_FromLong(rc);
@@ -321,37 +315,10 @@ static PyObject *ticket_progress(ARGS)
 	return Py_BuildValue("KK", (unsigned long long)written, (unsigned long long)nbytes);
 }
 
-/* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
-static long long since(const struct sfr_report *report, uint64_t then_ns)
-{
-	return then_ns ? (long long)(then_ns - report->created_ns) : -1;
-}
-
-static PyObject *fallbacks(const struct sfr_report *report)
-{
-	PyObject *list = PyList_New(0);
-
-	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]);
-	     i++) {
-		PyObject *text;
-
-		if (!report->fallback[i][0])
-			continue;
-		text = PyUnicode_DecodeUTF8(report->fallback[i],
-					    (Py_ssize_t)strlen(report->fallback[i]), "replace");
-		if (!text || PyList_Append(list, text) < 0)
-			Py_CLEAR(list);
-		Py_XDECREF(text);
-	}
-	return list;
-}
-
 static PyObject *ticket_report(ARGS)
 {
-	static const char *const io_modes[] = { "", "direct", "buffered" };
 	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	struct sfr_report r;
-	PyObject *sentences;
 	int rc;
 
 	UNUSED_ARGS;
@@ -364,23 +331,7 @@ static PyObject *ticket_report(ARGS)
 	}
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	sentences = fallbacks(&r);
-	if (!sentences)
-		return NULL;
-	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
-			     sfr_state_name(r.state), "code", r.err.code, "phase",
-			     sfr_phase_name(r.err.phase), "index", (long long)r.err.index, "note",
-			     r.err.note, "nbytes", (unsigned long long)r.nbytes, "captured_nbytes",
-			     (unsigned long long)r.captured_nbytes, "deferred_nbytes",
-			     (unsigned long long)r.deferred_nbytes, "peak_pool_bytes",
-			     (unsigned long long)r.peak_pool_bytes, "slot_wait_ns",
-			     (unsigned long long)r.slot_wait_ns, "block_wait_ns",
-			     (unsigned long long)r.block_wait_ns, "launched_after_ns",
-			     since(&r, r.launched_ns), "copied_after_ns", since(&r, r.copied_ns),
-			     "staged_after_ns", since(&r, r.staged_ns), "ended_after_ns",
-			     since(&r, r.ended_ns), "io_mode",
-			     io_modes[r.io_mode <= SFR_IO_BUFFERED ? r.io_mode : 0], "over_slots",
-			     PyBool_FromLong((long)r.over_slots), "fallbacks", sentences);
+	return sfr_py_report(&r);
 }
 
 static PyObject *ticket_number(PyObject *object, void *closure)

@@ -24,7 +24,7 @@
  * harmless refusal then (nothing is deferred, nothing is counted); nothing ever waits.
  *
  * read.c reads torch's tensors, walk.c finds what an optimizer owns, table.c holds it, look.c looks
- * at it; here are the type and the marking of a save's storages.
+ * at it, defer.c marks a save's storages; here is the type.
  *
  * Looking costs more than 0.2 ms in an optimizer's first steps: one look after a step is a cache
  * and page-table miss (0.6 to 1 us; 0.2 us warm), and a storage needs four. The budget is the
@@ -194,86 +194,6 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 
 /* ---- deferring ---------------------------------------------------------- */
 
-/* Marks the claims that the optimizer still has over the storages it had; notes that an enrolment
- * is wanted where it has others. */
-static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
-{
-	const struct sfr_py_torch *torch = &sfr_py_torch;
-	struct sfr_py_table *t = &self->table;
-	size_t i, nr_unknown = 0;
-
-	self->epoch++;
-	for (i = 0; i < walk->found.nr; i++) {
-		PyObject *tensor = walk->found.items[i], *storage;
-		struct sfr_py_claim *claim = sfr_py_find_claim(t, tensor);
-		struct sfr_py_watch *watch;
-		uint64_t cdata = 0;
-
-		if (!claim) {
-			nr_unknown++;
-			continue;
-		}
-		if (claim->epoch == self->epoch)
-			continue;
-		claim->epoch = self->epoch;
-		watch = &t->watches[claim->watch];
-		storage = sfr_py_storage_of(tensor);
-		if (storage)
-			(void)sfr_py_read_u64(&torch->cdata, storage, &cdata);
-		PyErr_Clear();
-		Py_XDECREF(storage);
-		if (cdata != watch->cdata) {
-			self->wanted = 1;
-			continue;
-		}
-		if (watch->epoch != self->epoch) {
-			watch->epoch = self->epoch;
-			watch->nr_marked = 0;
-		}
-		watch->nr_marked++;
-	}
-	if (nr_unknown > self->nr_passed_over)
-		self->wanted = 1;
-}
-
-/* Defers one storage of the save: writes its lane and appends to the four lists. 0 or -1. */
-static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
-		     struct sfr_source *row, PyObject *index, PyObject *const lists[4])
-{
-	PyObject *tensor, *version;
-	Py_ssize_t start = PyList_Size(lists[1]);
-	uint64_t count = 0;
-	uint32_t i;
-	int ret = 0;
-
-	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
-		tensor = sfr_py_referent(t->claims[i].ref);
-		if (!tensor)
-			return -1;
-		Py_INCREF(tensor);
-		version = sfr_py_version_of(tensor, &count) ? NULL :
-							      PyLong_FromUnsignedLongLong(count);
-		if (!version || PyList_Append(lists[1], index) || PyList_Append(lists[2], tensor) ||
-		    PyList_Append(lists[3], version))
-			ret = -1;
-		Py_XDECREF(version);
-		Py_DECREF(tensor);
-	}
-	if (!ret && !PyList_Append(lists[0], index)) {
-		row->lane = SFR_LANE_HOST;
-		return 0;
-	}
-	/* What stands in the lists without a lane is only looked at in vain. */
-	for (i = 1; i < 4; i++) {
-		PyObject *type, *value, *trace;
-
-		PyErr_Fetch(&type, &value, &trace);
-		(void)PyList_SetSlice(lists[i], start, PyList_Size(lists[i]), NULL);
-		PyErr_Restore(type, value, trace);
-	}
-	return -1;
-}
-
 PyDoc_STRVAR(observer_defer_doc,
 "defer(param_groups, state, numbers, rows, indices, owners, tensors, versions, /)\n--\n\n"
 "Marks the storages of a save that the optimizer still owns and that were found to change in its\n"
@@ -283,13 +203,8 @@ PyDoc_STRVAR(observer_defer_doc,
 
 static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 {
-	PyObject *groups, *state, *numbers, *rows, *lists[4], *index;
-	struct sfr_py_table *t = &self->table;
-	struct sfr_py_walk walk = { 0 };
-	struct sfr_source *base;
-	size_t nr_rows, number;
-	uint32_t i;
-	int ret = -1;
+	PyObject *groups, *state, *numbers, *rows, *lists[4];
+	int ret;
 
 	if (!PyArg_ParseTuple(args, "OOOOOOOO:defer", &groups, &state, &numbers, &rows, &lists[0],
 			      &lists[1], &lists[2], &lists[3]))
@@ -298,44 +213,12 @@ static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 		PyErr_SetString(PyExc_TypeError, "rows is a bytearray, numbers a dict");
 		return NULL;
 	}
-	if (self->busy || self->forget || !t->nr_watches)
+	if (self->busy || self->forget || !self->table.nr_watches)
 		Py_RETURN_NONE;
 	sfr_py_observer_enter(self);
 	sfr_py_eyes_harvest(self);
-	if (sfr_py_walk(groups, state, &walk))
-		goto out;
-	defer_mark(self, &walk);
-	nr_rows = (size_t)PyByteArray_Size(rows) / sizeof(*base);
-	for (i = 0; i < t->nr_watches; i++) {
-		struct sfr_py_watch *watch = &t->watches[i];
-
-		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
-		    watch->nr_marked != watch->nr_claims)
-			continue;
-		index = PyDict_GetItemWithError(numbers, watch->ident);
-		if (!index && PyErr_Occurred())
-			goto out;
-		if (!index)
-			continue;
-		number = PyLong_AsSize_t(index);
-		if (number == (size_t)-1 || number >= nr_rows)
-			goto out;
-		base = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
-		if (base[number].addr != watch->addr || base[number].nbytes != watch->nbytes) {
-			self->wanted = 1; /* resized, or moved to shared memory */
-			continue;
-		}
-		if (base[number].device != 0 && watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES)
-			continue; /* captured whoever owns it, as small ones of the host are */
-		if (defer_one(t, watch, &base[number], index, lists))
-			goto out;
-	}
-	ret = 0;
-out:
+	ret = sfr_py_observer_defer(self, groups, state, numbers, rows, lists);
 	sfr_py_observer_leave(self);
-	sfr_py_walk_fini(&walk);
-	if (ret && !PyErr_Occurred())
-		PyErr_SetString(PyExc_IndexError, "a storage's number lies beyond the rows");
 	if (ret)
 		return NULL;
 	Py_RETURN_NONE;

@@ -223,6 +223,11 @@ PyObject *sfr_py_eyes_due(struct sfr_py_observer *self);
 int sfr_py_eyes_look(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_eyes_fini(struct sfr_py_observer *self);
 
+/* defer.c; between enter() and leave(). Marks the rows of a save that may be copied behind its call,
+ * and appends to the lists as Observer.defer() says. 0, or -1 with an exception set. */
+int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
+			  PyObject *numbers, PyObject *rows, PyObject *const lists[4]);
+
 /* look.c; all between enter() and leave(). A step has ended: records undecided storages
  * as far as the budget goes; all of them without looking at the budget after an enrolment. */
 void sfr_py_observer_record(struct sfr_py_observer *self);

@@ -18,12 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
+from stillframe._shell.bench_result import Result, show
 
 GOOD, UNUSABLE = 0, 2
 
@@ -36,111 +36,10 @@ _ROUNDS = 5
 _MEMORY_TIMES = 7  # two buffers, state, gradients, pool, what is loaded, and a margin
 _DISK_TIMES = 3
 _TENSOR_NUMEL = 512 << 10
-_SLOW_SHARE = 0.6
-_BUSY_SHARE = 0.1
 
 
 class BenchError(Exception):
     """It cannot be measured here; the text says why."""
-
-
-@dataclass
-class Result:
-    """Medians of one run. Times in seconds, None where there is none; sizes in bytes.
-
-    Attributes:
-        memcpy_s, write_s, read_s: The raw limits; write and read are O_DIRECT where `raw_direct`.
-        call_s, staged_s, durable_s: From the call: when it returned, when every byte was copied,
-            when the file was durable.
-        first_durable_s: The first save, whose pool had to be made.
-        load_s: `stillframe.load` of a file that is not in the page cache.
-        io_mode, fallbacks: Of the last save's report.
-        pool_bytes: The cap of an engine that is given none.
-        others: Share of the machine that other processes took meanwhile.
-    """
-
-    directory: str
-    file_system: str
-    nbytes: int
-    rounds: int
-    raw_direct: bool
-    memcpy_s: float
-    write_s: float
-    read_s: float
-    call_s: float
-    staged_s: float
-    durable_s: float
-    first_durable_s: float
-    load_s: float
-    io_mode: str
-    pool_bytes: int
-    others: float = 0.0
-    fallbacks: list[str] = field(default_factory=list)
-
-    def shares(self) -> dict[str, float]:
-        """How near we come to the raw limit of each: 1 is as fast, 0.5 takes twice as long."""
-        return {
-            "copy": self.memcpy_s / self.staged_s,
-            "save": self.write_s / self.durable_s,
-            "load": self.read_s / self.load_s,
-        }
-
-    def as_json(self) -> dict[str, Any]:
-        return {**vars(self), "shares": self.shares(), "advice": advice(self)}
-
-
-# ---- advice ----------------------------------------------------------------------------------
-
-
-def advice(result: Result) -> list[str]:
-    """Sentences for the user, the gravest first; never empty."""
-    found = []
-    if result.file_system in raw.MEMORY:
-        found.append(
-            f"{result.directory} is on {result.file_system}, which is memory: nothing there"
-            " survives a reboot, and files take memory from the training. Save to a disk."
-        )
-    elif raw.is_network(result.file_system):
-        found.append(
-            f"{result.directory} is on {result.file_system}, a network file system: what a sync"
-            " promises is up to its server, and other machines share its speed. If there is a local"
-            " disk, save there and copy finished files."
-        )
-    if result.io_mode == "buffered" and result.file_system not in raw.MEMORY:
-        reason = result.fallbacks[0] if result.fallbacks else "the file system has no O_DIRECT"
-        found.append(
-            f"Saves go through the page cache ({_as_clause(reason)}): that costs a copy and memory."
-            " A file system with O_DIRECT (ext4, xfs) is faster."
-        )
-    if result.pool_bytes < result.nbytes:
-        found.append(
-            f"The pool ({decimal(result.pool_bytes)}) is smaller than this state"
-            f" ({decimal(result.nbytes)}), so optimizer steps wait for the disk. Give it more with"
-            f" STILLFRAME_POOL_BYTES or stillframe.configure(pool_bytes=...)."
-        )
-    shares = result.shares()
-    if result.others >= _BUSY_SHARE:
-        found.append(
-            f"Other processes took {result.others:.0%} of this machine meanwhile, and every figure"
-            " here suffers from it: measure again when it is quiet."
-        )
-    if shares["save"] < _SLOW_SHARE and not found:
-        found.append(
-            f"A save takes {1 / shares['save']:.1f} times as long as the raw write: something else"
-            " is using the disk or the cores. stillframe.trace shows what the save waits for."
-        )
-    if not found:
-        rate = result.nbytes / result.durable_s
-        found.append(
-            f"Nothing to mend: 10 GB would be durable here {10e9 / rate:.0f} s after the call,"
-            " while training goes on."
-        )
-    return found
-
-
-def _as_clause(sentence: str) -> str:
-    text = sentence.rstrip(". ")
-    return text[:1].lower() + text[1:]
 
 
 # ---- measuring -------------------------------------------------------------------------------
@@ -373,62 +272,7 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
             sys.stderr.flush()
 
 
-# ---- showing ---------------------------------------------------------------------------------
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def show(result: Result) -> None:
-    """The table, and the advice below it, on stdout."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    how = "O_DIRECT" if result.raw_direct else "page cache"
-    shares = result.shares()
-    rows: list[tuple[str, float, str]] = [
-        ("raw memcpy, one thread", result.memcpy_s, ""),
-        ("  save: the call returns after", result.call_s, ""),
-        (
-            "  save: every byte is copied after",
-            result.staged_s,
-            f"{shares['copy']:.0%} of raw memcpy",
-        ),
-        (f"raw write + sync, {how}", result.write_s, ""),
-        (
-            f"  save: durable after ({result.io_mode})",
-            result.durable_s,
-            f"{shares['save']:.0%} of raw write",
-        ),
-        ("  the first save, pool cold: durable after", result.first_durable_s, ""),
-        (f"raw read, {how}", result.read_s, ""),
-        ("  load", result.load_s, f"{shares['load']:.0%} of raw read"),
-    ]
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(100, len(result.directory) + 80))
-    rounds = "one round" if result.rounds == 1 else f"medians of {result.rounds} rounds"
-    head = Text(
-        f"{decimal(result.nbytes)} in {result.directory} ({result.file_system}), {rounds};"
-        f" pool of at most {decimal(result.pool_bytes)}"
-    )
-    console.print(head, soft_wrap=not console.is_terminal)
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "time", "rate", "share"):
-        justify: Literal["left", "right"] = "left" if column in ("", "share") else "right"
-        table.add_column(column, justify=justify, overflow="fold")
-    for name, seconds, share in rows:
-        rate = (
-            ""
-            if name.endswith("the call returns after")
-            else f"{decimal(result.nbytes / seconds)}/s"
-        )
-        table.add_row(Text(name), _time(seconds), rate, share)
-    console.print(table)
-    for sentence in advice(result):
-        console.print(Text(sentence), soft_wrap=not console.is_terminal)
+# ---- the command ---------------------------------------------------------------------------
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,11 +1,18 @@
-"""The copy under one snapshot: what is read while it goes on, and what the detectors say of it."""
+"""The copy under a snapshot: what it reads, when it has ended, and whether what it read was whole.
+
+    started -> copying -> ended -> settled: the verdict of the two detectors, given once
+
+Whoever needs the verdict first gives it: an optimizer's step, `Snapshot.wait()`, the completion
+thread, a fork, or the end of the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,7 +28,7 @@ log = logging.getLogger("stillframe")
 
 
 class Owner(Protocol):
-    """Who has the tree over it."""
+    """The Snapshot of a copy."""
 
     def _names(self, index: int) -> list[str]: ...
 
@@ -30,21 +37,47 @@ class Copy:
     """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
     has ended, whatever becomes of the Snapshot."""
 
-    def __init__(self, core: _core.Snapshot, tree: Tree, deferral: Deferral) -> None:
+    def __init__(
+        self, core: _core.Snapshot, tree: Tree, deferral: Deferral, *, shared: bool
+    ) -> None:
         self.core = core
         self.sources = tree.storages  # the lane reads them
         self.deferral: Deferral | None = deferral
         self.devices = tree.devices
-        self.shared = False
+        self.shared = shared
         self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
         self.gate_wait_s = 0.0
-        self.owner: weakref.ref[Owner] | None = None
+        self.owner: Callable[[], Owner | None] | None = None
         self._told: list[Callable[[], object]] = []  # once it is settled
         self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Copies what has to be copied now, and has the lane and the devices copy the rest."""
+        deferral = self.deferral
+        assert deferral is not None
+        later = bool(deferral.indices or self.devices)
+        if later:
+            completion.completion.start()
+            completion.copying[self.core.number] = self
+        try:
+            self.core.start(_device.streams(self.devices))
+        except BaseException:
+            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
+            if self.core.wait(0)[0]:
+                completion.copying.pop(self.core.number, None)
+            raise
+        if deferral.indices:
+            gate.track(self, deferral)
+            if self.is_settled():  # by the completion thread, before this line
+                gate.untrack(self)
+        else:
+            deferral.close()
+            if not later:
+                self.settle()
 
     def gate(self) -> bool:
         """Returns when no host memory of the tree is read any more and the calling thread's
@@ -53,15 +86,15 @@ class Copy:
         with inside():
             if self.devices:
                 copied = self.core.gate(_device.streams(self.devices))
-                self.gate_wait_s += time.perf_counter() - entered
-                if not copied:
-                    self._look()
-                    return False
             else:
+                copied = True
                 self.core.wait(None)
-                self.gate_wait_s += time.perf_counter() - entered
-            self.settle()
-        return True
+            self.gate_wait_s += time.perf_counter() - entered
+            if copied:
+                self.settle()
+            else:
+                self._look()
+        return copied
 
     def _look(self) -> None:
         """Asks for versions now: a step that waits on the device changes them before the end."""
@@ -132,6 +165,25 @@ class Copy:
             log.error("stillframe: a snapshot that is in use is damaged: %s", self.error)
 
 
-def copies() -> list[Copy]:
-    """Those that have not ended."""
+# ---- forks and the end of the process ----
+
+
+def _copies() -> list[Copy]:
     return [copy for copy in list(completion.copying.values()) if isinstance(copy, Copy)]
+
+
+def _before_fork() -> None:
+    """A child gets shared memory as it is at the fork, so it has to be complete."""
+    for copy in _copies():
+        if copy.shared:
+            copy.core.wait(None)
+
+
+def _finish_at_exit() -> None:
+    """The lane reads tensors that the interpreter is about to free."""
+    for copy in _copies():
+        copy.finish()
+
+
+atexit.register(_finish_at_exit)
+os.register_at_fork(before=_before_fork)

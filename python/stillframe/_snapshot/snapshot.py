@@ -17,10 +17,8 @@ tensors. Trees with tensors that check what they are made from (sparse ones) wai
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -29,7 +27,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from stillframe import _core
-from stillframe._base import device as _device
 from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
@@ -38,14 +35,10 @@ from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, core_of, note_use, usage
-from stillframe._snapshot.copy import Copy, copies
+from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
-from stillframe.errors import (
-    ForkError,
-    PoolExhaustedError,
-    StillframeError,
-)
+from stillframe.errors import ForkError, PoolExhaustedError, StillframeError
 
 log = logging.getLogger("stillframe")
 
@@ -307,51 +300,17 @@ def _take(
     engine_core = core_of(engine)
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
-    for node in source.left_whole:
-        if id(node) not in objects and isinstance(node, torch.nn.Module):
-            log.warning(
-                "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
-                " state_dict()",
-                type(node).__name__,
-            )
+    _warn_of_modules(source, objects)
     # At exit nobody would come to give the verdict.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
         core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
-        try:
-            memory = core.lease(_most_s() if wait else 0.0)
-        except PoolExhaustedError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # a signal handler's, whose snapshot did not fit
-            raise PoolExhaustedError(
-                f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-                f" {usage(engine)}"
-            ) from None
-        note_use(engine)
-        copy = Copy(core, source, deferral)
-        copy.shared = shared
-        later = bool(deferral.indices or source.devices)
-        if later:
-            completion.completion.start()
-            completion.copying[core.number] = copy
-        try:
-            core.start(_device.streams(source.devices))
-        except BaseException:
-            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
-            if core.wait(0)[0]:
-                completion.copying.pop(core.number, None)
-            raise
+        memory = _lease(core, source, engine, _most_s() if wait else 0.0)
+        copy = Copy(core, source, deferral, shared=shared)
+        copy.start()
     except BaseException:
         deferral.close()
         raise
-    if deferral.indices:
-        gate.track(copy, deferral)
-        if copy.is_settled():  # by the completion thread, before this line
-            gate.untrack(copy)
-    else:
-        deferral.close()
-        if not later:
-            copy.settle()
     # What failed in the call is raised by it. Making the tree may look at the bytes.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
@@ -377,21 +336,26 @@ def _take(
     return taken
 
 
-# ---- forks and the end of the process ----
+def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
+    for node in source.left_whole:
+        if id(node) not in objects and isinstance(node, torch.nn.Module):
+            log.warning(
+                "stillframe: a %s is left as it is in a snapshot, with its live tensors: give its"
+                " state_dict()",
+                type(node).__name__,
+            )
 
 
-def _before_fork() -> None:
-    """A child gets shared memory as it is at the fork, so it has to be complete."""
-    for copy in copies():
-        if copy.shared:
-            copy.core.wait(None)
-
-
-def _finish_at_exit() -> None:
-    """The lane reads tensors that the interpreter is about to free."""
-    for copy in copies():
-        copy.finish()
-
-
-atexit.register(_finish_at_exit)
-os.register_at_fork(before=_before_fork)
+def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
+    """Memory of the pool for the copies: the object that the new tensors refer to."""
+    try:
+        memory = core.lease(most_s)
+    except PoolExhaustedError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # a signal handler's, whose snapshot did not fit
+        raise PoolExhaustedError(
+            f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
+            f" {usage(engine)}"
+        ) from None
+    note_use(engine)
+    return memory

@@ -101,8 +101,10 @@ EXPORT CUresult cuMemHostRegister_v2(void *mem, size_t len, unsigned int flags)
 			     fake__random() % (REGISTER_NS_MAX - REGISTER_NS_MIN)) *
 				    len >>
 			    30);
-		((volatile char *)mem)[0] = 0; /* pages that nobody may write are refused */
-		((volatile char *)mem)[len - 1] = 0;
+		volatile char *first = mem, *last = first + len - 1;
+
+		*first = *first; /* pages that nobody may write are refused; what is there stays */
+		*last = *last;
 		add_registration(mem, len, false);
 	}
 	END
@@ -152,6 +154,14 @@ EXPORT CUresult cuMemFreeHost(void *mem)
 
 /* ---- copies ----------------------------------------------------------------------- */
 
+/* What a copy is to write is rubbish until an event behind it completes: the host's memory from the
+ * call on, a device's from the copy's turn on, since earlier work on streams may use it till then. */
+void fake__spoil(const struct op *op)
+{
+	for (size_t i = 0; i < op->nr; i++)
+		memset(op->dst + i * op->dst_pitch, RUBBISH, op->len);
+}
+
 /* Queues the copy of op->nr rows; its host's end is what it writes to, or reads from. */
 static int queue_copy(struct op op, CUstream stream, const char *call)
 {
@@ -183,8 +193,8 @@ static int queue_copy(struct op op, CUstream stream, const char *call)
 	if (!stream->knows_caller)
 		fake__violated("a copy on a stream that has waited for nothing of its caller");
 	op.pageable = !pinned;
-	for (size_t i = 0; i < op.nr; i++)
-		memset(op.dst + i * op.dst_pitch, RUBBISH, op.len);
+	if (!op.to_device)
+		fake__spoil(&op);
 	fake__queue_op(stream, &op, call);
 	if (!pinned) {
 		/* The driver copies through memory of its own, and the caller waits. */
@@ -211,6 +221,26 @@ static int copy_span(void *dst, CUdeviceptr src, size_t len, CUstream stream, co
 	return copy((struct op){ .dst = dst, .len = len, .nr = 1 }, src, stream, call);
 }
 
+static int copy_to_device(CUdeviceptr dst, const void *src, size_t len, CUstream stream,
+			  const char *call)
+{
+	return queue_copy((struct op){ .dst = (char *)(uintptr_t)fake__memory_of(dst), /* NOLINT */
+				       .src = src,
+				       .len = len,
+				       .nr = 1,
+				       .to_device = true },
+			  stream, call);
+}
+
+/* A copy of a batch goes the way that its addresses say. */
+static int copy_any(CUdeviceptr dst, CUdeviceptr src, size_t len, CUstream stream, const char *call)
+{
+	if (dst & FAKE_CUDA_DEVICE)
+		return copy_to_device(dst, (const void *)(uintptr_t)src, len, stream, /* NOLINT */
+				      call);
+	return copy_span((void *)(uintptr_t)dst, src, len, stream, call); /* NOLINT */
+}
+
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUstream stream);
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUstream stream)
 {
@@ -223,12 +253,9 @@ EXPORT CUresult cuMemcpyDtoHAsync_v2(void *dst, CUdeviceptr src, size_t len, CUs
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t len, CUstream stream);
 EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dst, const void *src, size_t len, CUstream stream)
 {
-	struct op op = { .src = src, .len = len, .nr = 1, .to_device = true };
-
 	BEGIN("cuMemcpyHtoDAsync_v2", true)
-	op.dst = (char *)(uintptr_t)fake__memory_of(dst); /* NOLINT */
 	if (!code)
-		code = queue_copy(op, stream, "cuMemcpyHtoDAsync");
+		code = copy_to_device(dst, src, len, stream, "cuMemcpyHtoDAsync");
 	END
 }
 
@@ -273,9 +300,9 @@ static bool any_overlap(struct place *places, size_t nr)
 }
 
 /* Whether memory of the device consists of segments, and this of more than one. */
-static bool crosses(CUdeviceptr src, size_t len)
+static bool crosses(CUdeviceptr ptr, size_t len)
 {
-	return fk.segment && src / fk.segment != (src + len - 1) / fk.segment;
+	return fk.segment && ptr / fk.segment != (ptr + len - 1) / fk.segment;
 }
 
 /* What a batch as a whole is refused for: its copies go in any order, and together. */
@@ -294,7 +321,7 @@ static int check_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const s
 			fake__violated("a batch with an empty copy");
 			code = CUDA_ERROR_INVALID_VALUE;
 		}
-		if (crosses(srcs[i], lens[i]))
+		if (crosses(dsts[i] & FAKE_CUDA_DEVICE ? dsts[i] : srcs[i], lens[i]))
 			code = CUDA_ERROR_INVALID_VALUE;
 	}
 	if (any_overlap(places, nr)) {
@@ -317,8 +344,7 @@ static int batch(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 		fake__violated("a batch that may read before its turn");
 	code = check_batch(dsts, srcs, lens, nr);
 	for (size_t i = 0; i < nr && !code; i++)
-		code = copy_span((void *)(uintptr_t)dsts[i], srcs[i], lens[i], stream, /* NOLINT */
-				 "cuMemcpyBatchAsync");
+		code = copy_any(dsts[i], srcs[i], lens[i], stream, "cuMemcpyBatchAsync");
 	return code;
 }
 

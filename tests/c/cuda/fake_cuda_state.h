@@ -145,6 +145,7 @@ void fake__queue_op(struct CUstream_st *stream, const struct op *op, const char 
 void fake__wake_all(void);
 bool fake__usable_stream(CUstream stream, const char *call);
 struct registration *fake__registration_of(const char *mem, size_t len, bool *straddles);
+void fake__spoil(const struct op *op);
 bool fake__in_use(const char *mem, size_t len);
 
 #pragma GCC visibility pop

@@ -67,6 +67,8 @@ static void run(struct CUstream_st *stream, struct op *op)
 	switch (op->kind) {
 	case COPY:
 		fake__spend(COPY_NS);
+		if (op->to_device)
+			fake__spoil(op);
 		op->next = NULL;
 		*stream->queued_end = op;
 		stream->queued_end = &op->next;

@@ -1,4 +1,6 @@
 /* supply.c: memory is made before saves need it, by whoever has nothing better to do. */
+#include <sys/prctl.h>
+
 #include "pool_helpers.h"
 #include "saving.h"
 
@@ -315,6 +317,59 @@ static void from_the_second_save_on_no_memory_is_made(void)
 	saving_rmdir(dir);
 }
 
+/* As a niced thread is on a machine that has other work. */
+static void slow_lane(void)
+{
+	char name[16] = "";
+
+	(void)prctl(PR_GET_NAME, name);
+	(void)usleep(strcmp(name, "sfr-lane0") == 0 ? 100000 : 2000);
+}
+
+static void the_next_save_finds_memory_though_idle_threads_get_nowhere(void)
+{
+	const char *dir = saving_dir();
+
+	for (uint32_t lane = 0; lane < 2; lane++) {
+		struct sfr_engine *engine = engine_of(256 * MIB);
+		uint64_t whole = STATE_LEN + lane * STATE_BLOCK;
+
+		during_populate = slow_lane;
+		save_state(engine, dir, lane);
+		CHECK(committed(engine) >= whole);
+		during_populate = NULL;
+		sfr_engine_put(engine);
+	}
+	saving_rmdir(dir);
+}
+
+static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
+
+	sfr__pool_join(pool, 5);
+	sfr__pool_keep_pace(pool, 5, 5, always, NULL);
+	CHECK_EQ(stats(pool).committed_bytes, 0);
+	sfr__pool_keep_pace(pool, 4, 5, always, NULL);
+	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
+	sfr__pool_keep_pace(pool, 4, 5, always, NULL);
+	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
+	sfr__pool_keep_pace(pool, 0, 5, never, NULL);
+	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
+	sfr__pool_leave(pool, 5);
+	sfr__pool_free(pool);
+}
+
+static void the_last_block_of_a_save_waits_for_the_one_that_is_being_made(void)
+{
+	pthread_t thread;
+
+	begin_to_supply(&thread, 80 * MIB);
+	sfr__pool_keep_pace(shared_pool, 0, 1, always, NULL);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 8 * MIB);
+	end_supply(thread);
+}
+
 static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
 {
 	const char *dir = saving_dir();
@@ -354,6 +409,9 @@ int main(void)
 	RUN(a_trim_takes_what_is_being_made_and_none_is_made_until_the_next_save);
 	RUN(a_system_without_memory_is_not_asked_again_before_the_next_save);
 	RUN(from_the_second_save_on_no_memory_is_made);
+	RUN(the_next_save_finds_memory_though_idle_threads_get_nowhere);
+	RUN(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make);
+	RUN(the_last_block_of_a_save_waits_for_the_one_that_is_being_made);
 	RUN(close_and_fork_do_not_mind_that_memory_is_being_made);
 	return check_done();
 }

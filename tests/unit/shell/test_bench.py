@@ -17,11 +17,11 @@ import pytest
 import stillframe
 from _stillframe_command import main as command
 from fix_checkpoints import open_descriptors, unprivileged
-from stillframe._shell import bench, bench_raw, cli
+from stillframe._shell import bench, bench_raw, bench_result, cli
 from stillframe.testing import fault, slow
 
 MIB = 1 << 20
-GOOD = bench.Result(
+GOOD = bench_result.Result(
     directory="/ckpt",
     file_system="ext4",
     nbytes=100 * MIB,
@@ -61,7 +61,10 @@ def test_json_has_every_figure_the_shares_and_advice(disk_path: Path, capsys):
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert output.err == ""
-    assert set(found) == {f.name for f in dataclasses.fields(bench.Result)} | {"shares", "advice"}
+    assert set(found) == {f.name for f in dataclasses.fields(bench_result.Result)} | {
+        "shares",
+        "advice",
+    }
     assert found["nbytes"] == 2 * MIB
     assert 1 <= found["rounds"] <= 5
     for name, value in found.items():
@@ -116,14 +119,14 @@ def test_the_state_is_deferred_so_that_the_call_is_the_one_of_a_training(disk_pa
     ],
 )
 def test_advice_names_what_is_in_the_way(change, words):
-    found = bench.advice(dataclasses.replace(GOOD, **change))
+    found = bench_result.advice(dataclasses.replace(GOOD, **change))
     assert len(found) == 1
     for word in words:
         assert word in found[0]
 
 
 def test_several_things_in_the_way_are_all_named():
-    found = bench.advice(
+    found = bench_result.advice(
         dataclasses.replace(GOOD, file_system="nfs", io_mode="buffered", pool_bytes=MIB)
     )
     assert len(found) == 3

@@ -1,0 +1,116 @@
+"""The training of `lightning_fit.py`, in the process that runs it."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from machine import reset_peak_rss, status_bytes
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+SKIPPED = 3  # as in lightning_fit.py: Lightning makes caches in them
+LAYERS = 8
+
+
+class Model(LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(LAYERS):
+            layers += [nn.Linear(width, width, bias=False), nn.ReLU()]
+        self.net = nn.Sequential(*layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __init__(self, width: int, batch: int, steps: int) -> None:
+        self.rows = torch.randn(batch, width)
+        self.length = batch * steps
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index % len(self.rows)]
+
+
+class Times(Callback):
+    """When each step began, and when the last one had ended."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.at.append(time.perf_counter())
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.at.append(time.perf_counter())
+
+
+class Training:
+    """Fits of one way; the model and its optimizer's state take `nbytes`."""
+
+    def __init__(self, way: str, nbytes: int, directory: Path) -> None:
+        self.way = way
+        # Weights, and two tensors of AdamW's for each.
+        self.width = int((nbytes / 4 / 3 / LAYERS) ** 0.5)
+        self.directory = directory
+
+    def _plugin(self) -> Any:
+        if self.way == "stillframe":
+            from stillframe.lightning import AsyncCheckpointIO as Ours
+
+            return Ours()
+        return AsyncCheckpointIO() if self.way == "lightning" else TorchCheckpointIO()
+
+    def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
+        """One, with a checkpoint every so many steps (0: none)."""
+        torch.manual_seed(1)
+        times = Times()
+        callbacks: list[Any] = [times]
+        target = self.directory / self.way
+        if every and self.way != "none":
+            callbacks.append(
+                ModelCheckpoint(target, filename="{step}", every_n_train_steps=every, save_top_k=1)
+            )
+        run = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=len(callbacks) > 1,
+            default_root_dir=self.directory,
+            plugins=[self._plugin()],
+            callbacks=callbacks,
+        )
+        model = Model(self.width)
+        loader = DataLoader(Rows(self.width, batch, steps), batch_size=batch)
+        gc.collect()
+        reset_peak_rss()
+        run.fit(model, loader)
+        ended = time.perf_counter()
+        shutil.rmtree(target, ignore_errors=True)
+        gaps = [after - before for before, after in zip(times.at, times.at[1:], strict=False)]
+        counted = gaps[SKIPPED:]
+        return {
+            "steps_per_s": len(counted) / sum(counted),
+            "step_s": statistics.median(counted),
+            "longest_s": max(counted),
+            "end_s": ended - times.at[-1],
+            "peak_rss": float(status_bytes("VmHWM")),
+        }

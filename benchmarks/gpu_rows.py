@@ -1,0 +1,129 @@
+"""The table of `gpu.py`: a row a way or a part, and the goals beside what was reached."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from common import Series, format_seconds, format_size
+from gpu_ways import OURS
+
+Rows = list[list[str] | None]  # None draws a line
+
+
+def verdict(good: bool, what: str) -> str:
+    return f"{what}: {'met' if good else 'MISSED'}"
+
+
+def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
+    rows: Rows = [[f"saves, {size} state"] + [""] * 8]
+    for name, result in ways.items():
+        if isinstance(result, str):
+            rows.append([f"  {name}", "failed", result[:60], "", "", "", "", "", ""])
+            continue
+        warm = result["rounds"]
+        blocked = Series.of([each["call_s"] + each["gate_s"] for each in warm]).median
+        base = Series.of(result["base_step_s"]).median
+        # The mean: what one step waits for another has no share in.
+        step = Series.of([statistics.fmean(each["step_s"]) for each in warm]).median
+        item, idle = Series.of(result["item_s"]), Series.of(result["item_idle_s"])
+        staged = [each["report"].get("staged_after_s") for each in warm]
+        speed = result["nbytes"] / min(s for s in staged if s) / 1e9 if staged[0] else 0.0
+        plain = result["nbytes"] / result["plain_copy_s"] / 1e9
+        end = Series.of([each["end_s"] for each in warm]).median
+        rows.append(
+            [
+                f"  {name}",
+                format_seconds(blocked),
+                format_size(max(each["allocated"] for each in warm)),
+                format_size(max(each["reserved"] for each in warm)),
+                f"{step / base:.3f} x",
+                f"{speed:.1f} of {plain:.1f}" if speed else f"- of {plain:.1f}",
+                f"+{(max(item.values) - idle.median) * 1e3:.2f} ms",
+                format_seconds(end) + ("" if result["durable"] else ", not synced"),
+                format_size(max(each["rss"] for each in warm)),
+            ]
+        )
+        if name == OURS:
+            rows.append(goal_row(result, blocked, step / base, speed / plain, end))
+    return rows
+
+
+def goal_row(
+    result: dict[str, Any], blocked: float, step: float, copy: float, end: float
+) -> list[str]:
+    """The goals beside what was reached."""
+    warm = result["rounds"]
+    allowed = 2e-6 * warm[0]["report"]["num_tensors"] + 2e-3
+    most = max(max(each["allocated"], each["reserved"]) for each in warm)
+    extra = max(result["item_s"]) - Series.of(result["item_idle_s"]).median
+    raw = result["raw_disk_s"]
+    return [
+        "    goals",
+        verdict(blocked <= allowed, f"<= {allowed * 1e3:.1f} ms"),
+        verdict(most == 0, "0 B"),
+        "",
+        verdict(step <= 1.02, "<= 1.02 x"),
+        verdict(copy >= 0.95, ">= 95 %"),
+        verdict(extra <= 1e-3, "<= +1 ms"),
+        verdict(end <= 1.2 * raw, f"<= 1.2 x {raw:.2f} s") if raw == raw else "no O_DIRECT here",
+        "",
+    ]
+
+
+def other_rows(name: str, size: str, result: Any) -> Rows:
+    blank = [""] * 8
+    head: Rows = [[f"{name}, {size} state", *blank]]
+    if isinstance(result, str):
+        return [*head, [f"  failed: {result}", *blank[:-1], " "]]
+    return head + ROWS[name](result, blank)
+
+
+def sweep_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    plain = result["nbytes"] / result["plain_copy_s"] / 1e9
+    idle = result["idle_item_s"]["median"]
+    return [
+        [
+            f"  {point['piece_mib']} MiB x {point['in_flight']}",
+            *blank[:4],
+            f"{point['bytes_per_s'] / 1e9:.1f} of {plain:.1f}",
+            f"+{(max(point['item_s']) - idle) * 1e3:.2f} ms",
+            *blank[:2],
+        ]
+        for point in result["points"]
+    ]
+
+
+def pinning_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    speed, torchs = (result["nbytes"] / result[key] / 1e9 for key in ("warm_up_s", "torch_pin_s"))
+    blocked = format_seconds(result["cold_call_s"] + result["cold_gate_s"])
+    durable = format_seconds(result["cold_durable_s"])
+    return [
+        ["  warm_up (torch's pin_memory)", *blank[:4], f"{speed:.1f} ({torchs:.1f})", *blank[:3]],
+        ["  cold first save", blocked, *blank[:5], durable, ""],
+        *([f"  {sentence}", *blank[:-1], " "] for sentence in result["fallbacks"]),
+    ]
+
+
+def ahead_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    alone, saving = result["alone"], result["saving"]
+    ratio = saving["device_s"] / alone["device_s"]
+    blocked = max(a + b for a, b in zip(saving["call_s"], saving["gate_s"], strict=True))
+    deferred = f"  {min(saving['deferred']):.0%} deferred at least"
+    return [[deferred, format_seconds(blocked), *blank[:2], f"{ratio:.3f} x", *blank[:4]]]
+
+
+def profile_rows(result: dict[str, Any], blank: list[str]) -> Rows:
+    share = result["under_kernels"]
+    seen = "none seen" if share is None else f"{share:.0%} of their time under kernels"
+    verdict_text = verdict(not result["synchronises"], "no synchronise")
+    return [[f"  {result['nr_copies']} copies, {seen}", *blank[:-1], verdict_text]]
+
+
+ROWS: dict[str, Callable[[dict[str, Any], list[str]], Rows]] = {
+    "sweep": sweep_rows,
+    "pinning": pinning_rows,
+    "ahead": ahead_rows,
+    "profile": profile_rows,
+}

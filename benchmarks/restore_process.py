@@ -1,0 +1,187 @@
+"""The processes in which `restore.py` measures: all imported, they answer requests."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import BenchError, Spec
+
+TORCH, MMAP, OURS = "torch.load", "torch.load(mmap=True)", "stillframe.load"
+DCP, SAFETENSORS = "DCP load", "safetensors"
+HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+WAYS = (TORCH, MMAP, DCP, *((SAFETENSORS,) if HAS_SAFETENSORS else ()), OURS)
+MEMCPY_BYTES = 256 << 20  # far more than the caches hold
+
+
+class Load(NamedTuple):
+    """One load: seconds until every byte was used and of the processor; bytes at its peak."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_nbytes: float
+
+
+def resident_nbytes(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise BenchError(f"this system does not tell {name}")
+
+
+# ---- in the process -----------------------------------------------------------------------------
+
+
+def make(path: str, spec: Spec) -> float:
+    """The files: torch's, DCP's and safetensors' of the same tensors, synced."""
+    import states
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    state = states.make(spec)
+    state.step(8)  # so that the optimizer has its moments
+    with open(path, "wb") as file:
+        torch.save(state.tree(), file)
+        os.fsync(file.fileno())
+    flat = {str(number): each for number, each in enumerate(states.tensors_of(state.tree()))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        dcp.save(flat, checkpoint_id=f"{path}.dcp", no_dist=True)
+    if HAS_SAFETENSORS:
+        _safetensors().save_file(flat, f"{path}.safetensors")
+    os.sync()
+    return 0.0
+
+
+def load(path: str, way: str) -> Load:
+    """One load, every byte used; the peak begins before it."""
+    import states
+
+    gc.collect()
+    read = _calls()[way]
+    before = resident_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    start, cpu = time.perf_counter(), time.process_time()
+    tensors = states.tensors_of(read(path))
+    for each in tensors:
+        each.sum()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    if not tensors:
+        raise BenchError(f"{way} found no tensors")
+    return Load(seconds, cpu, resident_nbytes("VmHWM") - before)
+
+
+def verify(path: str) -> float:
+    from stillframe._shell import cli
+
+    start = time.perf_counter()
+    finding = cli.verify_file(path)
+    seconds = time.perf_counter() - start
+    if not finding.ok:
+        raise BenchError(f"{path}: {finding.error}")
+    return seconds
+
+
+def memcpy(path: str) -> float:
+    """Of as many bytes as the file has."""
+    import torch
+
+    left = nbytes = os.stat(path).st_size
+    chunk = min(nbytes, MEMCPY_BYTES)
+    source, target = (torch.full((chunk,), fill, dtype=torch.uint8) for fill in (1, 0))
+    start = time.perf_counter()
+    while left > 0:
+        target[:left].copy_(source[:left])
+        left -= chunk
+    return time.perf_counter() - start
+
+
+def _safetensors() -> Any:
+    return importlib.import_module("safetensors.torch")
+
+
+def _read_dcp(path: str) -> Any:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    shapes = dcp.FileSystemReader(f"{path}.dcp").read_metadata().state_dict_metadata
+    tree = {
+        name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in shapes.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tree, checkpoint_id=f"{path}.dcp", no_dist=True)
+    return tree
+
+
+def _calls() -> dict[str, Callable[[str], Any]]:
+    import stillframe
+    import torch
+
+    return {
+        TORCH: torch.load,
+        MMAP: lambda path: torch.load(path, mmap=True),
+        DCP: _read_dcp,
+        SAFETENSORS: lambda path: _safetensors().load_file(f"{path}.safetensors"),
+        OURS: stillframe.load,
+    }
+
+
+def _serve(connection: Any) -> None:
+    """Answers each request (a function's name and its arguments) until there is no more."""
+    import torch
+    from stillframe._shell import cli  # noqa: F401  (the first call is not to pay for the import)
+    from torch.distributed import checkpoint  # noqa: F401
+
+    requests: dict[str, Callable[..., Any]] = {
+        each.__name__: each for each in (make, load, verify, memcpy)
+    }
+    torch.set_num_threads(2)
+    while (request := connection.recv()) is not None:
+        try:
+            connection.send(requests[request[0]](*request[1:]))
+        except Exception as error:
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+# ---- in the parent ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def worker() -> Iterator[Callable[..., Any]]:
+    """A fresh process that has imported everything; call it with a request."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+
+    def ask(*request: Any) -> Any:
+        try:
+            ours.send(request)
+            answer = ours.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise BenchError("a measured process ended") from error
+        if isinstance(answer, str):
+            raise BenchError(f"a measured process failed: {answer}")
+        return answer
+
+    try:
+        yield ask
+        with contextlib.suppress(BrokenPipeError):
+            ours.send(None)
+    finally:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+        ours.close()

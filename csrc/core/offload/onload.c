@@ -1,0 +1,408 @@
+/* Bytes that come from host memory to a device while the device computes.
+ *
+ *     caller's stream   memory is free E │  layer l          waits D │ layer l-1
+ *     lane inward                waits E │  copies of layer l-1    D │
+ *
+ * E is recorded on the caller's stream before anything is queued: the destinations may be memory that
+ * work on that stream is not through with, as an allocator that goes by streams gives it out. D is
+ * recorded behind the copies, and whoever wants the bytes has a stream of theirs wait for it. In
+ * between, the lane's stream waits for a third event where the sources are still on their way from
+ * the device (a snapshot's): so what has just left can come back with no wait of the host's.
+ *
+ * The copies are those of one group, and are queued in one go: what lies next to each other on both
+ * sides is one copy, and a copy is cut where registrations of the pool meet, since a driver refuses
+ * one over the edge.
+ *
+ *     QUEUED ──the piece behind the copies has landed──▶ LANDED
+ *
+ * The memory of the snapshot is held from the start to the landing, which the lane's thread sees. Its
+ * references are the caller's and dropped by the caller alone: a thread of the engine never drops the
+ * last one of an engine. So an onload that is let go early is waited for.
+ */
+#include <errno.h>
+#include <stddef.h>
+
+#include "memory/pin.h"
+#include "offload/offload.h"
+#include "snapshot/snapshot.h"
+
+struct sfr_onload {
+	struct sfr__cuda_landing landing; /* first: the lane knows the onload by it */
+	struct sfr_engine *engine;        /* a reference; constant, as the next three */
+	uint64_t fork_generation;
+	struct sfr__cuda_lane *lane; /* NULL: nothing was queued, the device failed before */
+	struct sfr_snapshot *from;   /* a reference, and a hold until it has landed; NULL: none */
+
+	bool flew;              /* something was queued; constant after the start, as the next */
+	struct sfr_err refused; /* what the start failed with */
+
+	atomic_bool landed;
+	struct sfr_err err; /* what came of the copies; constant once they have landed */
+
+	pthread_cond_t cv;              /* guarded by lane->mu, as the next; it has landed */
+	struct sfr__cuda_staged staged; /* D */
+};
+
+/* Copies that are made in few calls. */
+struct batch {
+	CUdeviceptr *dst, *src;
+	size_t *len, nr, room;
+};
+
+static bool has_landed(const struct sfr_onload *onload)
+{
+	return atomic_load_explicit(&onload->landed, memory_order_acquire);
+}
+
+static bool foreign(const struct sfr_onload *onload)
+{
+	return onload->fork_generation != sfr_fork_generation();
+}
+
+/* ---- which copies ----------------------------------------------------------------- */
+
+static void batch_free(struct batch *batch)
+{
+	sfr_sys.free(batch->dst);
+	sfr_sys.free(batch->src);
+	sfr_sys.free(batch->len);
+}
+
+static int batch_new(struct batch *batch, size_t room)
+{
+	*batch = (struct batch){ .dst = sfr_sys.malloc(room * sizeof(*batch->dst)),
+				 .src = sfr_sys.malloc(room * sizeof(*batch->src)),
+				 .len = sfr_sys.malloc(room * sizeof(*batch->len)),
+				 .room = room };
+	return batch->dst && batch->src && batch->len ? 0 : -ENOMEM;
+}
+
+static void batch_add(struct batch *batch, uint64_t dst, uint64_t src, uint64_t len)
+{
+	batch->dst[batch->nr] = dst;
+	batch->src[batch->nr] = src;
+	batch->len[batch->nr++] = len;
+}
+
+/* Whether the memory begins in the engine's pool. */
+static bool in_pool(const struct sfr_engine *engine, uint64_t addr)
+{
+	return sfr__pool_has(engine->pool, (const char *)(uintptr_t)addr);
+}
+
+/* How many of the copy's first bytes one copy of a driver's may have; whether they are pinned. What
+ * is not in the pool is pinned: the caller has seen to that. */
+static uint64_t span(const struct sfr_engine *engine, uint64_t src, uint64_t nbytes, bool *pinned)
+{
+	*pinned = true;
+	if (!in_pool(engine, src))
+		return nbytes;
+	return sfr__pool_span(engine->pool, (const char *)(uintptr_t)src, nbytes, pinned);
+}
+
+/* The copies that begin at number *i and stand next to each other on both sides, in one lease: what
+ * little there is between them belongs to the same group. */
+static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
+				    uint32_t *i)
+{
+	struct sfr_onload_copy one = copies[(*i)++];
+
+	while (leased && *i < nr && copies[*i].src - one.src == copies[*i].dst - one.dst &&
+	       copies[*i].src - one.src == sfr__round_up(one.nbytes, SFR_APART)) {
+		one.nbytes = copies[*i].src - one.src + copies[*i].nbytes;
+		++*i;
+	}
+	return one;
+}
+
+/* Cuts the copies into those that a driver takes, pinned ones and others. */
+static int collect(const struct sfr_onload *onload, const struct sfr_onload_copy *copies,
+		   uint32_t nr, struct batch *pinned, struct batch *pageable)
+{
+	const struct sfr_engine *engine = onload->engine;
+	uint64_t most = nr;
+
+	for (uint32_t i = 0; i < nr; i++)
+		most += copies[i].nbytes / engine->opts.block_bytes + 2;
+	if (batch_new(pinned, most) < 0 || batch_new(pageable, most) < 0)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < nr;) {
+		struct sfr_onload_copy one = merge(copies, nr, onload->from, &i);
+
+		for (uint64_t off = 0, len; off < one.nbytes; off += len) {
+			bool good;
+
+			len = span(engine, one.src + off, one.nbytes - off, &good);
+			batch_add(good ? pinned : pageable, one.dst + off, one.src + off, len);
+		}
+	}
+	return 0;
+}
+
+/* ---- start ------------------------------------------------------------------------- */
+
+/* On the lane's thread: the piece behind all copies is off the list. */
+static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok)
+{
+	struct sfr_onload *onload = sfr__container(landing, struct sfr_onload, landing);
+	struct sfr__cuda_lane *lane = onload->lane;
+
+	(void)piece; /* it has no blocks */
+	if (onload->from && !ok)
+		sfr__snapshot_lost(onload->from);
+	if (onload->from)
+		sfr_snapshot_unhold(onload->from);
+	sfr__lock(&lane->mu);
+	if (!ok)
+		sfr__err_set(&onload->err, -EIO, SFR_PHASE_STAGE, lane->why);
+	sfr__cuda_staged_over_locked(lane, &onload->staged);
+	atomic_store_explicit(&onload->landed, true, memory_order_release);
+	pthread_cond_broadcast(&onload->cv);
+	sfr__unlock(&lane->mu); /* it may be gone from here on */
+}
+
+/* Has the lane's stream wait for what is being copied into the sources. False: it cannot. */
+static bool follow(struct sfr_onload *onload)
+{
+	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)onload->lane->stream,
+					   .device = onload->lane->device };
+
+	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
+}
+
+static void copy(struct sfr_onload *onload, struct batch *batch, bool pinned, struct sfr_err *err)
+{
+	if (batch->nr && !err->code)
+		sfr__cuda_copy(onload->lane, batch->dst, batch->src, batch->len, batch->nr, pinned,
+			       err);
+}
+
+/* In a turn: between E and D. What a call that fails has done is not known, so from the first copy on
+ * a piece flies, whatever comes. */
+static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece, struct batch *pinned,
+		  struct batch *pageable, struct sfr_err *err)
+{
+	struct sfr__cuda_lane *lane = onload->lane;
+	CUevent event;
+
+	copy(onload, pinned, true, err);
+	copy(onload, pageable, false, err);
+	event = sfr__cuda_record(lane, lane->stream, err);
+	sfr__lock(&lane->mu);
+	onload->staged.event = event;
+	onload->staged.over = false;
+	sfr__unlock(&lane->mu);
+	atomic_store_explicit(&onload->landed, false, memory_order_relaxed); /* nobody looks yet */
+	onload->flew = true;
+	piece->landing = &onload->landing;
+	sfr__cuda_fly(lane, piece, err);
+}
+
+/* Pins what can be pinned of the sources' blocks. */
+static void pin(struct sfr_onload *onload)
+{
+	struct sfr__pool *pool = onload->engine->pool;
+	struct sfr__pin *with = sfr__pool_pin(pool);
+	char why[160] = "";
+
+	if (sfr__pin_on(with, onload->lane->cu, onload->lane->device, why, sizeof(why)) < 0)
+		sfr__pin_failed(with, why);
+	else if (onload->from)
+		sfr__pool_pin_lease(pool, &onload->from->lease); /* held: it stays as it is */
+}
+
+/* In the device's context. 0, or a code and nothing is queued; the device's failures are in *err. */
+static int start_here(struct sfr_onload *onload, CUstream stream,
+		      const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_err *err)
+{
+	struct sfr__cuda_lane *lane = onload->lane;
+	struct batch pinned = { 0 }, pageable = { 0 };
+	struct sfr__cuda_piece *piece;
+	int rc = 0;
+
+	if (sfr__cuda_is_capturing(lane->cu, stream))
+		return SFR_ECAPTURING;
+	piece = sfr__cuda_piece_get(lane);
+	sfr__cuda_turn_begin(lane);
+	pin(onload);
+	rc = piece ? collect(onload, copies, nr, &pinned, &pageable) : -ENOMEM;
+	if (rc == 0 && !sfr__cuda_refuses(lane, err))
+		sfr__cuda_mark(lane, stream, err);
+	if (rc == 0 && !err->code && !follow(onload))
+		rc = SFR_EAGAIN;
+	if (rc == 0 && !err->code) {
+		queue(onload, piece, &pinned, &pageable, err);
+		piece = NULL;
+	}
+	sfr__cuda_turn_end(lane);
+	if (piece)
+		sfr__cuda_piece_put(lane, piece);
+	batch_free(&pinned);
+	batch_free(&pageable);
+	return rc;
+}
+
+static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
+		 const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_err *err)
+{
+	struct sfr__cuda_scope scope;
+	char why[160] = "";
+	CUresult code;
+	int rc = sfr__cuda_lane_get(&onload->engine->cuda_lanes, device, SFR__CUDA_IN,
+				    &onload->lane, why, sizeof(why));
+
+	if (rc == SFR_ECLOSED)
+		return rc;
+	if (rc < 0) {
+		onload->lane = NULL;
+		sfr__err_set(err, rc, SFR_PHASE_STAGE, why);
+		return 0;
+	}
+	code = sfr__cuda_enter(&scope, onload->lane->cu, onload->lane->context);
+	if (code == CUDA_SUCCESS)
+		rc = start_here(onload, stream, copies, nr, err);
+	else
+		(void)sfr__cuda_failed(onload->lane, "cuCtxPushCurrent", code, err);
+	sfr__cuda_leave(&scope);
+	return rc;
+}
+
+static void free_onload(struct sfr_onload *onload)
+{
+	struct sfr_engine *engine = onload->engine;
+
+	sfr_snapshot_put(onload->from);
+	sfr__engine_snapshot_gone(engine);
+	(void)pthread_cond_destroy(&onload->cv);
+	sfr_sys.free(onload);
+	sfr_engine_put(engine);
+}
+
+/* One that counts among those that keep the pool; and holds the snapshot's memory. */
+static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr_onload **out)
+{
+	struct sfr_onload *onload = sfr_sys.calloc(1, sizeof(*onload));
+	int rc;
+
+	if (!onload)
+		return -ENOMEM;
+	rc = sfr__cond_init(&onload->cv);
+	if (rc == 0) {
+		sfr__lock(&engine->mu);
+		rc = engine->closing ? SFR_ECLOSED : 0;
+		engine->nr_snapshots += rc == 0; /* the pool stays */
+		sfr__unlock(&engine->mu);
+		if (rc < 0)
+			(void)pthread_cond_destroy(&onload->cv);
+	}
+	if (rc < 0) {
+		sfr_sys.free(onload);
+		return rc;
+	}
+	sfr__engine_get(engine);
+	*onload = (struct sfr_onload){ .landing.fn = landed,
+				       .engine = engine,
+				       .fork_generation = engine->fork_generation,
+				       .cv = onload->cv,
+				       .staged.over = true,
+				       .refused.index = -1,
+				       .err.index = -1 };
+	atomic_init(&onload->landed, true);
+	rc = from ? sfr_snapshot_hold(from) : 0;
+	if (rc < 0) {
+		free_onload(onload);
+		return rc;
+	}
+	if (from)
+		sfr_snapshot_get(from);
+	onload->from = from;
+	*out = onload;
+	return 0;
+}
+
+int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
+		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
+		     struct sfr_onload **out)
+{
+	struct sfr_err err = { .index = -1 };
+	struct sfr_onload *onload;
+	int rc;
+
+	*out = NULL;
+	if (engine->fork_generation != sfr_fork_generation())
+		return SFR_EFORK;
+	rc = make(engine, from, &onload);
+	if (rc < 0)
+		return rc;
+	rc = start(onload, device, (CUstream)(uintptr_t)stream, copies, nr, &err);
+	if (from && !onload->flew)
+		sfr_snapshot_unhold(from); /* nobody else does */
+	if (rc < 0) {
+		free_onload(onload);
+		return rc;
+	}
+	onload->refused = err;
+	*out = onload;
+	return 0;
+}
+
+/* ---- afterwards --------------------------------------------------------------------- */
+
+int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
+{
+	const struct sfr_stream of = { .handle = stream };
+
+	if (foreign(onload))
+		return SFR_EFORK;
+	return !onload->lane || sfr__cuda_wait_staged(onload->lane, &onload->staged, &of) ?
+		       0 :
+		       SFR_EAGAIN;
+}
+
+int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)
+{
+	uint64_t deadline = sfr__deadline(slice_ns);
+	int rc = 0;
+
+	if (foreign(onload))
+		return SFR_EFORK;
+	if (has_landed(onload) || slice_ns == 0)
+		return has_landed(onload) ? 0 : SFR_EAGAIN;
+	sfr__lock(&onload->lane->mu);
+	while (!has_landed(onload) && rc == 0)
+		rc = sfr__cond_wait(&onload->cv, &onload->lane->mu, deadline);
+	sfr__unlock(&onload->lane->mu);
+	return has_landed(onload) ? 0 : rc;
+}
+
+void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out)
+{
+	*out = (struct sfr_err){ .index = -1 };
+	if (foreign(onload))
+		return;
+	*out = onload->refused;
+	if (!out->code && has_landed(onload))
+		*out = onload->err;
+}
+
+void sfr_onload_put(struct sfr_onload *onload)
+{
+	if (!onload || foreign(onload))
+		return;
+	(void)sfr_onload_wait(onload, SFR_FOREVER); /* no other answer is left */
+	if (onload->lane) {                         /* whose thread may just be leaving */
+		sfr__lock(&onload->lane->mu);
+		sfr__unlock(&onload->lane->mu);
+	}
+	free_onload(onload);
+}
+
+int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr)
+{
+	bool pinned = false;
+
+	if (engine->fork_generation != sfr_fork_generation() || !engine->pool)
+		return 0;
+	return in_pool(engine, addr) &&
+	       sfr__pool_span(engine->pool, (const char *)(uintptr_t)addr, 1, &pinned) && pinned;
+}

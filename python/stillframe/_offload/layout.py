@@ -1,0 +1,251 @@
+"""What a group of tensors consists of: pieces of memory, and the tensors as views of them.
+
+A tensor goes by the bytes it spans, not by its storage: one row of a large matrix does not bring
+the matrix along. Tensors of a group that share bytes share them on the other side too, so views
+stay views, and nothing is copied twice. What spans more than it has (strides with gaps) is made
+contiguous first; an expanded dimension goes as the one row that it is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from stillframe import _core
+from stillframe._base import device as _device
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_ROW = struct.Struct("=QQII")  # struct sfr_source
+_COPY = struct.Struct("=QQQ")  # struct sfr_onload_copy
+
+
+class Source(NamedTuple):
+    """A run of a storage's bytes."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    nbytes: int
+
+    def bytes(self) -> torch.Tensor:
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return whole.set_(self.storage, self.offset, (self.nbytes,), (1,))
+
+    def address(self) -> int:
+        """Where the host finds it."""
+        return self.storage.data_ptr() + self.offset
+
+    def device_address(self) -> int:
+        """Where the driver finds it on its device."""
+        return _device.address_of(self.storage) + self.offset
+
+
+class View(NamedTuple):
+    """A tensor of the group, as a view of one of its sources; -1: it has no bytes."""
+
+    source: int
+    offset: int  # in bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Layout:
+    """The sources and views of a group.
+
+    Args:
+        tensors: Checked by `check`.
+
+    Attributes:
+        sources: Given up with `let_go`.
+        lengths: Of the sources, in bytes.
+        nbytes: The sum of them.
+        room: What they take one behind the other, each a multiple of 512 bytes apart.
+        offsets: Where each begins then.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        spans = [_Span(tensor) for tensor in tensors]
+        self.sources, self.views = _arrange(spans)
+        self._tensors = [span.tensor for span in spans]
+        self.lengths = [source.nbytes for source in self.sources]
+        self.nbytes = sum(self.lengths)
+        self.offsets: list[int] = []
+        self.room = 0
+        for nbytes in self.lengths:
+            self.offsets.append(self.room)
+            self.room += -(-nbytes // _core.APART) * _core.APART
+
+    def rows(self, place: int) -> bytearray:
+        """The sources as rows that a `_core.Snapshot` takes, all to be captured."""
+        out = bytearray()
+        for source in self.sources:
+            address = source.device_address() if place else source.address()
+            out += _ROW.pack(address, source.nbytes, 0, place)
+        return out
+
+    def let_go(self) -> None:
+        self.sources = []
+        self._tensors = []
+
+    def versions(self) -> list[int]:
+        """What torch counts of writes to the tensors: the one whose bytes are copied."""
+        return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+    def changed(self, since: list[int]) -> list[int]:
+        """Which tensors were written to."""
+        return [i for i, now in enumerate(self.versions()) if now != since[i]]
+
+    def over(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        """The tensors, over one storage that holds the sources at `offsets`."""
+        return self._make([(storage, offset) for offset in self.offsets], storage.device)
+
+    def over_each(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+        """The tensors, over a storage for each source."""
+        return self._make([(storage, 0) for storage in storages], torch.device("cpu"))
+
+    def _make(
+        self, places: Sequence[tuple[torch.UntypedStorage, int]], device: torch.device
+    ) -> list[torch.Tensor]:
+        made = []
+        for view in self.views:
+            tensor = torch.empty(0, dtype=view.dtype, device=device)
+            if view.source < 0:
+                tensor = tensor.new_empty(view.shape)
+            else:
+                storage, begin = places[view.source]
+                offset = (begin + view.offset) // view.dtype.itemsize
+                tensor.set_(storage, offset, view.shape, view.strides)
+            made.append(tensor)
+        return made
+
+
+def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
+    """Rows that a `_core.Onload` takes: from host memory to a device's at `base`."""
+    out = bytearray()
+    for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
+        out += _COPY.pack(address, base + offset, nbytes)
+    return out
+
+
+def leased(memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout) -> list[Source]:
+    """The sources' copies in the pool, each a storage of its own."""
+    return [
+        Source(
+            torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
+            0,
+            nbytes,
+        )
+        for at, nbytes in zip(offsets, layout.lengths, strict=True)
+    ]
+
+
+def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor]:
+    """The tensors of a call as a list.
+
+    Args:
+        device: Where they have to be.
+        what: Names the call.
+
+    Raises:
+        TypeError: Something is no tensor, or none with plain memory of its own.
+        ValueError: A tensor is on another device.
+    """
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{what} takes a list of tensors, not {type(tensors).__name__}")
+    given = list(tensors)
+    for index, tensor in enumerate(given):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{what} takes tensors: number {index} is of type {type(tensor).__name__}"
+            )
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise TypeError(
+                f"{what} takes tensors with plain, strided memory: number {index} is a"
+                f" {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}."
+                " Give what it is made of"
+            )
+        if tensor.device != device:
+            raise ValueError(
+                f"{what} takes tensors on {device}: number {index} is on {tensor.device}"
+            )
+    return given
+
+
+class _Span:
+    """The bytes that a tensor spans, contiguous or not; the tensor is made so that it has no
+    others."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        # One row of an expanded dimension stands for all.
+        strides = tensor.stride()
+        repeated = [
+            size > 1 and stride == 0 for size, stride in zip(self.shape, strides, strict=True)
+        ]
+        for dim, again in enumerate(repeated):
+            if again:
+                tensor = tensor.narrow(dim, 0, 1)
+        if not _is_dense(tensor):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        self.strides = tuple(
+            0 if again else stride for again, stride in zip(repeated, tensor.stride(), strict=True)
+        )
+        self.storage = tensor.untyped_storage()
+        self.begin = int(tensor.storage_offset()) * tensor.itemsize
+        self.end = self.begin + tensor.numel() * tensor.itemsize
+        self.tensor = tensor
+
+    def apart(self) -> None:
+        """Gets memory of its own."""
+        self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
+        self.storage, self.begin = self.tensor.untyped_storage(), 0
+        self.end = self.tensor.numel() * self.tensor.itemsize
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements stand in one run of memory, in any order, and each once."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, size in sizes:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
+    """Puts together what shares bytes."""
+    views: list[View | None] = [None] * len(spans)
+    sources: list[Source] = []
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
+    for index in order:
+        span = spans[index]
+        number, offset = -1, 0
+        if span.end > span.begin:
+            last = sources[-1] if sources else None
+            if last is not None and _continues(span, last):
+                offset = span.begin - last.offset
+                end = max(last.offset + last.nbytes, span.end)
+                sources[-1] = Source(last.storage, last.offset, end - last.offset)
+            else:
+                sources.append(Source(span.storage, span.begin, span.end - span.begin))
+            number = len(sources) - 1
+        views[index] = View(number, offset, span.dtype, span.shape, span.strides)
+    return sources, [view for view in views if view is not None]
+
+
+def _continues(span: _Span, last: Source) -> bool:
+    """Whether it begins in the bytes of the source before it. One whose elements would not be
+    aligned there gets memory of its own."""
+    if span.storage._cdata != last.storage._cdata or span.begin >= last.offset + last.nbytes:
+        return False
+    if (span.begin - last.offset) % span.dtype.itemsize:
+        span.apart()
+        return False
+    return True

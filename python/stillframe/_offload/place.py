@@ -1,0 +1,107 @@
+"""Where groups come from and go to, out of which pool, and what is counted on the way."""
+
+from __future__ import annotations
+
+import time
+from typing import TypedDict
+
+import torch
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base import sizes
+from stillframe._save.engine import Engine, core_of, note_use, usage
+from stillframe.errors import PoolExhaustedError, StillframeError
+
+HOST = torch.device("cpu")
+
+
+class OffloadStats(TypedDict):
+    """What an `Offloader` has done so far."""
+
+    groups_offloaded: int
+    groups_onloaded: int
+    groups_prefetched: int  # of those onloaded: on their way before they were asked for
+    groups_stale: int  # brought in vain: written to before they were asked for
+    bytes_offloaded: int
+    bytes_onloaded: int
+    bytes_staged: int  # of those onloaded: copied into the pool first, by the calling thread
+    host_waited_s: float  # calls stood still: for the pool, or where a stream cannot wait by event
+    slots: int
+    slots_in_use: int
+    bytes_lingering: int  # of groups that were released, and that something still refers to
+
+
+def new_stats(slots: int) -> OffloadStats:
+    return OffloadStats(
+        groups_offloaded=0,
+        groups_onloaded=0,
+        groups_prefetched=0,
+        groups_stale=0,
+        bytes_offloaded=0,
+        bytes_onloaded=0,
+        bytes_staged=0,
+        host_waited_s=0.0,
+        slots=slots,
+        slots_in_use=0,
+        bytes_lingering=0,
+    )
+
+
+class Place:
+    """A device beside a pool.
+
+    Raises:
+        ValueError: A device that is neither a CUDA device nor the CPU.
+        RuntimeError: There is no such device.
+        StillframeError: The device's driver cannot be used.
+    """
+
+    def __init__(self, device: torch.device | str | int, engine: Engine, slots: int) -> None:
+        self.device = _device_of(device)
+        self.engine = engine
+        self.core = core_of(engine)
+        self.number = _device.place_of(self.device)  # 0: the host
+        if self.number < 0:
+            raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
+        if self.number and (why := self.core.use_device(self.number - 1)):
+            raise StillframeError(f"nothing can be brought to {self.device}: {why}")
+        self.stats = new_stats(slots)
+
+    def stream(self) -> tuple[int, int]:
+        """The device's number for the driver, and the handle of its current stream."""
+        number = self.number - 1
+        return number, _device.current_stream(number) if self.number else 0
+
+    def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
+        """Memory of the pool; waits for what comes back by itself.
+
+        Raises:
+            PoolExhaustedError: The rest is in use.
+        """
+        note_use(self.engine)
+        try:
+            return core.lease(0.0)
+        except PoolExhaustedError:
+            pass
+        began = time.perf_counter()
+        try:
+            return core.lease(None)
+        except PoolExhaustedError:
+            raise PoolExhaustedError(
+                f"a group of {sizes.decimal(nbytes)} does not fit into the pool, where tickets"
+                f" count as snapshots. {usage(self.engine)}"
+            ) from None
+        finally:
+            self.stats["host_waited_s"] += time.perf_counter() - began
+
+
+def _device_of(device: torch.device | str | int) -> torch.device:
+    """With its number."""
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        return wanted
+    found = _device.of_location(str(wanted))
+    if found is None:
+        raise RuntimeError(f"there is no {wanted} that tensors could be brought to")
+    return found

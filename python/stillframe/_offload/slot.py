@@ -1,0 +1,190 @@
+"""A group on the device, or on its way there.
+
+    COMING   the slot keeps its memory
+    TAKEN    the tensors are somebody's and keep it: the slot only knows which storage it is
+    GONE     the storage has died
+
+What is read stays until the copies have landed: the core holds the pool's memory, the slot other
+tensors.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base import sizes
+from stillframe._offload import layout as _layout
+from stillframe._offload.layout import Layout, Source
+from stillframe._offload.place import HOST, Place
+from stillframe._offload.ticket import Ticket
+from stillframe.errors import StillframeError
+
+
+class Slot:
+    """Starts to bring a group.
+
+    Args:
+        place: Where to.
+        what: A ticket, or CPU tensors.
+
+    Raises:
+        torch.OutOfMemoryError: The device has no room.
+    """
+
+    def __init__(self, place: Place, what: Ticket | Sequence[torch.Tensor]) -> None:
+        self.taken = False
+        self._place = place
+        self._core: _core.Onload | None = None
+        self._ticket: weakref.ref[Ticket] | None = None
+        self._given: list[torch.Tensor] = []
+        if isinstance(what, Ticket):
+            self._ticket = weakref.ref(what)
+            self._layout = what._layout
+            sources = what._sources()
+        else:
+            self._given = _layout.check(what, HOST, "onload")
+            self._layout = Layout(self._given)
+            sources = self._layout.sources
+        self._versions = self._now(what)
+        self.nbytes = self._layout.nbytes
+        self._stream = place.stream()
+        flat = _room(place.device, self._layout.room)
+        storage = flat.untyped_storage()
+        self.storage = storage._cdata
+        self._weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._flat: torch.Tensor | None = flat
+        if place.number:
+            self._start(what, sources, _device.address_of(storage))
+        else:
+            for source, offset in zip(sources, self._layout.offsets, strict=True):
+                flat[offset : offset + source.nbytes].copy_(source.bytes())
+
+    def _start(
+        self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
+    ) -> None:
+        place = self._place
+        core = what._leaving.core if isinstance(what, Ticket) else None
+        if core is None and any(map(self._is_pageable, self._given)):
+            core, sources = self._stage()
+        number, stream = self._stream
+        self._core = _core.Onload(
+            place.core,
+            number,
+            stream,
+            _layout.copies([source.address() for source in sources], base, self._layout),
+            core,
+        )
+
+    def _is_pageable(self, tensor: torch.Tensor) -> bool:
+        return not (self._place.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
+
+    def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
+        """Copies the sources into the pool, which the core holds until they have gone on."""
+        core = _core.Snapshot(self._place.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
+        memory = self._place.lease(core, self.nbytes)
+        core.start(())
+        self._place.stats["bytes_staged"] += self.nbytes
+        return core, _layout.leased(memory, core.offsets(), self._layout)
+
+    def is_for(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
+        """Whether this is what was to be brought."""
+        if isinstance(what, Ticket):
+            return self._ticket is not None and self._ticket() is what
+        given = list(what)
+        return (
+            self._ticket is None
+            and len(given) == len(self._given)
+            and all(one is other for one, other in zip(given, self._given, strict=True))
+        )
+
+    def is_of(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
+        """Whether this is the group of a ticket, or has brought these tensors, or is to."""
+        if isinstance(what, Ticket) or (not self.taken and self.is_for(what)):
+            return self.is_for(what)
+        return any(
+            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata == self.storage
+            for tensor in what
+        )
+
+    def is_stale(self) -> bool:
+        """Whether the sources were written to since they began to come."""
+        what = self._ticket() if self._ticket is not None else self._given
+        return what is not None and self._now(what) != self._versions
+
+    def is_gone(self) -> bool:
+        return bool(self._weak.expired())  # type: ignore[no-untyped-call]
+
+    def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[int]:
+        tensors = (what._tensors or []) if isinstance(what, Ticket) else self._given
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def take(self) -> list[torch.Tensor]:
+        """The tensors, for which the current stream waits."""
+        flat = self._flat
+        assert flat is not None, "a group is taken once"
+        self._order(self._place.stream())
+        if self._core is not None and (failed := self._core.error()):
+            raise StillframeError(f"the tensors could not be brought: {failed}")
+        tensors = self._layout.over(flat.untyped_storage())
+        self._note_use(flat)
+        self._flat, self.taken = None, True
+        return tensors
+
+    def _order(self, stream: tuple[int, int]) -> None:
+        """Has the stream wait for the copies; where it cannot, the host does."""
+        core = self._core
+        if core is None or core.order(stream[1]):
+            return
+        began = time.perf_counter()
+        core.wait(None)
+        self._place.stats["host_waited_s"] += time.perf_counter() - began
+
+    def _note_use(self, flat: torch.Tensor) -> None:
+        """The allocator has to know of a stream that is not the one that the memory was made on."""
+        if flat.device.type == "cuda" and self._place.stream() != self._stream:
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+
+    def give_up(self) -> None:
+        """Nobody uses it in work that is put on the current stream later. Its memory is the
+        device's again once its last tensor is gone, in the order of the streams."""
+        flat, self._flat = self._flat, None
+        if flat is not None:
+            self._order(self._place.stream())
+        elif self._place.stream() != self._stream and not self.is_gone():
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+            if storage is not None:
+                flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if flat is not None:
+            self._note_use(flat)
+
+    def landed(self) -> bool:
+        """Whether no copy runs any more; then the sources are let go."""
+        if self._core is not None and not self._core.wait(0.0):
+            return False
+        if self._ticket is None:
+            self._layout.let_go()  # what was made contiguous for it, if any
+        if self.taken:
+            self._given = []
+        return True
+
+    def finish(self) -> None:
+        """Waits for the copies."""
+        if self._core is not None:
+            self._core.wait(None)
+        self.landed()
+
+
+def _room(device: torch.device, nbytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"{sizes.decimal(nbytes)} were to be brought to {device}")
+        raise

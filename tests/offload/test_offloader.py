@@ -1,0 +1,101 @@
+"""Groups of tensors that leave a device for the pool, and come back."""
+
+import pytest
+import stillframe
+import torch
+from stillframe import testing
+from stillframe.offload import Offloader
+
+MIB = 1 << 20
+
+
+def group(seed: int, *, numel: int = 5000) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(numel, generator=made),
+        torch.randn(7, 11, generator=made).to(torch.bfloat16),
+        torch.arange(13, dtype=torch.int64) + seed,
+    ]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        assert ticket.nbytes == 4 * 5000 + 2 * 77 + 8 * 13
+        assert same(offloader.onload(ticket), group(1))
+        assert same(ticket.tensors(), group(1))
+
+
+def test_views_come_back_as_views_and_nothing_is_copied_twice(
+    either: str, engine: stillframe.Engine
+) -> None:
+    whole = torch.arange(1000, dtype=torch.float32).reshape(10, 100)
+    odd = whole.t()[3:50:2]
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload([whole, whole[2:5], whole, odd, whole[:1].expand(7, 100)])
+        assert ticket.nbytes == 4000 + odd.numel() * 4
+        back = offloader.onload(ticket)
+        assert same(back, [whole, whole[2:5], whole, odd, whole[:1].expand(7, 100)])
+        back[0][2] = -1
+        assert (back[1][0] == -1).all() and (back[2][2] == -1).all()
+        assert back[1].stride() == whole.stride() and back[4].stride() == (0, 1)
+
+
+def test_slots_bound_the_groups_on_the_device(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", slots=2, engine=engine) as offloader:
+        tickets = [offloader.offload(group(i)) for i in range(4)]
+        first = offloader.onload(tickets[0])
+        assert offloader.prefetch(tickets[1]) and offloader.prefetch(tickets[1])
+        assert not offloader.prefetch(tickets[2])
+        second = offloader.onload(tickets[1])
+        with pytest.raises(stillframe.StillframeError, match=r"all 2 slots .* release"):
+            offloader.onload(tickets[2])
+        offloader.release(first)
+        third = offloader.onload(tickets[2])
+        assert same(third, group(2)) and same(second, group(1))
+        del second  # its tensors are gone: that is as good
+        assert same(offloader.onload(tickets[3]), group(3))
+        assert offloader.stats()["groups_prefetched"] == 1
+
+
+def test_a_released_group_is_as_it_was_while_something_refers_to_it(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        tensors = offloader.onload(ticket)
+        offloader.release(ticket)
+        others = [offloader.onload(offloader.offload(group(i))) for i in (2, 3)]
+        assert same(tensors, group(1)) and same(others[0], group(2))
+        assert offloader.stats()["bytes_lingering"] == ticket.nbytes
+        del tensors
+        assert offloader.stats()["bytes_lingering"] == 0
+        with pytest.raises(stillframe.StillframeError, match="released before"):
+            offloader.release(ticket)
+
+
+def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        fake.hold(True)
+        ticket = offloader.offload(sources)
+        assert offloader.prefetch(ticket)  # waits for what leaves, by event
+        assert not ticket.done()
+        fake.hold(False)
+        assert same(offloader.onload(ticket), group(1))
+
+
+def test_cpu_tensors_come_from_wherever_they_are(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        assert same(offloader.onload(group(1)), group(1))
+        home = offloader.adopt(group(2)).tensors()
+        assert same(offloader.onload(home), group(2))
+        staged = offloader.stats()["bytes_staged"]
+        assert staged == (0 if either == "cpu" else sum(t.nbytes for t in group(1)))

@@ -1,0 +1,440 @@
+"""What an Offloader promises beside the bytes: lifetimes, bounds, and errors that say what to
+do."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe import testing
+from stillframe._offload import slot as _slot
+from stillframe.offload import Offloader, Ticket
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MIB = 1 << 20
+
+
+def group(seed: int, numel: int = 5000) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=made), torch.randn(3, 5, generator=made)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def leased(engine: stillframe.Engine) -> int:
+    return engine.stats()["leased_bytes"]
+
+
+# ---- lifetimes ----------------------------------------------------------------------------
+
+
+def test_sources_live_until_they_are_read_and_not_longer(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        storage = StorageWeakRef(sources[0].untyped_storage())
+        fake.hold(True)
+        ticket = offloader.offload(sources)
+        del sources
+        assert not storage.expired()
+        fake.hold(False)
+        ticket.wait()
+        assert storage.expired()
+        assert same(ticket.tensors(), group(1))
+
+
+def test_only_so_many_groups_wait_to_be_read_though_the_host_runs_ahead(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    fake.delay(3_000_000)
+    with Offloader("cpu", slots=2, engine=engine) as offloader:
+        alive = []
+        tickets = []
+        for i in range(6):
+            sources = group(i)
+            alive.append(StorageWeakRef(sources[0].untyped_storage()))
+            tickets.append(offloader.offload(sources))
+            del sources
+            assert sum(not each.expired() for each in alive) <= 2
+        assert all(same(ticket.tensors(), group(i)) for i, ticket in enumerate(tickets))
+
+
+def test_a_ticket_let_go_under_a_copy_keeps_its_memory_until_that_has_landed(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        held = leased(engine)
+        fake.hold(True)
+        assert offloader.prefetch(ticket)
+        ticket.release()
+        del ticket
+        assert leased(engine) == held > 0
+        fake.hold(False)
+        offloader.close()
+        assert leased(engine) == 0
+
+
+def test_the_pools_memory_goes_back_with_the_last_that_refers_to_it(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        tensors = ticket.tensors()
+        ticket.release()
+        assert leased(engine) > 0 and same(tensors, group(1))
+        del tensors
+        offloader.onload(offloader.offload(group(2)))
+        offloader.close()
+        assert leased(engine) == 0
+
+
+def test_a_group_that_is_let_go_before_it_has_come_is_written_to_by_nobody_else(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", slots=1, engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        fake.delay(2_000_000)
+        for _ in range(5):
+            assert offloader.prefetch(ticket)
+            offloader.release(ticket)  # the stream waits for the copies before the memory goes
+            assert offloader.stats()["bytes_lingering"] == 0
+
+
+# ---- order and changes ------------------------------------------------------------------------
+
+
+def test_a_source_written_to_on_its_way_out_is_told(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        fake.hold(True)
+        ticket = offloader.offload(sources)
+        sources[1].zero_()
+        with pytest.raises(stillframe.TornSnapshotError, match="reuse=True"):
+            offloader.onload(ticket)
+        fake.hold(False)
+        with pytest.raises(stillframe.TornSnapshotError, match=r"tensors \[1\]"):
+            ticket.tensors()
+
+
+def test_sources_may_be_written_to_where_the_stream_waits(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        ticket = offloader.offload(sources, reuse=True)
+        sources[0].zero_()
+        assert same(ticket.tensors(), group(1))
+
+
+def test_what_was_written_to_after_its_prefetch_is_brought_again(
+    either: str, engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.adopt(group(1))
+        assert offloader.prefetch(ticket)
+        ticket.tensors()  # nothing is written by that
+        offloader.release(ticket)
+        home = ticket.tensors()
+        assert offloader.prefetch(ticket) and offloader.prefetch(home)
+        home[0].mul_(2)
+        assert torch.equal(offloader.onload(ticket)[0], group(1)[0] * 2)
+        assert torch.equal(offloader.onload(home)[0], group(1)[0] * 2)
+        assert offloader.stats()["groups_stale"] == 2
+    assert caplog.text.count("between prefetch() and onload()") == 1
+
+
+def test_a_save_of_a_ticket_holds_its_state_at_the_call(
+    either: str, engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        others = offloader.offload(group(2))
+        handle = stillframe.async_save(ticket.tensors(), tmp_path / "a.pt", engine=engine)
+        ticket.tensors()[0].zero_()
+        handle.result()
+        assert same(torch.load(tmp_path / "a.pt"), group(1))
+        assert (tmp_path / "a.pt").stat().st_size < ticket.nbytes + 65536  # and nobody else's
+        assert same(others.tensors(), group(2))
+
+
+def test_a_group_comes_in_one_copy(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload([torch.ones(n) for n in (5, 700, 33, 12_000)])
+        before = fake.calls("cuMemcpyHtoDAsync_v2")
+        tensors = offloader.onload(ticket)
+        assert fake.calls("cuMemcpyHtoDAsync_v2") - before == 1
+        assert all(bool((tensor == 1).all()) for tensor in tensors)
+        assert len({tensor.data_ptr() % 512 for tensor in tensors}) == 1
+
+
+# ---- bounds ------------------------------------------------------------------------------------
+
+
+def test_a_full_pool_is_an_error_that_names_who_holds_it(either: str) -> None:
+    with (
+        stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB) as engine,
+        Offloader("cpu", engine=engine) as offloader,
+    ):
+        tickets = [offloader.offload(group(i)) for i in range(4)]
+        with pytest.raises(stillframe.PoolExhaustedError, match="tickets count as snapshots"):
+            offloader.offload(group(4))
+        tickets[0].release()
+        assert same(offloader.offload(group(5)).tensors(), group(5))
+        assert same(tickets[3].tensors(), group(3))
+
+
+def test_what_comes_back_to_the_pool_by_itself_is_waited_for_and_counted(
+    fake: testing.FakeDriver,
+) -> None:
+    with (
+        stillframe.Engine(pool_bytes=2 * MIB, block_bytes=MIB) as engine,
+        Offloader("cpu", engine=engine) as offloader,
+    ):
+        kept = offloader.offload(group(1))
+        ticket = offloader.offload(group(2))
+        ticket.wait()
+        fake.hold(True)
+        assert offloader.prefetch(ticket)
+        ticket.release()
+        threading.Timer(0.05, fake.hold, (False,)).start()
+        assert same(offloader.offload(group(3)).tensors(), group(3))
+        assert offloader.stats()["host_waited_s"] > 0
+        assert same(kept.tensors(), group(1))
+
+
+def test_a_prefetch_gives_way_to_what_is_asked_for(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", slots=1, engine=engine) as offloader:
+        one, two = offloader.offload(group(1)), offloader.offload(group(2))
+        assert offloader.prefetch(one)
+        assert same(offloader.onload(two), group(2))
+        assert same(offloader.onload(one), group(1))
+
+
+def test_a_device_without_room_is_told_and_nothing_is_lost(
+    either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(device: torch.device, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(_slot, "_room", full)
+            assert not offloader.prefetch(ticket)
+            with pytest.raises(torch.OutOfMemoryError):
+                offloader.onload(ticket)
+        assert same(offloader.onload(ticket), group(1))
+
+
+# ---- bad input
+# ------------------------------------------------------------------------------------
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (lambda: torch.ones(3), TypeError, "a list of tensors, not Tensor"),
+        (lambda: 3, TypeError, "a list of tensors, not int"),
+        (lambda: [torch.ones(3), 4], TypeError, "number 1 is of type int"),
+        (lambda: [torch.ones(3).to_sparse()], TypeError, "number 0 is a Tensor of layout"),
+        (lambda: [torch.ones(3).as_subclass(_Subclass)], TypeError, "a _Subclass of layout"),
+        (lambda: [torch.ones(3, device="meta")], ValueError, "number 0 is on meta"),
+    ],
+)
+def test_what_is_no_plain_tensor_of_the_device_is_refused(
+    either: str,
+    engine: stillframe.Engine,
+    given: Callable[[], list[torch.Tensor]],
+    error: type[Exception],
+    text: str,
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        for call in (offloader.offload, offloader.adopt, offloader.onload, offloader.prefetch):
+            with pytest.raises(error, match=text):
+                call(given())
+        assert leased(engine) == 0 and offloader.stats()["slots_in_use"] == 0
+
+
+def test_wrong_options_and_uses_out_of_order_are_refused(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with pytest.raises(ValueError, match="at least, got 0"):
+        Offloader("cpu", slots=0, engine=engine)
+    with pytest.raises(ValueError, match="CUDA devices and the CPU, not meta"):
+        Offloader("meta", engine=engine)
+    offloader = Offloader("cpu", engine=engine)
+    ticket = offloader.offload(group(1))
+    with pytest.raises(stillframe.StillframeError, match="is not on the device"):
+        offloader.release(ticket)
+    released = offloader.offload(group(2))
+    released.release()
+    for call in (released.release, released.tensors, lambda: offloader.onload(released)):
+        with pytest.raises(stillframe.StillframeError, match="was released"):
+            call()
+    offloader.close()
+    offloader.close()
+    with pytest.raises(stillframe.StillframeError, match="Offloader was closed"):
+        offloader.onload(ticket)
+    assert same(ticket.tensors(), group(1))
+
+
+def test_a_closed_engine_is_told_and_what_is_in_its_pool_stays(either: str) -> None:
+    engine = stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB)
+    offloader = Offloader("cpu", engine=engine)
+    ticket = offloader.offload(group(1))
+    on_device = offloader.onload(ticket)
+    engine.close()
+    for call in (offloader.offload, offloader.onload, offloader.prefetch):
+        with pytest.raises(stillframe.StillframeError, match="the engine was closed"):
+            call(group(2))
+    assert same(ticket.tensors(), group(1)) and same(on_device, group(1))
+    offloader.close()
+
+
+def test_a_forked_child_is_refused_and_disturbs_nothing(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for call in (
+                    ticket.tensors,
+                    ticket.release,
+                    lambda: offloader.onload(ticket),
+                    offloader.stats,
+                    offloader.close,
+                ):
+                    with pytest.raises(stillframe.ForkError):
+                        call()
+                del ticket
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert same(offloader.onload(ticket), group(1))
+
+
+# ---- devices that fail
+# ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuStreamWaitEvent"])
+def test_a_call_that_fails_inward_is_told_and_the_next_one_works(
+    fake: testing.FakeDriver, engine: stillframe.Engine, call: str
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        fake.fail(call, code=1)
+        with pytest.raises(stillframe.StillframeError, match="could not be brought: device 0"):
+            offloader.onload(ticket)
+        assert fake.hits == 1
+        assert offloader.stats()["slots_in_use"] == 0
+        assert same(offloader.onload(ticket), group(1))
+
+
+def test_a_call_that_fails_outward_is_told_and_the_next_one_works(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        fake.fail("cuMemcpyBatchAsync_v2", code=719)
+        fake.fail("cuMemcpyDtoHAsync_v2", code=2)
+        fake.reset()
+        fake.fail("cuStreamWaitEvent", code=2)
+        with pytest.raises(stillframe.StillframeError, match="could not be brought away"):
+            offloader.offload(group(1))
+        assert same(offloader.offload(group(1)).tensors(), group(1))
+
+
+def test_on_a_device_that_died_everything_says_so_and_the_pool_is_readable(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    offloader = Offloader("cpu", engine=engine)
+    ticket = offloader.offload(group(1))
+    ticket.wait()
+    fake.fail_copy(1, 700)
+    with pytest.raises(stillframe.StillframeError, match=r"ILLEGAL_ADDRESS|could not be brought"):
+        for _ in range(3):
+            offloader.onload(ticket)
+            offloader.release(ticket)
+    assert same(ticket.tensors(), group(1))
+    offloader.close()
+
+
+def test_nothing_is_moved_into_a_graph(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        fake.capture(True)
+        try:
+            for call in (lambda: offloader.offload(group(2)), lambda: offloader.onload(ticket)):
+                with pytest.raises(stillframe.StillframeError, match="graph is being captured"):
+                    call()
+        finally:
+            fake.capture(False)
+        assert same(offloader.onload(ticket), group(1))
+
+
+# ---- random schedules
+# -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_uses_by_two_threads_find_every_group_as_it_was(either: str, seed: int) -> None:
+    """Each thread has groups of its own; slots and pool are everybody's, and small."""
+    engine = stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB)
+    offloader = Offloader("cpu", slots=4, engine=engine)
+    wrong: list[object] = []
+
+    def use(thread: int) -> None:
+        chance = random.Random(seed * 2 + thread)
+        here: list[tuple[int, Ticket]] = []
+        try:
+            for turn in range(25):
+                if len(here) < 3:
+                    number = 1000 * thread + turn
+                    here.append((number, offloader.offload(group(number, 1 + number % 900))))
+                number, ticket = here[chance.randrange(len(here))]
+                if chance.random() < 0.4:
+                    offloader.prefetch(ticket)
+                if chance.random() < 0.8:
+                    back = offloader.onload(ticket)
+                    if not same(back, group(number, 1 + number % 900)):
+                        wrong.append(number)
+                    del back
+                if chance.random() < 0.4:
+                    here.remove((number, ticket))
+                    ticket.release()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    offloader.close()
+    engine.close()
+    assert wrong == []
