@@ -26,14 +26,6 @@
 		(queue)->tail = (item);                                                            \
 	})
 
-#define sfr__queue_push_first(queue, item)                                                         \
-	__extension__({                                                                            \
-		(item)->next = (queue)->head;                                                      \
-		(queue)->head = (item);                                                            \
-		if (!(queue)->tail)                                                                \
-			(queue)->tail = (item);                                                    \
-	})
-
 #define sfr__queue_pop(queue)                                                                      \
 	__extension__({                                                                            \
 		__typeof__((queue)->head) sfr__first = (queue)->head;                              \

@@ -248,19 +248,6 @@ uint64_t sfr__log_append(struct sfr__log_entry *entry)
 	return seq;
 }
 
-void sfr__log_prepend(struct sfr__log_entry *entry)
-{
-	sfr__lock(&sfr__log.mu);
-	entry->seq = sfr__log.done_seq; /* what has left is what had before */
-	entry->state = SFR__LOG_READY;
-	sfr__queue_push_first(&sfr__log.entries, entry);
-	sfr__log.nr_pending++;
-	sfr__log.nr_reserved--;
-	pthread_cond_signal(&sfr__log.cv_work);
-	stand_by_locked();
-	sfr__unlock(&sfr__log.mu);
-}
-
 void sfr__log_ready(struct sfr__log_entry *entry)
 {
 	sfr__lock(&sfr__log.mu);

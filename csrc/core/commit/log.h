@@ -55,9 +55,6 @@ void sfr__log_unreserve(void);
 /* Takes a reserved place, at the end, for an entry whose ops, key and state are set; it stays the
  * caller's until it has left. Its number. */
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
-/* The same in front of all others, for an entry that is ready and whose name nobody else has. Its
- * end says nothing of a save, and nobody waits for it through the log. */
-void sfr__log_prepend(struct sfr__log_entry *entry);
 /* WAITING -> READY. */
 void sfr__log_ready(struct sfr__log_entry *entry);
 /* It has ended; the first end counts. */

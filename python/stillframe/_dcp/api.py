@@ -26,12 +26,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from stillframe._base import paths
 from stillframe._base.birth import Birth
+from stillframe._base.distributed import is_initialized
 from stillframe._dcp.beside import Beside
-from stillframe._dcp.groups import Groups, is_distributed, refuse_without_cpu
+from stillframe._dcp.groups import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Copied, Round, Rounds, Upload
 from stillframe._dcp.shards import taken_apart
-from stillframe._dcp.staged import Staged, StateDict, stage
+from stillframe._dcp.staged import Staged, Stages, StateDict
+from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
+from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._save.report import SaveReport
 from stillframe.errors import BusyError, PoolExhaustedError
@@ -106,6 +109,7 @@ def async_save(
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
             `stillframe.snapshot`. The other ranks' save fails with the reason.
     """
+    ordered.refuse_inside()
     saver = saver_of_this_process()
     return saver.save(
         state_dict,
@@ -164,6 +168,8 @@ class Asked:
     """How a save is asked for; see `async_save`, and of the rest `Round`.
 
     Attributes:
+        begins: Done when this rank may begin: who asks has a place among other saves for it. With
+            None it gets one here.
         live_if_full: A state that no pool is large enough for is saved as it is: the response says
             so, and who asked has to wait for the upload.
     """
@@ -174,7 +180,7 @@ class Asked:
     durable: bool
     engine: Engine | None
     when_busy: WhenBusy
-    turn: Future[None] | None = None
+    begins: Future[None] | None = None
     beside: Beside | None = None
     live_if_full: bool = False
 
@@ -187,12 +193,12 @@ class Saver:
         self._groups = Groups()
         self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
         self._last: Upload | None = None
-        self._before: list[Staged] = []
+        self._stages = Stages()
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
     ) -> dist.ProcessGroup | None:
-        if no_dist or not is_distributed():
+        if no_dist or not is_initialized():
             return None
         if process_group is None:
             return self._groups.of_saves()
@@ -216,13 +222,20 @@ class Saver:
         upload, copied = Upload(path), Future[Copied]()
         response = SaveResponse(Future(), cast(Any, upload))
         work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
-        work.turn, work.beside = asked.turn, asked.beside
+        work.begins, work.beside = asked.begins, asked.beside
         try:
             waited_s = self._wait_for_last(work)
-            work.staged = self._stage(_of_stateful(state_dict), asked, copied)
+            tree = self._stage(work, _of_stateful(state_dict), asked)
+            completion.completion.start()
+            if not completion.completion.over and asked.begins is None:
+                work.turn = Turn(path)  # now that the call is through, as a file's
+            if work.staged is None:
+                response.reads_live_state = True
+                copied.set_result(tree)
+            else:
+                response.staged_nbytes = work.staged.nbytes
+                work.staged.settle(copied)
             costs = _Costs(work.staged, writer, path, entered, waited_s)
-            response.staged_nbytes = costs.nbytes
-            response.reads_live_state = work.staged is None
             copied.add_done_callback(functools.partial(_copied, costs, response))
             work.ended_well = functools.partial(_report, response, costs)
         except BaseException as error:
@@ -235,20 +248,18 @@ class Saver:
             rounds.submit(work)  # the others are at this call too
         return response
 
-    def _stage(self, state_dict: StateDict, asked: Asked, copied: Future[Copied]) -> Staged | None:
-        """Sees to it that `copied` gets the copy. None where that is the state itself."""
+    def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> Copied:
+        """Copies, where there is memory for that. Returns what is copied."""
         content = None if asked.beside is None else asked.beside.content
         tree: Copied = (taken_apart(state_dict), content)
         try:
-            staged = stage(tree, overlap=asked.overlap, engine=asked.engine, before=self._before)
+            work.staged = self._stages.stage(tree, overlap=asked.overlap, engine=asked.engine)
         except PoolExhaustedError:
             if not asked.live_if_full:
                 raise
-            copied.set_result(tree)
-            return None
-        staged.upload_begins()
-        staged.settle(copied)
-        return staged
+        else:
+            work.staged.upload_begins()
+        return tree
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()
@@ -304,10 +315,7 @@ class _Costs:
         entered: float,
         waited_s: float,
     ) -> None:
-        self.nbytes = self.deferred_nbytes = self.num_tensors = 0
-        if staged is not None:
-            self.nbytes, self.deferred_nbytes = staged.nbytes, staged.deferred_nbytes
-            self.num_tensors = staged.num_tensors
+        self.staged = staged
         self.writer = writer
         self.path = path
         self.entered = entered
@@ -326,20 +334,22 @@ def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> No
 
 def _report(response: SaveResponse, costs: _Costs) -> None:
     """The save has ended well."""
+    staged = costs.staged
+    nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None
     files = [] if costs.writer is None else costs.writer.reports
     response.report = SaveReport(
         path=costs.path,
-        nbytes=costs.nbytes if remote else sum(file.nbytes for file in files),
-        num_tensors=costs.num_tensors,
-        captured_nbytes=costs.nbytes - costs.deferred_nbytes,
-        deferred_nbytes=costs.deferred_nbytes,
+        nbytes=nbytes if remote else sum(file.nbytes for file in files),
+        num_tensors=0 if staged is None else staged.num_tensors,
+        captured_nbytes=nbytes - deferred_nbytes,
+        deferred_nbytes=deferred_nbytes,
         blocked_s=costs.called - costs.entered,
-        gate_wait_s=0.0,
+        gate_wait_s=0.0 if staged is None else staged.gate_wait_s,
         backpressure_s=costs.waited_s,
         staged_after_s=costs.copied - costs.entered,
         durable_after_s=time.perf_counter() - costs.entered,
-        peak_pool_bytes=costs.nbytes + max((file.peak_pool_bytes for file in files), default=0),
+        peak_pool_bytes=nbytes + max((file.peak_pool_bytes for file in files), default=0),
         io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
         fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),
     )

@@ -65,18 +65,10 @@ class ShardedSave(WrappedSave):
         self._nbytes = response.staged_nbytes
         response.staging_completion.add_done_callback(self._tell_staged)
 
-    def end(self, *, remove: bool) -> bool:
-        """Waits for the upload's end; whether it is a good one.
-
-        Args:
-            remove: Of a failed save the directory, where it is empty. Each rank tries, behind the
-                removal of its own files: the last one does it.
-        """
+    def end(self) -> bool:
+        """Waits for the upload's end; whether it is a good one."""
         assert self._response is not None
         error = self._response.upload_completion.exception()
-        if error is not None and remove:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._path)
         self._end(self._response.report, None if error is None else of_save(error, self._path))
         return error is None
 
@@ -126,7 +118,7 @@ def submit(
                 durable=options.durable,
                 engine=engine,
                 when_busy="raise" if when_busy == "raise" else "wait",
-                turn=turn,
+                begins=turn,
                 beside=Beside(META, parts.rest) if first else None,
                 live_if_full=True,
             )
@@ -162,7 +154,6 @@ def _take_turn(
     save: ShardedSave, path: str, turn: Future[None], first: bool, after_good: bool
 ) -> bool:
     """In the order of the log: DCP's thread goes on, and this one waits for it."""
-    fresh = not os.path.lexists(path)
     refused: OSError | None = None
     try:
         if first and (os.path.islink(path) or os.path.isfile(path)):
@@ -174,7 +165,7 @@ def _take_turn(
             turn.set_result(None)
         else:
             turn.set_exception(refused)
-    return save.end(remove=fresh)
+    return save.end()
 
 
 def of_save(error: BaseException, path: str) -> Exception:

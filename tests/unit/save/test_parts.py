@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import io
-import os
 import subprocess
 import sys
-import threading
 import weakref
 import zipfile
 from collections.abc import Iterator
@@ -19,8 +17,6 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from stillframe import _core
-from stillframe._save import ordered
 from stillframe._save.parts import Parts, row_of, submit_parts
 from stillframe.testing import fault, slow
 from torch import Tensor
@@ -267,47 +263,3 @@ def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> 
 )
 def test_what_torch_save_has_to_write_is_told(tensor: Tensor) -> None:
     assert row_of(tensor) is None
-
-
-def test_a_name_of_its_own_waits_for_no_turn_and_no_slot(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def work(after_good: bool) -> bool:
-        begun.set()
-        return go_on.wait(30)
-
-    ordered.submit(os.fsencode(tmp_path / "work"), _core.WORK_SAVE, work)
-    assert begun.wait(30)
-    try:
-        # They have all slots until the work has ended.
-        behind = [stillframe.async_save({}, tmp_path / f"{n}.pt", engine=engine) for n in range(2)]
-        tensor = torch.randn(BLOCK)
-        for name in ("a", "b"):
-            parts = Parts()
-            parts.append([row_of(tensor)])
-            submit_parts(engine, parts, tmp_path / name, owners=[tensor], own_name=True).result(30)
-        assert torch.load(tmp_path / "b").equal(tensor)
-        assert not any(handle.done() for handle in behind)
-    finally:
-        go_on.set()
-    for handle in behind:
-        handle.result(30)
-
-
-def test_a_name_of_its_own_that_fails_gives_its_place_back(
-    engine: stillframe.Engine, tmp_path: Path
-) -> None:
-    stillframe.save({}, tmp_path / "old.pt", engine=engine)
-    tensor = torch.randn(BLOCK)
-    for call in ("pwrite", "rename"):
-        parts = Parts()
-        parts.append([row_of(tensor)])
-        with fault(call, err=errno.ENOSPC, sticky=True):
-            handle = submit_parts(engine, parts, tmp_path / "a", owners=[tensor], own_name=True)
-            assert isinstance(handle.exception(30), stillframe.SaveError)
-    # It is no save that a remove would look at.
-    stillframe.remove(tmp_path / "old.pt")
-    stillframe.wait_all(30)
-    assert not any(tmp_path.iterdir())
