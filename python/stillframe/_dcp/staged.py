@@ -146,7 +146,8 @@ class Stages:
         self._before: list[Staged] = []
 
     def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
-        """Copies a state dict, or a tree with one in it, once uploads under way have given back the memory it wants.
+        """Copies a tree with a state dict, once uploads under way have given back the memory it
+        wants.
 
         Raises:
             PoolExhaustedError: It does not fit, and no upload under way would change that.
