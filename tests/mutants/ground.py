@@ -51,8 +51,8 @@ class Ran:
 class Ground:
     """Not for two threads at once."""
 
-    def __init__(self, root: Path, place: Path, variant: str) -> None:
-        self.root, self.place, self.variant = root, place, variant
+    def __init__(self, root: Path, place: Path, variant: str, patience: float = 1.0) -> None:
+        self.root, self.place, self.variant, self.patience = root, place, variant, patience
         self._extension_differs = False
         self._copy_tree()
 
@@ -152,7 +152,8 @@ class Ground:
     def run(self, tests: list[str]) -> Ran:
         """Runs one C program, or tests of pytest together."""
         if is_pytest(tests[0]):
-            options = ["-q", "-x", "-p", "no:cacheprovider", "--timeout=60", "--tb=line"]
+            options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={60 * self.patience}"]
+            options += ["--tb=line"]
             command = [sys.executable, "-m", "pytest", *options, *tests]
             return self._run(command, PYTHON_TIMEOUT_S)
         program = self._program(tests[0])
@@ -166,7 +167,7 @@ class Ground:
         start = time.monotonic()
         process = self._start(command)
         try:
-            output, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=timeout_s * self.patience)
             status = f"exit status {process.returncode}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)

@@ -102,7 +102,8 @@ class Campaign:
     # ---- a worker ---------------------------------------------------------------------------
 
     def _work(self, number: int, waiting: queue.SimpleQueue[Mutant]) -> None:
-        place = ground.Ground(self.root, self.build / f"ground{number}", self.options.variant)
+        there = self.build / f"ground{number}"
+        place = ground.Ground(self.root, there, self.options.variant, self.options.patience)
         while self.stop_at is None or time.monotonic() < self.stop_at:
             try:
                 mutant = waiting.get_nowait()
@@ -235,6 +236,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=0.0, help="begin none after that time")
     parser.add_argument("--day", default=datetime.date.today().isoformat(), help="of the sample")
     parser.add_argument("--variant", default="plain", help="of C programs (plain, asan, tsan)")
+    parser.add_argument("--patience", type=float, default=1.0, help="times every limit, under load")
     parser.add_argument("--again", action="store_true", help="what is known already too")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help=argparse.SUPPRESS)

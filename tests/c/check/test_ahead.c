@@ -1,6 +1,7 @@
 /* ahead.c: whatever is asked going forward, the file's bytes are shown, on the disk and in memory,
  * past the page cache and through it; failures come when the piece is asked for, and stay. */
 #include <errno.h>
+#include <stdatomic.h>
 #include <sys/wait.h>
 
 #include "check/ahead.h"
@@ -91,6 +92,34 @@ static void it_may_be_stopped_at_any_piece(void)
 	sfr__ahead_stop(NULL);
 	(void)close(fd);
 	dir_remove(dir);
+}
+
+static atomic_uint nr_slow_reads;
+static ssize_t (*real_pread)(int fd, void *buf, size_t len, off_t off);
+
+static ssize_t slow_pread(int fd, void *buf, size_t len, off_t off)
+{
+	atomic_fetch_add(&nr_slow_reads, 1);
+	(void)usleep(2000);
+	return real_pread(fd, buf, len, off);
+}
+
+/* A file that was found to be damaged in its first piece is not read to its end. */
+static void who_is_stopped_reads_no_further(void)
+{
+	int fd = memfd_create("long", MFD_CLOEXEC);
+	const unsigned char *bytes;
+	struct sfr__ahead *a;
+
+	CHECK_EQ(ftruncate(fd, 64 * (off_t)PIECE), 0);
+	real_pread = sfr_sys.pread;
+	sfr_sys.pread = slow_pread;
+	CHECK_EQ(sfr__ahead_start(fd, 64 * PIECE, false, &a), 0);
+	CHECK_EQ(sfr__ahead_get(a, 0, 1, &bytes, NULL), 0);
+	sfr__ahead_stop(a);
+	sfr_sys.pread = real_pread;
+	CHECK(atomic_load(&nr_slow_reads) < 16); /* as many as there are slots */
+	(void)close(fd);
 }
 
 static void what_is_out_of_bounds_is_refused(void)
@@ -263,6 +292,7 @@ int main(void)
 	make_content();
 	RUN(whatever_is_asked_going_forward_is_shown);
 	RUN(it_may_be_stopped_at_any_piece);
+	RUN(who_is_stopped_reads_no_further);
 	RUN(what_is_out_of_bounds_is_refused);
 	RUN(short_reads_interruptions_and_a_refused_o_direct_are_gone_on_with);
 	RUN(a_failure_comes_with_its_piece_and_stays);

@@ -35,6 +35,11 @@ static void foreign_files_are_refused(void)
 	archive_finish(&a);
 	refuse(&a, "record y/version: it is not in the same directory");
 	archive_free(&a);
+	archive_add(&a, "/data.pkl", ".", 1);
+	archive_add(&a, "/version", "3\n", 2);
+	archive_finish(&a);
+	refuse(&a, "not inside a directory");
+	archive_free(&a);
 }
 
 static void names_that_occur_twice_are_refused(void)
@@ -174,6 +179,12 @@ static void a_record_that_the_directory_places_beyond_the_data_is_refused(void)
 	const struct archive_record *last = &a.records[a.nr - 1];
 
 	archive_poke(&a, last->central + 42, a.dir_off - 20, 4); /* half a header before it */
+	refuse_by_directory(&a, "it reaches beyond the data of the file");
+	archive_free(&a);
+
+	a = sample();
+	last = &a.records[a.nr - 1];
+	archive_poke(&a, last->central + 42, a.dir_off + 5, 4); /* behind it */
 	refuse_by_directory(&a, "it reaches beyond the data of the file");
 	archive_free(&a);
 

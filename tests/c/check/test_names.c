@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "check/names.h"
+#include "check/places.h"
 #include "check.h"
 
 #define MAX 700 /* past two doublings of the list */
@@ -92,10 +93,53 @@ static void memory_that_runs_out_is_reported_and_the_list_stays(void)
 	}
 }
 
+/* Among lists of every length that are full and not: ASAN sees a look behind the end. */
+static void a_name_is_found_if_it_is_there(void)
+{
+	for (unsigned nr = 0; nr < MAX; nr += nr == 255 || nr == 511 ? 1 : 17) {
+		struct sfr__names names = { 0 };
+		char name[32];
+
+		for (unsigned i = 0; i < nr; i++)
+			CHECK_EQ(add(&names, i, i), 0);
+		CHECK(sfr__names_sort(&names, UINT64_MAX));
+		for (unsigned i = 0; i < nr + 20; i++) {
+			uint64_t it = 0, place = UINT64_MAX;
+			int len = snprintf(name, sizeof(name), "archive/data/%u", i);
+
+			CHECK_EQ(sfr__names_find(&names, name, (size_t)len, &it, &place), i < nr);
+			if (i < nr)
+				CHECK_EQ(place, i);
+			CHECK(!sfr__names_find(&names, name, (size_t)len, &it, &place) || i < nr);
+		}
+		sfr__names_fini(&names);
+	}
+}
+
+static void every_place_that_was_added_is_found_again(void)
+{
+	struct sfr__places places = { 0 };
+
+	for (unsigned i = 0; i < MAX; i++) {
+		const struct sfr__unzip_record rec = { .hdr_off = i, .name_len = 3 };
+
+		CHECK_EQ(sfr__places_add(&places, &rec, "abc", 10 * i), 0);
+	}
+	for (unsigned i = 0; i < MAX; i++) {
+		CHECK_EQ(sfr__places_at(&places, 10 * i), i);
+		CHECK_EQ(places.v[i].hdr_off, i);
+		CHECK_EQ(sfr__places_at(&places, 10 * i + 1), MAX);
+	}
+	sfr__places_fini(&places);
+	CHECK(places.v == NULL && places.names == NULL && places.nr == 0);
+}
+
 int main(void)
 {
 	RUN(names_that_differ_are_not_suspected);
 	RUN(names_that_occur_again_are_suspected_in_the_order_of_their_places);
+	RUN(a_name_is_found_if_it_is_there);
+	RUN(every_place_that_was_added_is_found_again);
 	RUN(memory_that_runs_out_is_reported_and_the_list_stays);
 	return check_done();
 }

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "check/check.h"
 #include "check/window.h"
 #include "base/base.h"
 #include "check.h"
@@ -106,10 +107,46 @@ static void what_is_out_of_bounds_is_refused_and_not_read(void)
 	(void)close(fd);
 }
 
+static char *advised_from, *advised_to;
+static int (*real_madvise)(void *mem, size_t len, int advice);
+
+static int note_madvise(void *mem, size_t len, int advice)
+{
+	if (!advised_from || (char *)mem < advised_from)
+		advised_from = mem;
+	if ((char *)mem + len > advised_to)
+		advised_to = (char *)mem + len;
+	return real_madvise(mem, len, advice);
+}
+
+/* Memory is asked for before it is read into: never more than the caller's own. */
+static void reading_into_memory_makes_no_page_of_somebody_else(void)
+{
+	const size_t len = 5 * LEN + 1234, before = 3 * SFR_PAGE + 100;
+	char *mem = mmap(NULL, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	char *buf = mem + before;
+	int fd = memfd_create("long", MFD_CLOEXEC);
+
+	if (!CHECK(mem != MAP_FAILED) || !CHECK(fd >= 0 && ftruncate(fd, 4 << 20) == 0))
+		return;
+	real_madvise = sfr_sys.madvise;
+	sfr_sys.madvise = note_madvise;
+	for (size_t i = 1; i <= 4; i++) {
+		advised_from = advised_to = NULL;
+		CHECK_EQ(sfr_fill(fd, buf, i * len, 0), i * len);
+		CHECK(advised_from >= buf && advised_to <= buf + i * len);
+		CHECK(advised_to > buf + i * len - SFR_PAGE);
+	}
+	sfr_sys.madvise = real_madvise;
+	CHECK_EQ(munmap(mem, 4 << 20), 0);
+	(void)close(fd);
+}
+
 int main(void)
 {
 	RUN(whatever_is_asked_is_shown);
 	RUN(a_walk_from_front_to_back_reads_every_piece_once);
 	RUN(what_is_out_of_bounds_is_refused_and_not_read);
+	RUN(reading_into_memory_makes_no_page_of_somebody_else);
 	return check_done();
 }

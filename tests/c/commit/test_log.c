@@ -258,6 +258,7 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 	int status = -1, fd;
 	pid_t child;
 
+	sfr_log_work_put(NULL); /* as every release */
 	CHECK_EQ(sfr_log_load_new(key("forked"), &load), 0);
 	child = fork();
 	if (child == 0) {

@@ -354,7 +354,7 @@ static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
 	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
 	CHECK(state == SFR_STAGING && !staged);
 	CHECK_EQ(sfr_save_progress(t, &written, &nbytes), 0);
-	CHECK(written < nbytes);
+	CHECK(written <= nbytes); /* all of it, where the writers were fast */
 	sfr__unlock(&engine->mu);
 	saving_finish(t);
 	sfr__lock(&engine->mu);

@@ -1,0 +1,135 @@
+"""The commit of a DCP checkpoint where one of its calls fails, and what it may remove."""
+
+import os
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stillframe.dcp
+import torch
+import torch.distributed.checkpoint as dcp
+from fix_dcp import equal, loaded
+from fix_entries import Recorded
+from stillframe._dcp import commit, image
+from stillframe.dcp import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+OLD, NEW = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, nth: int) -> None:
+    """The nth call from now on, from 1, raises."""
+    real: Callable[..., Any] = getattr(where, name)
+    calls = iter(range(1, 1000))
+
+    def call(*args: Any, **named: Any) -> Any:
+        if next(calls) == nth:
+            raise OSError(5, f"{name} {nth} fails")
+        return real(*args, **named)
+
+    monkeypatch.setattr(where, name, call)
+
+
+# Of a commit: the call, and whether the new checkpoint has its name by then.
+STEPS = [
+    ("dump", 1, False),
+    ("fsync", 1, False),
+    ("sync_directory", 1, False),
+    ("rename", 1, False),
+    ("sync_directory", 2, True),
+    ("sync_directory", 3, True),
+]
+
+
+@pytest.mark.parametrize("save", ["dcp", "ours"])
+@pytest.mark.parametrize(("name", "nth", "is_new"), STEPS)
+def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
+    tmp_path, monkeypatch, save, name, nth, is_new
+):
+    stillframe.dcp.save(OLD, tmp_path)
+    where = {"dump": pickle, "sync_directory": commit}.get(name, os)
+    commits: Any = commit.put_in_place
+
+    def put_in_place(*args: Any, **named: Any) -> None:
+        failing(monkeypatch, where, name, nth)
+        try:
+            commits(*args, **named)
+        finally:
+            monkeypatch.undo()
+
+    monkeypatch.setattr(commit, "put_in_place", put_in_place)
+    with pytest.raises(CheckpointException, match=f"{name} {nth} fails"):
+        if save == "ours":
+            stillframe.dcp.save(NEW, tmp_path)
+        else:
+            dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    assert equal(loaded(NEW, tmp_path), NEW if is_new else OLD)
+    assert not list(tmp_path.glob("*.tmp"))
+    if save == "ours":  # DCP's own save does not say that all is over: the next save tidies up
+        assert len(list(tmp_path.glob("*.distcp"))) == 1 + is_new
+    dcp.save(OLD, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_while_nobody_knows_what_is_needed_nothing_goes_and_the_reason_is_said(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / ".metadata").write_bytes(b"no pickle")
+    (tmp_path / "__0_0.0123abcd.distcp").write_bytes(b"of a checkpoint that may be mended")
+    failing(monkeypatch, os, "rename", 1)
+    with pytest.raises(CheckpointException, match="rename 1 fails"):
+        stillframe.dcp.save(NEW, tmp_path)
+    assert len(list(tmp_path.glob("*.distcp"))) == 2
+    assert "files of a failed save stay" in caplog.text
+
+
+def test_a_rank_that_saves_for_itself_removes_its_own_files_alone(tmp_path):
+    others = ["__1_0.0123abcd.distcp", "__1.metadata.0123abcd.tmp", ".metadata.0123abcd.tmp"]
+    for name in ("__0_0.0123abcd.distcp", *others):
+        (tmp_path / name).touch()
+    nothing: Any = SimpleNamespace(storage_data={})
+    commit.remove_unnamed(nothing, str(tmp_path), 0)
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+    commit.remove_unnamed(nothing, str(tmp_path), None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_new_directories_are_as_durable_as_the_checkpoint(tmp_path, monkeypatch):
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        writer = FileSystemWriter(tmp_path / "a/b/c")
+        dcp.save(NEW, storage_writer=writer, no_dist=True)
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")} <= {*recorded.synced()}
+
+
+@pytest.mark.parametrize("options", [{"durable": False}, {"sync_files": False}])
+def test_what_is_not_to_be_synced_is_not(tmp_path, monkeypatch, options):
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path / "a", **options), no_dist=True)
+    assert recorded.synced() == []
+
+
+def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monkeypatch):
+    made: list[Any] = []
+
+    class File(image.DataFile):
+        def failure(self) -> BaseException | None:
+            super().failure()
+            return OSError(f"of file {made.index(self)}")
+
+        def discard(self) -> None:
+            os.unlink(self.path)
+
+    def make(*args: Any, **named: Any) -> File:
+        made.append(File(*args, **named))
+        return made[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(image, "DataFile", make)
+    state = {"a": torch.ones(10), "b": torch.ones(10)}
+    writer = FileSystemWriter(tmp_path, single_file_per_rank=False)
+    with pytest.raises(CheckpointException, match="of file 0"):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len(made) == 2 and os.listdir(tmp_path) == []
