@@ -117,9 +117,10 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
         before = fake.calls("cuStreamWaitEvent")
         asked.set()
         offloader.onload(ticket)  # the current stream, which is this thread, stands still
-        stats = offloader.stats()
-        assert stats["stream_waited_s"] > 0
         holder.join()
+        while not (stats := offloader.stats())["onload_copy_s"]:  # until the core has heard of it
+            time.sleep(0.001)
+        assert stats["stream_waited_s"] > 0
         assert stats["offload_copy_s"] > 0 and stats["onload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
         assert stats["share_hidden"] < 1
