@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import itertools
 
 import pytest
@@ -446,6 +447,28 @@ def test_a_copy_of_a_module_is_no_offloaded_one(either):
         assert agree(train(other), train(model))
 
 
+def test_a_model_that_is_moved_leaves_its_offloaded_layers_where_they_are(either):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *mlp(depth=2))
+    other = copy.deepcopy(model)
+    with offload_layers(list(other)[1:], device="cpu"):
+        other.to("meta")
+        assert other[0].weight.is_meta and not other[1][0].weight.is_meta
+        other[0].to_empty(device="cpu").load_state_dict(model[0].state_dict())
+        assert agree(train(model), train(other))
+        with pytest.raises(stillframe.StillframeError, match=r"cannot be made torch.float64"):
+            other[1].double()
+        pickled = torch.load(io.BytesIO(dumped(other)), weights_only=False)
+    for each in (pickled, copy.deepcopy(other), other):
+        assert agree(train(copy.deepcopy(model)), train(each))
+        assert each.double()[1][0].weight.dtype is torch.float64
+
+
+def dumped(tree):
+    file = io.BytesIO()
+    torch.save(tree, file)
+    return file.getvalue()
+
+
 # ---- what cannot be served ----
 
 
@@ -495,7 +518,7 @@ def test_a_module_that_moves_its_parameters_is_told(either):
 def test_a_module_that_was_moved_is_told(either):
     model = mlp(depth=2)
     with offload_layers(model, device="cpu"):
-        model[1].to("meta")
+        model[1][0].to("meta")
         with pytest.raises(stillframe.StillframeError, match="is on meta"):
             model(numbers(0))
 
