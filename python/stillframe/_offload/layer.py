@@ -211,7 +211,7 @@ class Hook:
     """A hook of a module. A copy of the module has none: it does nothing there."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
-        self._function = function
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         self._layer = layer
 
     def __call__(self, *args: Any) -> None:
