@@ -472,9 +472,7 @@ def dumped(tree):
     return file.getvalue()
 
 
-def test_the_example_trains_a_model_eight_times_as_large_as_its_slots(
-    either, tmp_path, monkeypatch, capsys
-):
+def test_the_example_trains_eight_times_what_the_slots_hold(fake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples/offload.py"))
     assert capsys.readouterr().out.splitlines() == [
