@@ -363,9 +363,8 @@ int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 struct sfr_snapshot;
 
 #define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
-/* What leaves a device, to come back: the caller's streams do not wait for the copies, so sources on
- * devices stay as they are until the wait is over, or a stream has been through sfr_snapshot_gate. Copies
- * begin SFR_APART bytes apart, in memory that drivers can be told of. */
+/* What leaves a device: callers' streams do not wait, so sources on devices stay as they are until
+ * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 
@@ -411,7 +410,8 @@ void sfr_snapshot_unhold(struct sfr_snapshot *s);
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
-uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */
+uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s); /* devices', of what leaves */
+uint64_t sfr_snapshot_number(const struct sfr_snapshot *s);     /* from 1, of the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);
 void sfr_snapshot_put(struct sfr_snapshot *s); /* NULL is fine */
 

@@ -425,6 +425,11 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 	return leased;
 }
 
+uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s)
+{
+	return atomic_load_explicit(&s->copying_ns, memory_order_relaxed);
+}
+
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s)
 {
 	return s->notice.number;

@@ -359,7 +359,16 @@ static PyMethodDef methods[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
+static PyObject *snapshot_copying_s(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(((struct sfr_py_snapshot *)object)
+									  ->snapshot) /
+				  1e9);
+}
+
 static PyGetSetDef getset[] = {
+	{ "copying_s", snapshot_copying_s, NULL, "what devices took for what leaves", NULL },
 	{ "number", snapshot_number, NULL, "what notice_wait() names the snapshot by", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
