@@ -8,16 +8,20 @@ the call goes round with the first collective; ranks that differ in it all fail.
 
 A round is run by one thread, by DCP's `save`: nothing of DCP that is not public is leaned on.
 
-    called ──▶ staged ──▶ agreed ──▶ planned, written, committed (DCP's save) ──▶ ended
+    called ──▶ staged ──▶ its turn to write ──▶ agreed ──▶ planned, written (DCP's save)
+       │                                                          its turn to commit ──▶ ended
        └───────── an error goes along to where the others are ──────────┘
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +30,21 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.planner import FailingPlanner, Places, structure
+from stillframe._dcp.shards import put_together
 from stillframe._dcp.staged import Staged, StateDict
+from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
+from stillframe._save import completion
+from stillframe._save.outcome import Failure
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
+
+
+# The state dict, and what `Beside` writes.
+Copied = tuple[StateDict, Any]
 
 
 class _NotSavedError(StillframeError):
@@ -39,36 +52,71 @@ class _NotSavedError(StillframeError):
 
 
 class Upload(Future[Metadata | None]):
-    """The end of one round on this rank. Notes whether somebody has seen its error."""
+    """The end of one round on this rank, which nobody can cancel. Notes whether somebody has seen
+    its error; those who look at all saves of the process see it as they see a handle.
+
+    Attributes:
+        seen: Whoever made it knows its error before it ends.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self._path = path
+        self.set_running_or_notify_cancel()
+        self.path = path
         self.seen = False
+        self._failure: Failure | None = None
+        self._number = next(completion.numbers)
+
+    @property
+    def state(self) -> str:
+        if not self.done():
+            return "writing"
+        return "durable" if super().exception() is None else "failed"
+
+    def begin(self) -> None:
+        """It is under way from here on, whoever holds it."""
+        completion.in_flight[self._number] = self
+
+    def end(
+        self, metadata: Metadata | None, error: BaseException | None, turn: Turn | None
+    ) -> None:
+        """What waits behind it hears of it first, and no sooner than its error can be had."""
+        if error is not None and not self.seen:
+            self._failure = Failure(error)
+        if turn is not None:
+            turn.end(error is None)
+        completion.in_flight.pop(self._number, None)
+        if error is None:
+            self.set_result(metadata)
+        else:
+            self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Metadata | None:
         try:
             return super().result(timeout)
         finally:
-            self.seen = self.seen or self.done()
+            if self.done():
+                self._collect()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.seen = True
+        self._collect()
         return error
-
-    def failed(self) -> bool:
-        return self.done() and super().exception() is not None
 
     def unseen_error(self) -> BaseException | None:
         """Waits for the end; the error, if nobody has seen it. It counts as seen from now on."""
         error = super().exception()
-        seen, self.seen = self.seen, True
+        seen = self._failure is None or self._failure.collected
+        self._collect()
         return None if seen else error
 
+    def _collect(self) -> None:
+        if self._failure is not None:
+            self._failure.collect()
+
     def __del__(self) -> None:
-        if not self.seen and self.failed():
-            log.error("stillframe: %s failed and nobody asked: %s", self._path, self.exception(0))
+        if self._failure is not None:
+            self._failure.dropped(self.path)
 
 
 @dataclass
@@ -76,23 +124,29 @@ class Round:
     """What one call wants saved.
 
     Attributes:
-        copied: The state dict's copy, or why there is none.
+        copied: The copy of the state dict, and of what stands beside it; or why there is none.
         staged: Its memory; None where there is no copy.
         writer: None where DCP is to choose one by the path.
         planner: The user's own.
         group: None where this process saves alone.
+        turn: Its place in the order of other saves; None where nothing else is under way any more.
+        begins: Done when this rank may begin, for who has given it a place there; else None.
+        beside: This rank's file that the checkpoint is committed with.
         raised: The call raises the error of the save before.
         ended_well: Called before anybody hears of the end.
     """
 
     number: int
     path: str
-    copied: Future[StateDict]
+    copied: Future[Copied]
     staged: Staged | None
     writer: FileSystemWriter | None
     planner: SavePlanner | None
     group: dist.ProcessGroup | None
     upload: Upload
+    turn: Turn | None = None
+    begins: Future[None] | None = None
+    beside: Beside | None = None
     raised: bool = False
     ended_well: Callable[[], object] = int
 
@@ -104,12 +158,13 @@ class Rounds:
         self._calls = 0
         self._failures = 0
         self._places = Places()
-        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: queue.SimpleQueue[Round] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def next(
         self,
         path: str,
-        copied: Future[StateDict],
+        copied: Future[Copied],
         writer: FileSystemWriter | None,
         planner: SavePlanner | None,
         group: dist.ProcessGroup | None,
@@ -120,9 +175,19 @@ class Rounds:
         return Round(self._calls, path, copied, None, writer, planner, group, upload)
 
     def submit(self, work: Round) -> None:
+        """It runs on a thread of its own, which ends with the process; the exit waits for what has
+        a turn. After that nobody would: then it runs here."""
+        work.upload.begin()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sf-dcp")
-        self._thread.submit(self._run, work)
+            self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
+        if completion.completion.over or not completion.start_once(self._thread):
+            self._run(work)
+        else:
+            self._waiting.put(work)
+
+    def _loop(self) -> None:
+        while True:
+            self._run(self._waiting.get())
 
     def _run(self, work: Round) -> None:
         metadata: Metadata | None = None
@@ -140,10 +205,9 @@ class Rounds:
         except BaseException as error:
             failure = failure or error
         work.copied = Future()
-        if failure is None:
-            work.upload.set_result(metadata)
-        else:
-            work.upload.set_exception(failure)
+        if work.beside is not None:
+            work.beside.content = None
+        work.upload.end(metadata, failure, work.turn)
 
     def _clean_up(self, work: Round, failure: BaseException) -> None:
         self._failures += 1
@@ -159,11 +223,15 @@ class Rounds:
         tree: StateDict = {}
         planner = work.planner
         try:
-            tree = work.copied.result()
-            if work.staged is not None:
-                work.staged.uploads(tree)
+            if work.begins is not None:
+                work.begins.result()
+            tree = self._begin(work)
         except BaseException as error:
             planner = FailingPlanner(_to_send(error))
+        if work.turn is not None:
+            work.turn.wait_to_write()  # all ranks have, once they agree
+            if work.writer is not None:
+                work.writer.before_commit = work.turn.wait_to_commit
         words = self._agree(work, structure(tree))
         if planner is None:
             planner = self._places.planner(words)
@@ -177,6 +245,17 @@ class Rounds:
         )
         own = None if work.writer is None else work.writer.metadata
         return saved if own is None else own
+
+    def _begin(self, work: Round) -> StateDict:
+        """The state dict's copy."""
+        copied = work.copied.result()
+        if work.staged is not None:
+            work.staged.uploads(copied)
+        tree, content = copied
+        if work.beside is not None:
+            work.beside.content = content
+        together: StateDict = put_together(tree)
+        return together
 
     def _agree(self, work: Round, own_structure: int) -> list[int]:
         """What tells the structure that all ranks save from every other, and from those before a

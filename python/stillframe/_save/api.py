@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import Unpack
 
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base import looks, paths
 from stillframe._base.calls import inside
 from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
@@ -17,6 +18,8 @@ from stillframe._save.options import EngineOptions, OnDurable, SaveOptions
 from stillframe._save.outcome import take_failures
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
+
+_logger = logging.getLogger("stillframe")
 
 
 class _Default:
@@ -185,13 +188,15 @@ def remove(path: Path) -> None:
 
     Args:
         path: A local path. A missing name is no error; a link is removed, not what it names; a
-            directory is removed with all that is in it.
+            directory is removed with all that is in it; where it is a checkpoint of
+            torch.distributed.checkpoint, what makes it one goes first.
 
     Raises:
         TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
         StillframeError: The interpreter is exiting.
     """
     key = paths.key(path, follow_link=False)
+    _tell_of_home(path, _core.log_exists(key))
     completion.completion.start()
     _core.log_remove(key)
     if completion.completion.over and not ordered.is_inside():
@@ -200,6 +205,9 @@ def remove(path: Path) -> None:
 
 def exists(path: Path) -> bool:
     """Whether `path` will be there when the saves and removes submitted so far have ended.
+
+    A checkpoint of torch.distributed.checkpoint is there if it is whole: its `.metadata`, which
+    comes last and goes first, has to be in the directory.
 
     Args:
         path: A local path. A link counts as there when what it names is.
@@ -210,7 +218,15 @@ def exists(path: Path) -> bool:
     known = _core.log_exists(paths.key(path, follow_link=False))
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
-    return os.path.exists(path) if known < 0 else bool(known)
+    _tell_of_home(path, known)
+    return looks.is_there(path) if known < 0 else bool(known)
+
+
+def _tell_of_home(path: Path, known: int) -> None:
+    """Logs that "~" is not expanded, for calls to which a path that leads nowhere is no error."""
+    text = paths.as_text(path)
+    if known < 0 and paths.hint(text) and not os.path.lexists(text):
+        _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
 
 
 def wait_all(timeout: float | None = None) -> None:
