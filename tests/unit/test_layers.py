@@ -224,9 +224,7 @@ def functions_of(file: Path) -> Iterable[tuple[str, int]]:
                 yield node.name, lines
     else:
         # As the formatter has it: what begins with a brace in the first column ends with one.
-        for found in re.finditer(
-            r"^\w[^\n]*?(\w+)\([^;{}]*?\)\n\{\n(.*?)^\}$", text, re.M | re.S
-        ):
+        for found in re.finditer(r"^\w[^\n]*?(\w+)\([^;{}]*?\)\n\{\n(.*?)^\}$", text, re.M | re.S):
             yield found[1], found[2].count("\n")
 
 

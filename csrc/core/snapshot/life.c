@@ -1,4 +1,5 @@
-/* A snapshot's states, those who copy, and when its memory goes back: see snapshot.c for both. */
+/* A snapshot's states, those who copy, those who use its memory, and when it goes back: see
+ * snapshot.c. */
 #include "snapshot/snapshot.h"
 
 static atomic_uint arrows[SFR__NR_SNAPSHOT_STATES][SFR__NR_SNAPSHOT_STATES];
@@ -78,4 +79,72 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	sfr__snapshot_settle_and_unlock(s);
 	sfr__notice_post(&s->notice); /* with the reference of those who copy */
+}
+
+/* ---- who uses the memory ---- */
+
+static int use(struct sfr_snapshot *s, uint32_t *count)
+{
+	int rc = 0;
+
+	if (sfr__snapshot_is_foreign(s))
+		return SFR_EFORK;
+	sfr__lock(&s->engine->mu);
+	if (s->lease.runs)
+		++*count;
+	else
+		rc = SFR_ESTATE;
+	sfr__unlock(&s->engine->mu);
+	return rc;
+}
+
+static void unuse(struct sfr_snapshot *s, uint32_t *count)
+{
+	if (sfr__snapshot_is_foreign(s))
+		return;
+	sfr__lock(&s->engine->mu);
+	--*count;
+	sfr__snapshot_settle_and_unlock(s);
+}
+
+int sfr_snapshot_view(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_views);
+}
+
+void sfr_snapshot_unview(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_views);
+}
+
+void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
+{
+	if (sfr__snapshot_is_foreign(s))
+		return;
+	sfr__lock(&s->engine->mu);
+	if (s->lease.runs)
+		sfr__pool_hold(s->engine->pool, &s->lease, !yes && s->nr_views > 0);
+	sfr__unlock(&s->engine->mu);
+}
+
+int sfr_snapshot_hold(struct sfr_snapshot *s)
+{
+	return use(s, &s->nr_holds);
+}
+
+void sfr_snapshot_unhold(struct sfr_snapshot *s)
+{
+	unuse(s, &s->nr_holds);
+}
+
+int sfr_snapshot_leased(struct sfr_snapshot *s)
+{
+	int leased;
+
+	if (sfr__snapshot_is_foreign(s))
+		return SFR_EFORK;
+	sfr__lock(&s->engine->mu);
+	leased = s->lease.runs != NULL;
+	sfr__unlock(&s->engine->mu);
+	return leased;
 }

@@ -38,12 +38,6 @@
 
 enum { COPY_PIECE = 4 << 20 /* between looks at whether anybody still wants the copy */ };
 
-/* Made before a fork that this process came out of: nothing of it may be touched. */
-static bool foreign(const struct sfr_snapshot *s)
-{
-	return s->fork_generation != sfr_fork_generation();
-}
-
 /* ---- memory ---- */
 
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
@@ -120,7 +114,7 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	uint32_t nr_own;
 	int rc = 0;
 
-	if (foreign(s))
+	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	lens = sfr_sys.malloc(((size_t)s->nr_sources + 1) * sizeof(*lens));
 	if (!lens)
@@ -243,7 +237,8 @@ static int copy_here(struct sfr_snapshot *s, int rc)
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams)
 {
-	return foreign(s) ? SFR_EFORK : sfr__snapshot_parts_streams(s, streams, nr_streams);
+	return sfr__snapshot_is_foreign(s) ? SFR_EFORK :
+					     sfr__snapshot_parts_streams(s, streams, nr_streams);
 }
 
 int sfr_snapshot_start(struct sfr_snapshot *s)
@@ -254,7 +249,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	bool queued = false;
 	int rc = 0;
 
-	if (foreign(s))
+	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	if (s->state != SFR__SNAPSHOT_LEASED)
@@ -305,7 +300,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 	bool on_host;
 	int rc = 0;
 
-	if (foreign(s))
+	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
 		  sfr__snapshot_nr_deferred(s, 0) > 0;
@@ -321,7 +316,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 {
 	*out = (struct sfr_err){ .index = -1 };
-	if (foreign(s))
+	if (sfr__snapshot_is_foreign(s))
 		return;
 	if (s->state != SFR__SNAPSHOT_COPYING) { /* without the lock, as sfr_snapshot_wait */
 		*out = s->err;
@@ -338,7 +333,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	int rc = 0;
 
 	*torn = -1;
-	if (foreign(s))
+	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	if (slice_ns == 0) { /* asked with the interpreter lock held: see sfr_save_reached */
 		if (s->state == SFR__SNAPSHOT_COPYING)
@@ -357,73 +352,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 	return rc;
 }
 
-/* ---- who uses the memory ---- */
-
-static int use(struct sfr_snapshot *s, uint32_t *count)
-{
-	int rc = 0;
-
-	if (foreign(s))
-		return SFR_EFORK;
-	sfr__lock(&s->engine->mu);
-	if (s->lease.runs)
-		++*count;
-	else
-		rc = SFR_ESTATE;
-	sfr__unlock(&s->engine->mu);
-	return rc;
-}
-
-static void unuse(struct sfr_snapshot *s, uint32_t *count)
-{
-	if (foreign(s))
-		return;
-	sfr__lock(&s->engine->mu);
-	--*count;
-	sfr__snapshot_settle_and_unlock(s);
-}
-
-int sfr_snapshot_view(struct sfr_snapshot *s)
-{
-	return use(s, &s->nr_views);
-}
-
-void sfr_snapshot_unview(struct sfr_snapshot *s)
-{
-	unuse(s, &s->nr_views);
-}
-
-void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
-{
-	if (foreign(s))
-		return;
-	sfr__lock(&s->engine->mu);
-	if (s->lease.runs)
-		sfr__pool_hold(s->engine->pool, &s->lease, !yes && s->nr_views > 0);
-	sfr__unlock(&s->engine->mu);
-}
-
-int sfr_snapshot_hold(struct sfr_snapshot *s)
-{
-	return use(s, &s->nr_holds);
-}
-
-void sfr_snapshot_unhold(struct sfr_snapshot *s)
-{
-	unuse(s, &s->nr_holds);
-}
-
-int sfr_snapshot_leased(struct sfr_snapshot *s)
-{
-	int leased;
-
-	if (foreign(s))
-		return SFR_EFORK;
-	sfr__lock(&s->engine->mu);
-	leased = s->lease.runs != NULL;
-	sfr__unlock(&s->engine->mu);
-	return leased;
-}
+/* ---- the rest ---- */
 
 uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s)
 {
@@ -444,7 +373,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 {
 	struct sfr_engine *engine;
 
-	if (!s || foreign(s))
+	if (!s || sfr__snapshot_is_foreign(s))
 		return;
 	if (atomic_fetch_sub_explicit(&s->refs, 1, memory_order_acq_rel) != 1)
 		return;

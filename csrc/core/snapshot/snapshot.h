@@ -102,4 +102,10 @@ bool sfr__snapshot_parts_gate(struct sfr_snapshot *s, const struct sfr_stream *s
 /* How often a state followed another, in the whole process; for tests. */
 unsigned sfr__snapshot_arrows(enum sfr__snapshot_state from, enum sfr__snapshot_state to);
 
+/* Made before a fork that this process came out of: nothing of it may be touched. */
+static inline bool sfr__snapshot_is_foreign(const struct sfr_snapshot *s)
+{
+	return s->fork_generation != sfr_fork_generation();
+}
+
 #endif
