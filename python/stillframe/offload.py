@@ -9,8 +9,21 @@ with Offloader("cuda") as offloader:
     tensors = offloader.onload(ticket)       # the current stream waits for them, the host does not
 """
 
+from stillframe._offload.activations import OffloadedActivations, offload_activations
+from stillframe._offload.layers import OffloadedLayers, offload_layers
 from stillframe._offload.offloader import Offloader
+from stillframe._offload.optimizer_state import OffloadedOptimizerState, offload_optimizer_state
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
 
-__all__ = ["OffloadStats", "Offloader", "Ticket"]
+__all__ = [
+    "OffloadStats",
+    "OffloadedActivations",
+    "OffloadedLayers",
+    "OffloadedOptimizerState",
+    "Offloader",
+    "Ticket",
+    "offload_activations",
+    "offload_layers",
+    "offload_optimizer_state",
+]

@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pytest
 import stillframe
+import torch
 from stillframe import testing
 
 ROOT = Path(__file__).parents[2]
 
 # Before the driver is first used by any test of this process.
 os.environ.setdefault("STILLFRAME_LIBCUDA", str(ROOT / "build" / "libfake_cuda.so"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of torch's that share small work on a busy machine wait for each other most of the
+    time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

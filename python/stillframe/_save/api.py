@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import Unpack
@@ -17,6 +18,8 @@ from stillframe._save.options import EngineOptions, OnDurable, SaveOptions
 from stillframe._save.outcome import take_failures
 from stillframe._save.report import SaveReport
 from stillframe.errors import StillframeError
+
+_logger = logging.getLogger("stillframe")
 
 
 class _Default:
@@ -192,6 +195,7 @@ def remove(path: Path) -> None:
         StillframeError: The interpreter is exiting.
     """
     key = paths.key(path, follow_link=False)
+    _tell_of_home(path, _core.log_exists(key))
     completion.completion.start()
     _core.log_remove(key)
     if completion.completion.over and not ordered.is_inside():
@@ -210,7 +214,15 @@ def exists(path: Path) -> bool:
     known = _core.log_exists(paths.key(path, follow_link=False))
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
+    _tell_of_home(path, known)
     return os.path.exists(path) if known < 0 else bool(known)
+
+
+def _tell_of_home(path: Path, known: int) -> None:
+    """Logs that "~" is not expanded, for calls to which a path that leads nowhere is no error."""
+    text = paths.as_text(path)
+    if known < 0 and paths.hint(text) and not os.path.lexists(text):
+        _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
 
 
 def wait_all(timeout: float | None = None) -> None:

@@ -139,9 +139,8 @@ def _load_fd(fd: int, how: _How) -> Any:
         found["error"] = f"it is not a torch.save file; it looks like {words}"
     _refuse_damaged(found, how.path)
     why: str | None = _PACKED if found["format"] == "archive" else "it is in the legacy format"
+    core, why = _able(core, how.map_location, why)
     if core is not None:
-        why = restore.can(core, how.map_location)
-    if core is not None and why is None:
         devices: dict[int, torch.device] = {}
         if placement.worth_a_look(how.map_location):
             devices = placement.find(how.open_again(fd), how.map_location)
@@ -159,16 +158,32 @@ def _load_fd(fd: int, how: _How) -> Any:
     return _load_generally(fd, how)
 
 
+def _able(
+    core: _core.Restore | None, map_location: MapLocation, why: str | None
+) -> tuple[_core.Restore | None, str | None]:
+    """The restore where it can read the archive; otherwise it is closed, and why it cannot."""
+    if core is None:
+        return None, why
+    why = restore.can(core, map_location)
+    if why is None:
+        return core, None
+    core.close()
+    return None, why
+
+
 def _load_into(fd: int, into: Any, how: _How) -> Any:
     """As `_load_fd`, into the tensors of `into`."""
     found, core = how.open(fd)
     _refuse_damaged(found, how.path)
-    shapes = None if core is None or restore.can(core, None) else restore.Shapes(core)
+    core, why = _able(core, None, "it is no archive of torch's")
+    shapes = None if core is None else restore.Shapes(core)
     try:
         loaded = shapes.load(how.weights_only) if shapes else None
-    except (restore.RestoreFailed, pickle.UnpicklingError):
+    except (restore.RestoreFailed, pickle.UnpicklingError) as error:
         shapes = loaded = None  # the general way says what is wrong
+        why = f"its pickle cannot be read ahead: {error!r}"
     if shapes is None:
+        _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
         loaded = _load_fd(fd, replace(how, map_location="cpu"))
     plan = match(into, loaded)
     plan.refuse_problems()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from stillframe._base import device as _device
 from stillframe._save import restore
 from stillframe._tree import keypaths
 
+_logger = logging.getLogger("stillframe")
 _BYTEORDER = sys.byteorder.encode()
 
 
@@ -35,7 +37,8 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
         to = _rule(map_location)
         devices = {key: _device.of_location(to(place)) for key, place in locations.items()}
         numbers = {key: peek.find(f"data/{key}") for key in devices}
-    except Exception:  # a pickle of any kind may be in there: the load itself says what is wrong
+    except Exception as error:  # of any kind: the load itself says what is wrong with a pickle
+        _logger.debug("by way of host memory: no places were found ahead: %r", error)
         return {}
     finally:
         peek.close()

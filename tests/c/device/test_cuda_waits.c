@@ -131,6 +131,23 @@ static void a_save_whose_order_cannot_be_kept_fails(void)
 	}
 }
 
+/* By their numbers, as cuda.h has them: what the driver calls an inconsistent state, in which any
+ * further work returns the same error, and what says that its context or device is gone. Over the
+ * fake any error ends a device, since its later calls fail too. */
+static void errors_after_which_a_device_answers_nothing_any_more_are_known(void)
+{
+	static const int final[] = { 4,   214, 226, 700, 702, 709, 710, 714,
+				     715, 716, 717, 718, 719, 721, 810, 911 };
+	const size_t nr = sizeof(final) / sizeof(final[0]);
+
+	for (int code = 0, k = 0; code < 1000; code++) {
+		bool is = (size_t)k < nr && final[k] == code;
+
+		CHECK_EQ(sfr__cuda_is_sticky((CUresult)code), is);
+		k += is;
+	}
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -142,6 +159,7 @@ int main(void)
 	RUN(a_gate_waits_for_the_hosts_copies_too);
 	RUN(a_gate_whose_wait_fails_waits_on_the_host);
 	RUN(a_save_whose_order_cannot_be_kept_fails);
+	RUN(errors_after_which_a_device_answers_nothing_any_more_are_known);
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -11,6 +11,7 @@ import torch
 from fix_checkpoints import flip, offset_of_storage, same, small_state
 from stillframe import CorruptCheckpointError
 from stillframe._base import bar
+from stillframe._save import load, placement, restore
 from stillframe.testing import slow
 
 NBYTES = 8 << 20
@@ -184,3 +185,42 @@ def test_what_was_saved_on_a_device_goes_where_it_is_asked_to(tmp_path, monkeypa
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA"):
             stillframe.load(path)
+
+
+# ---- which way it went --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("into", [None, {}])
+def test_an_archive_that_is_left_to_torch_is_told_and_closed(
+    into, path, monkeypatch, caplog, restores
+):
+    monkeypatch.setattr(restore, "can", lambda core, map_location: "of a reason")
+    with caplog.at_level("DEBUG", "stillframe"):
+        stillframe.load(path, into=into)
+    assert "of a reason" in caplog.text
+    for core in restores:
+        with pytest.raises(ValueError, match="closed"):
+            core.done()
+
+
+@pytest.fixture
+def restores(monkeypatch):
+    """Every restore that a load opens."""
+    opened = []
+    original = load._How.open
+
+    def noted(how, fd):
+        found, core = original(how, fd)
+        opened.append(core)
+        return found, core
+
+    monkeypatch.setattr(load._How, "open", noted)
+    return opened
+
+
+def test_why_no_places_are_found_ahead_is_told(path, monkeypatch, caplog, restores):
+    monkeypatch.setattr(placement, "worth_a_look", lambda map_location: True)
+    monkeypatch.setattr(placement, "_locations", lambda peek: 1 / 0)
+    with caplog.at_level("DEBUG", "stillframe"):
+        assert same(stillframe.load(path), small_state())
+    assert "by way of host memory: no places were found ahead: ZeroDivisionError" in caplog.text

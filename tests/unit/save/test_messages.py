@@ -275,3 +275,22 @@ def test_configure_names_an_option_that_there_is_not() -> None:
 def test_a_load_says_too_that_a_tilde_is_not_expanded() -> None:
     with pytest.raises(FileNotFoundError, match="'~' is not expanded"):
         stillframe.load("~/no/such/file")
+
+
+@pytest.mark.parametrize("call", [stillframe.exists, stillframe.remove])
+def test_calls_to_which_a_missing_name_is_no_error_tell_of_a_tilde(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    call("~/no/such/file")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "stillframe: nothing is at ~/no/such/file"
+        " ('~' is not expanded: give os.path.expanduser(path))"
+    )
+    caplog.clear()
+    Path("~").mkdir()
+    Path("~/file").touch()
+    call("no/such/file")
+    call("~/file")
+    assert not caplog.records

@@ -1,0 +1,263 @@
+"""`offload_activations`: what autograd saves for backward waits in the pool.
+
+    forward    saved: a_1 leaves   a_2 leaves   ...                   a_n stays (`keep_last`)
+    backward   a_n is there, a_(n-1) was sent for   a_(n-2) is sent for ...
+
+A storage goes once, however many views of it are saved; parameters stay where they are. What is
+small, what another device has, and what the caller does not want away is left to the hooks around.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from stillframe._base import device as _device
+from stillframe._offload import graph
+from stillframe._offload.offloader import Offloader
+from stillframe._offload.place import OffloadStats
+from stillframe._offload.saved import Kept, SavedHooks, View, check_version
+from stillframe._offload.ticket import Ticket
+from stillframe._save.engine import Engine
+from stillframe.errors import StillframeError
+
+_AHEAD = 4  # groups sent for before backward asks
+_SLOTS = 2 * _AHEAD
+
+
+class _Saved:
+    """The bytes of one storage, or of a small part of a large one.
+
+    HERE   `tensor`: on the device, as it was saved
+    AWAY   `ticket`: in the pool
+    BACK   both: on the device again, until every view that was saved has been asked for
+    """
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.number = number
+        self.nr_views = 0
+        self.ticket: Ticket | None = None
+        self.tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._asked = 0
+
+    def changed(self) -> bool:
+        return self.tensor is not None and self.tensor._version != self._version
+
+    def check(self) -> None:
+        if self.ticket is None and self.tensor is not None:
+            what = "one of the variables needed for gradient computation"
+            check_version(self.tensor, self._version, what)
+
+    def count(self) -> None:
+        """One of its views has been asked for."""
+        self._asked = (self._asked + 1) % self.nr_views
+        if self._asked == 0 and self.ticket is not None:
+            self.tensor = None
+
+
+class _SavedView(NamedTuple):
+    """What autograd keeps in place of a tensor."""
+
+    owner: OffloadedActivations
+    saved: _Saved
+    view: View
+
+    def unpack(self) -> Tensor:
+        tensor = self.view.of(self.owner._bring(self.saved))
+        self.saved.count()
+        return tensor
+
+
+class _Traffic:
+    """The groups of one device, in the order in which they were saved."""
+
+    def __init__(self, offloader: Offloader, keep_last: int) -> None:
+        self.offloader = offloader
+        self._keep_last = keep_last
+        self._staying: deque[weakref.ref[_Saved]] = deque()
+        self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
+        self._next = 0
+
+    def save(self, tensor: Tensor) -> tuple[_Saved, View]:
+        """Has the bytes of a tensor saved, unless they are."""
+        whole, begin = _whole(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
+        view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
+        reference, known = self._known.get(key, (None, None))
+        saved = known() if known is not None else None
+        if saved is None or reference is None or reference.expired():  # type: ignore[no-untyped-call]
+            saved = _Saved(whole, self._next)
+            self._next += 1
+            self._all[saved.number] = saved
+            self._known[key] = (StorageWeakRef(storage), weakref.ref(saved))  # type: ignore[no-untyped-call]
+            self._staying.append(weakref.ref(saved))
+            self._send_early()
+        saved.nr_views += 1
+        return saved, view
+
+    def _send_early(self) -> None:
+        while len(self._staying) > self._keep_last:
+            saved = self._staying.popleft()()
+            # One that was written to since stays, and backward says so when it comes to it.
+            if saved is not None and saved.tensor is not None and not saved.changed():
+                saved.ticket = self.offloader.offload([saved.tensor])
+                saved.tensor = None
+        if len(self._known) > 2 * len(self._all) + 64:
+            alive = {key: each for key, each in self._known.items() if each[1]() is not None}
+            self._known = alive
+
+    def bring(self, saved: _Saved) -> Tensor:
+        """The bytes on the device. Sends for those that were saved before."""
+        saved.check()
+        if saved.tensor is None:
+            assert saved.ticket is not None
+            [saved.tensor] = self.offloader.onload(saved.ticket)
+            # Its memory is whoever's asks for it now, for as long as they want.
+            self.offloader.release([saved.tensor])
+        sent = 0
+        for number in range(saved.number - 1, max(saved.number - 4 * _AHEAD, -1), -1):
+            earlier = self._all.get(number)
+            if earlier is None or earlier.ticket is None or earlier.tensor is not None:
+                continue
+            sent += 1
+            if sent > _AHEAD or not self.offloader.prefetch(earlier.ticket):
+                break
+        return saved.tensor
+
+
+class OffloadedActivations:
+    """Made by `offload_activations`. A context manager that may be entered again, and in itself."""
+
+    def __init__(
+        self,
+        min_bytes: int,
+        keep_last: int,
+        predicate: Callable[[Tensor], bool] | None,
+        device: torch.device | None,
+        engine: Engine | None,
+    ) -> None:
+        self._min_bytes = min_bytes
+        self._keep_last = keep_last
+        self._predicate = predicate
+        self._device = device
+        self._engine = engine
+        self._traffic: dict[torch.device, _Traffic] = {}
+        self._entered: list[SavedHooks] = []
+
+    def __enter__(self) -> OffloadedActivations:
+        hooks = SavedHooks(self._take)
+        hooks.enter()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._entered:
+            raise StillframeError("offload_activations was left more often than entered")
+        self._entered.pop().leave()
+
+    def stats(self) -> dict[torch.device, OffloadStats]:
+        """What went each way so far, by device; see `Offloader.stats`."""
+        return {device: each.offloader.stats() for device, each in self._traffic.items()}
+
+    def _take(self, tensor: Tensor) -> Any:
+        if not self._is_wanted(tensor):
+            return None
+        if graph.task() != graph.NO_TASK:
+            # A checkpoint runs this again: what it saves now is used at once.
+            return Kept(tensor.detach(), tensor._version)
+        traffic = self._traffic.get(tensor.device)
+        if traffic is None:
+            offloader = Offloader(tensor.device, slots=_SLOTS, engine=self._engine)
+            traffic = self._traffic[tensor.device] = _Traffic(offloader, self._keep_last)
+        saved, view = traffic.save(tensor)
+        return _SavedView(self, saved, view)
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+            return False  # parameters are not, and nor are subclasses
+        if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
+            return False
+        if _device.on_host(tensor) if self._device is None else tensor.device != self._device:
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, Parameter) or (base.is_leaf and base.requires_grad):
+            return False
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference():
+            return False
+        return self._predicate is None or bool(self._predicate(tensor))
+
+    def _bring(self, saved: _Saved) -> Tensor:
+        tensor = saved.tensor
+        if tensor is not None and saved.ticket is None:
+            saved.check()
+            return tensor
+        assert saved.ticket is not None
+        with torch.inference_mode(False), torch.no_grad():
+            return self._traffic[saved.ticket.device].bring(saved)
+
+
+def _whole(tensor: Tensor) -> tuple[Tensor, int]:
+    """What is to be brought away for a tensor, and where in it the tensor begins, in bytes: its
+    whole storage, or, of a large one, the part that it spans."""
+    tensor = tensor.detach()
+    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
+    first = int(tensor.storage_offset())
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if rest or 2 * span < length:
+        return tensor.as_strided((span,), (1,), first), 0
+    return tensor.as_strided((length,), (1,), 0), first * tensor.itemsize
+
+
+def offload_activations(
+    *,
+    min_bytes: int = 1 << 20,
+    keep_last: int = 1,
+    predicate: Callable[[Tensor], bool] | None = None,
+    device: torch.device | str | None = None,
+    engine: Engine | None = None,
+) -> OffloadedActivations:
+    """Has what autograd saves inside the `with` block wait in the pool until backward needs it.
+
+        with stillframe.offload.offload_activations():
+            loss = model(batch)
+        loss.backward()
+
+    Args:
+        min_bytes: What is smaller stays on the device.
+        keep_last: So many of the tensors saved last stay there: backward needs them first.
+        predicate: Called with every tensor that would leave; where it says False, the tensor stays.
+        device: Only what is saved on this device leaves; by default, what is on any CUDA device.
+        engine: Whose pool is used, `default_engine()` by default.
+
+    Returns:
+        A context manager, which may be entered again at every step.
+
+    Raises:
+        ValueError: `min_bytes` or `keep_last` is negative.
+
+    Inside the block, `StillframeError` and `PoolExhaustedError` are raised by the operation that
+    saves the tensor. What is written to after it was saved is told by backward, as ever, or by
+    `TornSnapshotError` where it was just leaving.
+    """
+    if min_bytes < 0 or keep_last < 0:
+        raise ValueError(f"min_bytes and keep_last count from 0, got {min_bytes} and {keep_last}")
+    where = None if device is None else torch.device(device)
+    if where == torch.device("cuda"):
+        where = torch.device("cuda", torch.cuda.current_device())
+    return OffloadedActivations(min_bytes, keep_last, predicate, where, engine)

@@ -1,0 +1,123 @@
+"""Gradients of weights that live on the CPU: they leave the device while backward goes on.
+
+A layer's gradients are offloaded in one go, and a thread adds them to the parameters' `grad` when
+they have come. Where there is none yet, what has come becomes it: nothing is copied a second time.
+The additions are those that autograd makes, in its order: what one backward gives a parameter that
+several layers use is summed up first, and the sum is added to what was there.
+
+The end of a backward waits for all this, so afterwards every `grad` is what it would have been.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stillframe._offload import graph
+from stillframe._offload.offloader import Offloader
+from stillframe._offload.ticket import Ticket
+
+
+class Gradient(NamedTuple):
+    parameter: Tensor
+    value: Tensor
+    last: bool  # nothing more is to come for the parameter in this backward
+
+
+class Gradients:
+    """The way of gradients from the device to the CPU.
+
+    Args:
+        most: how many layers' gradients may be on their way before a backward waits for the first.
+    """
+
+    def __init__(self, offloader: Offloader, most: int) -> None:
+        self._offloader = offloader
+        self._most = most
+        self._threads: ThreadPoolExecutor | None = None
+        self._under_way: deque[Future[None]] = deque()
+        self._sums: dict[int, dict[Tensor, Tensor]] = {}  # of each backward
+
+    def send(self, task: int, gradients: Sequence[Gradient]) -> None:
+        """Starts the way of a layer's gradients, behind the current stream's work.
+
+        Args:
+            task: The backward that they are of.
+        """
+        if not gradients:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="sf-gradients")
+        ticket = self._offloader.offload(
+            [fitting(each.value, each.parameter) for each in gradients]
+        )
+        owners = [(each.parameter, each.last) for each in gradients]
+        while len(self._under_way) >= self._most:
+            self._under_way.popleft().result()
+        self._under_way.append(self._threads.submit(self._land, task, ticket, owners))
+
+    def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
+        """The gradients on the CPU, waited for."""
+        if not gradients:
+            return []
+        ticket = self._offloader.offload(
+            [fitting(each.value, each.parameter) for each in gradients]
+        )
+        return [
+            came.to(each.parameter.dtype)
+            for came, each in zip(ticket.tensors(), gradients, strict=True)
+        ]
+
+    def join(self, task: int) -> None:
+        """Returns when all gradients of a backward have been added. Raises what has gone wrong on
+        the way."""
+        while self._under_way:
+            self._under_way.popleft().result()
+        with torch.no_grad():
+            for parameter, total in self._sums.pop(task, {}).items():
+                _add(parameter, total)
+
+    def join_all(self) -> None:
+        """Returns when everything sent has been added."""
+        for task in [graph.NO_TASK, *self._sums]:
+            self.join(task)
+
+    def close(self) -> None:
+        """Ends the thread; what is under way is waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+            self._threads = None
+
+    def _land(self, task: int, ticket: Ticket, owners: list[tuple[Tensor, bool]]) -> None:
+        sums = self._sums.setdefault(task, {})
+        with torch.no_grad():
+            for (parameter, last), came in zip(owners, ticket.tensors(), strict=True):
+                total = came.to(parameter.dtype)
+                before = sums.pop(parameter, None)
+                if before is not None:
+                    total = before.add_(total)
+                if last:
+                    _add(parameter, total)
+                else:
+                    sums[parameter] = total
+
+
+def fitting(value: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient laid out as its parameter is, which is how autograd lays out what it keeps."""
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _add(parameter: Tensor, total: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = total
+    elif parameter.grad.layout is torch.strided:
+        parameter.grad += total
+    else:
+        parameter.grad = parameter.grad + total

@@ -1,0 +1,240 @@
+"""One layer whose parameters and buffers live on the CPU, and go to the device for a moment.
+
+While a forward runs, the module's parameters are tensors on the device, made from the CPU's by a
+node of autograd (`Onload`). So the parameters themselves stay leaves on the CPU, which is where
+optimizers, hooks and saves find them, whatever goes wrong on the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from stillframe._offload.offloader import Offloader
+from stillframe._offload.residents import Group
+from stillframe._offload.ticket import Ticket
+from stillframe.errors import StillframeError
+
+
+class Place(NamedTuple):
+    """Where a module refers to a tensor."""
+
+    module: nn.Module
+    entries: dict[str, Any]  # the module's parameters, or its buffers
+    name: str
+    number: int  # among the layer's tensors
+
+
+Former = list[tuple[Place, Any]]
+
+
+class Layer:
+    """One module of those given, with the tensors under it.
+
+    Attributes:
+        tensors: Its parameters, then its buffers, each once.
+        nr_parameters: How many of them are parameters.
+        own_pace: It has buffers that another layer has too and may change: it is not prefetched.
+    """
+
+    def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
+        self.module = module
+        self.name = name
+        self.own_pace = False
+        self._dtype = dtype
+        self._sources: list[Tensor] | None = None
+        self._writes: list[tuple[Ticket, list[Tensor]]] = []
+        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward is to come
+        self.look()
+
+    # ---- what there is ----
+
+    def look(self) -> None:
+        """Finds the tensors: again where somebody has put others in their place."""
+        self._sources = None
+        indices: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        self.places: list[Place] = []
+        self.changing: set[int] = set()  # by training forwards, and no version tells
+        modules = list(self.module.modules())
+        for module in modules:
+            self._look_at(module, module._parameters, indices)
+        self.nr_parameters = len(self.tensors)
+        for module in modules:
+            self._look_at(module, module._buffers, indices)
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                for name in ("running_mean", "running_var", "num_batches_tracked"):
+                    if module._buffers.get(name) is not None:
+                        self.changing.add(indices[id(module._buffers[name])])
+        self.volatile = set(self.changing)  # by any forward
+
+    def _look_at(self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]) -> None:
+        for name, tensor in entries.items():
+            if tensor is None:
+                continue
+            self._check(tensor, name)
+            index = indices.setdefault(id(tensor), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(tensor)
+            self.places.append(Place(module, entries, name, index))
+
+    def _check(self, tensor: Tensor, name: str) -> None:
+        what = f"{self.name}: {name}"
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise TypeError(f"{what} has no shape yet: run the lazy module once before")
+        if type(tensor) not in (Tensor, Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+            raise TypeError(
+                f"{what} is a {type(tensor).__name__} of layout {tensor.layout}: only plain, dense"
+                " tensors can be offloaded, not those of FSDP, tensor parallelism or quantisation"
+            )
+        if tensor.device.type != "cpu":
+            raise StillframeError(
+                f"{what} is on {tensor.device}: the parameters and buffers of offloaded layers live"
+                " on the CPU. Move the module there, and let offload_layers do the rest"
+            )
+
+    def parameters(self) -> list[Parameter]:
+        return self.tensors[: self.nr_parameters]  # type: ignore[return-value]
+
+    def name_of(self, index: int) -> str:
+        place = next(each for each in self.places if each.number == index)
+        inner = next(name for name, each in self.module.named_modules() if each is place.module)
+        return ".".join(part for part in (self.name, inner, place.name) if part)
+
+    def sources(self, anew: bool) -> Sequence[Tensor]:
+        """What goes up: the tensors, or their copies of low precision."""
+        self.settle()
+        if any(
+            place.entries.get(place.name) is not self.tensors[place.number] for place in self.places
+        ):
+            self.look()
+        for index, tensor in enumerate(self.tensors):
+            if tensor.device.type != "cpu":
+                self._check(tensor, self.name_of(index))
+        if self._sources is None or anew:
+            with torch.no_grad():
+                self._sources = [self._lowered(i, t) for i, t in enumerate(self.tensors)]
+        return self._sources
+
+    def _lowered(self, index: int, tensor: Tensor) -> Tensor:
+        if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
+            return tensor.detach()
+        return tensor.detach().to(self._dtype)
+
+    # ---- the device's tensors in the place of the CPU's ----
+
+    def swap(self, values: Sequence[Tensor]) -> Former:
+        """Puts tensors in the places of the layer's. Returns what stood there."""
+        former: Former = []
+        for place in self.places:
+            former.append((place, place.entries[place.name]))
+            place.entries[place.name] = values[place.number]
+        self._flatten()
+        return former
+
+    def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
+        """Puts back what stood there. Returns what is found there that was not put there."""
+        moved: Former = []
+        for place, tensor in former:
+            found = place.entries.get(place.name)
+            if found is not values[place.number]:
+                moved.append((place, found))
+            place.entries[place.name] = tensor
+        self._flatten()
+        return moved
+
+    def _flatten(self) -> None:
+        """RNNs keep a list of their weights besides."""
+        for place in self.places:
+            if isinstance(place.module, nn.RNNBase):
+                place.module._flat_weights = [
+                    getattr(place.module, name, None) for name in place.module._flat_weights_names
+                ]
+
+    # ---- what a forward has changed ----
+
+    def write_back(self, group: Group, offloader: Offloader) -> None:
+        """Starts the way back of what a forward has changed on the device."""
+        changed = [
+            index
+            for index in range(len(self.tensors))
+            if group.changed(index)
+            or (
+                index in self.changing
+                and any(p.module.training for p in self.places if p.number == index)
+            )
+        ]
+        if not changed:
+            return
+        lowered = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
+        if lowered:
+            raise StillframeError(
+                f"{self.name_of(lowered[0])} was changed by its module's forward, on a copy of"
+                " low precision: such a layer cannot be offloaded with dtype="
+            )
+        self.volatile.update(changed)
+        ticket = offloader.offload([group.tensors[index] for index in changed])
+        self._writes.append((ticket, [self.tensors[index] for index in changed]))
+        group.note_versions()
+
+    def settle(self) -> None:
+        """Returns when the CPU has what forwards have changed."""
+        while self._writes:
+            ticket, targets = self._writes.pop(0)
+            with torch.no_grad():
+                for target, came in zip(targets, ticket.tensors(), strict=True):
+                    target.detach().copy_(came)
+
+    # ---- the pool ----
+
+    def to_pool(self, offloader: Offloader) -> None:
+        """Moves the tensors into the pool, which is where copy engines read without a detour."""
+        own = [tensor for tensor in self.tensors if _has_memory_of_its_own(tensor)]
+        for tensor, copy in zip(own, offloader.adopt(own).tensors(), strict=True):
+            tensor.data = copy
+
+    def to_ordinary(self) -> None:
+        """Moves the tensors out of the pool."""
+        for tensor in self.tensors:
+            if _has_memory_of_its_own(tensor):
+                tensor.data = tensor.detach().clone()
+
+
+class Hook:
+    """A hook of a module. A copy of the module has none: it does nothing there."""
+
+    def __init__(self, function: Any, layer: Layer) -> None:
+        self._function = function
+        self._layer = layer
+
+    def __call__(self, *args: Any) -> None:
+        self._function(self._layer, *args)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    """What a copy of a module has in place of its hooks."""
+
+
+def _has_memory_of_its_own(tensor: Tensor) -> bool:
+    """Whether nothing else is seen to lie in the tensor's memory: then it may be another."""
+    storage = tensor.untyped_storage()
+    nbytes = tensor.numel() * tensor.element_size()
+    # The tensor's reference, and that of the object asked.
+    return storage.nbytes() == nbytes > 0 and torch._C._storage_Use_Count(storage._cdata) <= 2

@@ -1,0 +1,306 @@
+"""`offload_optimizer_state`: an optimizer's state lives in the pool and comes in for the step.
+
+`torch.optim`'s steps take the parameter groups one after the other, and begin each by looking its
+parameters' state up. So the state is a dict that brings a group in when the first of its parameters
+is looked up: the group before it goes out then, and the one after it comes in. Outside the step
+everything is in the pool, which is what `state_dict()` gives out and saves read. What comes back
+from a step lies in new memory of the pool: nothing that somebody has from before is written over.
+
+    step    look up group 0   update 0   look up group 1       update 1   ...   end
+    comes   0, then 1 .....................    2 .................
+    goes                                 0 ....                  1              all are there
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from itertools import chain
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from stillframe._offload.offloader import Offloader
+from stillframe._offload.place import OffloadStats
+from stillframe._offload.ticket import Ticket
+from stillframe._save import steps
+from stillframe._save.engine import Engine
+
+_MIN_BYTES = 4096  # what is smaller stays where the optimizer made it: step counts
+
+
+class _Item(NamedTuple):
+    """Where a tensor is found in the state."""
+
+    entries: dict[Any, Any]
+    key: Any
+
+
+class _State(defaultdict[Any, Any]):
+    """An optimizer's state that is told which parameter is looked up. Copies are ordinary."""
+
+    def __init__(self, owner: OffloadedOptimizerState, state: dict[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._owner = weakref.ref(owner)
+
+    def __getitem__(self, key: Any) -> Any:
+        owner = self._owner()
+        if owner is not None:
+            owner._looked_up(key)
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+class OffloadedOptimizerState:
+    """Made by `offload_optimizer_state`. A context manager: leaving it calls `remove()`."""
+
+    def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
+        self._optimizer = optimizer
+        self._offloader = offloader
+        self._homes: dict[int, list[tuple[_Item, Tensor]]] = {}  # what is in the pool, by group
+        self._group_of: dict[Any, int] = {}
+        self._here: int | None = None  # the group that is on the device
+        self._brought: list[Tensor] = []  # its tensors there
+        self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
+        self._loading: list[tuple[Tensor, Any, Tensor]] = []
+        self._stepping = False
+        self._removed = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        self._take_over()
+
+    def __enter__(self) -> OffloadedOptimizerState:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Brings the whole state to the device and leaves it there. May be called again."""
+        if self._removed:
+            return
+        self._come_home()
+        self._removed = True
+        for handle in self._handles:
+            handle.remove()
+        for number in list(self._homes):
+            brought = self._bring(number)
+            for item, _ in self._homes[number]:
+                # Each in memory of its own, as an optimizer makes them.
+                item.entries[item.key] = item.entries[item.key].clone()
+            self._offloader.release(brought)
+        self._optimizer.state = defaultdict(dict, self._optimizer.state)
+        self._offloader.close()
+
+    def stats(self) -> OffloadStats:
+        """What went each way so far; see `Offloader.stats`."""
+        return self._offloader.stats()
+
+    # ---- hooks of the optimizer ----
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._come_home()  # a step before may have ended in an error
+        if type(optimizer.state) is not _State:
+            self._take_over()
+        self._note_groups()
+        self._stepping = True
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._come_home()
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self._come_home()
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keeps what would all go to the device, to bring it into the pool from where it is."""
+        self._come_home()
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        of_number = dict(zip(numbers, parameters, strict=False))
+        self._loading = []
+        rest: dict[Any, Any] = {}
+        for number, entries in state_dict["state"].items():
+            parameter = of_number.get(number)
+            rest[number] = entries
+            if parameter is None or not isinstance(entries, dict):
+                continue
+            big = [key for key, value in entries.items() if _is_big(value) and key != "step"]
+            rest[number] = {key: value for key, value in entries.items() if key not in big}
+            self._loading += [(parameter, key, entries[key]) for key in big]
+        return {**state_dict, "state": rest}
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        loading, self._loading = self._loading, []
+        self._take_over()
+        for number in range(len(optimizer.param_groups)):
+            own = [each for each in loading if self._group_of[each[0]] == number]
+            if not own:
+                continue
+            # As torch converts what it loads, but for the place.
+            cast = [
+                value.to("cpu", p.dtype if p.is_floating_point() else None) for p, _, value in own
+            ]
+            for (parameter, key, _), home in zip(
+                own, self._offloader.adopt(cast).tensors(), strict=True
+            ):
+                entries = dict.__getitem__(optimizer.state, parameter)
+                entries[key] = home
+                self._homes.setdefault(number, []).append((_Item(entries, key), home))
+
+    # ---- in and out ----
+
+    def _take_over(self) -> None:
+        """Brings all there is into the pool, and has the state tell what is looked up."""
+        self._homes = {}
+        self._optimizer.state = _State(self, self._optimizer.state)
+        self._note_groups()
+        for number in range(len(self._optimizer.param_groups)):
+            self._send(number)
+            self._land(number)
+
+    def _note_groups(self) -> None:
+        self._group_of = {
+            parameter: number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _looked_up(self, key: Any) -> None:
+        number = self._group_of.get(key)
+        if number is None or number == self._here:
+            return
+        self._land(number)
+        if not self._stepping:
+            return
+        self._leave()
+        self._brought = self._bring(number)
+        self._here = number
+        following = self._sources(number + 1)
+        if following:
+            self._offloader.prefetch(following)
+
+    def _sources(self, number: int) -> list[Tensor]:
+        return [home for _, home in self._homes.get(number, [])]
+
+    def _bring(self, number: int) -> list[Tensor]:
+        homes = self._homes.get(number, [])
+        if not homes:
+            return []
+        tensors = self._offloader.onload([home for _, home in homes])
+        for (item, _), tensor in zip(homes, tensors, strict=True):
+            item.entries[item.key] = tensor
+        return tensors
+
+    def _leave(self) -> None:
+        """Sends the group that is on the device home."""
+        number, self._here = self._here, None
+        if number is not None:
+            self._send(number)
+            if self._brought:
+                self._offloader.release(self._brought)
+            self._brought = []
+
+    def _send(self, number: int) -> None:
+        """Starts the way home of what is on the device of a group's state."""
+        at_home = {id(home) for _, home in self._homes.get(number, [])}
+        state = self._optimizer.state
+        items = [
+            _Item(entries, key)
+            for parameter in self._optimizer.param_groups[number]["params"]
+            if parameter in state
+            for entries in [dict.__getitem__(state, parameter)]
+            for key, value in entries.items()
+            if _is_big(value)
+            and value.device == self._offloader.device
+            and id(value) not in at_home
+        ]
+        if not items:
+            return
+        ticket = self._offloader.offload([item.entries[item.key] for item in items])
+        self._leaving[number] = ticket, items
+        sent = {(id(item.entries), item.key) for item in items}
+        self._homes[number] = [
+            (item, home)
+            for item, home in self._homes.get(number, [])
+            if (id(item.entries), item.key) not in sent
+        ]
+        for item in items:
+            item.entries[item.key] = None  # the device's memory is the next group's
+
+    def _land(self, number: int) -> None:
+        """Waits until a group that was sent is in the pool."""
+        ticket, items = self._leaving.pop(number, (None, []))
+        if ticket is not None:
+            for item, home in zip(items, ticket.tensors(), strict=True):
+                item.entries[item.key] = home
+                self._homes.setdefault(number, []).append((item, home))
+
+    def _come_home(self) -> None:
+        """Returns when the whole state is in the pool."""
+        self._stepping = False
+        self._leave()
+        for number in list(self._leaving):
+            self._land(number)
+
+
+def _is_big(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.numel() * value.itemsize >= _MIN_BYTES
+    )
+
+
+def offload_optimizer_state(
+    optimizer: Optimizer, *, engine: Engine | None = None
+) -> OffloadedOptimizerState:
+    """Keeps an optimizer's state in the pool; it comes to the device for the step, one parameter
+    group after the other.
+
+    Give the optimizer several parameter groups, such as one for each layer: two of them are on the
+    device at a time. `state_dict()` and `load_state_dict()` work as ever, on the CPU.
+
+    Args:
+        optimizer: One of `torch.optim`, or of a class given to `stillframe.register_optimizer`
+            whose step takes the groups one after the other. Its parameters are on one device.
+        engine: Whose pool is used, `default_engine()` by default.
+
+    Returns:
+        A handle: `remove()` brings the state to the device for good. It is a context manager that
+        does so.
+
+    Raises:
+        TypeError: It is no optimizer, or one whose step may look at all groups at once.
+        ValueError: Its state is offloaded already; its parameters are on several devices.
+        PoolExhaustedError: The pool is too small for the state it has.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"only an optimizer's state can be offloaded, got a {kind.__name__}")
+    if isinstance(optimizer, LBFGS) or not steps.is_known(kind, kind.step):
+        raise TypeError(
+            f"the state of a {kind.__name__} cannot be offloaded: its step may look at all of it at"
+            " once, and only steps that take one parameter group after the other can be served"
+        )
+    if type(optimizer.state) is _State:
+        raise ValueError("this optimizer's state is offloaded already")
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"the optimizer's parameters are on several devices: {found}")
+    return OffloadedOptimizerState(optimizer, Offloader(devices.pop(), engine=engine))

@@ -1,0 +1,100 @@
+"""Which layers' weights are on the device: brought in ahead of need, given up as soon as possible.
+
+There are few slots, and each holds one layer. While a layer computes, the next one comes into the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from stillframe._offload.offloader import Offloader
+
+
+class Source(Protocol):
+    """What can be brought in."""
+
+    def sources(self, anew: bool) -> Sequence[Tensor]:
+        """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
+
+
+class Group:
+    """One layer's tensors on the device."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.note_versions()
+
+    def changed(self, index: int) -> bool:
+        return self.tensors[index]._version != self.versions[index]
+
+    def note_versions(self) -> None:
+        """What has changed so far is known."""
+        self.versions = [tensor._version for tensor in self.tensors]
+
+
+class Residents:
+    def __init__(self, offloader: Offloader, slots: int) -> None:
+        self._offloader = offloader
+        self._slots = slots
+        self._groups: dict[Source, Group] = {}  # the longest there first
+        self._coming: dict[Source, Sequence[Tensor]] = {}
+
+    def get(self, layer: Source) -> Group | None:
+        return self._groups.get(layer)
+
+    def has(self, layer: Source) -> bool:
+        """Whether the layer is there or coming."""
+        return layer in self._groups or layer in self._coming
+
+    def bring(self, layer: Source, anew: bool) -> Group:
+        """The layer on the device: the current stream waits for it where it is still coming.
+
+        Args:
+            anew: Ask for its tensors anew, unless they are coming already.
+        """
+        group = self._groups.get(layer)
+        if group is None:
+            what = self._coming.get(layer)
+            if what is None:
+                self._make_room(1)
+                what = layer.sources(anew)
+            # Tensors made in inference mode could never be saved for a backward.
+            with torch.inference_mode(False), torch.no_grad():
+                group = self._groups[layer] = Group(self._offloader.onload(what))
+            self._coming.pop(layer, None)
+        return group
+
+    def prefetch(self, layer: Source | None, anew: bool) -> None:
+        """Has the layer come in beside what runs, if there is a slot."""
+        if layer is None or self.has(layer):
+            return
+        if len(self._groups) + len(self._coming) >= self._slots:
+            return
+        what = layer.sources(anew)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._offloader.prefetch(what):
+                self._coming[layer] = what
+
+    def give_up(self, layer: Source) -> None:
+        """The layer is not needed on the device any more, after the current stream's work."""
+        what = self._coming.pop(layer, None)
+        if what is not None:
+            self._offloader.release(what)
+        group = self._groups.pop(layer, None)
+        if group is not None:
+            self._offloader.release(group.tensors)
+
+    def give_up_others(self, keep: Iterable[Source | None]) -> None:
+        kept = set(keep)
+        for layer in [*self._coming, *self._groups]:
+            if layer not in kept:
+                self.give_up(layer)
+
+    def _make_room(self, nr: int) -> None:
+        while len(self._groups) + len(self._coming) > self._slots - nr:
+            self.give_up(next(iter(self._coming or self._groups)))

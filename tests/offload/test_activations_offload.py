@@ -1,0 +1,219 @@
+"""What autograd saves waits in the pool, and nothing else changes."""
+
+import contextlib
+import copy
+import functools
+import gc
+import time
+
+import pytest
+import stillframe
+import torch
+from fix_offload import (
+    WIDTH,
+    Transformer,
+    agree,
+    mlp,
+    next_token,
+    numbers,
+    same,
+    squares,
+    state,
+    tokens,
+    train,
+)
+from stillframe.offload import offload_activations, offload_layers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+TEXT = {"loss": next_token, "batch": tokens}
+
+
+def away(**how):
+    return offload_activations(**{"min_bytes": 0, "device": "cpu", **how})
+
+
+def counts(context):
+    [stats] = context.stats().values()
+    return stats
+
+
+MODELS = {
+    "an MLP": (mlp, {}),
+    "a transformer": (Transformer, TEXT),
+    "BatchNorm": (lambda: mlp(nn.BatchNorm1d(WIDTH)), {"parts": 2}),
+    "an LSTM": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), First(nn.LSTM(WIDTH, WIDTH))), {}),
+}
+
+
+class First(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+@pytest.mark.parametrize("keep_last", [0, 3, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_as_the_plain_model(either, name, keep_last):
+    make, how = MODELS[name]
+    model = make()
+    context = away(keep_last=keep_last)
+    plain = train(copy.deepcopy(model), **how)
+    assert agree(plain, train(model, around=lambda: context, **how))
+    assert (keep_last == 1000) == (counts(context)["groups_offloaded"] == 0)
+
+
+def test_under_autocast(either):
+    model = Transformer()
+    plain = train(
+        copy.deepcopy(model), around=lambda: torch.autocast("cpu", torch.bfloat16), **TEXT
+    )
+
+    class Both:
+        def __enter__(self):
+            self.inner = [torch.autocast("cpu", torch.bfloat16), away()]
+            [each.__enter__() for each in self.inner]
+
+        def __exit__(self, *error):
+            [each.__exit__(*error) for each in self.inner[::-1]]
+
+    assert agree(plain, train(model, around=Both, **TEXT))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_with_checkpoints(either, where, use_reentrant):
+    def forward(around, model, batch):
+        x = batch.requires_grad_()
+        for layer in model:
+            if where == "inside":
+                with around():
+                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
+            else:
+
+                def part(x, layer=layer):
+                    with around():
+                        return layer(x)
+
+                x = checkpoint(part, x, use_reentrant=use_reentrant)
+        return (x**2).mean()
+
+    model = mlp(nn.Dropout(0.5))
+    plain = train(copy.deepcopy(model), loss=functools.partial(forward, contextlib.nullcontext))
+    assert agree(plain, train(model, loss=functools.partial(forward, away)))
+
+
+def test_together_with_layers(either):
+    model = Transformer()
+    plain = train(copy.deepcopy(model), parts=2, **TEXT)
+    with offload_layers(model.layers(), device="cpu"):
+        assert agree(plain, train(model, around=away, parts=2, **TEXT))
+
+
+def test_parameters_stay_and_views_go_once(either):
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    frozen = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+    x = torch.randn(8, 3 * WIDTH, requires_grad=True).tanh().detach().requires_grad_()
+    context = away(keep_last=0)
+    with context:
+        y = x * 1  # saves nothing of x
+        q, k, v = y.chunk(3, dim=1)
+        total = (q * k).sum() + (k * v).sum() + (y**2).sum()
+        assert counts(context)["groups_offloaded"] == 1
+        assert counts(context)["bytes_offloaded"] == y.nbytes
+        z = nn.functional.linear(q.detach(), weight) + nn.functional.linear(q, frozen)
+    assert counts(context)["bytes_offloaded"] == y.nbytes
+    (total + z.sum()).backward()
+    assert counts(context)["groups_onloaded"] == 1
+    q, k, v = x.detach().chunk(3, dim=1)
+    expected = torch.cat([k, q + v, k], 1) + 2 * x.detach()
+    expected[:, :WIDTH] += frozen.sum(0)
+    torch.testing.assert_close(x.grad, expected)
+    assert weight.grad is not None
+
+
+def test_a_small_part_of_a_large_storage_does_not_bring_it_along(either):
+    large = torch.randn(100, WIDTH, requires_grad=True) * 1
+    context = away(keep_last=0)
+    with context:
+        loss = (large[3] ** 2).sum() + (large[7] ** 2).sum()
+    assert counts(context)["bytes_offloaded"] == 2 * WIDTH * 4
+    loss.backward()
+
+
+def test_who_decides_what_leaves(either):
+    x = torch.randn(4, WIDTH, requires_grad=True) * 1
+    with away(min_bytes=x.nbytes + 1) as context:
+        (x**2).sum()
+    assert context.stats() == {}
+    seen = []
+    with away(predicate=lambda tensor: bool(seen.append(tensor))) as context:
+        (x**2).sum()
+    assert context.stats() == {} and seen[0] is x
+    with offload_activations(min_bytes=0) as context:
+        loss = (x**2).sum()
+    assert bool(context.stats()) == (either == "fake")  # a CPU's tensors have nowhere to go
+    loss.backward()
+    with pytest.raises(ValueError, match="count from 0"):
+        offload_activations(keep_last=-1)
+
+
+def test_backward_sends_for_what_was_saved_before(either):
+    model = mlp(depth=12)
+    context = away(keep_last=0)
+    with context:
+        loss = squares(model, numbers(0))
+    loss.backward()
+    stats = counts(context)
+    assert stats["groups_onloaded"] == stats["groups_offloaded"]
+    assert stats["groups_prefetched"] >= stats["groups_onloaded"] - 1
+
+
+def test_a_backward_may_come_twice(either):
+    model = Transformer().blocks[0]
+    model.eval()
+    batch = numbers(0)[None]
+    other = copy.deepcopy(model)
+    for each, around in ((model, contextlib.nullcontext()), (other, away())):
+        with around:
+            loss = squares(each, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert same(state(model), state(other))
+
+
+@pytest.mark.parametrize("keep_last", [0, 10])
+def test_what_is_written_to_after_it_was_saved_is_told(keep_last):
+    x = torch.randn(4, WIDTH, requires_grad=True) * 1
+    with away(keep_last=keep_last):
+        loss = (x**2).sum()
+    with torch.no_grad():
+        x.zero_()
+    if keep_last:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        loss.backward()  # a copy was taken in time
+
+
+def test_a_graph_that_is_dropped_gives_the_pool_back(either):
+    with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 20) as engine:
+        context = offload_activations(min_bytes=0, keep_last=0, device="cpu", engine=engine)
+        for _ in range(3):
+            with context:
+                loss = squares(mlp(), numbers(0))
+            assert engine.stats()["leased_bytes"] > 0
+            del loss
+            gc.collect()
+        end = time.monotonic() + 10
+        while engine.stats()["leased_bytes"] and time.monotonic() < end:
+            time.sleep(0.01)  # what is still being copied is held until it has come
+        assert engine.stats()["leased_bytes"] == 0
+
+
+def test_left_more_often_than_entered():
+    with pytest.raises(stillframe.StillframeError, match="more often"):
+        away().__exit__(None, None, None)

@@ -1,0 +1,227 @@
+"""An optimizer's state lives in the pool, comes in for the step, and steps as ever."""
+
+import copy
+
+import pytest
+import stillframe
+import torch
+from fix_offload import same, squares, state, tensors_of
+from stillframe.offload import offload_optimizer_state
+from torch import nn
+
+WIDTH = 64  # of a weight of 16 KiB, whose state is worth the way
+
+
+def network(depth=4):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
+
+
+def groups(model):
+    return [{"params": list(layer.parameters())} for layer in model]
+
+
+def batch(step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+KINDS = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda groups: torch.optim.Adam(groups, amsgrad=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, foreach=True),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, fused=True),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, centered=True),
+}
+
+
+def steps(model, opt, nr=4, first=0):
+    for step in range(first, first + nr):
+        opt.zero_grad()
+        squares(model, batch(step)).backward()
+        opt.step()
+    return [*state(model), *(t.detach().clone() for t in tensors_of(opt.state_dict()["state"]))]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_steps_as_ever(either, name):
+    model = network()
+    other = copy.deepcopy(model)
+    opt, away = KINDS[name](groups(model)), KINDS[name](groups(other))
+    with offload_optimizer_state(away) as handle:
+        assert same(steps(model, opt), steps(other, away))
+        stats = handle.stats()
+        assert stats["groups_onloaded"] >= 3 * 4
+        assert stats["groups_prefetched"] == stats["groups_onloaded"] * 3 // 4
+    assert same(steps(model, opt), steps(other, away))
+
+
+def test_an_optimizer_that_has_stepped_is_taken_over(either):
+    model = network()
+    opt = KINDS["AdamW"](groups(model))
+    steps(model, opt)
+    other, opt2 = copy.deepcopy((model, opt))
+    with offload_optimizer_state(opt2):
+        assert same(steps(model, opt), steps(other, opt2))
+
+
+def test_between_steps_the_state_is_in_the_pool(either):
+    with stillframe.Engine(pool_bytes=1 << 26, block_bytes=1 << 16) as engine:
+        model = network()
+        opt = KINDS["Adam"](groups(model))
+        with offload_optimizer_state(opt, engine=engine):
+            before = engine.stats()["leased_bytes"]
+            steps(model, opt)
+            big = [t for t in tensors_of(dict(opt.state)) if t.nbytes >= 4096]
+            assert len(big) == 4 * 3
+            assert engine.stats()["leased_bytes"] - before >= sum(t.nbytes for t in big)
+
+
+def test_closures_schedulers_and_scalers(either):
+    def run(model, opt):
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            opt.zero_grad()
+            scaler.scale(squares(model, batch(step))).backward()
+            scaler.step(opt)
+            scaler.update()
+            scheduler.step()
+
+        def closure():
+            opt.zero_grad()
+            loss = squares(model, batch(9))
+            loss.backward()
+            return loss
+
+        return [opt.step(closure).detach(), *state(model, opt)]
+
+    model = network()
+    other = copy.deepcopy(model)
+    opt, away = KINDS["AdamW"](groups(model)), KINDS["AdamW"](groups(other))
+    with offload_optimizer_state(away):
+        assert same(run(model, opt), run(other, away))
+
+
+def test_parameters_without_gradients_and_groups_that_are_added(either):
+    def run(model, opt):
+        for step in range(4):
+            opt.zero_grad()
+            squares(model[: 2 + step % 3], batch(step)).backward()
+            if step % 2:
+                for p in model[1].parameters():
+                    p.grad = None
+            opt.step()
+            if step == 2:
+                opt.add_param_group({"params": list(model[3].parameters())})
+        return state(model, opt)
+
+    model = network()
+    other = copy.deepcopy(model)
+    opt, away = KINDS["AdamW"](groups(model[:3])), KINDS["AdamW"](groups(other[:3]))
+    with offload_optimizer_state(away):
+        assert same(run(model, opt), run(other, away))
+
+
+def test_state_dicts_go_both_ways(either, tmp_path):
+    model = network()
+    other, third = copy.deepcopy(model), copy.deepcopy(model)
+    opt, away, fresh = (KINDS["AdamW"](groups(m)) for m in (model, other, third))
+    steps(model, opt)
+    with offload_optimizer_state(away) as handle:
+        other.load_state_dict(model.state_dict())
+        away.load_state_dict(copy.deepcopy(opt.state_dict()))
+        moved = handle.stats()["groups_onloaded"]
+        assert same(tensors_of(opt.state_dict()), tensors_of(away.state_dict()))
+        assert handle.stats()["groups_onloaded"] == moved
+        assert same(steps(model, opt), steps(other, away))
+        torch.save(away.state_dict(), tmp_path / "state.pt")
+        fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
+        third.load_state_dict(other.state_dict())
+        other, away = copy.deepcopy((other, away))  # copies are ordinary
+        assert type(away.state) is type(fresh.state)
+    assert same(steps(model, opt), steps(third, fresh))
+    assert same(steps(model, opt, 0), steps(other, away))
+
+
+def test_loading_brings_nothing_to_the_device(either, monkeypatch):
+    model = network()
+    opt = KINDS["Adam"](groups(model))
+    steps(model, opt)
+    saved = opt.state_dict()
+    seen = []
+    real = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def policy(param, value, *args, **kwargs):
+        seen.append(value.nbytes)
+        return real(param, value, *args, **kwargs)
+
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(policy)
+    )
+    with offload_optimizer_state(opt):
+        opt.load_state_dict(saved)
+    assert seen and max(seen) < 4096
+
+
+def test_an_error_in_the_step_leaves_the_state_whole(either):
+    model = network()
+    opt = KINDS["SGD"](groups(model))
+    with offload_optimizer_state(opt):
+        steps(model, opt)
+        before = copy.deepcopy(opt.state_dict())
+        opt.param_groups[2]["lr"] = "much"
+        squares(model, batch(0)).backward()
+        with pytest.raises(TypeError):
+            opt.step()
+        after = opt.state_dict()
+        tensors = tensors_of(after["state"])
+        assert len(tensors) == len(tensors_of(before["state"]))
+        assert all(isinstance(t, torch.Tensor) for t in tensors)
+        third = [tensors_of(each["state"][6]) for each in (before, after)]
+        assert same(*third)
+        opt.param_groups[2]["lr"] = 0.1
+        opt.step()
+
+
+def test_a_save_holds_the_state_at_the_call(either, tmp_path):
+    model = network()
+    opt = KINDS["AdamW"](groups(model))
+    saves = []
+    with offload_optimizer_state(opt):
+        for step in range(6):
+            opt.zero_grad()
+            squares(model, batch(step)).backward()
+            if step % 2:
+                tree = {"model": model.state_dict(), "optim": opt.state_dict()}
+                expected = copy.deepcopy(tree)
+                saves.append((stillframe.async_save(tree, tmp_path / f"{step}.pt"), expected))
+            opt.step()
+            if step % 2 == 0:
+                tree = {"model": model.state_dict(), "optim": opt.state_dict()}
+                expected = copy.deepcopy(tree)
+                saves.append((stillframe.async_save(tree, tmp_path / f"{step}.pt"), expected))
+        for handle, expected in saves:
+            found = stillframe.load(handle.result().path)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_cannot_be_served_is_refused():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = network(1)
+    for opt in (torch.optim.LBFGS(model.parameters()), Own(model.parameters(), lr=0.1)):
+        with pytest.raises(TypeError, match="may look at all of it at once"):
+            offload_optimizer_state(opt)
+    with pytest.raises(TypeError, match="got a Linear"):
+        offload_optimizer_state(nn.Linear(1, 1))
+    opt = torch.optim.SGD([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))])
+    with pytest.raises(ValueError, match="several devices: cpu, meta"):
+        offload_optimizer_state(opt)
+    opt = torch.optim.SGD(model.parameters())
+    with offload_optimizer_state(opt) as handle:
+        with pytest.raises(ValueError, match="offloaded already"):
+            offload_optimizer_state(opt)
+        handle.remove()
+    offload_optimizer_state(opt).remove()
