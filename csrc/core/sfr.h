@@ -173,9 +173,9 @@ struct sfr_source {
 
 #define SFR_SAVE_DURABLE 1u /* sync file and directory */
 #define SFR_SAVE_NESTED 2u  /* made inside another call of this thread: never waits for a slot */
-#define SFR_SAVE_CHECK_BYTES                                                                       \
-	4u                  /* checksum every deferred byte in the call and compare when staged */
-#define SFR_SAVE_NO_WAIT 8u /* SFR_EBUSY instead of a wait for a slot */
+#define SFR_SAVE_CHECK_BYTES 4u /* checksum each deferred byte in the call, compare when staged */
+#define SFR_SAVE_NO_WAIT 8u     /* SFR_EBUSY instead of a wait for a slot */
+#define SFR_SAVE_UNORDERED 16u  /* renamed once synced: no place in the log, and slots apart */
 
 struct sfr_save_desc {
 	const char *dir;      /* real path of the directory */
@@ -273,8 +273,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns);
  * waits for blocks; SFR_EEXHAUSTED when snapshots hold them all (then abandon the save). Other
  * failures become the ticket's own: 0 is returned. */
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns);
-/* Appends the save to the process's log and hands it to its lanes: the moment of submission.
- * Never waits. Fails only on SFR_ESTATE. */
+/* Appends the save to the process's log, unless unordered, and hands it to its lanes: the moment of
+ * submission. Never waits. Fails only on SFR_ESTATE. */
 int sfr_save_launch(struct sfr_ticket *t);
 /* Gives a save up that was admitted but not launched (an exception in the caller). */
 void sfr_save_abandon(struct sfr_ticket *t);
@@ -363,9 +363,8 @@ int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 struct sfr_snapshot;
 
 #define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
-/* What leaves a device, to come back: the caller's streams do not wait for the copies, so sources on
- * devices stay as they are until the wait is over, or a stream has been through sfr_snapshot_gate. Copies
- * begin SFR_APART bytes apart, in memory that drivers can be told of. */
+/* What leaves a device: callers' streams do not wait, so sources on devices stay as they are until
+ * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 
@@ -407,11 +406,12 @@ int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* Its views end by themselves, whatever the caller does: from now on others wait for the memory. */
-void sfr_snapshot_will_return(struct sfr_snapshot *s);
+/* Its views end by themselves, whatever the caller does: others wait for the memory while `yes`. */
+void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
 /* 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
-uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, of the process */
+uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s); /* devices', of what leaves */
+uint64_t sfr_snapshot_number(const struct sfr_snapshot *s);     /* from 1, of the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);
 void sfr_snapshot_put(struct sfr_snapshot *s); /* NULL is fine */
 

@@ -304,12 +304,64 @@ def other_world(path: Path, rank: int) -> Notes:
     return {"good": good}
 
 
+def removed(path: Path, rank: int) -> Notes:
+    """On all ranks, each of which has something in front of it, and saved to again at once."""
+    training = Model()
+    dcp.save(training.state(), path / "c")
+    training.step()
+    wanted = locals_of(training.state())
+    with slow("fdatasync", 0.1 * rank, sticky=False):
+        stillframe.async_save([rank], path / f"file{rank}")
+        stillframe.remove(path / "c")
+        response = dcp.async_save(training.state(), path / "c")
+        stillframe.wait_all()
+    done = response.upload_completion.done()
+    dist.barrier()
+    return {
+        "done": done,
+        "there": stillframe.exists(path / "c"),
+        "new": loads_as(wanted, path / "c"),
+    }
+
+
+def four(path: Path, rank: int) -> Notes:
+    """The disk of one of four is slow, then that of another full, in files of several a rank."""
+    training = Model()
+    wanted = locals_of(training.state())
+    with slow("pwrite", 0.05) if rank == 2 else contextlib.nullcontext():
+        dcp.save(training.state(), path / "last")
+    good = loads_as(wanted, path / "last")
+    full = {name: value.full_tensor() for name, value in training.state()["model"].items()}
+    if rank == 0:
+        torch.save(full, path / "full.pt")
+    training.step()
+    writer = dcp.FileSystemWriter(path / "last", thread_count=2)
+    no_room = fault("pwrite", err=errno.ENOSPC, sticky=True) if rank == 3 else None
+    with no_room or contextlib.nullcontext():
+        says = fails(lambda: stock.save(training.state(), storage_writer=writer))
+    return {"good": good, "says": says, "old": loads_as(wanted, path / "last")}
+
+
+def from_four(path: Path, rank: int) -> Notes:
+    """Fewer ranks load what four have saved."""
+    saved = path.parent.parent / "4" / "four"
+    state = Model(seed=1).state()
+    stock.load(state, checkpoint_id=saved / "last")
+    full = torch.load(saved / "full.pt")
+    return {
+        "good": all(
+            torch.equal(value.full_tensor(), full[name]) for name, value in state["model"].items()
+        )
+    }
+
+
 WORLDS = {
+    4: [four],
     2: [
         *(fsdp2, replicated, crossed, back_to_back, full_disk, commit_fails, stage_fails),
-        *(seen_by_one, busy, out_of_step, alone, killed),
+        *(seen_by_one, busy, out_of_step, alone, removed, from_four, killed),
     ],
-    3: [other_world],
+    3: [other_world, from_four],
 }
 
 

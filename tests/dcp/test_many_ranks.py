@@ -1,4 +1,4 @@
-"""Two and three ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
+"""Two to four ranks on gloo, in processes of their own. many_ranks.py has the scenarios."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(
         [sys.executable, HERE / "many_ranks.py", directory],
         env={**os.environ, "STILLFRAME_POOL_BYTES": "64MiB", "PYTHONPATH": str(HERE)},
-        timeout=150,
+        timeout=240,
         check=True,
     )
     return directory
@@ -124,6 +124,26 @@ def test_ranks_at_different_calls_are_told(notes):
 def test_without_dist_each_process_saves_for_itself(notes):
     for rank in notes("alone"):
         assert rank["good"]
+
+
+def test_a_path_that_every_rank_removes_and_saves_to_again_has_the_new_checkpoint(notes):
+    for rank in notes("removed"):
+        assert rank == {"done": True, "there": True, "new": True}
+
+
+def test_a_slow_disk_of_one_of_four_is_waited_for_and_fewer_ranks_load(notes, directory):
+    assert all(rank["good"] for rank in notes("four", 4, 4))
+    assert all(rank["good"] for size in (2, 3) for rank in notes("from_four", size, size))
+    full = torch.load(directory / "4/four/full.pt")
+    new = {"model": {name: torch.zeros_like(value) for name, value in full.items()}}
+    dcp.load(new, checkpoint_id=directory / "4/four/last", no_dist=True)
+    assert all(torch.equal(new["model"][name], full[name]) for name in full)
+
+
+def test_a_full_disk_of_one_of_four_with_several_files_a_rank_is_every_ranks_error(notes):
+    for rank in notes("four", 4, 4):
+        assert rank["says"].startswith("CheckpointException") and "No space" in rank["says"]
+        assert rank["old"]
 
 
 def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(notes, directory):

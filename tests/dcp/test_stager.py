@@ -10,7 +10,7 @@ import stillframe
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, eventually, leased, loaded
-from stillframe.dcp import PinnedStager
+from stillframe.dcp import PinnedStager, async_save
 from stillframe.testing import slow
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -157,6 +157,40 @@ def test_a_pool_that_nobody_would_empty_is_refused_at_once(engine, monkeypatch):
     assert (stager.stage(state).result()["w"] == 1).all()
 
 
+def test_a_stage_waits_for_one_that_an_upload_is_about_to_take(engine, monkeypatch):
+    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 60.0)
+    stager, state = PinnedStager(engine), filling(engine)
+    future = stager.stage(state)
+    later: Future[Any] = Future()
+    thread = threading.Thread(target=lambda: later.set_result(stager.stage(state).result()))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    future._staged.upload_begins()
+    thread.join(0.05)
+    assert thread.is_alive()
+    future._staged.uploads(future.result())
+    future._staged.upload_ended()
+    assert later.result(20)["w"][0] == 1
+    thread.join()
+
+
+def test_memory_that_somebody_has_kept_from_an_upload_is_not_waited_for(engine):
+    stager, state = PinnedStager(engine), filling(engine)
+    future = stager.stage(state)
+    future._staged.upload_begins()
+    tree = future.result()
+    future._staged.uploads(tree)
+    kept = tree["w"].detach()  # as a planner's, which no walk of the tree comes to
+    del tree
+    future._staged.upload_ended()
+    with pytest.raises(stillframe.PoolExhaustedError):
+        stager.stage(state)
+    assert kept[0] == 1
+    del kept
+    stager.stage(state)
+
+
 @pytest.mark.parametrize("asked_late", [False, True])
 def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, monkeypatch):
     """Where it fails before DCP asks whether it is done, too: DCP takes that for success."""
@@ -196,6 +230,18 @@ def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank):
     response.upload_completion.result()
     assert equal(loaded(wanted, tmp_path / "c"), wanted)
     assert eventually(lambda: leased(engine) == 0)
+
+
+def test_a_report_says_how_long_a_step_has_waited(tmp_path, engine):
+    trained = Trained()
+    with slow("lane_copy", 0.02):
+        response = async_save(trained.state(), tmp_path / "c", no_dist=True, engine=engine)
+        trained.step()
+    response.upload_completion.result()
+    assert response.report.deferred_nbytes > 0 and response.report.gate_wait_s > 0
+    response = async_save({"a": 1}, tmp_path / "c", no_dist=True, engine=engine)
+    response.upload_completion.result()
+    assert response.report.gate_wait_s == 0
 
 
 def test_a_closed_stager_refuses_and_its_uploads_go_on(tmp_path, engine):

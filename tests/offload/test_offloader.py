@@ -1,5 +1,8 @@
 """Groups of tensors that leave a device for the pool, and come back."""
 
+import threading
+import time
+
 import pytest
 import stillframe
 import torch
@@ -90,6 +93,33 @@ def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Eng
         assert not ticket.done()
         fake.hold(False)
         assert same(offloader.onload(ticket), group(1))
+
+
+def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.offload(group(1))
+        ticket.wait()
+        # Another thread: who holds the device may not wait for it.
+        held = threading.Event()
+
+        def hold() -> None:
+            fake.hold(True)
+            held.set()
+            time.sleep(0.03)
+            fake.hold(False)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        assert offloader.prefetch(ticket)
+        offloader.onload(ticket)  # the current stream, which is this thread, stands still
+        stats = offloader.stats()
+        assert stats["stream_waited_s"] > 0
+        holder.join()
+        assert stats["offload_copy_s"] > 0 and stats["onload_copy_s"] > 0
+        assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
+        assert stats["share_hidden"] < 1
+    assert fake.live("events") < 64 + 64  # and no more than the lanes keep
 
 
 def test_cpu_tensors_come_from_wherever_they_are(either: str, engine: stillframe.Engine) -> None:

@@ -37,6 +37,8 @@
 	X(event_free, cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                        \
 	X(event_record, cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))          \
 	X(event_query, cuEventQuery, "cuEventQuery", (CUevent event))                              \
+	X(event_elapsed, cuEventElapsedTime, "cuEventElapsedTime",                                 \
+	  (float *ms, CUevent begin, CUevent end))                                                 \
 	X(host_register, cuMemHostRegister, "cuMemHostRegister_v2",                                \
 	  (void *mem, size_t len, unsigned int flags))                                             \
 	X(host_unregister, cuMemHostUnregister, "cuMemHostUnregister", (void *mem))                \

@@ -70,6 +70,7 @@ typedef struct {
 	X(CU_MEMORYTYPE_HOST, 1)                                                                   \
 	X(CU_MEMORYTYPE_DEVICE, 2)                                                                 \
 	X(CU_STREAM_NON_BLOCKING, 1)                                                               \
+	X(CU_EVENT_DEFAULT, 0)                                                                     \
 	X(CU_EVENT_DISABLE_TIMING, 2)                                                              \
 	X(CU_MEMHOSTREGISTER_PORTABLE, 1)                                                          \
 	X(CU_MEMHOSTALLOC_PORTABLE, 1)                                                             \

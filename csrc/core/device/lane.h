@@ -54,6 +54,12 @@ struct sfr__cuda_store {
 	bool pinned;
 };
 
+/* How long a stream was at something; all zero before. See timer.c. */
+struct sfr__cuda_timer {
+	CUevent begin, end; /* NULL: not timed, or read */
+	uint64_t ns;
+};
+
 /* S: the event behind all copies of a part, and who is about to wait for it. Guarded by lane->mu. */
 struct sfr__cuda_staged {
 	CUevent event; /* NULL: could not be had */
@@ -152,6 +158,16 @@ void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
  * The arrays come back in another order. */
 void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		    size_t nr, bool pinned, struct sfr_err *err);
+/* Copies to be queued together; all zero: none. See batch.c. */
+struct sfr__cuda_batch {
+	CUdeviceptr *dst, *src;
+	size_t *len, nr, room;
+};
+int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len);
+void sfr__cuda_batch_free(struct sfr__cuda_batch *batch);
+/* Queues them, unless something has failed. */
+void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
+			  struct sfr_err *err);
 /* Copies of `nr` rows of `width` bytes, `pitch` bytes from row to row on the device. */
 struct sfr__cuda_rows {
 	void *dst;
@@ -176,6 +192,15 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store);
 /* Memory of the driver's, which is pinned by birth; other memory where it has none to give. */
 int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
+
+/* ---- timer.c; with the lane's context ---- */
+void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
+			   CUstream stream);
+void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
+			 CUstream stream);
+/* Sets timer->ns, and frees the events. False: it has not ended yet. */
+bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
+void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 
 /* ---- order.c ---- */
 /* Whether work put on the stream would become part of a graph, or break one. */

@@ -139,6 +139,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight++;
+	engine->nr_apart += flight->apart;
 	engine->nr_saves++;
 	flight->caller = pthread_self();
 	flight->in_call = true;
@@ -151,6 +152,7 @@ void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *fli
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
 {
 	engine->nr_in_flight--;
+	engine->nr_apart -= flight->apart;
 	if (flight->prev)
 		flight->prev->next = flight->next;
 	else

@@ -30,6 +30,7 @@ struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller;
 	bool in_call; /* the caller has neither launched nor abandoned it */
+	bool apart;   /* it has a slot among those of its kind; constant */
 	uint32_t blocks_held;
 };
 
@@ -60,8 +61,8 @@ struct sfr_engine {
 	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
-	uint32_t nr_in_flight;
-	uint32_t nr_pool_users; /* threads in warm_up or trim */
+	uint32_t nr_in_flight, nr_apart; /* the latter among the former */
+	uint32_t nr_pool_users;          /* threads in warm_up or trim */
 	uint64_t next_seq, nr_saves;
 };
 

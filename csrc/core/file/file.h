@@ -90,7 +90,8 @@ void sfr__file_fini(struct sfr__file *f);
 /* Removes a file, link or directory tree; a missing name is no error. Temporaries whose writers
  * live, of this process or another on this machine, are left alone (their saves were submitted
  * later), and with them the directories that hold them. What cannot be removed does not keep the
- * rest from going; the first error is returned. Not synced: remove.c says why. Where `heard_ns` is
+ * rest from going, but for what makes a directory a checkpoint, which goes first; the first error is
+ * returned. Else not synced: remove.c says why. Where `heard_ns` is
  * given, it gets the time after each name: a large tree takes long and answers all the time. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
 

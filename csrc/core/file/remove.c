@@ -13,7 +13,12 @@
  * the order of submission, so that save was submitted after the remove, and its
  * file must survive it. The directories above it stay with it, silently.
  *
- * A remove is not synced. It runs when the save that replaces what it removes is
+ * A directory may be a checkpoint of torch.distributed.checkpoint: `.metadata` names its data files,
+ * and makes it one. So that goes first, and is known to be gone before the first data file goes:
+ * whatever stops the walk, what is left is the whole checkpoint or none, never one with holes.
+ * Where it cannot go the directory stays as it is.
+ *
+ * Else a remove is not synced. It runs when the save that replaces what it removes is
  * durable, so if the machine dies and the removed name comes back, there is one
  * checkpoint too many, never one too few; and a later save into the directory
  * syncs the directory, this remove included. Removes of several directories
@@ -119,6 +124,79 @@ static unsigned scan(struct walk *w, const char *dir)
 	return nr_gone;
 }
 
+/* ---- checkpoints of DCP ---- */
+
+/* `.metadata`, or `__3.metadata` where each rank has saved for itself. */
+static bool is_metadata(const char *name)
+{
+	if (strncmp(name, "__", 2) == 0) {
+		name += 2;
+		name += strspn(name, "0123456789");
+	}
+	return strcmp(name, ".metadata") == 0;
+}
+
+static bool is_data(const char *name)
+{
+	const char *dot = strrchr(name, '.');
+
+	return dot && strcmp(dot, ".distcp") == 0;
+}
+
+/* 0 or -errno. */
+static int unlink_in(const char *dir, const char *name)
+{
+	char *path = sfr__path_join(dir, name);
+	int rc;
+
+	if (!path)
+		return -ENOMEM;
+	rc = sfr_sys.unlink(AT_FDCWD, path) < 0 ? -errno : 0;
+	sfr_sys.free(path);
+	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is none */
+}
+
+/* 0, also where the file system has nothing to sync, or -errno. */
+static int sync_directory(const char *dir)
+{
+	int fd = sfr_sys.open(AT_FDCWD, dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0), rc;
+
+	if (fd < 0)
+		return -errno;
+	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
+	(void)sfr__fd_close(fd); /* nothing was written */
+	return rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS ? 0 : rc;
+}
+
+/* Has a directory be no checkpoint any more. False: nothing else of it may go. */
+static bool retract(struct walk *w, const char *dir)
+{
+	DIR *stream = sfr_sys.opendir(dir);
+	struct dirent *entry;
+	bool is_one = false;
+	int rc = stream || errno == ENOENT ? 0 : -errno;
+
+	while (stream && rc == 0) {
+		errno = 0;
+		entry = sfr_sys.readdir(stream);
+		rc = -errno;
+		if (!entry)
+			break;
+		rc = 0;
+		/* Also where its metadata went before, but perhaps not on the disk. */
+		is_one = is_one || is_metadata(entry->d_name) || is_data(entry->d_name);
+		if (is_metadata(entry->d_name))
+			rc = unlink_in(dir, entry->d_name);
+	}
+	if (stream)
+		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+	if (rc == 0 && is_one)
+		rc = sync_directory(dir);
+	if (rc < 0)
+		failed(w, rc);
+	return rc == 0;
+}
+
 /* One visit of the directory at the head of the list. */
 static void step(struct walk *w)
 {
@@ -127,7 +205,8 @@ static void step(struct walk *w)
 	int code;
 
 	if (node->nr_scans++ == 0) {
-		(void)scan(w, node->path);
+		if (retract(w, node->path))
+			(void)scan(w, node->path);
 		return; /* what it has put on the list comes first */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {

@@ -10,7 +10,7 @@
  * Order. Who wants a run waits behind everybody who wants a block. A save's blocks come back by
  * themselves when they are written, and nothing is held while waiting, so a wait for saves ends.
  * What a snapshot holds comes back when its users let it go, and the one who would wait for that
- * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_let_go),
+ * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_hold),
  * and a wait that held blocks alone would have to end is refused at once: SFR_EEXHAUSTED.
  *
  * The other side is kept safe too: as long as there are saves that need blocks yet, a run leaves one
@@ -54,6 +54,13 @@ static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *l
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
 		for (uint32_t i = 0; (uint64_t)i * (pool)->block_bytes < run->len; i++)
 
+/* Those who wait look again: there may be room, or nothing left to wait for. */
+static void wake_waiters_locked(struct sfr__pool *pool)
+{
+	if (pool->waiters != NULL)
+		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+}
+
 /* Takes the blocks under the placed items: LEASED, or GROWING where memory has to be made. */
 static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
 			struct sfr__lease *lease)
@@ -91,29 +98,28 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
 	filter_locked(&pool->reserved);
 	filter_locked(&pool->partial);
 	filter_locked(&pool->whole);
-	/* Others who wait may have nothing left to wait for. */
-	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+	wake_waiters_locked(pool);
 }
 
-static void let_go_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
+/* Whether those who wait may wait for it. */
+static void hold_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
 
+		pool->nr_held += held;
 		pool->nr_held -= block->held;
 		sfr__pool_uncount_locked(pool, block);
-		block->held = false;
+		block->held = held;
 		sfr__pool_count_locked(pool, block);
 	}
-	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+	wake_waiters_locked(pool);
 }
 
 static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
-	let_go_locked(pool, lease);
+	hold_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -183,7 +189,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	if (rc == 0)
 		return 0;
 	/* A block that nothing has changed about has not come back: nobody gains by looking. */
-	let_go_locked(pool, lease);
+	hold_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -284,10 +290,10 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 	return place(pool, lens, nr, nr_own, true, slice_ns, addrs, out);
 }
 
-void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease)
+void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	sfr__lock(&pool->mu);
-	let_go_locked(pool, lease);
+	hold_locked(pool, lease, held);
 	sfr__unlock(&pool->mu);
 }
 

@@ -33,7 +33,7 @@ struct sfr__block {
 	size_t want;              /* what it is to have: less memory than that is unfinished */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
-	bool held; /* part of a run that only a caller can give back: see sfr__pool_let_go */
+	bool held; /* part of a run that only a caller can give back: see sfr__pool_hold */
 };
 
 struct sfr__pool_stats {
@@ -119,8 +119,9 @@ bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* How many of the `len` bytes at `mem`, in a lease, one copy of a device may go to, and whether
  * they are pinned. */
 size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len, bool *pinned);
-/* The lease will come back by itself from now on: those who wait may wait for it. Idempotent. */
-void sfr__pool_let_go(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* Whether somebody holds the lease, as one is held that was just taken. Not: it will come back by itself
+ * from now on, and those who wait may wait for it. Idempotent. */
+void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held);
 /* Gives the lease back, or retires its blocks, and empties it. */
 void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease);
 /* Whether children of fork have the lease's memory (false is how the pool has it). 0 or -errno. */

@@ -12,6 +12,8 @@
 
 #include "sfr.h"
 
+/* Calls on one onload do not overlap. */
+
 struct sfr_onload;
 
 /* One piece of memory: `src` in the host's, `dst` in the device's. */
@@ -35,6 +37,9 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
 /* Waits until no copy runs any more. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
+/* How long the copies took on the device, and how long the first stream that had to wait for them stood
+ * still; no time for what could not be timed. SFR_EAGAIN: not known yet. */
+int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns);
 /* What a device failed with, code 0: nothing. Final once the wait is over. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
 /* Drops the reference, there is but one; waits for the copies if they still run. NULL is fine. */

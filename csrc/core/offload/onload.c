@@ -33,20 +33,17 @@ struct sfr_onload {
 	struct sfr__cuda_lane *lane; /* NULL: nothing was queued, the device failed before */
 	struct sfr_snapshot *from;   /* a reference, and a hold until it has landed; NULL: none */
 
+	bool ordered;           /* some stream waits; the callers' */
 	bool flew;              /* something was queued; constant after the start, as the next */
 	struct sfr_err refused; /* what the start failed with */
 
 	atomic_bool landed;
+	struct sfr__cuda_timer copying; /* constant once they have landed, as the next */
 	struct sfr_err err; /* what came of the copies; constant once they have landed */
 
 	pthread_cond_t cv;              /* guarded by lane->mu, as the next; it has landed */
 	struct sfr__cuda_staged staged; /* D */
-};
-
-/* Copies that are made in few calls. */
-struct batch {
-	CUdeviceptr *dst, *src;
-	size_t *len, nr, room;
+	struct sfr__cuda_timer waiting; /* of the first stream that waits; the callers' */
 };
 
 static bool has_landed(const struct sfr_onload *onload)
@@ -60,29 +57,6 @@ static bool foreign(const struct sfr_onload *onload)
 }
 
 /* ---- which copies ----------------------------------------------------------------- */
-
-static void batch_free(struct batch *batch)
-{
-	sfr_sys.free(batch->dst);
-	sfr_sys.free(batch->src);
-	sfr_sys.free(batch->len);
-}
-
-static int batch_new(struct batch *batch, size_t room)
-{
-	*batch = (struct batch){ .dst = sfr_sys.malloc(room * sizeof(*batch->dst)),
-				 .src = sfr_sys.malloc(room * sizeof(*batch->src)),
-				 .len = sfr_sys.malloc(room * sizeof(*batch->len)),
-				 .room = room };
-	return batch->dst && batch->src && batch->len ? 0 : -ENOMEM;
-}
-
-static void batch_add(struct batch *batch, uint64_t dst, uint64_t src, uint64_t len)
-{
-	batch->dst[batch->nr] = dst;
-	batch->src[batch->nr] = src;
-	batch->len[batch->nr++] = len;
-}
 
 /* Whether the memory begins in the engine's pool. */
 static bool in_pool(const struct sfr_engine *engine, uint64_t addr)
@@ -117,26 +91,22 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 
 /* Cuts the copies into those that a driver takes, pinned ones and others. */
 static int collect(const struct sfr_onload *onload, const struct sfr_onload_copy *copies,
-		   uint32_t nr, struct batch *pinned, struct batch *pageable)
+		   uint32_t nr, struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable)
 {
-	const struct sfr_engine *engine = onload->engine;
-	uint64_t most = nr;
+	int rc = 0;
 
-	for (uint32_t i = 0; i < nr; i++)
-		most += copies[i].nbytes / engine->opts.block_bytes + 2;
-	if (batch_new(pinned, most) < 0 || batch_new(pageable, most) < 0)
-		return -ENOMEM;
 	for (uint32_t i = 0; i < nr;) {
 		struct sfr_onload_copy one = merge(copies, nr, onload->from, &i);
 
-		for (uint64_t off = 0, len; off < one.nbytes; off += len) {
+		for (uint64_t off = 0, len; off < one.nbytes && rc == 0; off += len) {
 			bool good;
 
-			len = span(engine, one.src + off, one.nbytes - off, &good);
-			batch_add(good ? pinned : pageable, one.dst + off, one.src + off, len);
+			len = span(onload->engine, one.src + off, one.nbytes - off, &good);
+			rc = sfr__cuda_batch_add(good ? pinned : pageable, one.dst + off,
+						 one.src + off, len);
 		}
 	}
-	return 0;
+	return rc;
 }
 
 /* ---- start ------------------------------------------------------------------------- */
@@ -147,7 +117,8 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 	struct sfr_onload *onload = sfr__container(landing, struct sfr_onload, landing);
 	struct sfr__cuda_lane *lane = onload->lane;
 
-	(void)piece; /* it has no blocks */
+	(void)piece;                                        /* it has no blocks */
+	(void)sfr__cuda_timer_read(lane, &onload->copying); /* it has ended */
 	if (onload->from && !ok)
 		sfr__snapshot_lost(onload->from);
 	if (onload->from)
@@ -170,23 +141,19 @@ static bool follow(struct sfr_onload *onload)
 	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
 }
 
-static void copy(struct sfr_onload *onload, struct batch *batch, bool pinned, struct sfr_err *err)
-{
-	if (batch->nr && !err->code)
-		sfr__cuda_copy(onload->lane, batch->dst, batch->src, batch->len, batch->nr, pinned,
-			       err);
-}
-
 /* In a turn: between E and D. What a call that fails has done is not known, so from the first copy on
  * a piece flies, whatever comes. */
-static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece, struct batch *pinned,
-		  struct batch *pageable, struct sfr_err *err)
+static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece,
+		  struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable,
+		  struct sfr_err *err)
 {
 	struct sfr__cuda_lane *lane = onload->lane;
 	CUevent event;
 
-	copy(onload, pinned, true, err);
-	copy(onload, pageable, false, err);
+	sfr__cuda_timer_begin(lane, &onload->copying, lane->stream);
+	sfr__cuda_batch_copy(lane, pinned, true, err);
+	sfr__cuda_batch_copy(lane, pageable, false, err);
+	sfr__cuda_timer_end(lane, &onload->copying, lane->stream);
 	event = sfr__cuda_record(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
 	onload->staged.event = event;
@@ -216,7 +183,7 @@ static int start_here(struct sfr_onload *onload, CUstream stream,
 		      const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_err *err)
 {
 	struct sfr__cuda_lane *lane = onload->lane;
-	struct batch pinned = { 0 }, pageable = { 0 };
+	struct sfr__cuda_batch pinned = { 0 }, pageable = { 0 };
 	struct sfr__cuda_piece *piece;
 	int rc = 0;
 
@@ -237,8 +204,8 @@ static int start_here(struct sfr_onload *onload, CUstream stream,
 	sfr__cuda_turn_end(lane);
 	if (piece)
 		sfr__cuda_piece_put(lane, piece);
-	batch_free(&pinned);
-	batch_free(&pageable);
+	sfr__cuda_batch_free(&pinned);
+	sfr__cuda_batch_free(&pageable);
 	return rc;
 }
 
@@ -270,6 +237,13 @@ static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
 static void free_onload(struct sfr_onload *onload)
 {
 	struct sfr_engine *engine = onload->engine;
+	struct sfr__cuda_scope scope;
+
+	if (onload->waiting.begin && !engine->closed) {
+		(void)sfr__cuda_enter(&scope, onload->lane->cu, onload->lane->context);
+		sfr__cuda_timer_drop(onload->lane, &onload->waiting); /* is lost at worst */
+		sfr__cuda_leave(&scope);
+	}
 
 	sfr_snapshot_put(onload->from);
 	sfr__engine_snapshot_gone(engine);
@@ -348,15 +322,58 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 
 /* ---- afterwards --------------------------------------------------------------------- */
 
+/* In the time that the stream waits nothing is computed on it: so that is taken, of the first wait. */
+static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
+{
+	struct sfr__cuda_lane *lane = onload->lane;
+	CUstream of = (CUstream)(uintptr_t)stream->handle;
+	struct sfr__cuda_scope scope;
+	bool timed, done;
+
+	if (has_landed(onload))
+		return true;
+	timed = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS &&
+		!onload->ordered && !sfr__cuda_is_capturing(lane->cu, of);
+	if (timed)
+		sfr__cuda_timer_begin(lane, &onload->waiting, of);
+	done = sfr__cuda_wait_staged(lane, &onload->staged, stream);
+	if (timed)
+		sfr__cuda_timer_end(lane, &onload->waiting, of);
+	onload->ordered = true;
+	sfr__cuda_leave(&scope);
+	return done;
+}
+
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 {
 	const struct sfr_stream of = { .handle = stream };
 
 	if (foreign(onload))
 		return SFR_EFORK;
-	return !onload->lane || sfr__cuda_wait_staged(onload->lane, &onload->staged, &of) ?
-		       0 :
-		       SFR_EAGAIN;
+	if (!onload->lane)
+		return 0;
+	return order(onload, &of) ? 0 : SFR_EAGAIN;
+}
+
+int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns)
+{
+	struct sfr__cuda_scope scope;
+	bool known = true;
+
+	*copying_ns = *waited_ns = 0;
+	if (foreign(onload))
+		return SFR_EFORK;
+	if (!has_landed(onload))
+		return SFR_EAGAIN;
+	if (onload->waiting.begin && !onload->engine->closed) {
+		known = sfr__cuda_enter(&scope, onload->lane->cu, onload->lane->context) !=
+				CUDA_SUCCESS ||
+			sfr__cuda_timer_read(onload->lane, &onload->waiting);
+		sfr__cuda_leave(&scope);
+	}
+	*copying_ns = onload->copying.ns;
+	*waited_ns = onload->waiting.ns;
+	return known ? 0 : SFR_EAGAIN;
 }
 
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns)

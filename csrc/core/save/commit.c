@@ -1,4 +1,5 @@
-/* A save's entry in the log: its rename, when its turn has come. See commit/log.c.
+/* A save's entry in the log: its rename, when its turn has come. See commit/log.c. One that is
+ * unordered has none: a writer renames it.
  *
  * It looks at its destination first: a directory gives EISDIR and a special file EINVAL here too
  * and not only in the call, since an earlier remove in the log may have been what made room.
@@ -19,16 +20,21 @@ static void rename_file(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__file_fini(&t->file);
 }
 
-static void run(struct sfr__log_entry *entry, bool after_good)
+bool sfr__save_commit(struct sfr_ticket *t)
 {
-	struct sfr_ticket *t = ticket_of(entry);
 	struct sfr_err err = { .index = -1 };
 
-	(void)after_good; /* a save takes nothing away */
 	if (!sfr__ticket_begin_commit(t))
-		return; /* cancelled in time: it ends as any failed save does */
+		return false;
 	rename_file(t, &err);
 	sfr__ticket_finish(t, &err);
+	return true;
+}
+
+static void run(struct sfr__log_entry *entry, bool after_good)
+{
+	(void)after_good;                         /* a save takes nothing away */
+	(void)sfr__save_commit(ticket_of(entry)); /* or it ends as any failed save does */
 }
 
 static void left(struct sfr__log_entry *entry)

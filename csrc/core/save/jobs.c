@@ -10,9 +10,10 @@ void sfr__job_push_locked(struct sfr__job *job)
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
 {
-	struct sfr__job *job = &t->jobs[t->nr_blocks + (kind == SFR__JOB_OPEN ? 0 :
-							kind == SFR__JOB_TAIL ? 1 :
-										2)];
+	static const uint32_t places[] = {
+		[SFR__JOB_OPEN] = 0, [SFR__JOB_TAIL] = 1, [SFR__JOB_PLACE] = 2, [SFR__JOB_CLEAN] = 3
+	};
+	struct sfr__job *job = &t->jobs[t->nr_blocks + places[kind]];
 
 	job->ticket = t;
 	job->kind = kind;

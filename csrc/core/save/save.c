@@ -41,6 +41,7 @@ static int ticket_new(struct sfr_engine *engine, const struct sfr_save_desc *des
 	t->engine = engine;
 	sfr__engine_get(engine);
 	t->flags = desc->flags;
+	t->flight.apart = !sfr__ticket_is_ordered(t);
 	t->log.fs = desc->fs;
 	t->number = atomic_fetch_add_explicit(&nr_saves, 1, memory_order_relaxed) + 1;
 	t->err.index = -1;
@@ -64,7 +65,7 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 
 	for (uint32_t i = 0; i < t->img.nr_runs; i++)
 		t->nr_blocks += t->img.runs[i].nr_blocks;
-	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 3, sizeof(*t->jobs));
+	t->jobs = sfr_sys.calloc((size_t)t->nr_blocks + 4, sizeof(*t->jobs));
 	if (!t->jobs)
 		return -ENOMEM;
 	t->log.key = sfr_sys.malloc(key_len);
@@ -138,6 +139,15 @@ static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
 	return nr;
 }
 
+/* Unordered saves do not wait behind those that wait in the log, perhaps for them. */
+static bool has_slot_locked(const struct sfr_ticket *t)
+{
+	const struct sfr_engine *engine = t->engine;
+	uint32_t nr = t->flight.apart ? engine->nr_apart : engine->nr_in_flight - engine->nr_apart;
+
+	return nr < engine->opts.max_in_flight;
+}
+
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
@@ -154,7 +164,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 			rc = SFR_ECLOSED;
 			break;
 		}
-		if (engine->nr_in_flight < engine->opts.max_in_flight)
+		if (has_slot_locked(t))
 			break;
 		if (t->flags & SFR_SAVE_NESTED) {
 			t->over_slots = true;
@@ -167,7 +177,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	}
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
-	if (rc == 0)
+	if (rc == 0 && sfr__ticket_is_ordered(t))
 		rc = sfr__log_reserve(); /* the launch, or who gives the save up, has it then */
 	if (rc == 0) {
 		if (!t->in_place) {
@@ -284,8 +294,10 @@ int sfr_save_launch(struct sfr_ticket *t)
 		t->launched = true;
 		t->flight.in_call = false;
 		t->launched_ns = sfr__now_ns();
-		sfr_ticket_get(t); /* the log's */
-		(void)sfr__log_append(&t->log);
+		if (sfr__ticket_is_ordered(t)) {
+			sfr_ticket_get(t); /* the log's */
+			(void)sfr__log_append(&t->log);
+		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
 		t->deferred = sfr__image_run(&t->img, SFR_LANE_HOST, 0);
@@ -321,7 +333,8 @@ void sfr_save_abandon(struct sfr_ticket *t)
 	if (yes) {
 		t->abandoned = true;
 		t->flight.in_call = false;
-		sfr__log_unreserve();
+		if (sfr__ticket_is_ordered(t))
+			sfr__log_unreserve();
 		sfr__ticket_fail_locked(t, &err);
 		sfr__ticket_step_locked(t);
 	}

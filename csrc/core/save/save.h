@@ -14,6 +14,7 @@ enum sfr__job_kind {
 	SFR__JOB_OPEN,  /* make the temporary */
 	SFR__JOB_BLOCK, /* CRC and write one staged block */
 	SFR__JOB_TAIL,  /* write the directory, sync the file */
+	SFR__JOB_PLACE, /* unordered: commit it */
 	SFR__JOB_CLEAN, /* the save has failed: remove the temporary, end the ticket */
 };
 struct sfr__job {
@@ -49,8 +50,8 @@ struct sfr_ticket {
 	uint32_t nr_whole;     /* of them, those that need all their memory */
 	struct sfr__image img; /* crc and crc_len: the lane's for what it copies, else guarded */
 	void (*run_job)(struct sfr__task *task);
-	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, CLEAN */
-	struct sfr__file file; /* writers until READY, then the log's thread */
+	struct sfr__job *jobs; /* nr_blocks, then OPEN, TAIL, PLACE, CLEAN */
+	struct sfr__file file; /* writers until READY, then who commits */
 
 	_Atomic enum sfr_state state; /* read without the lock, too */
 	atomic_bool over;             /* the state is an end, and nothing changes any more */
@@ -106,6 +107,8 @@ void sfr__push_block_locked(struct sfr_ticket *t, const struct sfr__run *run, ui
 
 /* ---- commit.c ---- */
 extern const struct sfr__log_ops sfr__save_log_ops;
+/* Renames the file and ends the ticket. False: it was cancelled in time. */
+bool sfr__save_commit(struct sfr_ticket *t);
 
 /* ---- stage_cuda.c ---- */
 /* A new ticket's parts, from its image. -ENOMEM. */
@@ -121,7 +124,7 @@ void sfr__cuda_launch(struct sfr_ticket *t);
 /* ---- ticket.c ---- */
 /* Frees a ticket nobody holds, whatever of it was made. */
 void sfr__ticket_free(struct sfr_ticket *t);
-/* The ticket's OPEN, TAIL or CLEAN job. */
+/* One of the ticket's jobs behind those of its blocks. */
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind);
 /* How often a state followed another, in the whole process; for tests. */
 unsigned sfr__ticket_arrows(enum sfr_state from, enum sfr_state to);
@@ -149,6 +152,11 @@ bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
 static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
 {
 	return t->err.code != 0;
+}
+
+static inline bool sfr__ticket_is_ordered(const struct sfr_ticket *t)
+{
+	return (t->flags & SFR_SAVE_UNORDERED) == 0;
 }
 
 /* Made before a fork that this process came out of: nothing of it may be touched. */

@@ -16,7 +16,7 @@
  *   STAGING -> STAGED        sfr__ticket_step_locked       copied and confirmed
  *   STAGED -> WRITING        sfr__ticket_step_locked       every block is written
  *   WRITING -> READY         sfr__ticket_step_locked       tail written, file synced
- *   READY -> COMMITTING      sfr__ticket_begin_commit      head of the log
+ *   READY -> COMMITTING      sfr__ticket_begin_commit      head of the log, or unordered
  *   COMMITTING -> DURABLE    sfr__ticket_finish            renamed, directory synced
  *   COMMITTING -> FAILED     sfr__ticket_finish            one of the two failed
  *   ENDING -> FAILED         sfr__ticket_finish            by the CLEAN job, any other error
@@ -183,7 +183,10 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 		sfr__ticket_set_state_locked(t, SFR_WRITING);
 	if (t->state == SFR_WRITING && t->synced && t->jobs_out == 0) {
 		sfr__ticket_set_state_locked(t, SFR_READY);
-		sfr__log_ready(&t->log);
+		if (sfr__ticket_is_ordered(t))
+			sfr__log_ready(&t->log);
+		else
+			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_PLACE));
 	}
 }
 
@@ -233,7 +236,7 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	sfr__ticket_set_state_locked(t, ok                            ? SFR_DURABLE :
 					t->err.code == SFR_ECANCELLED ? SFR_CANCELLED :
 									SFR_FAILED);
-	if (t->launched)
+	if (t->launched && sfr__ticket_is_ordered(t))
 		sfr__log_ended(&t->log, ok);
 	sfr__trace_save(t->number, t->created_ns, t->ended_ns, t->img.len, t->state,
 			strrchr(t->log.key, '/') + 1);

@@ -4,6 +4,7 @@
  *   BLOCK   CRC of its pieces if the lane has not made them,
  *           descriptors, one aligned pwrite                        (any order of completion)
  *   TAIL    central directory if there is one, fdatasync           (when every block is written)
+ *   PLACE   rename, sync the directory                         (of what is not in the log)
  *   CLEAN   remove the temporary of a failed save, end it          (last)
  *
  * A data descriptor holds the CRC of a whole entry, whose earlier parts may be with another writer,
@@ -253,6 +254,10 @@ void sfr__job_run(struct sfr__task *task)
 		break;
 	case SFR__JOB_TAIL:
 		do_tail(t, &err);
+		break;
+	case SFR__JOB_PLACE:
+		if (sfr__save_commit(t))
+			return; /* the ticket may be gone */
 		break;
 	case SFR__JOB_CLEAN:
 		sfr__file_fini(&t->file);

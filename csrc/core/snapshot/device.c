@@ -37,60 +37,20 @@ struct sfr__snapshot_part {
 	uint32_t nr_samples;
 
 	struct sfr__cuda_staged staged; /* S; over: landed, or nothing was queued */
-};
-
-/* Copies that are made in one call. */
-struct batch {
-	CUdeviceptr *dst, *src;
-	size_t *len, nr, room;
+	struct sfr__cuda_timer copying; /* of what leaves */
 };
 
 /* ---- which copies ----------------------------------------------------------------- */
 
-static void batch_free(struct batch *batch)
-{
-	sfr_sys.free(batch->dst);
-	sfr_sys.free(batch->src);
-	sfr_sys.free(batch->len);
-}
-
-static int batch_add(struct batch *batch, const void *dst, const char *src, size_t len)
-{
-	if (batch->nr == batch->room) {
-		size_t room = batch->room ? batch->room * 2 : 64;
-		CUdeviceptr *to = sfr_sys.realloc(batch->dst, room * sizeof(*to));
-		CUdeviceptr *from;
-		size_t *lens;
-
-		if (!to)
-			return -ENOMEM;
-		batch->dst = to;
-		from = sfr_sys.realloc(batch->src, room * sizeof(*from));
-		if (!from)
-			return -ENOMEM;
-		batch->src = from;
-		lens = sfr_sys.realloc(batch->len, room * sizeof(*lens));
-		if (!lens)
-			return -ENOMEM;
-		batch->len = lens;
-		batch->room = room;
-	}
-	batch->dst[batch->nr] = (CUdeviceptr)(uintptr_t)dst;
-	batch->src[batch->nr] = (CUdeviceptr)(uintptr_t)src;
-	batch->len[batch->nr++] = len;
-	return 0;
-}
-
 /* The copies of one kind of the part's sources: to pinned memory, and to memory that is not. */
-static int collect(const struct sfr__snapshot_part *part, bool captured, struct batch *pinned,
-		   struct batch *pageable)
+static int collect(const struct sfr__snapshot_part *part, bool captured,
+		   struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable)
 {
 	struct sfr_snapshot *s = part->snapshot;
 	int rc = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++) {
 		const struct sfr_source *source = &s->sources[i];
-		const char *src = (const char *)(uintptr_t)source->addr;
 
 		if (source->device != part->device + 1 ||
 		    (source->lane == SFR_CAPTURED) != captured)
@@ -100,8 +60,9 @@ static int collect(const struct sfr__snapshot_part *part, bool captured, struct 
 
 			len = sfr__pool_span(s->engine->pool, s->copies[i] + off,
 					     (size_t)(source->nbytes - off), &good);
-			rc = batch_add(good ? pinned : pageable, s->copies[i] + off, src + off,
-				       (size_t)len);
+			rc = sfr__cuda_batch_add(good ? pinned : pageable,
+						 (uint64_t)(uintptr_t)(s->copies[i] + off),
+						 source->addr + off, (size_t)len);
 		}
 	}
 	return rc;
@@ -133,7 +94,7 @@ static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows,
 
 /* What is queued for one part. */
 struct plan {
-	struct batch captured, captured_pageable, deferred, deferred_pageable;
+	struct sfr__cuda_batch captured, captured_pageable, deferred, deferred_pageable;
 	struct sfr__cuda_rows *rows; /* samples */
 	size_t nr_rows;
 	struct sfr__cuda_piece *piece; /* NULL once it flies */
@@ -141,11 +102,11 @@ struct plan {
 
 static void plan_free(struct sfr__snapshot_part *part, struct plan *plan)
 {
-	batch_free(&plan->captured);
-	batch_free(&plan->captured_pageable);
+	sfr__cuda_batch_free(&plan->captured);
+	sfr__cuda_batch_free(&plan->captured_pageable);
 	sfr_sys.free(plan->rows);
-	batch_free(&plan->deferred);
-	batch_free(&plan->deferred_pageable);
+	sfr__cuda_batch_free(&plan->deferred);
+	sfr__cuda_batch_free(&plan->deferred_pageable);
 	if (plan->piece)
 		sfr__cuda_piece_put(part->lane, plan->piece);
 }
@@ -165,14 +126,6 @@ static int plan_make(struct sfr__snapshot_part *part, struct plan *plan)
 	return rc;
 }
 
-static void copy(struct sfr__snapshot_part *part, struct batch *batch, bool pinned,
-		 struct sfr_err *err)
-{
-	if (batch->nr && !err->code)
-		sfr__cuda_copy(part->lane, batch->dst, batch->src, batch->len, batch->nr, pinned,
-			       err);
-}
-
 /* Queues the plan, between E and S. What a call that fails has done is not known, so from the
  * first copy on a piece flies, whatever comes. */
 static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr_err *err)
@@ -188,15 +141,18 @@ static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr
 	sfr__lock(&lane->mu);
 	part->staged.over = false; /* before it can land */
 	sfr__unlock(&lane->mu);
-	copy(part, &plan->captured, true, err);
-	copy(part, &plan->captured_pageable, false, err);
+	if (part->snapshot->leaves)
+		sfr__cuda_timer_begin(lane, &part->copying, lane->stream);
+	sfr__cuda_batch_copy(lane, &plan->captured, true, err);
+	sfr__cuda_batch_copy(lane, &plan->captured_pageable, false, err);
+	sfr__cuda_timer_end(lane, &part->copying, lane->stream);
 	if (plan->nr_rows && !err->code)
 		sfr__cuda_copy_rows(lane, plan->rows, plan->nr_rows, sizeof(*part->samples),
 				    part->store.pinned, err);
 	if (!part->snapshot->leaves)
 		part->captured = sfr__cuda_record(lane, lane->stream, err);
-	copy(part, &plan->deferred, true, err);
-	copy(part, &plan->deferred_pageable, false, err);
+	sfr__cuda_batch_copy(lane, &plan->deferred, true, err);
+	sfr__cuda_batch_copy(lane, &plan->deferred_pageable, false, err);
 	staged = sfr__cuda_record(lane, lane->stream, err);
 	sfr__lock(&lane->mu);
 	part->staged.event = staged;
@@ -297,6 +253,8 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 	sfr__cuda_store_put(lane, &part->store);
 	if (!ok)
 		sfr__snapshot_lost(s);
+	(void)sfr__cuda_timer_read(lane, &part->copying); /* it has ended */
+	atomic_fetch_add_explicit(&s->copying_ns, part->copying.ns, memory_order_relaxed);
 	sfr__snapshot_in(s, torn, err.code ? &err : NULL); /* it may be gone from here on */
 }
 

@@ -34,7 +34,7 @@ void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s)
 	/* Before it is known that nobody has it any more: who waits for memory has to see that this
 	 * comes back. The pool's lock stands in the order after the engine's. */
 	if (s->nr_views == 0 && s->lease.runs)
-		sfr__pool_let_go(s->engine->pool, &s->lease);
+		sfr__pool_hold(s->engine->pool, &s->lease, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
 		s->abandoned = true;
 		if (s->state != SFR__SNAPSHOT_COPYING) {

@@ -393,13 +393,13 @@ void sfr_snapshot_unview(struct sfr_snapshot *s)
 	unuse(s, &s->nr_views);
 }
 
-void sfr_snapshot_will_return(struct sfr_snapshot *s)
+void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 {
 	if (foreign(s))
 		return;
 	sfr__lock(&s->engine->mu);
 	if (s->lease.runs)
-		sfr__pool_let_go(s->engine->pool, &s->lease);
+		sfr__pool_hold(s->engine->pool, &s->lease, !yes && s->nr_views > 0);
 	sfr__unlock(&s->engine->mu);
 }
 
@@ -423,6 +423,11 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 	leased = s->lease.runs != NULL;
 	sfr__unlock(&s->engine->mu);
 	return leased;
+}
+
+uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s)
+{
+	return atomic_load_explicit(&s->copying_ns, memory_order_relaxed);
 }
 
 uint64_t sfr_snapshot_number(const struct sfr_snapshot *s)

@@ -33,6 +33,7 @@ struct sfr_snapshot {
 	uint32_t nr_out;    /* of those who copy: the call, the host's lane, parts in devices */
 	int64_t torn;       /* final once the state is COPIED */
 	struct sfr_err err; /* of a device; the first; final as torn is */
+	_Atomic uint64_t copying_ns; /* that devices took for what leaves; atomic */
 
 	struct sfr__sample *samples; /* entry is a source; taken by start, read by the lane */
 	uint32_t nr_samples;

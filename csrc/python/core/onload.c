@@ -148,12 +148,28 @@ static PyObject *onload_error(ARGS)
 	return sfr_py_sentence(&err);
 }
 
+/* times() -> (seconds of the copies, seconds that a stream waited), or None: not known yet */
+static PyObject *onload_times(ARGS)
+{
+	uint64_t copying_ns, waited_ns;
+	int rc =
+		sfr_onload_times(((struct sfr_py_onload *)object)->onload, &copying_ns, &waited_ns);
+
+	UNUSED_ARGS;
+	if (rc == SFR_EAGAIN)
+		Py_RETURN_NONE;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	return Py_BuildValue("dd", (double)copying_ns / 1e9, (double)waited_ns / 1e9);
+}
+
 #define METHOD(name, function, doc)                                                                \
 	{ name, (PyCFunction)(void (*)(void))function,                                             \
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("order", onload_order, "order(stream) -> bool: False when the host has to wait."),
 	METHOD("wait", onload_wait, "wait(timeout=None) -> bool: False when the timeout passed."),
+	METHOD("times", onload_times, "times() -> (seconds copied, seconds waited) or None."),
 	METHOD("error", onload_error, "error() -> str: what a device failed with, or ''."),
 	{ NULL, NULL, 0, NULL },
 };

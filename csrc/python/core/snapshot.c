@@ -305,11 +305,13 @@ static PyObject *snapshot_unhold(ARGS)
 static PyObject *snapshot_will_return(ARGS)
 {
 	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	int yes = nargs == 1 ? PyObject_IsTrue(args[0]) : -1;
 
-	(void)cls;
-	UNUSED_ARGS;
+	(void)cls, (void)kwnames;
+	if (yes < 0)
+		return nargs == 1 ? NULL : PyErr_Format(PyExc_TypeError, "will_return(yes)");
 	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_will_return(s);
+	sfr_snapshot_will_return(s, yes);
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
@@ -352,12 +354,21 @@ static PyMethodDef methods[] = {
 	METHOD("hold", snapshot_hold, "hold() -> bool: False when the memory has gone back."),
 	METHOD("unhold", snapshot_unhold, "unhold(): ends one hold."),
 	METHOD("will_return", snapshot_will_return,
-	       "will_return(): others wait for its memory from now on."),
+	       "will_return(yes): others wait for its memory from now on, or do not any more."),
 	METHOD("leased", snapshot_leased, "leased() -> bool."),
 	{ NULL, NULL, 0, NULL },
 };
 
+static PyObject *snapshot_copying_s(PyObject *object, void *closure)
+{
+	(void)closure;
+	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(((struct sfr_py_snapshot *)object)
+									  ->snapshot) /
+				  1e9);
+}
+
 static PyGetSetDef getset[] = {
+	{ "copying_s", snapshot_copying_s, NULL, "what devices took for what leaves", NULL },
 	{ "number", snapshot_number, NULL, "what notice_wait() names the snapshot by", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };

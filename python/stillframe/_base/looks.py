@@ -52,6 +52,18 @@ def is_sharded(names: Iterable[str]) -> bool:
     return any(_METADATA.fullmatch(name) for name in names)
 
 
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether a file or directory is there; of a directory with shards, whether it is a whole
+    checkpoint: the metadata comes last into it, and goes first."""
+    if not os.path.isdir(path):
+        return os.path.exists(path)
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return True  # whatever it is
+    return is_sharded(names) or not any(map(is_shard, names))
+
+
 def directory(path: str) -> str:
     """What a directory is, for messages."""
     try:

@@ -23,6 +23,10 @@ class Target:
     file_system: int  # st_dev of the directory
 
 
+def is_remote(path: str) -> bool:
+    return _REMOTE.match(path) is not None
+
+
 def as_text(path: object) -> str:
     """The path as a string.
 
@@ -33,7 +37,7 @@ def as_text(path: object) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
-    if _REMOTE.match(text):
+    if is_remote(text):
         raise ValueError(f"{text}: remote paths are not supported; give a local path")
     if not text:
         raise ValueError("the path is empty")

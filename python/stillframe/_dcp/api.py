@@ -26,10 +26,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from stillframe._base import paths
 from stillframe._base.birth import Birth
-from stillframe._dcp.groups import Groups, is_distributed, refuse_without_cpu
+from stillframe._base.distributed import is_initialized
+from stillframe._dcp.groups import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Round, Rounds, Upload
-from stillframe._dcp.staged import Staged, StateDict, stage
+from stillframe._dcp.staged import Staged, Stages, StateDict
+from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
+from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._save.report import SaveReport
 from stillframe.errors import BusyError
@@ -102,6 +105,7 @@ def async_save(
         PoolExhaustedError, StillframeError, Exception: This rank could not copy its state, see
             `stillframe.snapshot`. The other ranks' save fails with the reason.
     """
+    ordered.refuse_inside()
     saver = _saver_of_this_process()
     return saver.save(
         state_dict,
@@ -161,12 +165,12 @@ class _Saver:
         self._groups = Groups()
         self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
         self._last: Upload | None = None
-        self._before: list[Staged] = []
+        self._stages = Stages()
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
     ) -> dist.ProcessGroup | None:
-        if no_dist or not is_distributed():
+        if no_dist or not is_initialized():
             return None
         if process_group is None:
             return self._groups.of_saves()
@@ -199,10 +203,13 @@ class _Saver:
         work = rounds.next(path, copied, writer, planner, group, upload)
         try:
             waited_s = self._wait_for_last(work)
-            staged = work.staged = stage(
-                _of_stateful(state_dict), overlap=overlap, engine=engine, before=self._before
+            staged = work.staged = self._stages.stage(
+                _of_stateful(state_dict), overlap=overlap, engine=engine
             )
             staged.upload_begins()
+            completion.completion.start()
+            if not completion.completion.over:
+                work.turn = Turn(path)  # now that the call is through, as a file's
             staged.settle(copied)
             costs = _Costs(staged, writer, path, entered, waited_s)
             copied.add_done_callback(functools.partial(_copied, costs, response))
@@ -271,8 +278,7 @@ class _Costs:
         entered: float,
         waited_s: float,
     ) -> None:
-        self.nbytes, self.deferred_nbytes = staged.nbytes, staged.deferred_nbytes
-        self.num_tensors = staged.num_tensors
+        self.staged = staged
         self.writer = writer
         self.path = path
         self.entered = entered
@@ -291,20 +297,21 @@ def _copied(costs: _Costs, response: SaveResponse, copied: Future[StateDict]) ->
 
 def _report(response: SaveResponse, costs: _Costs) -> None:
     """The save has ended well."""
+    staged = costs.staged
     remote = costs.writer is None
     files = [] if costs.writer is None else costs.writer.reports
     response.report = SaveReport(
         path=costs.path,
-        nbytes=costs.nbytes if remote else sum(file.nbytes for file in files),
-        num_tensors=costs.num_tensors,
-        captured_nbytes=costs.nbytes - costs.deferred_nbytes,
-        deferred_nbytes=costs.deferred_nbytes,
+        nbytes=staged.nbytes if remote else sum(file.nbytes for file in files),
+        num_tensors=staged.num_tensors,
+        captured_nbytes=staged.nbytes - staged.deferred_nbytes,
+        deferred_nbytes=staged.deferred_nbytes,
         blocked_s=costs.called - costs.entered,
-        gate_wait_s=0.0,
+        gate_wait_s=staged.gate_wait_s,
         backpressure_s=costs.waited_s,
         staged_after_s=costs.copied - costs.entered,
         durable_after_s=time.perf_counter() - costs.entered,
-        peak_pool_bytes=costs.nbytes + max((file.peak_pool_bytes for file in files), default=0),
+        peak_pool_bytes=staged.nbytes + max((file.peak_pool_bytes for file in files), default=0),
         io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
         fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),
     )

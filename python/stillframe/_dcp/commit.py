@@ -44,8 +44,14 @@ def metadata_path(directory: str, rank: int | None) -> str:
     return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
 
 
-def make_directory(directory: str, *, durable: bool) -> None:
-    make_directories(os.path.abspath(directory), durable)
+def make_directory(directory: str, *, durable: bool) -> bool:
+    """Returns whether there was nothing in it."""
+    try:
+        with os.scandir(directory) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        make_directories(os.path.abspath(directory), durable)
+        return True
 
 
 def put_in_place(metadata: Metadata, directory: str, rank: int | None, *, durable: bool) -> None:
@@ -110,6 +116,12 @@ def remove_files(paths: Iterable[str], directory: str, rank: int | None) -> None
     for path in paths:
         if os.path.basename(path) not in wanted:
             _remove(path)
+
+
+def remove_if_empty(directory: str) -> None:
+    """What a save that failed has made, or other ranks of it."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
 
 
 def _remove(path: str) -> None:

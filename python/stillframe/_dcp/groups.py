@@ -39,10 +39,6 @@ class Groups:
             self._world = world
 
 
-def is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def refuse_without_cpu(group: dist.ProcessGroup) -> None:
     """
     Raises:

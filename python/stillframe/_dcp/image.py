@@ -74,6 +74,7 @@ class DataFile:
             path,
             owners=[item.owner for item in items if item.owner is not None],
             durable=durable,
+            ordered=False,  # no other save has this name; what names it is committed in order
         )
 
     def failure(self) -> BaseException | None:

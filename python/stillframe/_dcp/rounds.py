@@ -8,15 +8,18 @@ the call goes round with the first collective; ranks that differ in it all fail.
 
 A round is run by one thread, by DCP's `save`: nothing of DCP that is not public is leaned on.
 
-    called ──▶ staged ──▶ agreed ──▶ planned, written, committed (DCP's save) ──▶ ended
+    called ──▶ staged ──▶ its turn to write ──▶ agreed ──▶ planned, written (DCP's save)
+       │                                                          its turn to commit ──▶ ended
        └───────── an error goes along to where the others are ──────────┘
 """
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +31,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from stillframe._dcp.planner import FailingPlanner, Places, structure
 from stillframe._dcp.staged import Staged, StateDict
+from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
+from stillframe._save import completion
+from stillframe._save.outcome import Failure
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -39,36 +45,71 @@ class _NotSavedError(StillframeError):
 
 
 class Upload(Future[Metadata | None]):
-    """The end of one round on this rank. Notes whether somebody has seen its error."""
+    """The end of one round on this rank, which nobody can cancel. Notes whether somebody has seen
+    its error; those who look at all saves of the process see it as they see a handle.
+
+    Attributes:
+        seen: Whoever made it knows its error before it ends.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self._path = path
+        self.set_running_or_notify_cancel()
+        self.path = path
         self.seen = False
+        self._failure: Failure | None = None
+        self._number = next(completion.numbers)
+
+    @property
+    def state(self) -> str:
+        if not self.done():
+            return "writing"
+        return "durable" if super().exception() is None else "failed"
+
+    def begin(self) -> None:
+        """It is under way from here on, whoever holds it."""
+        completion.in_flight[self._number] = self
+
+    def end(
+        self, metadata: Metadata | None, error: BaseException | None, turn: Turn | None
+    ) -> None:
+        """What waits behind it hears of it first, and no sooner than its error can be had."""
+        if error is not None and not self.seen:
+            self._failure = Failure(error)
+        if turn is not None:
+            turn.end(error is None)
+        completion.in_flight.pop(self._number, None)
+        if error is None:
+            self.set_result(metadata)
+        else:
+            self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Metadata | None:
         try:
             return super().result(timeout)
         finally:
-            self.seen = self.seen or self.done()
+            if self.done():
+                self._collect()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.seen = True
+        self._collect()
         return error
-
-    def failed(self) -> bool:
-        return self.done() and super().exception() is not None
 
     def unseen_error(self) -> BaseException | None:
         """Waits for the end; the error, if nobody has seen it. It counts as seen from now on."""
         error = super().exception()
-        seen, self.seen = self.seen, True
+        seen = self._failure is None or self._failure.collected
+        self._collect()
         return None if seen else error
 
+    def _collect(self) -> None:
+        if self._failure is not None:
+            self._failure.collect()
+
     def __del__(self) -> None:
-        if not self.seen and self.failed():
-            log.error("stillframe: %s failed and nobody asked: %s", self._path, self.exception(0))
+        if self._failure is not None:
+            self._failure.dropped(self.path)
 
 
 @dataclass
@@ -81,6 +122,7 @@ class Round:
         writer: None where DCP is to choose one by the path.
         planner: The user's own.
         group: None where this process saves alone.
+        turn: Its place in the order of other saves; None where nothing else is under way any more.
         raised: The call raises the error of the save before.
         ended_well: Called before anybody hears of the end.
     """
@@ -93,6 +135,7 @@ class Round:
     planner: SavePlanner | None
     group: dist.ProcessGroup | None
     upload: Upload
+    turn: Turn | None = None
     raised: bool = False
     ended_well: Callable[[], object] = int
 
@@ -104,7 +147,8 @@ class Rounds:
         self._calls = 0
         self._failures = 0
         self._places = Places()
-        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: queue.SimpleQueue[Round] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def next(
         self,
@@ -120,9 +164,19 @@ class Rounds:
         return Round(self._calls, path, copied, None, writer, planner, group, upload)
 
     def submit(self, work: Round) -> None:
+        """It runs on a thread of its own, which ends with the process; the exit waits for what has
+        a turn. After that nobody would: then it runs here."""
+        work.upload.begin()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="sf-dcp")
-        self._thread.submit(self._run, work)
+            self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
+        if completion.completion.over or not completion.start_once(self._thread):
+            self._run(work)
+        else:
+            self._waiting.put(work)
+
+    def _loop(self) -> None:
+        while True:
+            self._run(self._waiting.get())
 
     def _run(self, work: Round) -> None:
         metadata: Metadata | None = None
@@ -140,10 +194,7 @@ class Rounds:
         except BaseException as error:
             failure = failure or error
         work.copied = Future()
-        if failure is None:
-            work.upload.set_result(metadata)
-        else:
-            work.upload.set_exception(failure)
+        work.upload.end(metadata, failure, work.turn)
 
     def _clean_up(self, work: Round, failure: BaseException) -> None:
         self._failures += 1
@@ -164,6 +215,10 @@ class Rounds:
                 work.staged.uploads(tree)
         except BaseException as error:
             planner = FailingPlanner(_to_send(error))
+        if work.turn is not None:
+            work.turn.wait_to_write()  # all ranks have, once they agree
+            if work.writer is not None:
+                work.writer.before_commit = work.turn.wait_to_commit
         words = self._agree(work, structure(tree))
         if planner is None:
             planner = self._places.planner(words)

@@ -11,6 +11,7 @@ memory by keeping a planner.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -24,16 +25,17 @@ from stillframe._save.engine import Engine
 from stillframe._snapshot.snapshot import (
     Snapshot,
     call_when_copied,
+    gate_wait_s,
     is_copied,
     is_leased,
     snapshot_to_write,
+    will_return,
 )
 from stillframe._tree.walk import paths
 from stillframe.errors import PoolExhaustedError
 
 StateDict = dict[str, Any]
 
-_LOOK_S = 0.002  # between two looks at whether an upload has given its memory back
 _GRACE_S = 5.0  # in which whoever was given a state dict takes it
 
 
@@ -46,7 +48,8 @@ class Staged:
         deferred_nbytes: Of them, what is copied after the call.
     """
 
-    def __init__(self, taken: Snapshot[StateDict]) -> None:
+    def __init__(self, taken: Snapshot[StateDict], changed: threading.Condition) -> None:
+        self._changed = changed
         self.nbytes = taken.nbytes
         self.deferred_nbytes = taken.deferred_nbytes
         self.num_tensors = taken.num_tensors
@@ -77,9 +80,17 @@ class Staged:
             taken.release()  # the tensors keep the memory
             copied.set_result(tree)
 
+    @property
+    def gate_wait_s(self) -> float:
+        """How long steps have waited for the copy; until the upload has ended."""
+        return 0.0 if self._taken is None else gate_wait_s(self._taken)
+
     def upload_begins(self) -> None:
-        """Somebody reads the tree soon, and says when it is over."""
-        self._uploading = True
+        """Somebody reads the tree soon, and says when it is over: who wants memory waits for it."""
+        taken = self._taken
+        if taken is not None:
+            will_return(taken)
+        self._note(uploading=True)
 
     def uploads(self, tree: StateDict) -> None:
         self._tree = tree
@@ -95,16 +106,25 @@ class Staged:
                 tensor = reference()
                 if tensor is not None:
                     tensor.set_()  # type: ignore[call-overload]
+        if taken is not None:
+            will_return(taken, False)  # what is left of it is in somebody's hands
         self._taken = None
+        self._note(uploading=False)
+
+    def _note(self, *, uploading: bool) -> None:
+        with self._changed:
+            self._uploading = uploading
+            self._changed.notify_all()
+
+    def grace_s(self) -> float:
+        """How much longer an upload may be about to take it; 0 where one has, or nobody will."""
+        if self._uploading or not self.holds_memory():
+            return 0.0
+        return max(0.0, self._made + _GRACE_S - time.monotonic())
 
     def holds_memory(self) -> bool:
         taken = self._taken
         return taken is not None and is_leased(taken)
-
-    def will_end(self) -> bool:
-        """Whether its memory comes back without anything the caller would have to do."""
-        waited_for = self._uploading or time.monotonic() - self._made < _GRACE_S
-        return waited_for and self.holds_memory()
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -118,27 +138,37 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield tensor
 
 
-def stage(
-    state_dict: StateDict, *, overlap: bool, engine: Engine | None, before: list[Staged]
-) -> Staged:
-    """Copies a state dict, once earlier ones have given back the memory it wants.
+class Stages:
+    """Those of one stager, which wait for each other's memory."""
 
-    Args:
-        before: Those that are not known to be over; it is brought up to date.
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._before: list[Staged] = []
 
-    Raises:
-        PoolExhaustedError: It does not fit, and no upload under way would change that.
-    """
-    while True:
-        before[:] = [each for each in before if each.holds_memory()]
-        waiting = [each for each in before if each.will_end()]
-        try:
-            staged = Staged(snapshot_to_write(state_dict, overlap=overlap, engine=engine))
-        except PoolExhaustedError:
-            if not waiting:
-                raise
-            while all(each.will_end() for each in waiting):
-                time.sleep(_LOOK_S)
-            continue
-        before.append(staged)
-        return staged
+    def stage(self, state_dict: StateDict, *, overlap: bool, engine: Engine | None) -> Staged:
+        """Copies a state dict, once uploads under way have given back the memory it wants.
+
+        Raises:
+            PoolExhaustedError: It does not fit, and no upload under way would change that.
+        """
+        while True:
+            self._before = [each for each in self._before if each.holds_memory()]
+            new = [each for each in self._before if each.grace_s() > 0]
+            try:
+                # The core waits for those that an upload has.
+                taken = snapshot_to_write(state_dict, overlap=overlap, engine=engine)
+            except PoolExhaustedError:
+                if not new:
+                    raise
+                self._wait_for_any(new)
+                continue
+            staged = Staged(taken, self._changed)
+            self._before.append(staged)
+            return staged
+
+    def _wait_for_any(self, new: list[Staged]) -> None:
+        """Until an upload has taken one of them, or is not expected to any more."""
+        with self._changed:
+            grace_s = min(each.grace_s() for each in new)
+            if grace_s > 0:
+                self._changed.wait(grace_s)

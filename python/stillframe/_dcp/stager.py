@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from stillframe._dcp.staged import Staged, StateDict, stage
+from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe.errors import StillframeError
 
@@ -87,7 +87,7 @@ class PinnedStager(AsyncStager):
         self._engine = engine
         self._overlap = overlap
         self._closed = False
-        self._before: list[Staged] = []
+        self._stages = Stages()
 
     def stage(self, state_dict: StateDict, **_: Any) -> Future[StateDict]:
         """Copies `state_dict`; DCP calls this.
@@ -103,7 +103,7 @@ class PinnedStager(AsyncStager):
         """
         if self._closed:
             raise StillframeError("the stager was closed: make another one")
-        staged = stage(state_dict, overlap=self._overlap, engine=self._engine, before=self._before)
+        staged = self._stages.stage(state_dict, overlap=self._overlap, engine=self._engine)
         future = _Staging(staged)
         staged.settle(future)
         return future

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future as ThreadFuture
 from typing import Any
 
@@ -104,12 +105,14 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files_id = commit.new_id()
         self._rank: int | None = None  # where each rank saves for itself
         self._written: list[str] = []
+        self._was_empty = False
         self.reports: list[SaveReport] = []
         self.metadata: Metadata | None = None
+        self.before_commit: Callable[[], object] = int
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process that DCP saves in: it has engines of its own."""
-        return {**self.__dict__, "_engine": None, "_stager": None}
+        return {**self.__dict__, "_engine": None, "_stager": None, "before_commit": int}
 
     # ---- staging ----
 
@@ -169,7 +172,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             OSError: The directory cannot be made.
         """
         directory = self._directory()
-        commit.make_directory(directory, durable=self._durable)
+        self._was_empty = commit.make_directory(directory, durable=self._durable)
         existing = commit.metadata_path(directory, self._rank)
         if not self._overwrite and os.path.exists(existing):
             raise FileExistsError(
@@ -241,6 +244,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             storage_meta=self.storage_meta(),
         )
         metadata.version = _VERSION
+        self.before_commit()
         commit.put_in_place(metadata, directory, self._rank, durable=self._durable)
         self.metadata = metadata
         commit.remove_unnamed(metadata, directory, self._rank)
@@ -248,10 +252,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     # ---- the rest ----
 
     def abandon(self) -> None:
-        """Removes what this rank has written of a save that is known to have failed everywhere."""
+        """Removes what this rank has written of a save that is known to have failed everywhere, and
+        with the last rank's files a directory that was not there, or empty."""
         written, self._written = self._written, []
         if written:
             commit.remove_files(written, self._directory(), self._rank)
+        if self._was_empty:
+            commit.remove_if_empty(self._directory())
 
     def _directory(self) -> str:
         if self._path is None:

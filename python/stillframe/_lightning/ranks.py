@@ -14,18 +14,13 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import torch.distributed
-
+from stillframe._base.distributed import is_initialized
 from stillframe.errors import StillframeError
 
 
 def several(trainer: Any) -> bool:
     """Whether `trainer` runs on several ranks that can talk to each other now."""
-    return (
-        trainer.world_size > 1
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    )
+    return trainer.world_size > 1 and is_initialized()
 
 
 def agree(trainer: Any, error: BaseException | None) -> BaseException | None:

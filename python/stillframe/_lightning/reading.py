@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stillframe._base.distributed import has_several_ranks
 from stillframe._lightning.places import is_remote
 from stillframe._save.load import load
 
@@ -28,7 +29,7 @@ def read(reader: Callable[..., Any], path: Any, args: Any, kwargs: Any) -> Any:
         return reader(path, *args, **kwargs)
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return load(path, **how, shared=_has_several_ranks())
+    return load(path, **how, shared=has_several_ranks())
 
 
 def _arguments(
@@ -54,12 +55,3 @@ def _arguments(
     weights_only = meant.get("weights_only", False)
     meant["weights_only"] = True if weights_only is None else weights_only
     return meant if meant.keys() == {"map_location", "weights_only"} else None
-
-
-def _has_several_ranks() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )

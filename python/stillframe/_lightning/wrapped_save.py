@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from typing import Any
@@ -12,9 +11,6 @@ from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
 from stillframe._save.report import IoMode, SaveReport
 from stillframe._snapshot.snapshot import Snapshot, is_copied
-
-# Below zero, where no ticket's is.
-_numbers = itertools.count(-1, -1)
 
 
 class WrappedSave(SaveHandle):
@@ -40,7 +36,7 @@ class WrappedSave(SaveHandle):
         waited_s: float,
     ) -> None:
         super().__init__(path, given, on_durable)
-        self.number = next(_numbers)
+        self.number = next(completion.numbers)
         self.given = given
         self._taken = taken
         self._over = threading.Event()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -33,7 +34,7 @@ from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._offload import layout as _layout
 from stillframe._offload.layout import Layout
-from stillframe._offload.place import HOST, OffloadStats, Place
+from stillframe._offload.place import HOST, OffloadStats, Place, summed
 from stillframe._offload.slot import Slot
 from stillframe._offload.ticket import Leaving, Ticket
 from stillframe._save.api import engine_or_default
@@ -81,6 +82,7 @@ class Offloader:
         self._released: list[Slot] = []  # as long as their memory is referred to
         self._coming: list[Slot] = []  # something is still copied, whatever became of them
         self._leaving: deque[Leaving] = deque()
+        self._sent: list[Leaving] = []  # whose time is to be counted yet
         self._warned: set[str] = set()
 
     def __enter__(self) -> Offloader:
@@ -128,6 +130,7 @@ class Offloader:
             layout = Layout(_layout.check(tensors, self.device, "offload"))
             ticket = self._leave(layout, self._place.number)
             leaving = ticket._leaving
+            self._sent.append(leaving)
             if not leaving.over:
                 if reuse:
                     leaving.order()
@@ -166,6 +169,9 @@ class Offloader:
         """Lets the sources of early groups go."""
         while self._leaving and self._leaving[0].over:
             self._leaving.popleft()
+        for leaving in [each for each in self._sent if each.over]:
+            self._sent.remove(leaving)
+            self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:
             # One of another stream stays until it is copied: this stream's order is not its.
             early = self._leaving.popleft()
@@ -203,6 +209,7 @@ class Offloader:
             try:
                 tensors = slot.take()
             except BaseException:
+                slot.given_up = True
                 self._slots.remove(slot)  # its memory stays until nothing is copied there
                 raise
             self._stats["groups_onloaded"] += 1
@@ -328,6 +335,17 @@ class Offloader:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
+    def wait_read(self) -> None:
+        """Returns when nothing that comes in is read any more: the tensors given to `onload` and
+        `prefetch` so far may be written to."""
+        with inside(), self._lock:
+            self._refuse()
+            began = time.perf_counter()
+            for slot in self._coming:
+                slot.finish()
+            self._stats["host_waited_s"] += time.perf_counter() - began
+            self._coming = []
+
     # ---- the rest -----------------------------------------------------------------------
 
     def stats(self) -> OffloadStats:
@@ -335,7 +353,7 @@ class Offloader:
         with self._lock:
             self._birth.refuse_child()
             self._reap()
-            stats = self._stats.copy()
+            stats = summed(self._stats)
             stats["slots_in_use"] = len(self._slots)
             stats["bytes_lingering"] = sum(slot.nbytes for slot in self._released)
             return stats

@@ -26,6 +26,12 @@ class OffloadStats(TypedDict):
     bytes_offloaded: int
     bytes_onloaded: int
     bytes_staged: int  # of those onloaded: copied into the pool first, by the calling thread
+    offload_copy_s: float  # that the device's outward stream was copying, and the inward one
+    onload_copy_s: float
+    offload_gb_per_s: float
+    onload_gb_per_s: float
+    stream_waited_s: float  # current streams stood still for what they had asked for
+    share_hidden: float  # of the time of copies inward: under other work of the device
     host_waited_s: float  # calls stood still: for the pool, or where a stream cannot wait by event
     slots: int
     slots_in_use: int
@@ -41,11 +47,27 @@ def new_stats(slots: int) -> OffloadStats:
         bytes_offloaded=0,
         bytes_onloaded=0,
         bytes_staged=0,
+        offload_copy_s=0.0,
+        onload_copy_s=0.0,
+        offload_gb_per_s=0.0,
+        onload_gb_per_s=0.0,
+        stream_waited_s=0.0,
+        share_hidden=0.0,
         host_waited_s=0.0,
         slots=slots,
         slots_in_use=0,
         bytes_lingering=0,
     )
+
+
+def summed(counted: OffloadStats) -> OffloadStats:
+    """A copy with the rates and shares that follow from what was counted."""
+    stats = counted.copy()
+    out_s, in_s = stats["offload_copy_s"], stats["onload_copy_s"]
+    stats["offload_gb_per_s"] = stats["bytes_offloaded"] / out_s / 1e9 if out_s else 0.0
+    stats["onload_gb_per_s"] = stats["bytes_onloaded"] / in_s / 1e9 if in_s else 0.0
+    stats["share_hidden"] = max(0.0, 1 - stats["stream_waited_s"] / in_s) if in_s else 0.0
+    return stats
 
 
 class Place:

@@ -40,7 +40,7 @@ class Slot:
     """
 
     def __init__(self, place: Place, what: Ticket | Sequence[torch.Tensor]) -> None:
-        self.taken = False
+        self.taken = self.given_up = False
         self._place = place
         self._core: _core.Onload | None = None
         self._ticket: weakref.ref[Ticket] | None = None
@@ -64,8 +64,12 @@ class Slot:
         if place.number:
             self._start(what, sources, _device.address_of(storage))
         else:
+            began = time.perf_counter()
             for source, offset in zip(sources, self._layout.offsets, strict=True):
                 flat[offset : offset + source.nbytes].copy_(source.bytes())
+            took = time.perf_counter() - began
+            place.stats["onload_copy_s"] += took
+            place.stats["stream_waited_s"] += took
 
     def _start(
         self, what: Ticket | Sequence[torch.Tensor], sources: list[Source], base: int
@@ -156,6 +160,7 @@ class Slot:
         """Nobody uses it in work that is put on the current stream later. Its memory is the
         device's again once its last tensor is gone, in the order of the streams."""
         flat, self._flat = self._flat, None
+        self.given_up = True
         if flat is not None:
             self._order(self._place.stream())
         elif self._place.stream() != self._stream and not self.is_gone():
@@ -166,13 +171,26 @@ class Slot:
             self._note_use(flat)
 
     def landed(self) -> bool:
-        """Whether no copy runs any more; then the sources are let go."""
+        """Whether no copy runs any more, and how long it took is known. The sources are let go."""
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
             self._layout.let_go()  # what was made contiguous for it, if any
         if self.taken:
             self._given = []
+        return self._count()
+
+    def _count(self) -> bool:
+        """Adds its times, once no stream will wait for it any more. False: not yet."""
+        core = self._core
+        if core is None:
+            return True
+        times = core.times() if self.taken or self.given_up else None
+        if times is None:
+            return False
+        self._core = None
+        self._place.stats["onload_copy_s"] += times[0]
+        self._place.stats["stream_waited_s"] += times[1]
         return True
 
     def finish(self) -> None:

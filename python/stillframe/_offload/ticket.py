@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 
 import torch
 
@@ -43,6 +44,7 @@ class Leaving:
         self.core, self.stream = core, stream
         self.error: StillframeError | None = None
         self.over = False
+        self.copy_s = 0.0  # once it is over
         self._layout: Layout | None = layout
         self._versions = layout.versions()
         # Re-entrant: a signal handler may wait in the middle of another wait.
@@ -56,8 +58,10 @@ class Leaving:
     def start(self) -> None:
         """Queues the copies; on the host, makes them."""
         if self.stream is None:
+            began = time.perf_counter()
             self.core.start(())
             self.settle()
+            self.copy_s = time.perf_counter() - began
             return
         completion.completion.start()
         completion.copying[self.core.number] = self
@@ -89,6 +93,7 @@ class Leaving:
         with self._lock:
             if self.over or not self.core.wait(0)[0]:
                 return
+            self.copy_s = self.core.copying_s
             self.over = True
             failed = self.core.error()
             if failed:

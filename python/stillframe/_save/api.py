@@ -8,7 +8,7 @@ import threading
 from typing import Unpack
 
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base import looks, paths
 from stillframe._base.calls import inside
 from stillframe._base.timeouts import seconds
 from stillframe._save import completion, ordered
@@ -188,7 +188,8 @@ def remove(path: Path) -> None:
 
     Args:
         path: A local path. A missing name is no error; a link is removed, not what it names; a
-            directory is removed with all that is in it.
+            directory is removed with all that is in it; where it is a checkpoint of
+            torch.distributed.checkpoint, what makes it one goes first.
 
     Raises:
         TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
@@ -205,6 +206,9 @@ def remove(path: Path) -> None:
 def exists(path: Path) -> bool:
     """Whether `path` will be there when the saves and removes submitted so far have ended.
 
+    A checkpoint of torch.distributed.checkpoint is there if it is whole: its `.metadata`, which
+    comes last and goes first, has to be in the directory.
+
     Args:
         path: A local path. A link counts as there when what it names is.
 
@@ -215,7 +219,7 @@ def exists(path: Path) -> bool:
     if known < 0 and os.path.islink(path):
         known = _core.log_exists(paths.key(path, follow_link=True))
     _tell_of_home(path, known)
-    return os.path.exists(path) if known < 0 else bool(known)
+    return looks.is_there(path) if known < 0 else bool(known)
 
 
 def _tell_of_home(path: Path, known: int) -> None:

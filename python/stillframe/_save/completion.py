@@ -22,6 +22,7 @@ and this thread is not woken for it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -64,6 +65,9 @@ class Copying(Protocol):
 
     def after_copy(self) -> None: ...
 
+
+# Numbers of those without a ticket: below zero, where no ticket's is.
+numbers = itertools.count(-1, -1)
 
 # Those, by their core snapshot's number.
 copying: dict[int, Copying] = {}

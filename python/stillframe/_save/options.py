@@ -130,6 +130,7 @@ class SaveOptions:
         overlap, durable, check_mutation, on_durable: See `async_save`.
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
+        ordered: It has a place in the log. One that has not is renamed as soon as it is synced.
         wait_for_slot: Wait while as many saves are under way as there may be, whatever the engine
             does otherwise.
     """
@@ -141,6 +142,7 @@ class SaveOptions:
     follow_link: bool = True
     create_parents: bool = False
     wait_for_slot: bool = False
+    ordered: bool = True
 
     def __post_init__(self) -> None:
         for name in ("overlap", "durable", "check_mutation"):
@@ -159,5 +161,6 @@ class SaveOptions:
             (_core.SAVE_DURABLE if self.durable else 0)
             | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)
             | (_core.SAVE_NESTED if nested else 0)
+            | (0 if self.ordered else _core.SAVE_UNORDERED)
             | (0 if self.wait_for_slot or when_busy == "wait" else _core.SAVE_NO_WAIT)
         )

@@ -34,7 +34,7 @@ class _Worker:
         self._doing: int | None = None  # who does the work whose turn it is: one at a time
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
-    def submit(self, key: bytes, kind: int, function: Work) -> None:
+    def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
@@ -49,6 +49,11 @@ class _Worker:
             if self._waiting.pop(entry.number, None) is not None:
                 entry.end(False)
             raise
+        return entry
+
+    def end(self, entry: _core.LogWork, good: bool) -> None:
+        self._waiting.pop(entry.number, None)
+        entry.end(good)
 
     def is_current(self) -> bool:
         """Whether this thread is doing such work: its own, or at exit whoever submitted it."""
@@ -95,7 +100,7 @@ class _Worker:
 _worker = _Worker()
 
 
-def submit(key: bytes, kind: int, function: Work) -> None:
+def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
     """Appends an entry to the log; `function` runs on a thread of its own when its turn comes.
 
     Args:
@@ -103,8 +108,16 @@ def submit(key: bytes, kind: int, function: Work) -> None:
         kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
         function: The work. What it raises is logged, and counts as not having done well. Where a
             signal handler raises in this call, it may run all the same.
+
+    Returns:
+        The entry, for `end`.
     """
-    _worker.submit(key, kind, function)
+    return _worker.submit(key, kind, function)
+
+
+def end(entry: _core.LogWork, good: bool) -> None:
+    """Work is over before its turn has come, or before its function has returned."""
+    _worker.end(entry, good)
 
 
 def submit_remove(

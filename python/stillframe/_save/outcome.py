@@ -40,6 +40,21 @@ class Failure:
         self.error = error
         self.collected = False
         self.logged = False
+        _failures.append(self)
+
+    def collect(self) -> None:
+        """Somebody has seen it."""
+        if not self.collected:
+            self.collected = True
+            with contextlib.suppress(ValueError):  # taken by wait_all in the meantime
+                _failures.remove(self)
+
+    def dropped(self, what: str) -> None:
+        """Nobody can ask for it any more: it is logged, unless it was seen or, where the process
+        ends, is about to be said."""
+        if not self.collected and not completion.completion.draining:
+            self.logged = True
+            log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
 
 
 # Errors nobody has collected, in the order in which their saves ended.
@@ -122,11 +137,8 @@ class Outcome:
 
     def __del__(self) -> None:
         failure = getattr(self, "_failure", None)
-        if failure is None or failure.collected:
-            return
-        if not completion.completion.draining:  # then the last lines of the process say so
-            failure.logged = True
-            log.error("stillframe: a save failed and nobody asked: %s", failure.error)
+        if failure is not None:
+            failure.dropped("a save")
 
     def settle(self, report: SaveReport | None, error: BaseException | None) -> None:
         """The save has ended; both None where it was skipped. The first call counts."""
@@ -136,7 +148,6 @@ class Outcome:
             cancelled = isinstance(error, CancelledError)  # whoever did that knows
             if error is not None and not cancelled and self._failure is None:
                 self._failure = Failure(error)
-                _failures.append(self._failure)
             self.report, self.error = report, error
             self.settled = True
 
@@ -207,11 +218,8 @@ class Outcome:
 
     def collect(self) -> None:
         """Somebody has seen how it ended."""
-        failure = self._failure
-        if failure is not None and not failure.collected:
-            failure.collected = True
-            with contextlib.suppress(ValueError):  # taken by wait_all in the meantime
-                _failures.remove(failure)
+        if self._failure is not None:
+            self._failure.collect()
 
     def is_collected(self) -> bool:
         return self._failure is not None and self._failure.collected

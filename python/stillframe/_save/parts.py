@@ -21,7 +21,8 @@ from torch import Tensor
 from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate, ordered
+from stillframe._save import completion, gate
+from stillframe._save import ordered as log_order
 from stillframe._save.core_save import CoreSave
 from stillframe._save.engine import Engine, Path, core_of, note_use
 from stillframe._save.handle import SaveHandle, wait_for_end
@@ -91,6 +92,7 @@ def submit_parts(
     *,
     owners: Sequence[Any],
     durable: bool = True,
+    ordered: bool = True,
 ) -> SaveHandle:
     """Starts the save of a file. Waits where as many saves are under way as there may be.
 
@@ -99,14 +101,19 @@ def submit_parts(
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Whatever keeps the sources' memory; let go of when the save has ended.
         durable: As for `async_save`.
+        ordered: False for a name that nobody else writes, removes or reads: it waits neither for
+            other saves' slots nor for their ends, and what comes later does not wait for it.
 
     Raises:
         As `async_save`, but for what concerns an object: what is wrong with the parts is an OSError
         or a MemoryError.
     """
     entered = time.perf_counter()
-    ordered.refuse_inside()
-    options = SaveOptions(overlap=False, durable=durable, follow_link=False, wait_for_slot=True)
+    if ordered:
+        log_order.refuse_inside()
+    options = SaveOptions(
+        overlap=False, durable=durable, follow_link=False, wait_for_slot=True, ordered=ordered
+    )
     with inside() as nested:
         core = core_of(engine)
         target = paths.target(path, follow_link=False, create_parents=False, durable=durable)

@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class Copy:
         self.shared = shared
         self.error: StillframeError | None = None
         self.seen = False  # somebody knows of the error
+        self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
         self._told: list[Callable[[], object]] = []  # once it is settled
         self._torn: int | None = None  # what the versions said before a step that did not wait
@@ -80,15 +82,19 @@ class Copy:
     def gate(self) -> bool:
         """Returns when no host memory of the tree is read any more and the calling thread's
         current streams wait for what is copied from devices. False when that goes on."""
+        entered = time.perf_counter()
         with inside():
             if self.devices:
-                if not self.core.gate(_device.streams(self.devices)):
-                    self._look()
-                    return False
+                copied = self.core.gate(_device.streams(self.devices))
             else:
+                copied = True
                 self.core.wait(None)
-            self.settle()
-        return True
+            self.gate_wait_s += time.perf_counter() - entered
+            if copied:
+                self.settle()
+            else:
+                self._look()
+        return copied
 
     def _look(self) -> None:
         """Asks for versions now: a step that waits on the device changes them before the end."""

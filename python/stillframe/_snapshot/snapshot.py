@@ -268,10 +268,15 @@ def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> No
     taken._copy.tell(function)
 
 
-def will_return(taken: Snapshot[Any]) -> None:
+def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
     """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
-    do."""
-    taken._copy.core.will_return()
+    do. False takes that back."""
+    taken._copy.core.will_return(yes)
+
+
+def gate_wait_s(taken: Snapshot[Any]) -> float:
+    """How long steps have waited for its copy so far."""
+    return taken._copy.gate_wait_s
 
 
 def _most_s() -> float | None:

@@ -52,6 +52,8 @@ struct CUevent_st {
 	uint64_t recorded, completed; /* generations */
 	bool of_caller;               /* its last recording was on a caller's stream */
 	bool waited;                  /* for its last recording */
+	bool timing;
+	uint64_t at_ns; /* timing: when its last recording completed */
 };
 
 struct CUstream_st {

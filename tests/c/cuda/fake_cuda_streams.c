@@ -22,6 +22,14 @@ static void pause_a_little(void)
 	pthread_mutex_lock(&fk.mu);
 }
 
+static uint64_t now_ns(void)
+{
+	struct timespec ts;
+
+	(void)clock_gettime(CLOCK_MONOTONIC, &ts);
+	return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
 /* Writes what the copies before an event have copied. */
 static void land(struct CUstream_st *stream)
 {
@@ -75,8 +83,10 @@ static void run(struct CUstream_st *stream, struct op *op)
 		return;
 	case RECORD:
 		land(stream);
-		if (!fk.dead_of[stream->device] && op->event->completed < op->gen)
+		if (!fk.dead_of[stream->device] && op->event->completed < op->gen) {
 			op->event->completed = op->gen;
+			op->event->at_ns = now_ns();
+		}
 		break;
 	case WAIT:
 		stream->wait = op;
@@ -225,7 +235,7 @@ bool fake__usable_stream(CUstream stream, const char *call)
 /* E is for somebody to wait for: what is copied is the state at the call by that alone. */
 static void check_waited(const struct CUevent_st *event)
 {
-	if (event->of_caller && !event->waited && !fk.dead_of[event->device])
+	if (event->of_caller && !event->waited && !event->timing && !fk.dead_of[event->device])
 		fake__violated(
 			"an event was recorded on a caller's stream and nobody waited for it");
 }
@@ -287,6 +297,8 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
 	if (!code && fake__usable_stream(stream, "cuStreamWaitEvent") &&
 	    usable_event(event, "cuStreamWaitEvent")) {
 		gen = event->recorded;
+		if (event->timing)
+			fake__violated("a wait for an event that takes the time");
 		if (gen == 0)
 			fake__violated("a wait for an event that was never recorded");
 		if (is_host(stream) ? fk.host_capturing : stream->capturing)
@@ -336,13 +348,12 @@ EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags);
 EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
 {
 	BEGIN("cuEventCreate", true)
-	if (!(flags & CU_EVENT_DISABLE_TIMING))
-		fake__violated("an event that takes the time");
 	if (!code) {
 		*event = calloc(1, sizeof(**event));
 		if (!*event)
 			abort();
 		(*event)->alive = true;
+		(*event)->timing = !(flags & CU_EVENT_DISABLE_TIMING);
 		(*event)->device = fake__current_device();
 		(*event)->next = fk.events;
 		fk.events = *event;
@@ -382,6 +393,7 @@ EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 			fake__violated("an event is put into a graph");
 		if (is_host(stream)) {
 			event->completed = event->recorded;
+			event->at_ns = now_ns();
 			pthread_cond_broadcast(&fk.cv);
 		} else {
 			fake__queue_op(stream,
@@ -406,6 +418,22 @@ EXPORT CUresult cuEventQuery(CUevent event)
 			fk.nr_not_ready[event->device]++;
 			pthread_cond_broadcast(&fk.cv);
 		}
+	}
+	END
+}
+
+EXPORT CUresult cuEventElapsedTime(float *ms, CUevent begin, CUevent end);
+EXPORT CUresult cuEventElapsedTime(float *ms, CUevent begin, CUevent end)
+{
+	BEGIN("cuEventElapsedTime", true)
+	if (!code && usable_event(begin, "cuEventElapsedTime") &&
+	    usable_event(end, "cuEventElapsedTime")) {
+		if (!begin->timing || !end->timing || !begin->recorded || !end->recorded)
+			code = CUDA_ERROR_INVALID_HANDLE;
+		else if (begin->completed < begin->recorded || end->completed < end->recorded)
+			code = CUDA_ERROR_NOT_READY;
+		else
+			*ms = (float)(end->at_ns - begin->at_ns) / 1e6f;
 	}
 	END
 }

@@ -289,6 +289,92 @@ static void it_says_after_each_name_that_the_file_system_answers(void)
 	dir_remove(dir);
 }
 
+/* ---- checkpoints of torch.distributed.checkpoint ---- */
+
+static void make_checkpoint(void)
+{
+	static const char *const files[] = { "t/c/0", "t/c/__0_0.12ab.distcp", "t/c/.metadata",
+					     "t/c/__1_0.distcp", "t/c/__12.metadata" };
+
+	CHECK(mkdir(dir_path(dir, "t"), 0700) == 0 || errno == EEXIST);
+	CHECK(mkdir(dir_path(dir, "t/c"), 0700) == 0 || errno == EEXIST);
+	for (size_t i = 0; i < sizeof(files) / sizeof(files[0]); i++)
+		file_put(dir_path(dir, files[i]), "x", 1);
+}
+
+static int nr_data(void)
+{
+	return dir_count(dir_path(dir, "t/c"), "__0_", NULL) +
+	       dir_count(dir_path(dir, "t/c"), "__1_", NULL);
+}
+
+static unsigned nr_metadata_gone, nr_synced;
+
+static int unlink_in_order(int fd, const char *path)
+{
+	bool metadata = strstr(path, "metadata") != NULL;
+
+	CHECK(metadata ? nr_synced == 0 : nr_metadata_gone == 2 && nr_synced == 1);
+	nr_metadata_gone += metadata;
+	return plain.unlink(fd, path);
+}
+
+static int counted_fsync(int fd)
+{
+	CHECK_EQ(nr_metadata_gone, 2);
+	nr_synced++;
+	return plain.fsync(fd);
+}
+
+static void what_makes_a_directory_a_checkpoint_goes_first_and_for_good(void)
+{
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	make_checkpoint();
+	plain = sfr_sys;
+	sfr_sys.unlink = unlink_in_order;
+	sfr_sys.fsync = counted_fsync;
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(nr_synced, 1);
+	sfr_sys = plain;
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+
+	/* A directory may be called like it. */
+	CHECK_EQ(mkdir(dir_path(dir, "t"), 0700), 0);
+	CHECK_EQ(mkdir(dir_path(dir, "t/.metadata"), 0700), 0);
+	file_put(dir_path(dir, "t/.metadata/a"), "x", 1);
+	CHECK_EQ(rm("t", &err), 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	dir_remove(dir);
+}
+
+/* The first unlink or the sync after them. */
+static void a_checkpoint_that_cannot_be_unmade_keeps_its_data(void)
+{
+	static const char *const calls[] = { "unlink", "fsync" };
+	struct sfr_err err;
+
+	make_dir("/var/tmp");
+	for (int i = 0; i < 2; i++) {
+		struct sfr_fault fault = { calls[i], 1, 0, EIO, -1, 0 };
+
+		make_checkpoint();
+		CHECK_EQ(sfr_inject_install(), 0);
+		CHECK_EQ(sfr_inject_set(&fault), 0);
+		CHECK_EQ(rm("t", &err), -EIO);
+		sfr_inject_remove();
+		CHECK_EQ(nr_data(), 2);
+		/* Where the sync failed, the next remove cannot know whether it is made up for. */
+		CHECK_EQ(sfr_inject_install(), 0);
+		CHECK_EQ(rm("t", &err), 0);
+		CHECK_EQ(sfr_inject_calls("fsync"), 1);
+		sfr_inject_remove();
+		CHECK_EQ(dir_count(dir, "", NULL), 0);
+	}
+	dir_remove(dir);
+}
+
 static void whatever_fails_it_says_so_or_has_done_it(void)
 {
 	static const int errors[] = { EIO, EACCES, EROFS, EBUSY, EINTR };
@@ -302,9 +388,11 @@ static void whatever_fails_it_says_so_or_has_done_it(void)
 			int rc;
 
 			make_tree();
+			make_checkpoint();
 			rc = rm("t", &err);
 			CHECK_EQ(nr_fds(), fds);
 			check_heal(&run);
+			CHECK(!file_exists(dir_path(dir, "t/c/.metadata")) || nr_data() == 2);
 			CHECK_EQ(rc, err.code);
 			CHECK(rc == 0 || (check_acted(&run) && err.phase == SFR_PHASE_REMOVE));
 			CHECK(rc == 0 || rc == -errors[e] || rc == -ENOMEM);
@@ -328,6 +416,8 @@ int main(void)
 	RUN(what_cannot_go_does_not_keep_the_rest);
 	RUN(what_is_added_meanwhile_goes_too_but_not_for_ever);
 	RUN(it_says_after_each_name_that_the_file_system_answers);
+	RUN(what_makes_a_directory_a_checkpoint_goes_first_and_for_good);
+	RUN(a_checkpoint_that_cannot_be_unmade_keeps_its_data);
 	RUN(whatever_fails_it_says_so_or_has_done_it);
 	return check_done();
 }

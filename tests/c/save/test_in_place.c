@@ -164,10 +164,99 @@ static void any_list_is_its_parts_in_order(void)
 		add_random(&l, (unsigned)below(120), round < 8 ? 9000 : 2 * MIB);
 		CHECK_EQ(l.rc, 0);
 		CHECK_EQ(sfr_parts_len(l.parts), l.len);
-		CHECK_EQ(save(engine, &l, round % 2 ? SFR_SAVE_DURABLE : 0), 0);
+		CHECK_EQ(save(engine, &l,
+			      (round % 2 ? SFR_SAVE_DURABLE : 0) |
+				      (round / 2 % 2 ? SFR_SAVE_UNORDERED : 0)),
+			 0);
 		check_file(&l);
 		free_engine(engine);
 	}
+}
+
+static enum sfr_state state_of(struct sfr_ticket *t)
+{
+	enum sfr_state state;
+	int staged;
+
+	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
+	return state;
+}
+
+/* What has its turn in the log waits for it, and the saves behind that have all the slots. */
+static void an_unordered_save_waits_for_nothing_in_the_log(void)
+{
+	struct sfr_engine *engine = engine_of(4096, 8, 2);
+	struct sfr_ticket *behind[2], *t[2];
+	struct sfr_log_work *work;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr_log_work_new("/in front", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_log_work_append(work), 0);
+	for (unsigned i = 0; i < 4; i++) {
+		const uint32_t flags = i < 2 ? 0 : SFR_SAVE_UNORDERED;
+
+		l = (struct list){ 0 };
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_bytes(&l, memory, i + 1);
+		CHECK_EQ(new_save(engine, l.parts, flags, i < 2 ? &behind[i] : &t[i - 2]), 0);
+		sfr_parts_free(l.parts);
+		CHECK_EQ(saving_submit(i < 2 ? behind[i] : t[i - 2]), 0);
+	}
+	for (unsigned i = 0; i < 2; i++) {
+		saving_finish(t[i]);
+		CHECK_EQ(sfr_save_wait(behind[i], SFR_WAIT_ENDED, 0), SFR_EAGAIN);
+		CHECK_EQ(state_of(t[i]), SFR_DURABLE);
+		sfr_ticket_put(t[i]);
+	}
+	CHECK_EQ(sfr_log_pending(), 3);
+	sfr_log_work_end(work, 1);
+	for (unsigned i = 0; i < 2; i++) {
+		saving_finish(behind[i]);
+		sfr_ticket_put(behind[i]);
+	}
+	sfr_log_work_put(work);
+	free_engine(engine);
+}
+
+/* As many as there may be of the others; and one that is given up lets the next one in. */
+static void unordered_saves_are_as_bounded_as_others(void)
+{
+	struct sfr_fault slow = {
+		.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = 20000000
+	};
+	struct sfr_engine *engine;
+	struct sfr_ticket *t[3];
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	engine = engine_of(4096, 8, 2);
+	CHECK_EQ(sfr_inject_set(&slow), 0);
+	for (unsigned i = 0; i < 3; i++) {
+		struct list l = { 0 };
+
+		CHECK_EQ(sfr_parts_new(&l.parts), 0);
+		add_source(&l, memory + 1, 3 * 4096);
+		CHECK_EQ(new_save(engine, l.parts,
+				  SFR_SAVE_UNORDERED | (i == 2 ? SFR_SAVE_NO_WAIT : 0), &t[i]),
+			 0);
+		sfr_parts_free(l.parts);
+		CHECK_EQ(sfr_save_admit(t[i], i == 2 ? 0 : SFR_FOREVER), i == 2 ? SFR_EBUSY : 0);
+	}
+	sfr_save_abandon(t[0]);
+	CHECK_EQ(sfr_save_capture(t[1], SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_launch(t[1]), 0);
+	CHECK_EQ(sfr_save_cancel(t[1]), 1);
+	sfr_inject_clear();
+	for (unsigned i = 0; i < 3; i++) {
+		if (i < 2) {
+			saving_finish(t[i]);
+			CHECK_EQ(state_of(t[i]), SFR_CANCELLED);
+		}
+		sfr_ticket_put(t[i]);
+	}
+	CHECK_EQ(sfr_log_pending(), 0);
+	free_engine(engine);
+	sfr_inject_remove();
+	CHECK_EQ(saving_nr_temporaries(dir), 0);
 }
 
 /* A field, of a source of many blocks, at every place about the end of a block. */
@@ -351,7 +440,7 @@ static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
 				add_crc(&l, 0);
 				add_bytes(&l, "end", 3);
 				CHECK(l.rc == 0 || check_acted(&run));
-				rc = save(engine, &l, 0);
+				rc = save(engine, &l, i == 0 ? SFR_SAVE_UNORDERED : 0);
 				CHECK(l.rc == 0 || rc == l.rc); /* the first failure is kept */
 			} else {
 				rc = l.rc;
@@ -409,6 +498,8 @@ int main(void)
 	for (uint64_t k = 0; k < MEMORY; k++)
 		memory[k] = (unsigned char)(k * 2654435761u >> 13);
 	RUN(any_list_is_its_parts_in_order);
+	RUN(an_unordered_save_waits_for_nothing_in_the_log);
+	RUN(unordered_saves_are_as_bounded_as_others);
 	RUN(a_field_may_straddle_two_blocks);
 	RUN(a_field_waits_for_its_source);
 	RUN(a_field_waits_for_a_source_that_is_written_from_where_it_is);

@@ -34,8 +34,8 @@ static void a_block_is_refused_when_runs_hold_all_of_them(void)
 
 	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
-	sfr__pool_let_go(pool, &lease);
-	sfr__pool_let_go(pool, &lease); /* twice is fine */
+	sfr__pool_hold(pool, &lease, false);
+	sfr__pool_hold(pool, &lease, false); /* twice is fine */
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), SFR_EAGAIN);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_unplace(pool, &lease);

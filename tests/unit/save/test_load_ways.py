@@ -1,13 +1,16 @@
 """Loads that map the file, that other processes share, and that show how far they are."""
 
 import os
+import signal
 import threading
+import traceback
 import zipfile
 from pathlib import Path
 
 import pytest
 import stillframe
 import torch
+import torch.distributed as dist
 from fix_checkpoints import flip, offset_of_storage, same, small_state
 from stillframe import CorruptCheckpointError
 from stillframe._base import bar
@@ -90,10 +93,7 @@ def read_from_disk(load):
 def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     path = tmp_path / "x.pt"
     torch.save([torch.ones(NBYTES // 4)], path)
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+    drop_pages(path)
     alone = [read_from_disk(lambda: stillframe.load(path)) for _ in range(2)]
     if alone[0] < NBYTES:
         pytest.skip("this file system does not read past the page cache, or does not count")
@@ -101,6 +101,51 @@ def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(2)]
     assert together[0] >= NBYTES // 2  # and the rest was in the page cache by readahead
     assert together[1] == 0
+
+
+def drop_pages(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def as_rank(rank, path, shared):
+    """A rank of two on gloo, which loads when the other does; notes what it had the disk read."""
+    torch.set_num_threads(1)  # the threads of the parent are not here
+    store = path.with_name(f"store-{shared}")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.barrier()
+    found = []
+    nbytes = read_from_disk(lambda: found.extend(stillframe.load(path, shared=shared)))
+    assert (found[0][::1000] == 1).all()
+    path.with_name(f"{rank}-{shared}").write_text(str(nbytes))
+    dist.barrier()  # who is gone takes the other's connection along
+
+
+def test_two_ranks_on_gloo_that_load_at_once_have_the_disk_read_it_once(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(NBYTES // 4)], path)
+    read = {}
+    for shared in (False, True):
+        drop_pages(path)
+        ranks = []
+        for rank in range(2):
+            ranks.append(os.fork())
+            if ranks[-1] == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(60)
+                try:
+                    as_rank(rank, path, shared)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0, 0]
+        read[shared] = sum(int((tmp_path / f"{rank}-{shared}").read_text()) for rank in range(2))
+    if read[False] < 2 * NBYTES:
+        pytest.skip("this file system does not read past the page cache, or does not count")
+    assert NBYTES // 2 <= read[True] <= 1.25 * NBYTES
 
 
 # ---- a bar --------------------------------------------------------------------------

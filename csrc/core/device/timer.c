@@ -1,0 +1,57 @@
+/* How long a device was at something: two events that take the time, on one stream.
+ *
+ * They are beside the events that order streams, which take none: those are waited for, and a wait for
+ * one that takes the time is slower. What cannot be timed, for want of an event or on a device that
+ * has failed, took no time: nobody is told, since nothing but a figure depends on it.
+ */
+#include "device/lane.h"
+
+static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
+{
+	if (lane->cu->event_new(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS)
+		*event = NULL;
+	else if (lane->cu->event_record(*event, stream) != CUDA_SUCCESS) {
+		(void)lane->cu->event_free(*event); /* lost at worst */
+		*event = NULL;
+	}
+}
+
+void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
+			   CUstream stream)
+{
+	record(lane, stream, &timer->begin);
+}
+
+void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
+			 CUstream stream)
+{
+	if (timer->begin)
+		record(lane, stream, &timer->end);
+}
+
+void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)
+{
+	if (timer->begin)
+		(void)lane->cu->event_free(timer->begin); /* a dead context has freed it */
+	if (timer->end)
+		(void)lane->cu->event_free(timer->end);
+	*timer = (struct sfr__cuda_timer){ .ns = timer->ns };
+}
+
+bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer)
+{
+	float ms = 0;
+
+	if (timer->begin && timer->end) {
+		CUresult rc = lane->cu->event_query(timer->end);
+
+		if (rc == CUDA_ERROR_NOT_READY)
+			return false;
+		if (rc == CUDA_SUCCESS)
+			rc = lane->cu->event_elapsed(&ms, timer->begin, timer->end);
+		if (rc == CUDA_SUCCESS && ms > 0)
+			timer->ns = (uint64_t)((double)ms * 1e6);
+	}
+	sfr__cuda_timer_drop(lane, timer);
+	return true;
+}

@@ -1,0 +1,149 @@
+/* The restore to devices: over the fake driver, several devices in one load, and files that are not
+ * what they were. */
+#include "restore/restore.h"
+#include "cuda/fix_cuda.h"
+
+static int open_file(const char *name)
+{
+	char path[PATH_MAX];
+
+	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
+	return open(path, O_RDWR | O_CLOEXEC);
+}
+
+static void save_one(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 16 * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 1,
+					      .max_in_flight = 1 };
+	struct sfr_engine *engine;
+
+	begin();
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		memset(one.bytes[i], (int)i + 1, SAVING_LEN);
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+}
+
+/* What a device has in the end; host memory stands for its own. */
+static unsigned char arrived[SAVING_NR][SAVING_LEN];
+
+/* Sends data/i to device i % 2, and all else nowhere. */
+static int restore_to_two(int fd)
+{
+	struct sfr_restore *r = NULL;
+	struct sfr_check *check;
+	char why[160] = "";
+	int rc;
+
+	memset(arrived, 0, sizeof(arrived));
+	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check), 0);
+	CHECK_EQ(sfr_check_run(check, SFR_FOREVER), 0);
+	if (!CHECK_EQ(sfr_restore_new(check, fd, SFR_RESTORE_VERIFY, &r), 0))
+		return -1;
+	for (uint32_t device = 0; device < 2; device++) {
+		void *stream = fake.fake_cuda_stream((int)device);
+
+		CHECK_EQ(sfr_restore_device(r, device, (uint64_t)(uintptr_t)stream, why,
+					    sizeof(why)),
+			 0);
+	}
+	for (unsigned i = 0; i < SAVING_NR; i++) {
+		char name[16];
+		int len = snprintf(name, sizeof(name), "data/%u", i);
+		uint64_t index = sfr_restore_find(r, name, (size_t)len);
+
+		if (CHECK(index < sfr_restore_nr(r)))
+			sfr_restore_into_device(r, index, i % 2,
+						(uint64_t)(uintptr_t)arrived[i] + FAKE_CUDA_DEVICE);
+	}
+	rc = sfr_restore_go(r, sfr_restore_nr(r));
+	if (rc == 0)
+		rc = sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER);
+	sfr_restore_free(r);
+	CHECK_EQ(fake.fake_cuda_nr_violations(), 0);
+	return rc;
+}
+
+static bool all_is_there(void)
+{
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		for (uint64_t k = 0; k < one.sources[i].nbytes; k++)
+			if (arrived[i][k] != i + 1)
+				return false;
+	return true;
+}
+
+static void records_of_one_file_go_to_two_devices(void)
+{
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	for (unsigned late = 0; late < 2; late++) {
+		fake.fake_cuda_delay(late * 200000, 7);
+		CHECK_EQ(restore_to_two(fd), 0);
+		CHECK(all_is_there());
+	}
+	(void)close(fd);
+}
+
+static void no_flipped_byte_is_called_good(void)
+{
+	struct stat st;
+	unsigned nr_bad = 0;
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	CHECK_EQ(fstat(fd, &st), 0);
+	/* From behind the first header to the last record: the directory is the check's. */
+	for (off_t at = 128; at < st.st_size * 9 / 10; at += 997) {
+		unsigned char byte, other;
+
+		CHECK_EQ(pread(fd, &byte, 1, at), 1);
+		other = byte ^ 0x10;
+		CHECK_EQ(pwrite(fd, &other, 1, at), 1);
+		if (restore_to_two(fd) == 0)
+			CHECK(all_is_there()); /* it was padding */
+		else
+			nr_bad++;
+		CHECK_EQ(pwrite(fd, &byte, 1, at), 1);
+	}
+	CHECK(nr_bad > 20);
+	CHECK_EQ(restore_to_two(fd), 0);
+	(void)close(fd);
+}
+
+static void a_device_that_refuses_ends_the_load_of_the_other_too(void)
+{
+	int fd, failed = 0;
+
+	save_one();
+	fd = open_file("a");
+	for (uint64_t nth = 1; nth <= SAVING_NR; nth++) {
+		fake.fake_cuda_reset();
+		fake.fake_cuda_fail("cuMemcpyHtoDAsync_v2", nth, 0, 999);
+		failed += restore_to_two(fd) != 0;
+	}
+	CHECK_EQ(failed, SAVING_NR);
+	fake.fake_cuda_reset();
+	CHECK_EQ(restore_to_two(fd), 0);
+	CHECK(all_is_there());
+	(void)close(fd);
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	dir = saving_dir();
+	RUN(records_of_one_file_go_to_two_devices);
+	RUN(no_flipped_byte_is_called_good);
+	RUN(a_device_that_refuses_ends_the_load_of_the_other_too);
+	saving_rmdir(dir);
+	return check_done();
+}

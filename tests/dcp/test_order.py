@@ -1,0 +1,230 @@
+"""Saves of `stillframe.dcp` among the process's other saves, removes and looks at what is there."""
+
+import contextlib
+import errno
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_dcp import eventually, loaded
+from stillframe import _core, dcp
+from stillframe._dcp import commit
+from stillframe._save import ordered
+from stillframe.testing import fault, held
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value)}
+
+
+def begin(value: float, path: Path, **options: Any) -> Any:
+    return dcp.async_save(state(value), path, no_dist=True, **options).upload_completion
+
+
+def value_of(path: Path) -> float:
+    (value,) = set(loaded(state(0), path)["w"].tolist())
+    return float(value)
+
+
+@contextlib.contextmanager
+def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Commits wait for the event, which the end of the block sets; it fails if none came."""
+    go, put_in_place = threading.Event(), commit.put_in_place
+
+    def held(*args: Any, **options: Any) -> None:
+        assert go.wait(30)
+        put_in_place(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "put_in_place", held)
+        yield go
+        go.set()
+        stillframe.wait_all()
+
+
+def test_wait_all_waits_for_a_save_and_says_what_is_under_way(tmp_path, monkeypatch):
+    with held_commits(monkeypatch) as go:
+        upload = begin(1, tmp_path / "c")
+        with pytest.raises(TimeoutError, match=r"1 save or remove has .*c: writing"):
+            stillframe.wait_all(0.05)
+        assert not upload.done() and not upload.cancel()
+        go.set()
+        stillframe.wait_all()
+        assert upload.done()
+    assert value_of(tmp_path / "c") == 1
+
+
+def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_later_save(tmp_path):
+    with fault("pwrite", err=errno.ENOSPC, sticky=True):
+        upload = begin(1, tmp_path / "c")
+        with pytest.raises(CheckpointException, match="No space"):
+            stillframe.wait_all()
+    assert upload.done()
+    stillframe.wait_all()
+    begin(2, tmp_path / "c")
+    stillframe.wait_all()
+    assert value_of(tmp_path / "c") == 2
+
+
+def test_a_checkpoint_is_there_when_it_is_going_to_be_whole(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    assert not stillframe.exists(path)
+    with held_commits(monkeypatch):
+        begin(1, path)
+        assert stillframe.exists(path)
+        (tmp_path / "link").symlink_to(path)
+        assert stillframe.exists(tmp_path / "link")
+    assert stillframe.exists(path)
+    (path / ".metadata").rename(tmp_path / "kept")
+    assert not stillframe.exists(path) and not stillframe.exists(tmp_path / "link")
+    (path / "__0.metadata").touch()  # of a rank that saves for itself
+    assert stillframe.exists(path)
+    (tmp_path / "any").mkdir()
+    assert stillframe.exists(tmp_path / "any")
+
+
+def test_a_checkpoint_whose_save_has_failed_is_not_there_for_whoever_has_heard_of_it(tmp_path):
+    with fault("fdatasync", sticky=True):
+        for _ in range(20):
+            upload = begin(1, tmp_path / "c")
+            assert upload.exception() is not None
+            assert not stillframe.exists(tmp_path / "c")
+
+
+def test_a_remove_waits_for_the_save_before_it_and_needs_it_to_end_well(
+    tmp_path, monkeypatch, caplog
+):
+    begin(1, tmp_path / "old").result()
+    with held_commits(monkeypatch) as go:
+        begin(2, tmp_path / "new")
+        stillframe.remove(tmp_path / "old")
+        assert not stillframe.exists(tmp_path / "old")
+        assert value_of(tmp_path / "old") == 1
+        go.set()
+        stillframe.wait_all()
+    assert not (tmp_path / "old").exists()
+    with fault("pwrite", sticky=True):
+        failed = begin(3, tmp_path / "newer")
+        stillframe.remove(tmp_path / "new")
+        assert failed.exception() is not None
+        stillframe.wait_all()
+    assert value_of(tmp_path / "new") == 2
+    assert eventually(lambda: "was not removed: the save before it" in caplog.text)
+
+
+def test_a_remove_takes_nothing_of_a_save_to_the_same_path_after_it(tmp_path):
+    path = tmp_path / "c"
+    begin(1, path).result()
+    with held("fdatasync", sticky=False):
+        stillframe.async_save([1], tmp_path / "file")  # holds the log up
+        stillframe.remove(path)
+        upload = begin(2, path)
+        assert stillframe.exists(path)
+        assert not eventually(lambda: len(list(path.iterdir())) != 2, 0.1)  # it waits to write
+    upload.result()
+    stillframe.wait_all()
+    assert value_of(path) == 2
+    assert len(list(path.iterdir())) == 2  # and nothing of the first
+
+
+def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_comes_after(
+    tmp_path, monkeypatch
+):
+    metadata = tmp_path / "c/.metadata"
+    with held_commits(monkeypatch) as go:
+        with held("fdatasync", sticky=False):
+            first = stillframe.async_save([1], tmp_path / "first")
+            upload = begin(2, tmp_path / "c")
+            assert eventually(lambda: any((tmp_path / "c").glob("*.distcp")))
+            last = stillframe.async_save([3], tmp_path / "last")
+            go.set()  # and still the commit waits
+            assert not eventually(metadata.exists, 0.05)
+            go.clear()
+        first.result()
+        assert not eventually(last.done, 0.05) and not metadata.exists()
+        go.set()
+        upload.result()
+        last.result()
+
+
+def test_saves_behind_one_that_is_being_written_may_have_all_the_slots(tmp_path, monkeypatch):
+    write, go = dcp.FileSystemWriter.write_data, threading.Event()
+    monkeypatch.setattr(
+        dcp.FileSystemWriter, "write_data", lambda *given: go.wait(30) and write(*given)
+    )
+    with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB", max_in_flight=1) as other:
+        upload = begin(1, tmp_path / "c", engine=other)
+        last = stillframe.async_save([3], tmp_path / "last", engine=other)
+        go.set()
+        upload.result(30)
+        last.result()
+
+
+def test_work_in_the_order_of_saves_cannot_save_what_would_wait_for_its_end(tmp_path):
+    seen: list[BaseException] = []
+
+    def work(_: bool) -> bool:
+        try:
+            begin(1, tmp_path / "c")
+        except BaseException as error:
+            seen.append(error)
+        return True
+
+    ordered.submit(b"/work", _core.WORK_SAVE, work)
+    stillframe.wait_all()
+    (error,) = seen
+    assert isinstance(error, stillframe.StillframeError) and "its own end" in str(error)
+
+
+def test_a_remote_checkpoint_is_in_the_order_too(tmp_path, quiet):
+    upload = begin(1, Path("memory:")).done  # a name as any other
+    stillframe.wait_all()
+    assert upload()
+    upload = dcp.async_save(state(2), "memory://order/c", no_dist=True).upload_completion
+    stillframe.wait_all()
+    assert upload.done()
+
+
+EXIT = """
+import atexit, sys, torch
+import stillframe
+from stillframe import dcp
+from stillframe.testing import fault, slow
+
+def late():
+    dcp.save({"w": torch.ones(5)}, sys.argv[1] + "/late", no_dist=True)
+
+atexit.register(late)  # runs after stillframe's own, which was registered later
+slowly = slow("pwrite", 0.3)
+slowly.__enter__()
+if sys.argv[2] == "fails":
+    fault("fdatasync", sticky=True).__enter__()
+    atexit.unregister(late)
+dcp.async_save({"w": torch.ones(5)}, sys.argv[1] + "/c", no_dist=True)
+"""
+
+
+def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
+    ways = ("well", "fails")
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / way), way],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for way in ways
+    ]
+    well, fails = (process.communicate(timeout=60)[1] for process in running)
+    assert [process.returncode for process in running] == [0, 0]
+    for name in ("c", "late"):
+        assert (loaded({"w": torch.zeros(5)}, tmp_path / "well" / name)["w"] == 1).all()
+    assert "Traceback" not in well
+    assert "a save failed" in fails and "CheckpointException" in fails
+    assert not stillframe.exists(tmp_path / "fails/c")

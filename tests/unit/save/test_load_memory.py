@@ -1,0 +1,86 @@
+"""How much memory a load takes at its peak, as the kernel counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+
+NBYTES, NR = 1 << 20, 64
+# A buffer of a MiB for each of four threads, the directory, the pickle, pages of libraries, what
+# malloc keeps: 11 MiB were seen.
+FIXED = 20 << 20
+
+
+@pytest.fixture(params=["torch.save", "stillframe.save"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    state = {f"t{i}": torch.full((NBYTES // 4,), float(i)) for i in range(NR)}
+    if request.param == "torch.save":
+        torch.save(state, tmp_path / "x.pt")
+    else:
+        stillframe.save(state, tmp_path / "x.pt", durable=False)
+    return tmp_path / "x.pt"
+
+
+def _resident(field: str) -> int:
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if field in each]
+    return int(line.split()[1]) << 10
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Bytes that a call has at its peak over what was there, in a child that is gone then."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        answer: object = None
+        try:
+            torch.set_num_threads(1)  # the threads of the parent are not here
+            ctypes.CDLL(None).malloc_trim(0)  # nothing of it goes into memory that was free
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+            before = _resident("VmRSS")
+            kept = call()
+            answer = _resident("VmHWM") - before
+            del kept
+        except BaseException as error:
+            answer = repr(error)
+        os.write(writes, pickle.dumps(answer))
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        told = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert status == 0, f"the child ended with {status}"
+    answer = pickle.loads(told)
+    assert isinstance(answer, int), answer
+    return answer
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_load_takes_no_more_memory_than_the_state(path: Path, verify: bool) -> None:
+    peak = peak_of(lambda: stillframe.load(path, verify=verify))
+    assert 0.9 * NBYTES * NR <= peak <= 1.02 * NBYTES * NR + FIXED
+
+
+def test_a_load_into_tensors_takes_no_second_copy(path: Path) -> None:
+    into = {f"t{i}": torch.zeros(NBYTES // 4) for i in range(NR)}
+
+    def fill() -> None:
+        stillframe.load(path, into=into)
+        assert all(bool((into[f"t{i}"][::4096] == i).all()) for i in range(NR))
+
+    # A child that writes to what its parent has gets pages of its own, but not more of them.
+    assert peak_of(fill) <= FIXED
+
+
+def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillframe._save.into._AHEAD", 8 << 20)
+    columns = {f"t{i}": torch.zeros(NBYTES // 4, 2)[:, 0] for i in range(NR)}
+    assert peak_of(lambda: stillframe.load(path, into=columns)) <= NBYTES * NR // 2 + FIXED // 2
