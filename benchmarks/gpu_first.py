@@ -19,6 +19,7 @@ the middle (logs) or left out (traces). `make gpu` runs it; nothing is installed
     sweep       pieces and pieces in flight
     profile     copies under compute, no synchronise
     ahead       a training whose host runs ahead of the device
+    offload     weights that come layer by layer and leave again, six ways
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         return Part(name, [*script, *more, *rehearse], {}, busy)
 
     driver = [python, str(ROOT / "benchmarks" / "gpu_driver.py")]
+    offload = [python, str(ROOT / "benchmarks" / "offload.py")]
     ours = ["--ways", "stillframe"]
     cores = 1 if options.rehearse else os.cpu_count() or 1
     return [
@@ -95,6 +97,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         gpu("sweep", "sweep", "--states", "small"),
         gpu("profile", "profile", "--states", "small"),
         gpu("ahead", "ahead", "--states", "small"),
+        Part("offload", [*offload, "--out", str(out / "offload.json"), *rehearse], {}),
     ]
 
 

@@ -22,8 +22,9 @@ from pytorch_lightning.callbacks import Callback
 from stillframe._lightning.companion import CompanionHooks
 from stillframe._lightning.offload import OffloadHooks
 from stillframe._lightning.plugin import CheckpointPlugin, register_with_loaded_packages
+from stillframe._lightning.sharded import sharded
 
-__all__ = ["AsyncCheckpointIO", "CPUOffloadCallback"]
+__all__ = ["AsyncCheckpointIO", "CPUOffloadCallback", "sharded"]
 
 
 class AsyncCheckpointIO(CheckpointPlugin, CheckpointIO):

@@ -13,7 +13,6 @@ import multiprocessing.util
 import os
 import sys
 import traceback
-import warnings
 from pathlib import Path
 
 import stillframe._save.api
@@ -229,28 +228,6 @@ def full_state(start, directory):
     # This strategy never tears its CheckpointIO down.
     if run.is_global_zero:
         assert (Path(directory) / "c" / "step=6.ckpt").exists()
-
-
-def sharded(start, directory):
-    """FSDP2 that writes for itself: one warning, on one rank."""
-    from lightning.pytorch.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
-
-    class Sharded(LightningModel):
-        def configure_model(self):
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
-
-    strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = make_trainer(start, directory, [checkpoints(directory)], strategy=strategy)
-        model = Sharded()
-        run.fit(model, loader())
-    report = Report(directory)
-    report.notes["warnings"] = [
-        str(each.message) for each in caught if "does not see its checkpoints" in str(each.message)
-    ]
-    report.write(run.global_rank)
 
 
 def train_with_fabric(fabric, directory):

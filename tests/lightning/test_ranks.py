@@ -23,7 +23,6 @@ SCENARIOS = {
         "finds_a_rate",
         "several_fits",
         "full_state",
-        "sharded",
         "fabric_fsdp2",
     ),
 }
@@ -160,14 +159,6 @@ def test_model_parallel_with_full_state_dicts_saves_all_of_it(ran):
     assert state["state_dict"]["layer.0.weight"].shape == (300, 300)
     assert len(state["optimizer_states"][0]["state"]) == 6
     assert done.files() == ["step=6.ckpt"]
-
-
-def test_a_strategy_that_writes_for_itself_brings_one_warning(ran):
-    done = ran("sharded", "torchrun")
-    assert not done.raised, done.said
-    (warning,) = done.notes[0]["warnings"]
-    assert "save_distributed_checkpoint=False" in warning
-    assert done.notes[1]["warnings"] == []
 
 
 @starts("fabric")

@@ -40,11 +40,7 @@ def a_strategy(name, **attributes):
 @pytest.mark.parametrize(
     ("strategy", "remedy"),
     [
-        (a_strategy("FSDPStrategy", _state_dict_type="sharded"), 'state_dict_type="full"'),
-        (
-            a_strategy("ModelParallelStrategy", _save_distributed_checkpoint=True),
-            "save_distributed_checkpoint=False",
-        ),
+        (a_strategy("FSDPStrategy", _state_dict_type="sharded"), "a save_checkpoint of its own"),
         (a_strategy("DeepSpeedStrategy"), "DeepSpeedStrategy"),
     ],
     ids=lambda each: type(each).__name__,

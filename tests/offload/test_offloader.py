@@ -100,22 +100,27 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
         ticket = offloader.offload(group(1))
         ticket.wait()
         # Another thread: who holds the device may not wait for it.
-        held = threading.Event()
+        held, asked, before = threading.Event(), threading.Event(), 0
 
         def hold() -> None:
             fake.hold(True)
             held.set()
-            time.sleep(0.03)
+            asked.wait()
+            while fake.calls("cuStreamWaitEvent") == before:  # until the stream waits
+                time.sleep(0.001)
             fake.hold(False)
 
         holder = threading.Thread(target=hold)
         holder.start()
         held.wait()
         assert offloader.prefetch(ticket)
+        before = fake.calls("cuStreamWaitEvent")
+        asked.set()
         offloader.onload(ticket)  # the current stream, which is this thread, stands still
-        stats = offloader.stats()
-        assert stats["stream_waited_s"] > 0
         holder.join()
+        while not (stats := offloader.stats())["onload_copy_s"]:  # until the core has heard of it
+            time.sleep(0.001)
+        assert stats["stream_waited_s"] > 0
         assert stats["offload_copy_s"] > 0 and stats["onload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
         assert stats["share_hidden"] < 1

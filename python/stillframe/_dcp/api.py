@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import torch.distributed as dist
@@ -27,15 +27,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from stillframe._base import paths
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.groups import Groups, refuse_without_cpu
-from stillframe._dcp.rounds import Round, Rounds, Upload
+from stillframe._dcp.rounds import Copied, Round, Rounds, Upload
+from stillframe._dcp.shards import taken_apart
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe._save.report import SaveReport
-from stillframe.errors import BusyError
+from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
 
@@ -52,6 +54,8 @@ class SaveResponse(AsyncSaveResponse):
     """
 
     report: SaveReport | None = None
+    staged_nbytes: int = field(default=0, init=False, repr=False)
+    reads_live_state: bool = field(default=False, init=False, repr=False)
 
 
 def async_save(
@@ -106,16 +110,18 @@ def async_save(
             `stillframe.snapshot`. The other ranks' save fails with the reason.
     """
     ordered.refuse_inside()
-    saver = _saver_of_this_process()
+    saver = saver_of_this_process()
     return saver.save(
         state_dict,
         checkpoint_id,
-        group=saver.group(process_group, no_dist),
-        planner=planner,
-        overlap=overlap,
-        durable=durable,
-        engine=engine,
-        when_busy=when_busy,
+        Asked(
+            group=saver.group(process_group, no_dist),
+            planner=planner,
+            overlap=overlap,
+            durable=durable,
+            engine=engine,
+            when_busy=when_busy,
+        ),
     )
 
 
@@ -157,7 +163,29 @@ def save(
     return response.report
 
 
-class _Saver:
+@dataclass(frozen=True)
+class Asked:
+    """How a save is asked for; see `async_save`, and of the rest `Round`.
+
+    Attributes:
+        begins: Done when this rank may begin: who asks has a place among other saves for it. With
+            None it gets one here.
+        live_if_full: A state that no pool is large enough for is saved as it is: the response says
+            so, and who asked has to wait for the upload.
+    """
+
+    group: dist.ProcessGroup | None
+    planner: SavePlanner | None
+    overlap: bool
+    durable: bool
+    engine: Engine | None
+    when_busy: WhenBusy
+    begins: Future[None] | None = None
+    beside: Beside | None = None
+    live_if_full: bool = False
+
+
+class Saver:
     """What one process keeps from call to call."""
 
     def __init__(self) -> None:
@@ -178,40 +206,36 @@ class _Saver:
         return process_group
 
     def save(
-        self,
-        state_dict: StateDict,
-        checkpoint_id: str | os.PathLike[str],
-        *,
-        group: dist.ProcessGroup | None,
-        planner: SavePlanner | None,
-        overlap: bool,
-        durable: bool,
-        engine: Engine | None,
-        when_busy: WhenBusy,
+        self, state_dict: StateDict, checkpoint_id: str | os.PathLike[str], asked: Asked
     ) -> SaveResponse:
         entered = time.perf_counter()
-        path, writer = _place(checkpoint_id, durable, engine)
+        path, writer = _place(checkpoint_id, asked.durable, asked.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
-        if when_busy not in get_args(WhenBusy):
-            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {when_busy!r}")
-        if when_busy == "raise":
-            self._refuse_busy(group)
-        rounds = self._rounds.setdefault(group, Rounds())
-        upload, copied = Upload(path), Future[StateDict]()
+        if asked.when_busy not in get_args(WhenBusy):
+            raise ValueError(f"when_busy has to be 'wait' or 'raise', not {asked.when_busy!r}")
+        if asked.when_busy == "raise":
+            self._refuse_busy(asked.group)
+        if writer is not None:
+            writer.beside = asked.beside
+        rounds = self._rounds.setdefault(asked.group, Rounds())
+        upload, copied = Upload(path), Future[Copied]()
         response = SaveResponse(Future(), cast(Any, upload))
-        work = rounds.next(path, copied, writer, planner, group, upload)
+        work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
+        work.begins, work.beside = asked.begins, asked.beside
         try:
             waited_s = self._wait_for_last(work)
-            staged = work.staged = self._stages.stage(
-                _of_stateful(state_dict), overlap=overlap, engine=engine
-            )
-            staged.upload_begins()
+            tree = self._stage(work, _of_stateful(state_dict), asked)
             completion.completion.start()
-            if not completion.completion.over:
+            if not completion.completion.over and asked.begins is None:
                 work.turn = Turn(path)  # now that the call is through, as a file's
-            staged.settle(copied)
-            costs = _Costs(staged, writer, path, entered, waited_s)
+            if work.staged is None:
+                response.reads_live_state = True
+                copied.set_result(tree)
+            else:
+                response.staged_nbytes = work.staged.nbytes
+                work.staged.settle(copied)
+            costs = _Costs(work.staged, writer, path, entered, waited_s)
             copied.add_done_callback(functools.partial(_copied, costs, response))
             work.ended_well = functools.partial(_report, response, costs)
         except BaseException as error:
@@ -223,6 +247,19 @@ class _Saver:
             self._last = upload
             rounds.submit(work)  # the others are at this call too
         return response
+
+    def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> Copied:
+        """Copies, where there is memory for that. Returns what is copied."""
+        content = None if asked.beside is None else asked.beside.content
+        tree: Copied = (taken_apart(state_dict), content)
+        try:
+            work.staged = self._stages.stage(tree, overlap=asked.overlap, engine=asked.engine)
+        except PoolExhaustedError:
+            if not asked.live_if_full:
+                raise
+        else:
+            work.staged.upload_begins()
+        return tree
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()
@@ -272,7 +309,7 @@ class _Costs:
 
     def __init__(
         self,
-        staged: Staged,
+        staged: Staged | None,
         writer: FileSystemWriter | None,
         path: str,
         entered: float,
@@ -286,7 +323,7 @@ class _Costs:
         self.waited_s = waited_s
 
 
-def _copied(costs: _Costs, response: SaveResponse, copied: Future[StateDict]) -> None:
+def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> None:
     costs.copied = time.perf_counter()
     error = copied.exception()
     if error is None:
@@ -298,31 +335,32 @@ def _copied(costs: _Costs, response: SaveResponse, copied: Future[StateDict]) ->
 def _report(response: SaveResponse, costs: _Costs) -> None:
     """The save has ended well."""
     staged = costs.staged
+    nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None
     files = [] if costs.writer is None else costs.writer.reports
     response.report = SaveReport(
         path=costs.path,
-        nbytes=staged.nbytes if remote else sum(file.nbytes for file in files),
-        num_tensors=staged.num_tensors,
-        captured_nbytes=staged.nbytes - staged.deferred_nbytes,
-        deferred_nbytes=staged.deferred_nbytes,
+        nbytes=nbytes if remote else sum(file.nbytes for file in files),
+        num_tensors=0 if staged is None else staged.num_tensors,
+        captured_nbytes=nbytes - deferred_nbytes,
+        deferred_nbytes=deferred_nbytes,
         blocked_s=costs.called - costs.entered,
-        gate_wait_s=staged.gate_wait_s,
+        gate_wait_s=0.0 if staged is None else staged.gate_wait_s,
         backpressure_s=costs.waited_s,
         staged_after_s=costs.copied - costs.entered,
         durable_after_s=time.perf_counter() - costs.entered,
-        peak_pool_bytes=staged.nbytes + max((file.peak_pool_bytes for file in files), default=0),
+        peak_pool_bytes=nbytes + max((file.peak_pool_bytes for file in files), default=0),
         io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
         fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),
     )
 
 
-_saver = _Saver()
+_saver = Saver()
 
 
-def _saver_of_this_process() -> _Saver:
+def saver_of_this_process() -> Saver:
     """A forked child starts with nothing: threads and groups are the parent's."""
     global _saver
     if _saver.birth.foreign():
-        _saver = _Saver()
+        _saver = Saver()
     return _saver

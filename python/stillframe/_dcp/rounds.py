@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.planner import FailingPlanner, Places, structure
+from stillframe._dcp.shards import put_together
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
@@ -38,6 +41,10 @@ from stillframe._save.outcome import Failure
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
+
+
+# The state dict, and what `Beside` writes.
+Copied = tuple[StateDict, Any]
 
 
 class _NotSavedError(StillframeError):
@@ -117,25 +124,29 @@ class Round:
     """What one call wants saved.
 
     Attributes:
-        copied: The state dict's copy, or why there is none.
+        copied: The copy of the state dict, and of what stands beside it; or why there is none.
         staged: Its memory; None where there is no copy.
         writer: None where DCP is to choose one by the path.
         planner: The user's own.
         group: None where this process saves alone.
         turn: Its place in the order of other saves; None where nothing else is under way any more.
+        begins: Done when this rank may begin, for who has given it a place there; else None.
+        beside: This rank's file that the checkpoint is committed with.
         raised: The call raises the error of the save before.
         ended_well: Called before anybody hears of the end.
     """
 
     number: int
     path: str
-    copied: Future[StateDict]
+    copied: Future[Copied]
     staged: Staged | None
     writer: FileSystemWriter | None
     planner: SavePlanner | None
     group: dist.ProcessGroup | None
     upload: Upload
     turn: Turn | None = None
+    begins: Future[None] | None = None
+    beside: Beside | None = None
     raised: bool = False
     ended_well: Callable[[], object] = int
 
@@ -153,7 +164,7 @@ class Rounds:
     def next(
         self,
         path: str,
-        copied: Future[StateDict],
+        copied: Future[Copied],
         writer: FileSystemWriter | None,
         planner: SavePlanner | None,
         group: dist.ProcessGroup | None,
@@ -194,6 +205,8 @@ class Rounds:
         except BaseException as error:
             failure = failure or error
         work.copied = Future()
+        if work.beside is not None:
+            work.beside.content = None
         work.upload.end(metadata, failure, work.turn)
 
     def _clean_up(self, work: Round, failure: BaseException) -> None:
@@ -210,9 +223,9 @@ class Rounds:
         tree: StateDict = {}
         planner = work.planner
         try:
-            tree = work.copied.result()
-            if work.staged is not None:
-                work.staged.uploads(tree)
+            if work.begins is not None:
+                work.begins.result()
+            tree = self._begin(work)
         except BaseException as error:
             planner = FailingPlanner(_to_send(error))
         if work.turn is not None:
@@ -232,6 +245,17 @@ class Rounds:
         )
         own = None if work.writer is None else work.writer.metadata
         return saved if own is None else own
+
+    def _begin(self, work: Round) -> StateDict:
+        """The state dict's copy."""
+        copied = work.copied.result()
+        if work.staged is not None:
+            work.staged.uploads(copied)
+        tree, content = copied
+        if work.beside is not None:
+            work.beside.content = content
+        together: StateDict = put_together(tree)
+        return together
 
     def _agree(self, work: Round, own_structure: int) -> list[int]:
         """What tells the structure that all ranks save from every other, and from those before a

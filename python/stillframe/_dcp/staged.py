@@ -48,17 +48,17 @@ class Staged:
         deferred_nbytes: Of them, what is copied after the call.
     """
 
-    def __init__(self, taken: Snapshot[StateDict], changed: threading.Condition) -> None:
+    def __init__(self, taken: Snapshot[Any], changed: threading.Condition) -> None:
         self._changed = changed
         self.nbytes = taken.nbytes
         self.deferred_nbytes = taken.deferred_nbytes
         self.num_tensors = taken.num_tensors
-        self._taken: Snapshot[StateDict] | None = taken
-        self._tree: StateDict | None = None
+        self._taken: Snapshot[Any] | None = taken
+        self._tree: Any = None
         self._made = time.monotonic()
         self._uploading = False
 
-    def settle(self, copied: Future[StateDict]) -> None:
+    def settle(self, copied: Future[Any]) -> None:
         """Gives the future the tree, once all of it is copied, or what went wrong: now where that
         is known, otherwise on the callbacks' thread."""
         taken = self._taken
@@ -68,7 +68,7 @@ class Staged:
         else:
             call_when_copied(taken, functools.partial(self._settle, copied))
 
-    def _settle(self, copied: Future[StateDict]) -> None:
+    def _settle(self, copied: Future[Any]) -> None:
         taken = self._taken
         assert taken is not None
         try:
@@ -92,7 +92,7 @@ class Staged:
             will_return(taken)
         self._note(uploading=True)
 
-    def uploads(self, tree: StateDict) -> None:
+    def uploads(self, tree: Any) -> None:
         self._tree = tree
 
     def upload_ended(self) -> None:
@@ -145,8 +145,9 @@ class Stages:
         self._changed = threading.Condition()
         self._before: list[Staged] = []
 
-    def stage(self, state_dict: StateDict, *, overlap: bool, engine: Engine | None) -> Staged:
-        """Copies a state dict, once uploads under way have given back the memory it wants.
+    def stage(self, tree: Any, *, overlap: bool, engine: Engine | None) -> Staged:
+        """Copies a tree with a state dict, once uploads under way have given back the memory it
+        wants.
 
         Raises:
             PoolExhaustedError: It does not fit, and no upload under way would change that.
@@ -156,7 +157,7 @@ class Stages:
             new = [each for each in self._before if each.grace_s() > 0]
             try:
                 # The core waits for those that an upload has.
-                taken = snapshot_to_write(state_dict, overlap=overlap, engine=engine)
+                taken = snapshot_to_write(tree, overlap=overlap, engine=engine)
             except PoolExhaustedError:
                 if not new:
                     raise

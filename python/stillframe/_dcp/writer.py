@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import os
 import uuid
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.futures import Future
 
 from stillframe._base import paths
 from stillframe._dcp import commit, image
+from stillframe._dcp.beside import Beside
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -105,6 +107,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files_id = commit.new_id()
         self._rank: int | None = None  # where each rank saves for itself
         self._written: list[str] = []
+        self.beside: Beside | None = None
         self._was_empty = False
         self.reports: list[SaveReport] = []
         self.metadata: Metadata | None = None
@@ -245,7 +248,13 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         )
         metadata.version = _VERSION
         self.before_commit()
-        commit.put_in_place(metadata, directory, self._rank, durable=self._durable)
+        put_in_place = functools.partial(
+            commit.put_in_place, metadata, directory, self._rank, durable=self._durable
+        )
+        if self.beside is None:
+            put_in_place()
+        else:
+            self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
         self.metadata = metadata
         commit.remove_unnamed(metadata, directory, self._rank)
 

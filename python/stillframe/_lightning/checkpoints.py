@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
-from stillframe._lightning import ranks, rotation, strategies
+from stillframe._lightning import ranks, rotation, sharded_save, strategies
 from stillframe._lightning.caller import inside_signal_handler, meets_others_later
 from stillframe._lightning.options import PluginOptions
 from stillframe._lightning.pending import (
@@ -55,11 +55,13 @@ from stillframe._lightning.pending import (
 from stillframe._lightning.places import absolute, is_remote
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.rotation import Rotation
+from stillframe._lightning.sharded_save import Parts
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.waiting import WaitingLine
 from stillframe._lightning.wraps import Wraps
 from stillframe._lightning.writers import Writers
 from stillframe._save import gate, ordered
+from stillframe._save.handle import SaveHandle
 
 if TYPE_CHECKING:
     from stillframe._lightning.wrapped import Inner
@@ -67,10 +69,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("stillframe")
 
 
+# Starts a save, given what is under way and whether to copy on after the call.
+Submit = Callable[[Work, bool], SaveHandle]
+
+
 class _Group:
-    """A save of a Trainer with several ranks, whose error is raised behind their barrier."""
+    """A save of several ranks, whose error is raised behind their barrier.
+
+    Attributes:
+        unmade: It failed in its call.
+    """
 
     error: BaseException | None = None
+    unmade = False
 
 
 class Checkpoints:
@@ -111,6 +122,25 @@ class Checkpoints:
     # ---- for the plugin: what Lightning calls; see there ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
+        def submit(work: Work, overlap: bool) -> SaveHandle:
+            return self._writers.submit(work, checkpoint, path, storage_options, overlap)
+
+        if storage_options is None or self._writers.inner is not None:
+            self._save_with(submit, trainer, path)
+        else:
+            self._save_with(self._refuse_storage_options, trainer, path)
+
+    def save_sharded(self, trainer: Any, parts: Parts, path: str) -> None:
+        """All ranks at once, each its part, into the directory `path`."""
+
+        def submit(work: Work, overlap: bool) -> SaveHandle:
+            options = self._options.save_options(overlap=overlap)
+            engine, (_, when_busy) = self._writers.engine_of(work), self._options.slots()
+            return sharded_save.submit(parts, path, options, engine=engine, when_busy=when_busy)
+
+        self._save_with(submit, trainer, path)
+
+    def _save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         # Looked at before anything of ours can fail, which would be an exception being handled too.
         quiet = self._trainers.failed(trainer)
         group = self._groups[-1] if self._groups else None
@@ -118,18 +148,17 @@ class Checkpoints:
         in_handler = inside_signal_handler()
         interrupted = work.newest, work.failed
         work.newest, work.failed = None, True
-        save = functools.partial(
-            self._save, work, trainer, checkpoint, path, storage_options, in_handler
-        )
+        save = functools.partial(self._save, work, submit, trainer, path, in_handler)
         try:
             error = self._outcome(work, save, path, quiet)
+            unmade = work.newest is None
         finally:
             if in_handler:  # the call that it interrupted goes on with its own
                 work.newest, work.failed = interrupted
-        if error is None:
-            return
         if group is not None:
-            group.error = error
+            group.error, group.unmade = error, unmade
+            return
+        if error is None:
             return
         if is_trainer(trainer) and ranks.several(trainer) and meets_others_later(trainer):
             trainer.strategy.barrier("Trainer.save_checkpoint")
@@ -160,25 +189,18 @@ class Checkpoints:
     def _save(
         self,
         work: Work,
+        submit: Submit,
         trainer: Any,
-        checkpoint: Any,
         path: Any,
-        storage_options: Any | None,
         in_handler: bool,
     ) -> None:
-        if storage_options is not None and self._writers.inner is None:
-            raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
-                f" is not supported for `{self.name}`. Please implement your custom"
-                " `CheckpointIO` to define how you'd like to use `storage_options`."
-            )
         if is_trainer(trainer):
             strategies.refuse(trainer.strategy)
         asynchronous = not in_handler and self._trainers.may_save_early(trainer)
         asynchronous = asynchronous and not _for_requeue(path)
         work.rotation.make_room(absolute(path))
         overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
-        handle = self._writers.submit(work, checkpoint, path, storage_options, overlap)
+        handle = submit(work, overlap)
         work.pending.append(handle)
         work.newest, work.failed = handle, False
         if self._options.log_metrics and is_trainer(trainer):
@@ -189,6 +211,13 @@ class Checkpoints:
             if error is not None:
                 work.failed = True
                 raise error
+
+    def _refuse_storage_options(self, work: Work, overlap: bool) -> SaveHandle:
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
+            f" is not supported for `{self.name}`. Please implement your custom"
+            " `CheckpointIO` to define how you'd like to use `storage_options`."
+        )
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.wait_for(path)
@@ -294,15 +323,20 @@ class Checkpoints:
             ordered.wait_for_path(path)
 
     @contextmanager
-    def group(self, trainer: Any) -> Iterator[None]:
-        """Around a save that all ranks of `trainer` make together: they raise together, too."""
+    def together(self, strategy: Any) -> Iterator[None]:
+        """Around a save that all ranks of `strategy` make together: they raise together, too."""
+        if self._groups:
+            yield
+            return
         group = _Group()
         self._groups.append(group)
         try:
             yield
         finally:
             self._groups.remove(group)
-        error = ranks.agree(trainer, group.error)
+        error, unmade = ranks.agree(strategy, group.error, group.unmade)
+        if unmade:
+            self._current_work().forget_newest()  # it fails with what is raised here
         if error is not None:
             raise error
 
@@ -337,7 +371,7 @@ class Checkpoints:
             self._tell(error, quiet)
             error = None
         if self._trainers.is_set_up(trainer) and ranks.several(trainer):
-            error = ranks.agree(trainer, error)
+            error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error
 

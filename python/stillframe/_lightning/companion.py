@@ -21,8 +21,9 @@ stands over methods of the Trainer's own objects that go round a CheckpointIO:
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
     Logger.after_save_checkpoint      is called once the checkpoint is durable
     Logger.finalize                   comes after all of those
-    Trainer.save_checkpoint           of several ranks: all raise what rank 0 has to
+    Trainer.save_checkpoint           of several ranks: all raise what any of them has to
     resume_start                      of several ranks: all load after rank 0's saves
+    Strategy.save_checkpoint          and its like, where each rank saves its part: `sharded.py`
 
 It has no state, so it is not in checkpoints, and does nothing in a Trainer that saves with
 another plugin.
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stillframe._lightning import ranks as _ranks
+from stillframe._lightning import sharded as _sharded
 from stillframe._lightning import strategies as _strategies
 from stillframe._lightning.caller import note_signal_handlers
 from stillframe._lightning.checkpoints import Checkpoints
@@ -141,6 +143,8 @@ def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
         if listens(logger):
             wraps.put(logger, "after_save_checkpoint", _after_save_checkpoint(checkpoints))
         wraps.put(logger, "finalize", _finalize(checkpoints, trainer))
+    if _strategies.sharded_as(trainer.strategy) is not None:
+        _sharded.stand_over(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
         wraps.put(trainer, "save_checkpoint", _save_together(checkpoints, trainer))
         wraps.put(
@@ -214,7 +218,7 @@ def _save_together(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]
         if not _ranks.several(trainer):
             original(*args, **kwargs)
             return
-        with checkpoints.group(trainer):
+        with checkpoints.together(trainer.strategy):
             original(*args, **kwargs)
 
     return save_checkpoint

@@ -63,6 +63,12 @@ class Work:
             return False
         return True
 
+    def forget_newest(self) -> None:
+        """Its error has been raised; waits for its end."""
+        handle = self.newest
+        if handle is not None and self.discard(handle):
+            error_of(handle)
+
     def collect_ended(self, but: SaveHandle | None = None) -> None:
         """Takes the errors of saves that have ended; not that of `but`, however fast it failed."""
         for handle in list(self.pending):

@@ -1,8 +1,8 @@
-"""Errors of rank 0, raised by all ranks of a Trainer together.
+"""Errors of one rank, raised by all ranks of a Trainer together.
 
-Lightning saves on rank 0 and has every rank meet in a barrier behind it. An error raised in
-between leaves the others in the barrier, so it is kept until all have passed it; then one flag
-goes round, and if it is set the error follows it.
+Lightning has every rank meet in a barrier behind a save, which rank 0 makes alone or each makes a
+part of. An error raised in between leaves the others in the barrier, so it is kept until all have
+passed it; then one flag goes round, and if it is set the error follows it.
 
 After training rank 0 raises alone: between `setup` and `teardown` all ranks raise together, and a
 save after that stands behind the barrier in which the others wait. Nothing of ours may stay on a
@@ -14,6 +14,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import torch.distributed
+
 from stillframe._base.distributed import is_initialized
 from stillframe.errors import StillframeError
 
@@ -23,18 +25,29 @@ def several(trainer: Any) -> bool:
     return trainer.world_size > 1 and is_initialized()
 
 
-def agree(trainer: Any, error: BaseException | None) -> BaseException | None:
-    """What every rank is to raise: rank 0's error, or None. A collective: call it on all ranks."""
-    strategy = trainer.strategy
+def agree(
+    strategy: Any, error: BaseException | None, unmade: bool = False
+) -> tuple[BaseException | None, bool]:
+    """What every rank is to raise: its own error, or that of the first rank that has one, or None.
+    A collective: call it on all ranks.
+
+    Args:
+        unmade: This rank's call failed, so that no save was made.
+
+    Returns:
+        Besides, whether `unmade` is true on any rank that has an error.
+    """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
-        return None
-    sent = strategy.broadcast(_packed(error), src=0)
+        return None, False
+    rows: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rows, (_packed(error), unmade))
+    of_any = any(row[1] for row in rows)
     if error is not None:
-        return error
-    told = _unpacked(sent)
-    if told is not None:
-        told.add_note(f"This was raised by rank 0; rank {trainer.global_rank} ends with it.")
-    return told
+        return error, of_any
+    rank, sent = next((rank, row[0]) for rank, row in enumerate(rows) if row[0] is not None)
+    told: BaseException = pickle.loads(sent)
+    told.add_note(f"This was raised by rank {rank}; rank {strategy.global_rank} ends with it.")
+    return told, of_any
 
 
 def _packed(error: BaseException | None) -> bytes | None:
@@ -46,7 +59,3 @@ def _packed(error: BaseException | None) -> bytes | None:
     except Exception:  # an error of other code, with whatever in it
         packed = pickle.dumps(StillframeError(f"{type(error).__name__}: {error}"))
     return packed
-
-
-def _unpacked(packed: bytes | None) -> BaseException | None:
-    return None if packed is None else pickle.loads(packed)

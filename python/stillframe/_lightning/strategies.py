@@ -1,4 +1,5 @@
-"""Strategies that do not hand their checkpoints to a CheckpointIO, or cannot.
+"""Strategies that do not hand their checkpoints to a CheckpointIO, or cannot; those of them whose
+checkpoints are saved all the same, by all ranks (`sharded.py`).
 
 They are told by the names of their classes: their modules need not be there.
 """
@@ -41,21 +42,36 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
     )
 
 
+def sharded_as(strategy: Any) -> str | None:
+    """What the model is called in the checkpoints of `strategy`, if each rank saves its part of
+    them, in Lightning's own way; None otherwise."""
+    kind = _sharded(strategy)
+    if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
+        return None
+    return "model" if kind == "FSDPStrategy" else "state_dict"
+
+
 def _bypassed(strategy: Any) -> str | None:
+    if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
+        return "DeepSpeedStrategy writes its own checkpoints"
+    if _sharded(strategy) is not None and sharded_as(strategy) is None:
+        return f"{type(strategy).__name__} has a save_checkpoint of its own"
+    return None
+
+
+def _sharded(strategy: Any) -> str | None:
+    """The name of the class of Lightning's, if `strategy` is to save sharded checkpoints."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
-        if name == "DeepSpeedStrategy":
-            return "DeepSpeedStrategy writes its own checkpoints"
         if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":
-            return (
-                'FSDPStrategy(state_dict_type="sharded") writes one file for each rank by itself'
-                ' (state_dict_type="full" does not)'
-            )
+            return name
         if name == "ModelParallelStrategy" and getattr(
             strategy, "_save_distributed_checkpoint", False
         ):
-            return (
-                "ModelParallelStrategy(save_distributed_checkpoint=True) writes one file for each"
-                " rank by itself (save_distributed_checkpoint=False does not)"
-            )
+            return name
     return None
+
+
+def _is_lightnings(method: Any) -> bool:
+    module = getattr(method, "__module__", None) or ""
+    return module.endswith((".strategies.fsdp", ".strategies.model_parallel"))

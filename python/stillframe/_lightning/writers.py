@@ -72,7 +72,7 @@ class Writers:
         self, work: Work, checkpoint: Any, path: Any, storage_options: Any, overlap: bool
     ) -> SaveHandle:
         """Starts the save of `checkpoint`."""
-        engine = self._engine_of(work)
+        engine = self.engine_of(work)
         inner = self._writer_of(path)
         options = self._options.save_options(overlap=overlap)
         if inner is None:
@@ -122,7 +122,7 @@ class Writers:
             self._told.add(sentence)
             log.warning("stillframe: %s: %s", os.fsdecode(path), sentence)
 
-    def _engine_of(self, work: Work) -> Engine:
+    def engine_of(self, work: Work) -> Engine:
         options = self._options.engine_options()
         if options is None:
             engine = engine_or_default(self._options.engine)

@@ -211,7 +211,7 @@ class Hook:
     """A hook of a module. A copy of the module has none: it does nothing there."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
-        self._function = function
+        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         self._layer = layer
 
     def __call__(self, *args: Any) -> None:
@@ -222,6 +222,29 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return _no_hook, ()
+
+
+class Stay:
+    """In the place of an offloaded module's `_apply`: a model that is moved leaves its offloaded
+    layers where they are. A copy of the module has its own."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(self, function: Any, recurse: bool = True) -> nn.Module:
+        made = function(torch.empty(1))
+        if made.dtype != torch.float32:
+            raise StillframeError(
+                f"{self._layer.name} is offloaded: its parameters cannot be made {made.dtype}."
+                " Convert them before, or give offload_layers a dtype"
+            )
+        return self._layer.module
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo[id(self._layer.module)].__class__._apply.__get__(memo[id(self._layer.module)])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._layer.module, "_apply")
 
 
 def _no_hook() -> Any:

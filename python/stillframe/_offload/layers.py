@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from stillframe._offload import graph
 from stillframe._offload.gradients import Gradient, Gradients
-from stillframe._offload.layer import Former, Hook, Layer
+from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
 from stillframe._offload.saved import Onloading, SavedHooks, check_version, weights
@@ -130,6 +130,7 @@ class OffloadedLayers:
         self._residents.give_up_others(())
         for layer in self._layers:
             layer.settle()
+            del layer.module._apply
             layer.to_ordinary()
             _offloaded.difference_update(layer.module.modules())
         self._gradients.close()
@@ -150,6 +151,7 @@ class OffloadedLayers:
             module.register_forward_hook(Hook(self._after, layer), always_call=True),
         ]
         state = Hook(self._before_state, layer)
+        module._apply = Stay(layer)  # type: ignore[method-assign]
         for each in module.modules():
             self._handles.append(each.register_state_dict_pre_hook(state))  # type: ignore[no-untyped-call]
 
@@ -208,10 +210,12 @@ class OffloadedLayers:
         layer.write_back(group, self._offloader)
         use.versions = [tensor._version for tensor in layer.tensors]
         with_gradients = torch.is_grad_enabled()
-        if not with_gradients:
-            layer.settle()
-        else:
+        if with_gradients:
             _tell_of_backward(use, output)
+        else:
+            layer.settle()
+            if layer is self._order[-1]:
+                self._offloader.wait_read()  # the caller may write to the weights now
         if graph.task() == graph.NO_TASK and not (with_gradients and layer in self._kept):
             self._residents.give_up(layer)
 
@@ -321,6 +325,7 @@ class OffloadedLayers:
         self._gradients.join(task)
         for layer in self._layers:
             layer.settle()
+        self._offloader.wait_read()
 
 
 def _tell_of_backward(use: _Use, output: Any) -> None:

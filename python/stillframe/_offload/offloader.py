@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -333,6 +334,17 @@ class Offloader:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
+
+    def wait_read(self) -> None:
+        """Returns when nothing that comes in is read any more: the tensors given to `onload` and
+        `prefetch` so far may be written to."""
+        with inside(), self._lock:
+            self._refuse()
+            began = time.perf_counter()
+            for slot in self._coming:
+                slot.finish()
+            self._stats["host_waited_s"] += time.perf_counter() - began
+            self._coming = []
 
     # ---- the rest -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ around ours, so `torch.utils.checkpoint` and others work around an offloaded lay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -181,7 +182,9 @@ class SavedHooks:
     def __init__(self, take: Callable[[Tensor], Any] = lambda tensor: None) -> None:
         self._take = take
         self._around: Hooks | None = None
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        # Called from the midst of compiled functions, too: nothing of it is for the compiler.
+        pack = functools.partial(_uncompiled(SavedHooks._pack), self)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def enter(self) -> None:
         self._around = outer()
@@ -201,6 +204,11 @@ class SavedHooks:
             return _Passed(pack(tensor), unpack)
         # Detached: an output that its own node holds would never be freed.
         return Kept(tensor.detach(), tensor._version)
+
+
+@functools.cache
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -1,0 +1,161 @@
+"""A file of somebody else's beside a checkpoint, under one commit with it: Lightning's `meta.pt`.
+
+Lightning takes a directory for a checkpoint where there is a `meta.pt`, and reads the tensors by
+`.metadata`. Two names cannot change at once, so the file has a name of its save as data files have,
+and the other name is only a link:
+
+    .metadata           says which save the checkpoint is of
+    meta.SAVE.pt        of that save; written and synced before .metadata is renamed
+    meta.pt             a link to it (a copy where there are no links)
+
+In a directory without a checkpoint the link is made before the commit: a directory with a
+`.metadata` is complete. One that is saved to again loses its link before the commit and gets the
+new one right after: whoever knows only `meta.pt` finds the old checkpoint, the new one, or for that
+moment none, but never tensors of one with the counters of the other. `mend` makes the link again
+after a crash in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stillframe._base.paths import sync_directory
+from stillframe._dcp.commit import metadata_path
+
+log = logging.getLogger("stillframe")
+
+
+class Beside:
+    """
+    Args:
+        name: Of the link: a stem and a suffix.
+        content: What `torch.save` is to write, or, while it is being copied, what was given.
+    """
+
+    def __init__(self, name: str, content: Any) -> None:
+        self.name = name
+        self.content = content
+
+    def commit(
+        self, directory: str, save_id: str, put_in_place: Callable[[], None], *, durable: bool
+    ) -> None:
+        """`put_in_place()`, and this file with it.
+
+        Raises:
+            OSError, Exception: Of `put_in_place` and of writing. The directory holds what it held
+                before, or the new checkpoint, not known to be durable.
+        """
+        own, link = _of_save(directory, self.name, save_id), os.path.join(directory, self.name)
+        try:
+            _write(self.content, own, durable=durable)
+            if os.path.exists(metadata_path(directory, None)):
+                _take_off(directory, self.name)
+            else:
+                _link(own, link)
+            put_in_place()
+            _link(own, link)
+            if durable:
+                sync_directory(directory)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._undo(directory, own, link, save_id)
+            raise
+        for other in _of_saves(directory, self.name):
+            if other != own:
+                with contextlib.suppress(OSError):
+                    os.unlink(other)
+
+    def _undo(self, directory: str, own: str, link: str, save_id: str) -> None:
+        if _save_of(directory) != save_id:
+            for path in (link, own) if _same(own, link) else (own,):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        mend(directory, self.name)
+
+
+def mend(directory: str, name: str) -> None:
+    """Makes `name` the file of the directory's checkpoint again where a save died between the two.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    link = os.path.join(directory, name)
+    named = _of_saves(directory, name)
+    if not named or (len(named) == 1 and _same(named[0], link)):
+        return
+    own = _of_save(directory, name, _save_of(directory))
+    if own in named and not _same(own, link):
+        log.warning("stillframe: %s is made anew: a save into its directory was interrupted", link)
+        _link(own, link)
+
+
+def _of_save(directory: str, name: str, save_id: str | None) -> str:
+    stem, suffix = os.path.splitext(name)
+    return os.path.join(directory, f"{stem}.{save_id}{suffix}")
+
+
+def _of_saves(directory: str, name: str) -> list[str]:
+    stem, suffix = os.path.splitext(name)
+    return [
+        os.path.join(directory, each)
+        for each in os.listdir(directory)
+        if each.startswith(f"{stem}.") and each.endswith(suffix) and each != name
+    ]
+
+
+def _save_of(directory: str) -> str | None:
+    """Which save the directory's checkpoint is of; None where nobody knows."""
+    try:
+        with open(metadata_path(directory, None), "rb") as file:
+            save_id = pickle.load(file).storage_meta.save_id
+    except Exception:  # no checkpoint, a damaged one, one of another version
+        return None
+    return None if save_id is None else str(save_id)
+
+
+def _take_off(directory: str, name: str) -> None:
+    """The link goes; what it names stays under the name of its save."""
+    link = os.path.join(directory, name)
+    if not os.path.exists(link):
+        return
+    if any(os.path.samefile(each, link) for each in _of_saves(directory, name)):
+        os.unlink(link)
+    else:  # Lightning wrote it by itself, or it is a copy
+        os.replace(link, _of_save(directory, name, _save_of(directory)))
+
+
+def _write(content: Any, path: str, *, durable: bool) -> None:
+    with open(path, "xb") as file:
+        torch.save(content, file)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+
+
+def _link(own: str, link: str) -> None:
+    if _same(own, link):
+        return
+    temporary = os.path.join(os.path.dirname(link), f".{os.path.basename(link)}.stillframe")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    try:
+        os.link(own, temporary)
+    except OSError:  # a file system without links
+        shutil.copyfile(own, temporary)
+    os.replace(temporary, link)
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
+    except FileNotFoundError:
+        return False

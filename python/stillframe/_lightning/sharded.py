@@ -1,0 +1,296 @@
+"""Strategies that save a part of the state on each rank: `FSDPStrategy(state_dict_type="sharded")`
+and `ModelParallelStrategy`, of a Trainer and of Fabric.
+
+They call DCP themselves, synchronously and on the group that they train on, and ask no
+CheckpointIO. So functions of ours stand over methods of the strategy object:
+
+    save_checkpoint              all ranks save through stillframe's DCP writer, beside training
+    load_checkpoint              waits for that, and refuses what is not complete
+    lightning_module_state_dict,
+    optimizer_state              leave tensors where they are: the save copies them
+
+What is saved is what Lightning saves, under the same names: it loads it without us, and we load
+what it has saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from stillframe._lightning import ranks
+from stillframe._lightning.caller import Fabric
+from stillframe._lightning.checkpoints import Checkpoints
+from stillframe._lightning.options import PluginOptions
+from stillframe._lightning.places import is_remote
+from stillframe._lightning.sharded_save import META, Parts
+from stillframe._lightning.strategies import sharded_as
+from stillframe._lightning.wraps import Wraps
+from stillframe._lightning.writers import Writers
+from stillframe._save import gate
+from stillframe._save.options import DEFAULT_IN_FLIGHT
+from stillframe.errors import CorruptCheckpointError, StillframeError
+
+log = logging.getLogger("stillframe")
+
+Original = Callable[..., Any]
+
+
+def stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
+    """Has `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
+    strategy = trainer.strategy
+    wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
+    wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
+    if sharded_as(strategy) == "state_dict":
+        # With FSDP the state comes to the host as Lightning asks for it: its hooks do that.
+        for name, function in (
+            ("lightning_module_state_dict", _model_state),
+            ("optimizer_state", _optimizer_state),
+        ):
+            module = getattr(type(strategy), name).__module__
+            if module.endswith(".strategies.model_parallel"):
+                wraps.put(strategy, name, functools.partial(function, strategy))
+
+
+def _save(
+    checkpoints: Checkpoints,
+    trainer: Any,
+    original: Original,
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    storage_options: Any | None = None,
+) -> None:
+    strategy = trainer.strategy
+    if storage_options is not None:
+        original(checkpoint, filepath, storage_options)  # says that it does not take them
+        return
+    path = os.fsdecode(strategy.broadcast(filepath))
+    if is_remote(path):
+        log.warning("stillframe: %s is saved by Lightning itself, as its path is remote", path)
+        original(checkpoint, filepath)
+        return
+    rest = dict(checkpoint)
+    state = {sharded_as(strategy) or "state_dict": rest.pop("state_dict")}
+    for number, each in enumerate(rest.pop("optimizer_states", ())):
+        state[f"optimizer_{number}"] = each
+    with checkpoints.together(strategy):
+        checkpoints.save_sharded(trainer, Parts(state, rest, strategy.global_rank), path)
+
+
+def _load(
+    checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
+) -> Any:
+    given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
+    path = os.fsdecode(strategy.broadcast(given))
+    if not is_remote(path):
+        error: BaseException | None = None
+        try:
+            checkpoints.wait_for(path)
+            gate.wait()  # what is loaded goes over what saves in flight may still be copying
+            if strategy.global_rank == 0:
+                _make_ready(path)
+        except (StillframeError, OSError) as caught:
+            error = caught
+        error, _ = ranks.agree(strategy, error)  # behind it the saves of all ranks have ended
+        if error is not None:
+            raise error
+    return original(*args, **kwargs)
+
+
+def _make_ready(path: str) -> None:
+    """
+    Raises:
+        CorruptCheckpointError: Its save never ended.
+        OSError: `meta.pt` is of another save, and the right one cannot take its place.
+    """
+    from stillframe._dcp import beside, commit
+
+    if not os.path.isdir(path):
+        return
+    if not os.path.exists(commit.metadata_path(path, None)) and any(
+        name == META or name.endswith(commit.SUFFIX) for name in os.listdir(path)
+    ):
+        raise CorruptCheckpointError(
+            f"{path} is not a complete checkpoint: it has no .metadata, which a save writes last"
+        )
+    beside.mend(path, META)
+
+
+def _model_state(strategy: Any, original: Original) -> Any:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(strategy.model)
+
+
+def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    if type(optimizer).__name__.startswith("Lightning"):
+        optimizer = optimizer._optimizer
+    return get_optimizer_state_dict(strategy.model, optimizer)
+
+
+# ---- Fabric ----
+
+
+def sharded(strategy: Any) -> Any:
+    """Has the sharded checkpoints of a strategy of Fabric saved by stillframe.
+
+        fabric = Fabric(strategy=sharded(ModelParallelStrategy(parallelize)))
+
+    `fabric.save` returns once the state is captured, and `fabric.load` waits for saves of its path.
+    What went wrong is raised by the next save, on all ranks, or by `stillframe.wait_all()`, which
+    Fabric's end needs: it has none of its own. May be called again.
+
+    Args:
+        strategy: `FSDPStrategy(state_dict_type="sharded")` or `ModelParallelStrategy`, of
+            `lightning.fabric` or `lightning_fabric`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError, ValueError: Another one, with the reason why it is not served.
+    """
+    _refuse(strategy)
+    wraps: Wraps = vars(strategy).setdefault("_stillframe", Wraps())
+    checkpoints = Checkpoints("sharded", Writers(object, None, _OPTIONS), _OPTIONS)
+    wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
+    wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
+    return strategy
+
+
+_OPTIONS = PluginOptions(
+    engine=None,
+    pool_bytes=None,
+    max_in_flight=DEFAULT_IN_FLIGHT,
+    when_busy="wait",
+    durable=True,
+    overlap=True,
+    check_mutation=False,
+    on_durable=None,
+    on_error="raise",
+    log_metrics=False,
+)
+
+
+def _refuse(strategy: Any) -> None:
+    name = type(strategy).__name__
+    if not hasattr(strategy, "save_checkpoint"):
+        raise TypeError(f"sharded() takes a strategy of Fabric, not {strategy!r}")
+    if hasattr(strategy, "lightning_module"):
+        raise TypeError(
+            f"sharded() is for Fabric, and this {name} is a Trainer's: give the Trainer"
+            " plugins=[AsyncCheckpointIO()]"
+        )
+    if sharded_as(strategy) is not None:
+        return
+    classes = {cls.__name__ for cls in type(strategy).__mro__}
+    if "FSDPStrategy" in classes and getattr(strategy, "_state_dict_type", "") != "sharded":
+        raise ValueError(
+            f'{name} gathers full state dicts on rank 0: give it state_dict_type="sharded"'
+        )
+    if "ModelParallelStrategy" in classes and not strategy._save_distributed_checkpoint:
+        raise ValueError(
+            f"{name} gathers full state dicts on rank 0: give it save_distributed_checkpoint=True"
+        )
+    if classes & {"FSDPStrategy", "ModelParallelStrategy"}:
+        raise TypeError(f"{name} has a save_checkpoint of its own, which would not be called")
+    raise TypeError(
+        f"{name} does not save a part of the state on each rank: give Fabric"
+        " plugins=[AsyncCheckpointIO()], where it takes them"
+    )
+
+
+def _save_fabric(
+    checkpoints: Checkpoints,
+    strategy: Any,
+    original: Original,
+    path: Any,
+    state: dict[str, Any],
+    storage_options: Any | None = None,
+    filter: dict[str, Any] | None = None,
+) -> None:
+    model = _only_model(strategy, state)
+    given = os.fsdecode(strategy.broadcast(path))
+    if storage_options is not None or filter is not None or model is None or is_remote(given):
+        # It says why not, or saves remotely.
+        original(path, state, storage_options=storage_options, filter=filter)
+        return
+    states, rest = _states(strategy, model, state)
+    with checkpoints.together(strategy):
+        checkpoints.save_sharded(Fabric, Parts(states, rest, strategy.global_rank), given)
+
+
+def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
+    """The one model in `state` that is sharded; None where there is none, or more than one."""
+    import torch
+
+    if sharded_as(strategy) == "model":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        def is_sharded(model: Any) -> bool:
+            return any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+    else:
+        from torch.distributed.tensor import DTensor
+
+        def is_sharded(model: Any) -> bool:
+            return any(isinstance(each, DTensor) for each in model.parameters())
+
+    modules = (each for each in state.values() if isinstance(each, torch.nn.Module))
+    models = [each for each in modules if is_sharded(each)]
+    return models[0] if len(models) == 1 else None
+
+
+def _states(
+    strategy: Any, model: Any, state: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of models and optimizers, and everything else."""
+    import torch
+
+    of_model, of_optimizer = _getters(strategy, model)
+    states: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, each in state.items():
+        if isinstance(each, torch.nn.Module):
+            states[name] = of_model(each)
+        elif isinstance(each, torch.optim.Optimizer):
+            states[name] = of_optimizer(each)
+        elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+            rest[name] = each.state_dict()
+        else:
+            rest[name] = each
+    return states, rest
+
+
+def _getters(strategy: Any, model: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if sharded_as(strategy) == "state_dict":
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        return get_model_state_dict, functools.partial(get_optimizer_state_dict, model)
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import api
+
+    def sharded_state() -> Any:
+        return FSDP.state_dict_type(
+            model,
+            api.StateDictType.SHARDED_STATE_DICT,
+            api.ShardedStateDictConfig(offload_to_cpu=True),
+            api.ShardedOptimStateDictConfig(offload_to_cpu=True),
+        )
+
+    def of_model(each: Any) -> Any:
+        with sharded_state():
+            return each.state_dict()
+
+    def of_optimizer(optimizer: Any) -> Any:
+        with sharded_state():
+            return FSDP.optim_state_dict(model, optimizer)
+
+    return of_model, of_optimizer

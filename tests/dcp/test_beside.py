@@ -1,0 +1,172 @@
+"""`meta.pt` and the checkpoint it belongs to: one commit, wherever a process dies."""
+
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from fix_dcp import loaded
+from stillframe import dcp
+from stillframe._dcp import beside, commit
+from stillframe._dcp.beside import Beside, mend
+
+META = "meta.pt"
+
+
+class DiedError(BaseException):
+    """The process is gone at this point: nothing that would clean up runs."""
+
+
+def state(number: int) -> dict[str, Any]:
+    return {"w": torch.full((10,), float(number))}
+
+
+def save(directory: Path, number: int) -> None:
+    writer = dcp.FileSystemWriter(directory)
+    writer.beside = Beside(META, {"step": number})
+    stock.save(state(number), storage_writer=writer, no_dist=True)
+
+
+def save_as_lightning(directory: Path, number: int) -> None:
+    stock.save(state(number), checkpoint_id=directory, no_dist=True)
+    torch.save({"step": number}, directory / META)
+
+
+def tensors_of(directory: Path) -> int:
+    return int(loaded(state(0), directory)["w"][0])
+
+
+def meta_of(directory: Path) -> int:
+    return int(torch.load(directory / META)["step"])
+
+
+def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
+    """Dies before the nth operation that changes a name, the operations of the commit included;
+    returns whether it has."""
+    count = itertools.count(1)
+    died = []
+
+    def before(name: str) -> None:
+        original = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if died or next(count) == nth:
+                died.append(name)
+                raise DiedError(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("link", "replace", "rename", "unlink"):
+        before(name)
+    return lambda: bool(died)
+
+
+@pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
+def test_wherever_a_process_dies_the_path_loads_as_old_or_as_new(
+    old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    for nth in itertools.count(1):
+        directory = tmp_path / str(nth)
+        if old is not None:
+            old(directory, 1)
+        with monkeypatch.context() as patch:
+            died = dying_at(patch, nth)
+            try:
+                save(directory, 2)
+            except BaseException as error:
+                assert died(), error
+        if (directory / ".metadata").exists():
+            tensors = tensors_of(directory)
+            # Whoever knows only meta.pt finds the one of these tensors, or none at all.
+            assert not (directory / META).exists() or meta_of(directory) == tensors
+            mend(os.fspath(directory), META)
+            assert meta_of(directory) == tensors
+            seen.add(tensors)
+        else:
+            assert old is None
+        if not died():
+            break
+    assert nth > 4
+    assert seen == ({2} if old is None else {1, 2})
+    assert len(list(directory.glob("meta*"))) == 2  # what is left over goes with the next
+
+
+@pytest.mark.parametrize("old", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
+def test_a_commit_that_fails_leaves_what_was_there(
+    old: Callable[[Path, int], None] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "c"
+    if old is not None:
+        old(directory, 1)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no metadata today")
+
+    with monkeypatch.context() as patch, pytest.raises(BaseException, match="no metadata today"):
+        patch.setattr(commit, "put_in_place", broken)
+        save(directory, 2)
+    if old is None:
+        assert not list(directory.glob("*meta*"))
+    else:
+        assert (tensors_of(directory), meta_of(directory)) == (1, 1)
+    save(directory, 3)
+    assert (tensors_of(directory), meta_of(directory)) == (3, 3)
+
+
+def test_meta_is_there_and_synced_before_the_first_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync, put_in_place = os.fsync, commit.put_in_place
+
+    def noted(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        assert meta_of(tmp_path / "c") == 1
+        (own,) = (tmp_path / "c").glob("meta.*.pt")
+        assert os.fspath(own) in synced
+        put_in_place(*args, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(commit, "put_in_place", look)
+    save(tmp_path / "c", 1)
+
+
+def test_without_links_a_copy_takes_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refused)
+    for number in (1, 2):
+        save(tmp_path / "c", number)
+        assert (tensors_of(tmp_path / "c"), meta_of(tmp_path / "c")) == (number, number)
+        assert len(list((tmp_path / "c").glob("meta*"))) == 2
+
+
+def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    save(directory, 1)
+    save_as_lightning(directory, 2)
+    mend(os.fspath(directory), META)
+    assert (tensors_of(directory), meta_of(directory)) == (2, 2)
+
+
+def test_metadata_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    save(directory, 1)
+    (directory / META).unlink()
+    (directory / ".metadata").write_bytes(pickle.dumps(3))
+    mend(os.fspath(directory), META)
+    assert not (directory / META).exists()
+    assert beside._save_of(os.fspath(directory)) is None

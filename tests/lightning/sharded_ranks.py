@@ -1,0 +1,542 @@
+"""What test_sharded.py runs: two ranks that are forked from this process and talk over gloo.
+
+    python sharded_ranks.py DIRECTORY
+
+Each scenario has a directory of its own, and each rank notes there what it saw. Torch and both
+packages are imported once, before the fork; Lightning takes the ranks for torchrun's.
+"""
+
+import contextlib
+import errno
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import stillframe
+import torch
+import torch.distributed as dist
+from fix_lightning import loader, package, trainer
+from stillframe._dcp import commit
+from stillframe._lightning import sharded_save
+from stillframe._save import ordered
+from stillframe.testing import fault, slow
+from torch.distributed.fsdp import fully_shard
+
+RANKS = 2
+MOST_S = 60  # of one scenario
+PACKAGES = {name: package(name) for name in ("lightning", "pytorch_lightning")}
+
+
+def model_of(pkg):
+    class Sharded(pkg.Model):
+        def configure_model(self):
+            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    return Sharded()
+
+
+def run(pkg, path, callbacks=(), *, plugin=True, model=None, ckpt_path=None, samples=64, **options):
+    """A fit under ModelParallelStrategy; the Trainer, and what it raised."""
+    strategies = importlib.import_module(
+        f"{pkg.Trainer.__module__.split('.trainer')[0]}.strategies"
+    )
+    strategy = strategies.ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+    chosen = pkg.AsyncCheckpointIO() if plugin is True else plugin or None
+    fitted = trainer(
+        pkg,
+        path,
+        plugin=chosen,
+        callbacks=list(callbacks),
+        strategy=strategy,
+        devices=RANKS,
+        **{"max_steps": 6, **options},
+    )
+    raised = None
+    try:
+        fitted.fit(model or model_of(pkg), loader(samples), ckpt_path=ckpt_path)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        raised = error
+    fitted.raised = raised
+    return fitted
+
+
+def saving(pkg, path, **options):
+    return pkg.ModelCheckpoint(
+        path / "c", filename="{step}", every_n_train_steps=2, **{"save_top_k": 1, **options}
+    )
+
+
+def at_step(pkg, actions):
+    """A callback that stands behind ModelCheckpoint's: `actions[step](trainer)`."""
+
+    class At(pkg.ModelCheckpoint):
+        def on_train_batch_end(self, trainer, module, *args):
+            if trainer.global_step in actions:
+                actions[trainer.global_step](trainer)
+
+        on_train_epoch_end = on_validation_end = on_train_end = lambda self, *args: None
+
+        @property
+        def state_key(self):
+            return "at"
+
+    return At(save_top_k=0)
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).detach().clone()
+
+
+def state_of(fitted):
+    """This rank's part of parameters and optimizer state."""
+    (optimizer,) = fitted.optimizers
+    held = [local(each) for each in fitted.strategy.model.parameters()]
+    for each in optimizer.state.values():
+        held += [local(value) for value in each.values()]
+    return held
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def resumed(pkg, path, checkpoint, **options):
+    """What a new Trainer holds that goes on from a checkpoint, and does no step."""
+    held = {}
+
+    class Look(pkg.Callback):
+        def on_train_start(self, trainer, module):
+            held["step"], held["state"] = trainer.global_step, state_of(trainer)
+            trainer.should_stop = True
+
+    fitted = run(pkg, path, [Look()], ckpt_path=checkpoint, max_steps=100, min_steps=0, **options)
+    if "state" not in held:
+        raise fitted.raised
+    return held
+
+
+def names(path):
+    """Of checkpoints and what they hold, with the saves' own ids left out."""
+    found = {}
+    for each in sorted(path.iterdir()):
+        found[each.name] = sorted({name.split(".")[0] or name for name in os.listdir(each)})
+    return found
+
+
+def note_of(error):
+    text = "" if error is None else str(error)
+    return {"raised": type(error).__name__, "errno": getattr(error, "errno", None), "text": text}
+
+
+def full_on_rank_1(rank):
+    full = fault("pwrite", err=errno.ENOSPC, sticky=True)
+    return full if rank == 1 else contextlib.nullcontext()
+
+
+def behind(checkpoint, do):
+    """An action that lets the save of `checkpoint` end first."""
+
+    def action(trainer):
+        ordered.wait_for_path(checkpoint)
+        do()
+
+    return action
+
+
+# ---- scenarios: each is given its directory and its rank ----
+
+
+def trains(path, rank, pkg):
+    """On slow disks: what the call leaves undone, what is there at the end, who reads it."""
+    held, reports, unfinished = {}, [], []
+    directory = path / "c"
+
+    def look(trainer):
+        held[trainer.global_step] = state_of(trainer)
+        newest = directory / f"step={trainer.global_step}.ckpt"
+        unfinished.append(not (newest / ".metadata").exists())
+
+    plugin = pkg.AsyncCheckpointIO(on_durable=lambda path, report: reports.append(report))
+    with slow("fdatasync", 0.2), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted = run(
+            pkg,
+            path,
+            [saving(pkg, path, save_last="link"), at_step(pkg, {2: look, 4: look, 6: look})],
+            plugin=plugin,
+        )
+    ours = [str(each.message) for each in caught if "stillframe" in each.filename]
+    dist.barrier()
+    by_us = resumed(pkg, path, directory / "last.ckpt")
+    by_lightning = resumed(pkg, path, directory / "last.ckpt", plugin=False)
+    return {
+        **note_of(fitted.raised),
+        "warnings": ours,
+        "unfinished": unfinished,
+        "files": names(directory),
+        "link": os.readlink(directory / "last.ckpt"),
+        "deferred": [report.deferred_nbytes for report in reports],
+        "nbytes": [report.nbytes for report in reports],
+        "steps": [by_us["step"], by_lightning["step"]],
+        "same": [same(each["state"], held[6]) for each in (by_us, by_lightning)],
+        "ours gone": not any(
+            name in vars(fitted.strategy) for name in ("save_checkpoint", "load_checkpoint")
+        ),
+    }
+
+
+def lightnings_own(path, rank, pkg):
+    """What Lightning has saved by itself is loaded, saved over, and loaded again."""
+    checkpoint = path / "c"
+    first = run(pkg, path, plugin=False, max_steps=2)
+    first.save_checkpoint(checkpoint)
+    before = resumed(pkg, path, checkpoint)
+
+    def save(trainer):
+        trainer.save_checkpoint(checkpoint)
+
+    fitted = run(pkg, path, [at_step(pkg, {3: save})], max_steps=3)
+    after = [resumed(pkg, path, checkpoint, plugin=each) for each in (True, False)]
+    return {
+        **note_of(fitted.raised),
+        "steps": [before["step"], *(each["step"] for each in after)],
+        "same": [same(before["state"], state_of(first))]
+        + [same(each["state"], state_of(fitted)) for each in after],
+        "files": sorted({name.split(".")[0] or name for name in os.listdir(checkpoint)}),
+    }
+
+
+def overwrites(path, rank, pkg):
+    """`last.ckpt` is saved over and over; files and links of a name make way."""
+    seen = []
+    put = commit.put_in_place
+
+    def noted(metadata, directory, *args, **kwargs):
+        if not os.path.exists(os.path.join(directory, ".metadata")):
+            seen.append(os.path.exists(os.path.join(directory, "meta.pt")))
+        put(metadata, directory, *args, **kwargs)
+
+    if rank == 0:
+        (path / "c").mkdir()
+        (path / "target").mkdir()
+        (path / "target" / "kept").touch()
+        (path / "c" / "a.ckpt").write_bytes(b"a file")
+        (path / "c" / "b.ckpt").symlink_to("../target")
+    commit.put_in_place = noted
+
+    def save(name):
+        return lambda trainer: trainer.save_checkpoint(path / "c" / name)
+
+    actions = {1: save("a.ckpt"), 3: save("b.ckpt")}
+    fitted = run(pkg, path, [saving(pkg, path, save_last=True), at_step(pkg, actions)], max_steps=6)
+    commit.put_in_place = put
+    dist.barrier()
+    last = resumed(pkg, path, path / "c" / "last.ckpt")
+    return {
+        **note_of(fitted.raised),
+        "meta first": seen,
+        "files": names(path / "c"),
+        "step": last["step"],
+        "same": same(last["state"], state_of(fitted)),
+        "is a link": (path / "c" / "b.ckpt").is_symlink(),
+        "target": os.listdir(path / "target"),
+    }
+
+
+def in_flight(path, rank, pkg):
+    """Every rank restores, in the middle of training, what is still being written."""
+    loaded, unfinished = [], []
+    checkpoint = path / "c" / "step=4.ckpt"
+
+    def load(trainer):
+        unfinished.append(not (checkpoint / ".metadata").exists())
+        trainer._checkpoint_connector.resume_start(checkpoint)
+        loaded.append(trainer._checkpoint_connector._loaded_checkpoint["global_step"])
+        trainer._checkpoint_connector._loaded_checkpoint = {}
+
+    with slow("fdatasync", 0.2):
+        fitted = run(pkg, path, [saving(pkg, path), at_step(pkg, {4: load})])
+    return {**note_of(fitted.raised), "loaded": loaded, "unfinished": unfinished}
+
+
+def full_disk(path, rank, pkg):
+    """On rank 1, found by the next save: all ranks raise it once, the older checkpoint stays."""
+    full = full_on_rank_1(rank)
+
+    actions = {
+        3: behind(path / "c" / "step=2.ckpt", full.__enter__),
+        5: behind(path / "c" / "step=4.ckpt", lambda: full.__exit__(None, None, None)),
+    }
+    plugin = pkg.AsyncCheckpointIO()
+    callbacks = [at_step(pkg, actions), saving(pkg, path)]
+    fitted = run(pkg, path, callbacks, plugin=plugin, max_steps=10)
+    full.__exit__(None, None, None)
+    dist.barrier()
+    notes = {
+        **note_of(fitted.raised),
+        "notes": getattr(fitted.raised, "__notes__", []),
+        "step": fitted.global_step,
+        "files": names(path / "c"),
+        "loads": resumed(pkg, path, path / "c" / "step=2.ckpt")["step"],
+    }
+    again = run(pkg, path / "again", [saving(pkg, path / "again")], plugin=plugin)
+    return {**notes, "again": note_of(again.raised), "then": names(path / "again" / "c")}
+
+
+def full_disk_at_the_end(path, rank, pkg):
+    full = full_on_rank_1(rank)
+    actions = {5: behind(path / "c" / "step=4.ckpt", full.__enter__)}
+    callbacks = [at_step(pkg, actions), saving(pkg, path)]
+    fitted = run(pkg, path, callbacks)
+    full.__exit__(None, None, None)
+    dist.barrier()
+    try:
+        stillframe.wait_all()
+    except Exception as error:
+        return {"twice": repr(error)}
+    return {**note_of(fitted.raised), "files": names(path / "c")}
+
+
+def warns(path, rank, pkg):
+    """`on_error="warn"`: training goes on, and the older checkpoint is kept."""
+    full = full_on_rank_1(rank)
+    plugin = pkg.AsyncCheckpointIO(on_error="warn")
+    actions = {3: behind(path / "c" / "step=2.ckpt", full.__enter__)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted = run(
+            pkg, path, [at_step(pkg, actions), saving(pkg, path)], plugin=plugin, max_steps=6
+        )
+    full.__exit__(None, None, None)
+    dist.barrier()
+    told = [str(each.message) for each in caught if "was not saved" in str(each.message)]
+    return {**note_of(fitted.raised), "told": len(told), "files": names(path / "c")}
+
+
+def call_fails(path, rank, pkg):
+    """On rank 1, which cannot copy its state: all ranks raise that, once."""
+    submit = sharded_save._saved
+
+    def broken(saver, state, *args):
+        state["unknown"] = Broken()
+        return submit(saver, state, *args)
+
+    def save(trainer):
+        if rank == 1:
+            sharded_save._saved = broken
+        raised = []
+        for number in range(2):
+            try:
+                trainer.save_checkpoint(path / f"c{number}")
+            except Exception as error:
+                raised.append(str(error))
+            sharded_save._saved = submit
+        notes["said"] = raised
+
+    notes = {}
+    fitted = run(pkg, path, [at_step(pkg, {3: save})])
+    return {
+        **notes,
+        **note_of(fitted.raised),
+        "files": sorted(each.name for each in path.glob("c*")),
+    }
+
+
+class Broken(torch.Tensor):
+    """Cannot be copied."""
+
+    def __new__(cls):
+        return torch.Tensor._make_subclass(cls, torch.zeros(5000))
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError("not to be copied")
+
+
+def small_pool(path, rank, pkg):
+    """A state that does not fit is saved all the same, during the call."""
+    plugin = pkg.AsyncCheckpointIO(pool_bytes=1 << 24)
+    model = model_of(pkg)
+    model.extra = torch.nn.Parameter(torch.zeros(10_000_000))
+    done = []
+
+    def look(trainer):
+        done.append((path / "c" / "step=2.ckpt" / ".metadata").exists())
+
+    with slow("fdatasync", 0.1):
+        fitted = run(
+            pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
+        )
+    return {**note_of(fitted.raised), "done": done}
+
+
+def interrupted(path, rank, pkg):
+    """Ctrl-C on all ranks while a save is in flight: it is whole when the fit has ended."""
+
+    def interrupt(trainer):
+        raise KeyboardInterrupt
+
+    with slow("fdatasync", 0.2):
+        fitted = run(pkg, path, [saving(pkg, path), at_step(pkg, {4: interrupt})])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    dist.barrier()
+    step = resumed(pkg, path, path / "c" / "step=4.ckpt")["step"]
+    return {**note_of(fitted.raised), "files": names(path / "c"), "step": step}
+
+
+def incomplete(path, rank, pkg):
+    """A directory whose save never ended is refused on all ranks, with the reason."""
+    if rank == 0:
+        (path / "c").mkdir()
+        (path / "c" / "meta.pt").touch()
+    dist.barrier()
+    return note_of(run(pkg, path, ckpt_path=path / "c").raised)
+
+
+def fabric(path, rank, pkg):
+    """The same through Fabric, whose saves return when the state is captured."""
+    ours = importlib.import_module(f"stillframe.{pkg.name}")
+    strategies = importlib.import_module(f"{pkg.Fabric.__module__.rsplit('.', 1)[0]}.strategies")
+
+    def parallelize(model, mesh):
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    strategy = strategies.ModelParallelStrategy(
+        parallelize_fn=parallelize, data_parallel_size=RANKS, tensor_parallel_size=1
+    )
+    assert ours.sharded(ours.sharded(strategy)) is strategy
+    fabric = pkg.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(5)
+    model = fabric.setup(torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 1)))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+    def step():
+        fabric.backward(model(torch.ones(4, 300)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state():
+        held = [local(each) for each in model.parameters()]
+        return held + [
+            local(v) for each in optimizer.optimizer.state.values() for v in each.values()
+        ]
+
+    for _ in range(4):
+        step()
+    with slow("fdatasync", 0.2):
+        wanted = state()
+        fabric.save(path / "c", {"model": model, "optimizer": optimizer, "step": 4})
+        early = not (path / "c" / ".metadata").exists()
+        step()
+        changed = not same(state(), wanted)
+        loaded = {"model": model, "optimizer": optimizer, "step": 0}
+        fabric.load(path / "c", loaded)
+    notes = {
+        "early": early,
+        "changed": changed,
+        "same": same(state(), wanted),
+        "step": loaded["step"],
+    }
+    said = []
+    with full_on_rank_1(rank):
+        fabric.save(path / "d", {"model": model, "optimizer": optimizer})
+        ordered.wait_for_path(path / "d")
+        try:
+            fabric.save(path / "e", {"model": model, "optimizer": optimizer})
+        except stillframe.SaveError as error:
+            said.append(error.errno)
+    with contextlib.suppress(stillframe.SaveError):
+        stillframe.wait_all()
+    fabric.save(path / "f", {"model": model, "optimizer": optimizer})
+    stillframe.wait_all()
+    fabric.barrier()
+    refused = []
+    for arguments in ({}, {"model": model, "other": model}):
+        try:
+            fabric.save(path / "g", arguments)
+        except ValueError as error:
+            refused.append(str(error)[:20])
+    files = sorted(each.name for each in path.iterdir() if each.is_dir())
+    return {**notes, "said": said, "files": files, "refused": refused}
+
+
+def killed(path, rank, pkg):
+    """One rank, in the middle of a save: the other ends, with a reason, and the older one loads."""
+
+    def kill(trainer):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    began = time.monotonic()
+    with slow("fdatasync", 0.5):
+        fitted = run(pkg, path, [saving(pkg, path), at_step(pkg, {4: kill})])
+    return {
+        "raised": fitted.raised is not None,
+        "in time": time.monotonic() - began < 30,
+        "whole": [(path / "c" / name / ".metadata").exists() for name in ("step=2.ckpt",)],
+    }
+
+
+BOTH = (trains, fabric)
+ONCE = (
+    *(lightnings_own, overwrites, in_flight, full_disk, full_disk_at_the_end, warns, call_fails),
+    *(small_pool, interrupted, incomplete, killed),
+)
+
+
+# ---- running them ----
+
+
+def run_rank(directory, rank):
+    torch.set_num_threads(1)
+    for scenario in (*BOTH, *ONCE):
+        if len(sys.argv) > 2 and scenario.__name__ not in sys.argv[2:]:
+            continue
+        for name in PACKAGES if scenario in BOTH else ("lightning",):
+            path = directory / f"{scenario.__name__}-{name}"
+            path.mkdir(exist_ok=True)
+            faulthandler.dump_traceback_later(MOST_S, exit=True)  # a rank that waits says where
+            began = time.monotonic()
+            try:
+                notes = scenario(path, rank, PACKAGES[name])
+            except BaseException:
+                notes = {"failed": traceback.format_exc()}
+            notes["took"] = time.monotonic() - began
+            (path / f"rank{rank}.json").write_text(json.dumps(notes))
+
+
+def main(directory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            torchrun = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": RANKS, "RANK": rank}
+            torchrun |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0}
+            torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in torchrun.items()}
+            try:
+                run_rank(directory, rank)
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,217 @@
+"""Sharded strategies on two ranks over gloo, and what refuses. sharded_ranks.py has the runs."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fix_lightning import PACKAGES
+from stillframe._lightning import strategies as _strategies
+from stillframe._lightning.sharded import sharded
+
+HERE = Path(__file__).parent
+WHOLE = [".metadata", "__0_0", "__1_0", "meta"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sharded")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "sharded_ranks.py", directory],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "STILLFRAME_POOL_BYTES": "64MiB",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    (directory / "said").write_text(done.stderr)
+    return directory
+
+
+@pytest.fixture
+def notes(directory):
+    """`notes(scenario)`: what each rank noted."""
+
+    def read(scenario, package="lightning", ranks=2):
+        found = []
+        for rank in range(ranks):
+            path = directory / f"{scenario}-{package}" / f"rank{rank}.json"
+            assert path.exists(), (directory / "said").read_text()[-20_000:]
+            found.append(json.loads(path.read_text()))
+            assert "failed" not in found[-1], found[-1]["failed"]
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sharded_checkpoints_are_saved_beside_training_and_read_by_lightning(notes, package):
+    for rank, note in enumerate(notes("trains", package)):
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["warnings"] == []
+        assert note["unfinished"] == [True] * 3
+        assert note["files"] == {"last.ckpt": WHOLE, "step=6.ckpt": WHOLE}
+        assert note["link"] == "step=6.ckpt"
+        assert note["steps"] == [6, 6]
+        assert note["same"] == [True, True]
+        assert note["ours gone"]
+        assert len(note["nbytes"]) == (0 if rank else 3)  # who is told, and how often
+        assert note["deferred"][1:] == ([] if rank else [540_000] * 2)
+
+
+def test_what_lightning_has_saved_by_itself_is_loaded_and_saved_over(notes):
+    for note in notes("lightnings_own"):
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["steps"] == [2, 3, 3]
+        assert note["same"] == [True] * 3
+        assert note["files"] == WHOLE
+
+
+def test_one_name_is_saved_over_and_over_and_files_and_links_make_way(notes):
+    found = notes("overwrites")
+    for note in found:
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["files"] == dict.fromkeys(
+            ("a.ckpt", "b.ckpt", "last.ckpt", "step=6.ckpt"), WHOLE
+        )
+        assert (note["step"], note["same"]) == (6, True)
+        assert not note["is a link"]
+        assert note["target"] == ["kept"]
+    assert found[0]["meta first"] == [True] * 6
+
+
+def test_all_ranks_load_what_is_still_being_written(notes):
+    for note in notes("in_flight"):
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["unfinished"] == [True]
+        assert note["loaded"] == [4]
+
+
+def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_next_save_and_the_older_stays(notes):
+    for note in notes("full_disk"):
+        assert (note["raised"], note["errno"]) == ("SaveError", errno.ENOSPC)
+        assert "rank 1: No space left on device" in note["text"]
+        assert "step=4.ckpt" in note["text"]
+        assert note["step"] == 6
+        # The save that raised it was made all the same.
+        assert note["files"] == {"step=2.ckpt": WHOLE, "step=6.ckpt": WHOLE}
+        assert note["loads"] == 2
+        assert note["again"]["raised"] == "NoneType", note["again"]
+        assert note["then"] == {"step=6.ckpt": WHOLE}
+
+
+def test_a_full_disk_of_one_rank_is_raised_by_all_at_the_end_once(notes):
+    for note in notes("full_disk_at_the_end"):
+        assert (note["raised"], note["errno"]) == ("SaveError", errno.ENOSPC)
+        assert note["files"] == {"step=4.ckpt": WHOLE}
+
+
+def test_with_warnings_training_goes_on_and_nothing_is_removed(notes):
+    for note in notes("warns"):
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["told"] == 2
+        assert note["files"] == {"step=2.ckpt": WHOLE}
+
+
+def test_a_rank_that_cannot_copy_its_state_makes_all_raise_that_once(notes):
+    for note in notes("call_fails"):
+        assert note["said"] == ["not to be copied"]
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["files"] == ["c1"]
+
+
+def test_a_state_that_does_not_fit_into_the_pool_is_saved_during_the_call(notes):
+    for note in notes("small_pool"):
+        assert note["raised"] == "NoneType", note["text"]
+        assert note["done"] == [True]
+
+
+def test_a_save_in_flight_at_ctrl_c_is_whole_when_the_fit_has_ended(notes):
+    for note in notes("interrupted"):
+        assert note["raised"] in ("SystemExit", "KeyboardInterrupt")
+        assert note["files"] == {"step=4.ckpt": WHOLE}
+        assert note["step"] == 4
+
+
+def test_a_directory_whose_save_never_ended_is_refused_on_all_ranks(notes):
+    for note in notes("incomplete"):
+        assert note["raised"] == "CorruptCheckpointError"
+        assert "no .metadata" in note["text"]
+
+
+def test_where_a_rank_is_killed_the_other_ends_and_the_older_checkpoint_is_whole(notes):
+    (note,) = notes("killed", ranks=1)
+    assert note["raised"]
+    assert note["in time"]
+    assert note["whole"] == [True]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fabric_saves_its_shards_beside_training_and_all_ranks_raise(notes, package):
+    for note in notes("fabric", package):
+        assert note["early"]
+        assert note["changed"]
+        assert note["same"]
+        assert note["step"] == 4
+        assert note["said"] == [errno.ENOSPC]
+        assert note["files"] == ["c", "e", "f"] or note["files"] == ["c", "f"]
+        assert len(note["refused"]) == 2
+
+
+def a_strategy(name, **attributes):
+    def save_checkpoint(self):
+        pass
+
+    save_checkpoint.__module__ = "lightning.fabric.strategies.fsdp"
+    return type(name, (), {"save_checkpoint": save_checkpoint, **attributes})()
+
+
+def own_save(self):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "reason"),
+    [
+        (a_strategy("FSDPStrategy", _state_dict_type="full"), ValueError, 'type="sharded"'),
+        (
+            a_strategy("ModelParallelStrategy", _save_distributed_checkpoint=False),
+            ValueError,
+            "save_distributed_checkpoint=True",
+        ),
+        (a_strategy("DDPStrategy"), TypeError, "AsyncCheckpointIO"),
+        (
+            a_strategy("FSDPStrategy", _state_dict_type="sharded", lightning_module=None),
+            TypeError,
+            "Trainer's",
+        ),
+        (
+            a_strategy("FSDPStrategy", _state_dict_type="sharded", save_checkpoint=own_save),
+            TypeError,
+            "of its own",
+        ),
+        ("fsdp", TypeError, "a strategy of Fabric"),
+    ],
+    ids=str,
+)
+def test_sharded_refuses_what_it_cannot_serve_with_the_reason(strategy, kind, reason):
+    with pytest.raises(kind, match=reason):
+        sharded(strategy)
+
+
+def test_a_strategy_is_known_by_its_class_and_keeps_a_save_of_its_own():
+    fsdp = a_strategy("FSDPStrategy", _state_dict_type="sharded")
+    derived = type("Mine", (type(fsdp),), {})()
+    own = type("Mine", (type(fsdp),), {"save_checkpoint": own_save})()
+    assert _strategies.sharded_as(fsdp) == _strategies.sharded_as(derived) == "model"
+    assert _strategies.sharded_as(own) is None
+    parallel = a_strategy("ModelParallelStrategy", _save_distributed_checkpoint=True)
+    assert _strategies.sharded_as(parallel) == "state_dict"
