@@ -3,7 +3,7 @@
 # make build  .venv in which `import stillframe` works
 # make lint   ruff, mypy, clang-format (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
-# make tsan, make valgrind   the C tests under those
+# make tsan, make valgrind   the C tests under those (make tsan-daily: six programs, others every day)
 # make crash  every state a power failure can leave (its short form is part of make test)
 # make stress     everything at once over tiny pools, plain and under TSAN, STRESS_S seconds each (make test: a short form)
 # make small-pool   round trips, the mutation oracle and the faults again, in one and two blocks
@@ -42,7 +42,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures docs lint format asan tsan valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
+.PHONY: build demo test bench pictures docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -199,6 +199,12 @@ asan:
 tsan:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-tsan
 	@$(C_RUN) tsan $(C_PROGRAMS_tsan)
+
+# The stress program and five others, others every day: all of them take some six minutes.
+tsan-daily: C_PROGRAMS_today := build/tsan/test_stress $(shell $(C_RUN) daily 5 $(filter-out %/test_stress,$(C_PROGRAMS_tsan)))
+tsan-daily:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(C_PROGRAMS_today) build/tsan/libfake_cuda.so
+	@$(C_RUN) tsan $(C_PROGRAMS_today)
 
 valgrind:
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 
 class BenchError(Exception):
@@ -24,6 +24,9 @@ class BenchError(Exception):
 
 
 # ---- sizes and formats ---------------------------------------------------------------------
+
+
+T = TypeVar("T")
 
 
 def parse_size(text: str) -> int:
@@ -100,6 +103,13 @@ class Series:
             "n": len(self.values),
             "values": list(self.values),
         }
+
+
+def turned(ways: Sequence[T], round_number: int) -> list[T]:
+    """The same ones, another first in each round: whoever comes behind a heavy one does not always
+    come behind it."""
+    first = round_number % len(ways) if ways else 0
+    return [*ways[first:], *ways[:first]]
 
 
 # ---- the main thread's ticks ---------------------------------------------------------------

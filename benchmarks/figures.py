@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common import Series, format_seconds, format_size, format_times, print_table
-from goals import GOALS
+from goals import GOALS, count
 from machine import facts_lines
 from measured import Figures, Settings
 from peers import DCP, DCP_STAGER, OURS, RAW
@@ -142,5 +142,4 @@ def print_results(
             f"the median measurement, {100 * max(shares):.0f} % during the worst"
             + ("." if statistics.median(shares) < 0.03 else ": these figures are disturbed.")
         )
-    met = [goal.met(figures) for goal in GOALS]
-    print(f"{met.count(True)} goals met, {met.count(False)} missed, {met.count(None)} not measured")
+    print(count(figures))

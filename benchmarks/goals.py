@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from common import Series
 from measured import Figures
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, RAW, TORCH, TORCH_NO_CRC
 
 Place = tuple[str, str, str]  # scenario, who, metric
 
 
+MET, MISSED, UNCLEAR, ABSENT = "met", "missed", "within the error", "not measured"
+
+
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """A bound on our median, or on its ratio to the least of other medians of the same run.
+
+    It counts as met or missed where the distance to the bound is more than its standard error. A
+    peer whose figure is zero or less (lost times are differences) stays the least of all: ours has
+    to be below it too, where it cannot be a multiple of it.
 
     row: the metric beside which the verdict stands, where it is another. at_most: False turns
     the bound round.
@@ -26,20 +35,42 @@ class Goal:
     at_most: bool = True
     row: str = ""
 
+    def _sides(self, figures: Figures) -> tuple[Series, Series | None] | None:
+        """Ours, and the least of the others; None where the run has no such figures."""
+        ours = figures.series(self.scenario, OURS, self.metric)
+        found = [figures.series(*place) for place in self.others]
+        least = min((each for each in found if each), key=lambda each: each.median, default=None)
+        return None if ours is None or (self.others and least is None) else (ours, least)
+
     def value(self, figures: Figures) -> float | None:
-        """What is compared with the bound; None where the run has no such figures."""
-        ours = figures.median(self.scenario, OURS, self.metric)
-        if ours is None or not self.others:
-            return ours
-        found = [figures.median(*place) for place in self.others]
-        least = min((value for value in found if value is not None and value > 0), default=None)
-        return None if least is None else ours / least
+        """What is compared with the bound; None where there is no such figure or ratio."""
+        sides = self._sides(figures)
+        if sides is None:
+            return None
+        ours, least = sides
+        if least is None:
+            return ours.median
+        return ours.median / least.median if least.median > 0 else None
+
+    def judge(self, figures: Figures) -> str:
+        """MET, MISSED, UNCLEAR or ABSENT."""
+        sides = self._sides(figures)
+        if sides is None:
+            return ABSENT
+        ours, least = sides
+        limit, error = self.bound, ours.error
+        if least is not None:
+            # No multiple of what is below zero is a bound: then it is that figure itself.
+            factor = self.bound if least.median > 0 else 1.0
+            limit, error = factor * least.median, math.hypot(error, factor * least.error)
+        beyond = ours.median - limit if self.at_most else limit - ours.median
+        if error > 0 and abs(beyond) <= error:
+            return UNCLEAR
+        return MET if beyond <= 0 else MISSED
 
     def met(self, figures: Figures) -> bool | None:
-        value = self.value(figures)
-        if value is None:
-            return None
-        return value <= self.bound if self.at_most else value >= self.bound
+        """None where it is not measured, or not clear."""
+        return {MET: True, MISSED: False}.get(self.judge(figures))
 
     def miss(self, figures: Figures) -> float | None:
         """How many times the bound it is (below 1: within it); None where it is not measured."""
@@ -51,17 +82,31 @@ class Goal:
         return value / self.bound if self.bound > 0 else float("inf")
 
     def verdict(self, figures: Figures) -> str:
-        met, value, miss = self.met(figures), self.value(figures), self.miss(figures)
-        if met is None or value is None or miss is None:
+        judged, value, miss = self.judge(figures), self.value(figures), self.miss(figures)
+        if judged == ABSENT:
             return f"{self.text}: -"
         ratio = f" ({_format_ratio(value)})" if self.others else ""
-        return f"{self.text}{ratio}: " + ("met" if met else f"MISSED ({miss:.2f} x the bound)")
+        if judged == MISSED:
+            times = "" if miss is None else f" ({miss:.2f} x the bound)"
+            return f"{self.text}{ratio}: MISSED{times}"
+        return f"{self.text}{ratio}: {judged}"
 
 
-def _format_ratio(value: float) -> str:
+def _format_ratio(value: float | None) -> str:
+    if value is None:
+        return "the other is not above zero"
     if value <= 0:
         return "below the noise"
     return f"1/{1 / value:.1f}" if value < 0.5 else f"{value:.2f} x"
+
+
+def count(figures: Figures) -> str:
+    """How many goals came out how, in one line."""
+    judged = [goal.judge(figures) for goal in GOALS]
+    return ", ".join(
+        f"{judged.count(each)} {'goals ' if each == MET else ''}{each}"
+        for each in (MET, MISSED, UNCLEAR, ABSENT)
+    )
 
 
 def _goals() -> tuple[Goal, ...]:

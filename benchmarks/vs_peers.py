@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, format_size, parse_size, write_json
+from common import BenchError, format_size, parse_size, turned, write_json
 from figures import print_results
 from goals import GOALS
 from limits import PAGE_BYTES, RawDisk, measure_copy
@@ -107,7 +107,7 @@ class Run:
         names = ([scenario.cold] if cold else []) + [scenario.name] * self.settings.rounds
         slow: set[str] = set()
         for number, name in enumerate(names):
-            for worker in fleet:
+            for worker in turned(fleet, number):
                 if worker.peer in slow and number >= FEW_ROUNDS + cold:
                     continue
                 self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.peer}")
@@ -135,7 +135,7 @@ class Run:
             "lightning": (s.pairs, s.loop_steps, s.loop_batch_transformer),
         }.get(scenario.state, (s.pairs_large, s.loop_steps_large, s.loop_batch_large))
         for number in range(pairs + 1):
-            for worker in fleet:
+            for worker in turned(fleet, number):
                 name = scenario.name
                 self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.peer}")
                 answer = worker.call("pair", steps=steps, batch=batch)
@@ -148,7 +148,7 @@ class Run:
         for value in measure_copy(nbytes, s.rounds).values:
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})
         for number in range(s.rounds + 1):
-            for worker in fleet:
+            for worker in turned(fleet, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
                 self.figures.add(scenario.name if number else scenario.cold, worker.peer, answer)
@@ -279,6 +279,7 @@ def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
                 "bound": goal.bound,
                 "value": goal.value(run.figures),
                 "met": goal.met(run.figures),
+                "judged": goal.judge(run.figures),
                 "times_the_bound": goal.miss(run.figures),
             }
             for goal in GOALS

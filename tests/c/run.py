@@ -1,12 +1,15 @@
 """Runs C test programs, each in a process of its own, and says how they ended.
 
     python tests/c/run.py {asan,tsan,valgrind} PROGRAM...
+    python tests/c/run.py daily N PROGRAM...    # prints N of them, others every day
 
 A program answers with its exit status: 0 passed, 77 skipped, anything else failed. Standard
 library only: it runs before anything is installed.
 """
 
+import datetime
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -67,7 +70,16 @@ def run(tool: str, program: Path) -> str:
     return outcome
 
 
+def daily(number: int, programs: list[str], day: str = "") -> list[str]:
+    """Those of a day; any of them comes within some days."""
+    chosen = random.Random(day or datetime.date.today().isoformat())
+    return sorted(chosen.sample(sorted(programs), min(number, len(programs))))
+
+
 def main(tool: str, programs: list[str]) -> int:
+    if tool == "daily":
+        print(*daily(int(programs[0]), programs[1:]))
+        return 0
     print(f"C tests ({tool})", flush=True)
     outcomes = [run(tool, Path(program)) for program in programs]
     passed, failed, skipped = map(outcomes.count, ("passed", "failed", "skipped"))

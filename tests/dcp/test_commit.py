@@ -121,6 +121,7 @@ def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monke
             return OSError(f"of file {made.index(self)}")
 
         def discard(self) -> None:
+            super().failure()  # whoever is behind the first one that failed was not waited for
             os.unlink(self.path)
 
     def make(*args: Any, **named: Any) -> File:

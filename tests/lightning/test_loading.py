@@ -50,7 +50,7 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
 def test_ranks_share_what_the_disk_reads(several, pkg, path, monkeypatch):
     asked = []
     monkeypatch.setattr(reading, "load", lambda path, **how: asked.append(how))
-    monkeypatch.setattr(reading, "_has_several_ranks", lambda: several)
+    monkeypatch.setattr(reading, "has_several_ranks", lambda: several)
     pkg.AsyncCheckpointIO().load_checkpoint(path)
     assert [how["shared"] for how in asked] == [several]
     assert asked[0]["map_location"] == "cpu"

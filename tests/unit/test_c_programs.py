@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,13 @@ def test_what_was_skipped_or_failed_is_printed(
     lines = done.stdout.splitlines()
     assert all(line in lines for line in expected)
     assert any("skipped" in line for line in lines[1:-1]) == ("skipped" in said)
+
+
+def test_programs_of_a_day_are_others_on_another_and_all_come() -> None:
+    daily = runpy.run_path(str(RUN))["daily"]
+    programs = [f"test_{number}" for number in range(40)]
+    days = [daily(5, programs, f"2026-11-{day:02}") for day in range(1, 31)]
+    assert all(len(set(each)) == 5 for each in days)
+    assert days[0] == daily(5, programs[::-1], "2026-11-01") != days[1]
+    assert len({name for each in days for name in each}) > 35
+    assert daily(5, programs[:3], "2026-11-01") == programs[:3]
