@@ -284,10 +284,20 @@ static uint64_t committed(struct sfr_engine *engine)
 	return out.committed_bytes;
 }
 
+static bool is_supplying(struct sfr__pool *pool)
+{
+	bool yes;
+
+	sfr__lock(&pool->mu);
+	yes = pool->nr_supplying != 0 || sfr__pool_lacks_locked(pool);
+	sfr__unlock(&pool->mu);
+	return yes;
+}
+
 /* Ends, or the test is ended. */
 static void wait_for_memory(struct sfr_engine *engine, uint64_t nbytes)
 {
-	while (committed(engine) < nbytes)
+	while (committed(engine) < nbytes || is_supplying(engine->pool))
 		(void)usleep(1000);
 }
 
@@ -298,15 +308,18 @@ static void from_the_second_save_on_no_memory_is_made(void)
 	for (uint32_t lane = 0; lane < 2; lane++) {
 		struct sfr_engine *engine = engine_of(256 * MIB);
 		/* What is captured and what is deferred lie in blocks of their own. */
-		uint64_t whole = STATE_LEN + (1 + lane) * STATE_BLOCK, cold;
+		uint64_t whole = STATE_LEN + (1 + lane) * STATE_BLOCK, cold, made;
 
 		save_state(engine, dir, lane);
 		wait_for_memory(engine, whole);
-		CHECK_EQ(committed(engine), whole);
+		made = committed(engine);
+		/* Who wants a block while others have theirs in hand makes one more: a writer each, and
+		 * the lane. */
+		CHECK(made <= whole + 3 * STATE_BLOCK);
 		cold = nr_cold(engine->pool);
 		for (int i = 0; i < 3; i++)
 			save_state(engine, dir, lane);
-		CHECK_EQ(committed(engine), whole);
+		CHECK_EQ(committed(engine), made);
 		CHECK_EQ(nr_cold(engine->pool), cold);
 		CHECK_EQ(sfr_engine_trim(engine), 0);
 		CHECK_EQ(committed(engine), 0);
