@@ -9,7 +9,7 @@ import time
 import pytest
 import stillframe
 import torch
-from fix_offload import (
+from fix_offloading import (
     WIDTH,
     Transformer,
     agree,

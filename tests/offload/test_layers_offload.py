@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from fix_offload import (
+from fix_offloading import (
     WIDTH,
     Block,
     Transformer,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import stillframe
 import torch
-from fix_offload import same, squares, state, tensors_of
+from fix_offloading import same, squares, state, tensors_of
 from stillframe.offload import offload_optimizer_state
 from torch import nn
 

@@ -242,6 +242,12 @@ def test_files_and_functions_stay_short():
     assert long == LONGER_FUNCTIONS
 
 
+def test_no_two_modules_of_the_tests_share_a_name():
+    """They are imported by name alone: the first one found would be everybody's."""
+    names = [file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py"]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_the_test_sees_circles_and_edges_upwards():
     graph = {"base/a": {"file/b"}, "file/b": {"file/c"}, "file/c": {"file/b", "base/a"}}
     assert circles(graph) == [["base/a", "file/b", "file/c"]]
