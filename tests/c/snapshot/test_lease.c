@@ -135,7 +135,7 @@ static void a_run_waits_for_blocks_of_saves(void)
 static void items_go_into_runs_that_lie_apart(void)
 {
 	struct sfr__pool *pool = make(6 * MIB, MIB);
-	const uint64_t lens[5] = { MIB / 2, 2 * MIB, 0, MIB / 2, 3 * MIB / 4 };
+	const uint64_t lens[5] = { MIB / 2, 2 * MIB, 0, MIB / 2, 7 * MIB / 4 };
 	struct sfr__block *blocks[6];
 	struct sfr__lease lease;
 	char *addrs[5];
@@ -145,7 +145,7 @@ static void items_go_into_runs_that_lie_apart(void)
 	for (int i = 0; i < 6; i++)
 		if (i != 1)
 			sfr__pool_put(pool, blocks[i]);
-	/* Free: 0, and 2 to 5. */
+	/* Free: 0, and 2 to 5. All of them are needed, so no window has room. */
 	CHECK_EQ(sfr__pool_place(pool, lens, 5, 0, 0, addrs, &lease), 0);
 	CHECK(addrs[2] == NULL);
 	for (int i = 0; i < 5; i++) {
