@@ -82,10 +82,12 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) -m stillframe demo $(ARGS)
 
-# The mutants of the day: as many as half a minute has time for, of folders whose tests are quick.
+# Of the day: six C programs under ThreadSanitizer, and as many mutants as half a minute has time
+# for, of folders whose tests are quick.
 test: build asan
 	$(PY) -m pytest $(ARGS)
 ifeq ($(ARGS),)
+	@$(MAKE) --no-print-directory tsan-daily
 	$(PY) tests/mutants/mutants.py --variant asan --sample 50 --seconds 25 $(DAILY:%=--only csrc/core/%/)
 endif
 
