@@ -199,6 +199,17 @@ def test_what_is_written_to_after_it_was_saved_is_told(keep_last):
         loss.backward()  # a copy was taken in time
 
 
+def test_what_is_written_to_while_it_waits_to_leave_stays_and_is_told(either):
+    x = torch.rand(64, requires_grad=True)
+    with away(keep_last=2) as context:
+        y = x.exp()
+        y.add_(1)  # before two more are saved
+        total = y.exp().exp().exp().sum()
+    assert counts(context)["groups_offloaded"] <= 1  # all that was saved but the last two, and y
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 def test_a_graph_that_is_dropped_gives_the_pool_back(either):
     with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 20) as engine:
         context = offload_activations(min_bytes=0, keep_last=0, device="cpu", engine=engine)

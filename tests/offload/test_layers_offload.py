@@ -410,6 +410,19 @@ def test_no_weight_stays_on_the_device_between_forward_and_backward(either):
         assert handle.resident() == []
 
 
+def test_a_kept_layer_is_brought_anew_where_no_backward_came(either):
+    """Nobody counts a write through `.data`."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with offload_layers(model, device="cpu", keep=2) as handle:
+        squares(model, numbers(0))
+        assert handle.resident() != []
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.data.mul_(2)
+        assert torch.equal(model(numbers(1)), plain(numbers(1)))
+
+
 def test_the_next_layer_is_brought_in_ahead_both_ways(either):
     model = mlp(depth=5)
     forward, backward = [], []
