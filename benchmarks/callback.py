@@ -190,7 +190,7 @@ def main() -> int:
         for result in results.values():
             for figures in result["ways"].values():
                 figures["seconds"] = figures["seconds"].to_json()
-        write_json(options.json, {"machine": facts, "command": sys.argv, "results": results})
+        write_json(options.json, {"machine": facts, "results": results})
     return 0
 
 

@@ -193,7 +193,7 @@ def main() -> int:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
     if options.json:
-        document = {"machine": facts, "command": sys.argv, "results": results}
+        document = {"machine": facts, "results": results}
         write_json(options.json, document)
         pictures.beside(options.json, document)
     return 0

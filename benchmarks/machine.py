@@ -162,12 +162,12 @@ def machine_facts(directory: Path) -> dict[str, Any]:
     filesystem, source, options = mount_of(directory)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": _command(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_available_bytes": available_memory(),
         "load_average_at_start": os.getloadavg()[0],
-        "kernel": platform.release(),
+        "kernel": platform.release().split("-")[0],
         "filesystem": filesystem,
         "filesystem_source": source,
         "mount_options": options,
@@ -179,6 +179,15 @@ def machine_facts(directory: Path) -> dict[str, Any]:
         "stillframe": _version("stillframe"),
         "switch_interval_s": sys.getswitchinterval(),
     }
+
+
+def _command() -> str:
+    """As somebody else would type it: their directories have other names."""
+    words = [Path(sys.executable).name, *sys.argv]
+    for option, name in (("--dir", "DIR"), ("--json", "FILE")):
+        if option in words[:-1]:
+            words[words.index(option) + 1] = name
+    return " ".join(words)
 
 
 def facts_lines(facts: dict[str, Any]) -> list[str]:

@@ -224,7 +224,7 @@ def main() -> int:
     print(f"{format_size(options.state)} of state, batches of {options.batch}")
     show(turns)
     if options.json:
-        document = {"facts": facts, "command": sys.argv, "state": options.state, "turns": turns}
+        document = {"facts": facts, "state": options.state, "turns": turns}
         write_json(options.json, document)
         pictures.beside(options.json, document)
     return 0

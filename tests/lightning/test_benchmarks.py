@@ -36,6 +36,7 @@ class Requests:
 
 def test_loads_are_measured(scripts, tmp_path):
     import restore
+    import restore_process
 
     path, spec = str(tmp_path / "x.pt"), restore.Spec(200_000, "mlp", 2, 2)
     connection = Requests(
@@ -44,7 +45,7 @@ def test_loads_are_measured(scripts, tmp_path):
         ("memcpy", path),
         ("verify", path),
     )
-    restore._work(connection)
+    restore_process._serve(connection)
     made, *loads, memcpy, verify = connection.answers
     assert made == 0.0
     assert all(isinstance(each, restore.Load) and each.seconds > 0 for each in loads), loads
