@@ -41,8 +41,9 @@ def what_stands(path: str) -> str | None:
 class Recorded:
     """`with Recorded(top) as recorded:` does what it says, and keeps the calls below `top`."""
 
-    def __init__(self, top: Path) -> None:
+    def __init__(self, top: Path, identity: Callable[[str], str | None] = what_stands) -> None:
         self.top = os.path.realpath(top)
+        self._identity = identity  # tells a file from another of its name, where that matters
         self.calls: list[Call] = []
         self.before: State = {}
 
@@ -51,7 +52,7 @@ class Recorded:
         for folder, folders, files in os.walk(self.top):
             for name in (*folders, *files):
                 path = os.path.join(folder, name)
-                self.before[path] = what_stands(path) or ""
+                self.before[path] = self._identity(path) or ""
         with monkeypatch.context() as patched:
             for name in ("mkdir", "symlink", "unlink", "remove", "rmdir", "rename", "replace"):
                 patched.setattr(os, name, self._recording(name, getattr(os, name)))
@@ -71,7 +72,7 @@ class Recorded:
             if name == "symlink":
                 paths = paths[1:]
             full = [self._full(each) for each in paths]
-            change = {each: what_stands(each) for each in full}
+            change = {each: self._identity(each) for each in full}
             self.calls.append(Call(name, os.path.dirname(full[-1]), change))
             return answer
 
