@@ -96,6 +96,7 @@ def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Eng
 
 
 def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
+    events = fake.live("events")  # lanes of earlier engines keep some
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         ticket.wait()
@@ -118,13 +119,12 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
         asked.set()
         offloader.onload(ticket)  # the current stream, which is this thread, stands still
         holder.join()
-        while not (stats := offloader.stats())["onload_copy_s"]:  # until the core has heard of it
-            time.sleep(0.001)
-        assert stats["stream_waited_s"] > 0
-        assert stats["offload_copy_s"] > 0 and stats["onload_copy_s"] > 0
+        while not (stats := offloader.stats())["onload_copy_s"] or not stats["stream_waited_s"]:
+            time.sleep(0.001)  # until the core has heard of both
+        assert stats["offload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
         assert stats["share_hidden"] < 1
-    assert fake.live("events") < 64 + 64  # and no more than the lanes keep
+    assert fake.live("events") < events + 64 + 64  # no more than this engine's lanes keep
 
 
 def test_cpu_tensors_come_from_wherever_they_are(either: str, engine: stillframe.Engine) -> None:

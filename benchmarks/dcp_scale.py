@@ -1,0 +1,200 @@
+"""What a checkpoint costs on many ranks, from what one machine can measure: an estimate.
+
+    python benchmarks/dcp_scale.py --dir DIR [--items 400] [--state-per-rank 2GB] [--disk 20GB]
+
+Measured here: the coordinator's work for each item of a plan (merging plans, making and pickling
+`.metadata`, unpickling what ranks send), a small file that is synced and renamed, and a directory's
+sync. Computed from them: what the coordinator does at 8 to 10,240 ranks, with plans made anew and
+with plans that are kept, beside the time in which a shared file system takes the bytes. Ranks'
+networks and slow ranks are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import (
+    BenchError,
+    Series,
+    format_size,
+    format_times,
+    parse_size,
+    print_table,
+    write_json,
+)
+from machine import add_directory_options, facts_lines, machine_facts, scratch_directory
+
+RANKS = (8, 64, 1024, 10240)
+MEASURED_RANKS, ROUNDS = 32, 5
+
+
+def plans(nr_ranks: int, nr_items: int) -> list[Any]:
+    """A plan a rank: its shard of each of so many tensors."""
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import (
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
+
+    properties = TensorProperties(dtype=torch.float32)
+    whole = torch.Size([nr_ranks * 4, 8])
+
+    def item(rank: int, number: int) -> Any:
+        offsets = torch.Size([rank * 4, 0])
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([4, 8]))
+        index = MetadataIndex(f"model.layers.{number}.attention.weight", offsets)
+        data = TensorWriteData(chunk=chunk, properties=properties, size=whole)
+        return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+    return [SavePlan([item(rank, i) for i in range(nr_items)]) for rank in range(nr_ranks)]
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """The median of some rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return Series.of(found).median
+
+
+def measure_items(nr_items: int) -> dict[str, float]:
+    """Seconds and bytes an item, on the coordinator."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    made = plans(MEASURED_RANKS, nr_items)
+    count = MEASURED_RANKS * nr_items
+    _, metadata = create_default_global_save_plan(made)
+    results = [
+        WriteResult(item.index, 128, _StorageInfo(f"__{rank}_0.0a1b2c3d.distcp", i * 128, 128))
+        for rank, plan in enumerate(made)
+        for i, item in enumerate(plan.items)
+    ]
+    metadata.storage_data = {each.index: each.storage_data for each in results}
+    sent_plans, sent_results = pickle.dumps(made), pickle.dumps(results)
+    written = pickle.dumps(metadata)
+    return {
+        "merge_s": seconds(lambda: create_default_global_save_plan(made)) / count,
+        "receive_plan_s": seconds(lambda: pickle.loads(sent_plans)) / count,
+        "receive_result_s": seconds(lambda: pickle.loads(sent_results)) / count,
+        "write_s": seconds(lambda: pickle.dumps(metadata)) / count,
+        "read_s": seconds(lambda: pickle.loads(written)) / count,
+        "plan_nbytes": len(sent_plans) / count,
+        "result_nbytes": len(sent_results) / count,
+        "metadata_nbytes": len(written) / count,
+    }
+
+
+def measure_files(directory: Path) -> dict[str, float]:
+    """Seconds of a small file, written, synced and renamed, and of its directory's sync."""
+
+    def file() -> None:
+        fd = os.open(directory / "t", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(fd, bytes(4096))
+        os.fsync(fd)
+        os.close(fd)
+        os.rename(directory / "t", directory / "f")
+
+    def sync() -> None:
+        fd = os.open(directory, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    def entry_and_sync() -> None:
+        file()
+        sync()
+
+    alone = seconds(file)
+    return {"file_s": alone, "directory_s": max(seconds(entry_and_sync) - alone, 0.0)}
+
+
+def estimate(
+    nr_ranks: int, options: argparse.Namespace, cost: dict[str, float]
+) -> dict[str, float]:
+    """Of one checkpoint: seconds of the coordinator, bytes, and the disk's seconds."""
+    count = nr_ranks * options.items
+    commit = count * (cost["receive_result_s"] + cost["write_s"]) + 3 * cost["directory_s"]
+    return {
+        "first_s": count * (cost["receive_plan_s"] + cost["merge_s"]) + commit,
+        "next_s": commit,
+        "received_nbytes": count * (cost["plan_nbytes"] + cost["result_nbytes"]),
+        "metadata_nbytes": count * cost["metadata_nbytes"],
+        "read_metadata_s": count * cost["read_s"],
+        "disk_s": nr_ranks * options.state_per_rank / options.disk,
+    }
+
+
+def show(options: argparse.Namespace, cost: dict[str, float]) -> None:
+    found = {nr: estimate(nr, options, cost) for nr in RANKS}
+    rows: list[list[str] | None] = []
+    for key, title in (
+        ("first_s", "coordinator: the first save, and each whose structure is new"),
+        ("next_s", "coordinator: each further one, plans kept"),
+        ("received_nbytes", "coordinator receives, plans and results"),
+        ("metadata_nbytes", ".metadata"),
+        ("read_metadata_s", "each rank of a load reads it in"),
+        ("disk_s", f"the disk takes the bytes, at {format_size(options.disk)}/s for all"),
+    ):
+        text = format_size if key.endswith("nbytes") else lambda value: format_times([value])
+        rows.append([title, *(text(found[nr][key]) for nr in RANKS)])
+    print_table(
+        f"{options.items} items and {format_size(options.state_per_rank)} a rank",
+        ["", *(f"{nr:,} ranks" for nr in RANKS)],
+        rows,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--items", type=int, default=400, help="tensors that each rank has a shard of"
+    )
+    parser.add_argument("--state-per-rank", type=parse_size, default=2 * 10**9)
+    parser.add_argument(
+        "--disk", type=parse_size, default=20 * 10**9, help="bytes a second, shared"
+    )
+    add_directory_options(parser)
+    options = parser.parse_args(argv)
+    try:
+        with scratch_directory(
+            options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=10**6
+        ) as directory:
+            facts = machine_facts(directory)
+            cost = {**measure_items(options.items), **measure_files(directory)}
+    except BenchError as error:
+        print(f"dcp_scale.py: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(facts_lines(facts)))
+    for name, value in cost.items():
+        print(
+            f"  {name}: {value:.0f} bytes an item"
+            if "nbytes" in name
+            else f"  {name}: {value * 1e6:.1f} us"
+        )
+    show(options, cost)
+    if options.json:
+        estimates = {str(nr): estimate(nr, options, cost) for nr in RANKS}
+        write_json(options.json, {"facts": facts, "cost": cost, "estimates": estimates})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
