@@ -1,6 +1,6 @@
 """Checkpoints of many ranks: PyTorch's async_save and ours, on ranks that talk over gloo.
 
-    python benchmarks/dcp.py --dir DIR [--state 512MB] [--layers 64] [--ranks 2] [--rounds 3]
+    python benchmarks/dcp.py --dir DIR [--state 256MB] [--layers 64] [--ranks 2] [--rounds 2]
 
 Each rank has its part of an FSDP2 model and its AdamW. The ways take turns; each turn has rank
 processes of its own, makes a first save that is not counted, and then saves beside an idle main
@@ -303,10 +303,10 @@ def show(found: dict[str, Any], nbytes_a_rank: float) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--state", type=parse_size, default=512 * 10**6, help="of all ranks")
+    parser.add_argument("--state", type=parse_size, default=256 * 10**6, help="of all ranks")
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one way's turn")
     add_directory_options(parser)

@@ -1,0 +1,107 @@
+"""Writes the tables of README and docs from the figures in benchmarks/results: `make tables`.
+
+    python benchmarks/tables.py           writes them where they stand
+    python benchmarks/tables.py --check   exit status 1 where one is not what the figures say
+
+A table stands between two comments, `<!-- table NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import format_size, format_times
+from peers import LIGHTNING, OURS, TORCH
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLACES = ("README.md", "docs/figures.md")
+WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
+ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
+
+
+def time_of(spread: bool) -> Callable[[dict[str, Any]], str]:
+    def text(figure: dict[str, Any]) -> str:
+        more = [figure["min"], figure["max"]] if spread else []
+        return format_times([figure["median"], *more])
+
+    return text
+
+
+def memory(figure: dict[str, Any]) -> str:
+    return f"{max(figure['median'], 0.0):.1f} x the state"
+
+
+def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
+    """What a save costs, beside a busy main thread and an idle one."""
+    facts, settings, time = document["facts"], document["settings"], time_of(spread)
+    rows = [
+        ("busy", "call_s", "main thread busy: the call blocks", time),
+        ("busy", "finished_s", "finished after", time),
+        ("busy", "stall_s", "longest stall of the main thread", time),
+        ("idle", "call_s", "main thread idle: the call blocks", time),
+        ("idle", "finished_s", "finished after", time),
+        ("idle", "extra_rss", "extra memory", memory),
+    ]
+    lines = [
+        f"{format_size(settings['state'])} of model and AdamW in 1,200 tensors;"
+        f" {facts['cores']} cores ({facts['cpu']}), {facts['filesystem']}, no GPU; torch"
+        f" {facts['torch'].split('+')[0]}, Lightning {facts['lightning']}; medians of"
+        f" {settings['rounds']} rounds, {facts['date'][:10]}:",
+        "",
+        "| | " + " | ".join(WAYS.values()) + " |",
+        "|---|" + "---|" * len(WAYS),
+    ]
+    for scenario, metric, title, text in rows:
+        cells = []
+        for way in WAYS:
+            figure = document["figures"].get(scenario, {}).get(way, {}).get(metric)
+            cell = "-" if figure is None else text(figure)
+            if metric == "finished_s" and figure is not None:
+                cell += ENDS[way]
+            cells.append(f"**{cell}**" if way == OURS and not spread else cell)
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
+    "saves": ("saves.json", lambda document: saves(document, spread=False)),
+    "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),
+}
+
+
+def written(text: str) -> str:
+    """The text with its tables as the figures have them."""
+
+    def table(found: re.Match[str]) -> str:
+        source, make = TABLES[found[1]]
+        lines = make(json.loads((RESULTS / source).read_text()))
+        return "\n".join([f"<!-- table {found[1]} -->", *lines, "<!-- end of table -->"])
+
+    return re.sub(r"<!-- table ([^\n]+?) -->\n.*?<!-- end of table -->", table, text, flags=re.S)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, say what differs")
+    check = parser.parse_args(argv).check
+    different = []
+    for name in PLACES:
+        text = (ROOT / name).read_text()
+        if written(text) != text:
+            different.append(name)
+            if not check:
+                (ROOT / name).write_text(written(text))
+    if check and different:
+        print(f"make tables would change {', '.join(different)}", file=sys.stderr)
+    return 1 if check and different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
