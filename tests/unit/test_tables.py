@@ -1,5 +1,6 @@
 """The tables of README and docs are what the figures in the tree say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,11 @@ def test_each_page_has_a_table(tables):
 def test_another_figure_makes_another_table(tables, tmp_path, monkeypatch):
     text = (ROOT / tables.PLACES[0]).read_text()
     name = next(source for source, _ in tables.TABLES.values())
-    figures = (tables.RESULTS / name).read_text()
+    document = json.loads((tables.RESULTS / name).read_text())
+    for way in document["figures"]["busy"].values():
+        for figure in way.values():
+            figure["median"] += 7
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    (tmp_path / name).write_text(figures.replace('"median": ', '"median": 1'))
+    (tmp_path / name).write_text(json.dumps(document))
     assert tables.written(text) != text
     assert tables.written(tables.written(text)) == tables.written(text)
