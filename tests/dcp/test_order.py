@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from fix_dcp import eventually, loaded
 from stillframe import _core, dcp
 from stillframe._dcp import commit
+from stillframe._dcp.api import Asked, saver_of_this_process
 from stillframe._save import ordered
 from stillframe.testing import fault, held
 from torch.distributed.checkpoint.api import CheckpointException
@@ -225,3 +227,24 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
     assert "Traceback" not in well
     assert "a save failed" in fails and "CheckpointException" in fails
     assert not stillframe.exists(tmp_path / "fails/c")
+
+
+def test_a_save_whose_place_is_elsewhere_writes_nothing_before_its_turn(tmp_path):
+    """As Lightning's are: a remove of the directory that stands before it would take its files."""
+    path, begins = tmp_path / "a", Future[None]()
+    asked = Asked(
+        group=None,
+        planner=None,
+        overlap=False,
+        durable=True,
+        engine=None,
+        when_busy="wait",
+        begins=begins,
+    )
+    response = saver_of_this_process().save({"w": torch.ones(3)}, path, asked)
+    with pytest.raises(TimeoutError):
+        response.upload_completion.result(timeout=0.5)
+    assert not path.exists()
+    begins.set_result(None)
+    response.upload_completion.result()
+    assert stillframe.exists(path)
