@@ -58,7 +58,7 @@ struct sfr_ticket {
 	struct sfr_err err;           /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
-	bool opened, launched, abandoned, confirmed, tail_queued, synced, clean_queued;
+	bool opened, launched, abandoned, confirmed, tail_queued, synced;
 	atomic_bool copied; /* read without the lock, too */
 	bool in_place;      /* of parts: nothing is staged, writers read the sources; constant */
 	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */

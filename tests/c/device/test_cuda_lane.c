@@ -166,12 +166,13 @@ static void as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind
 /* ---- sleep ---- */
 
 static struct sfr_sys plain;
-static atomic_uint nr_looks;
+static atomic_uint nr_looks, nr_all_looks;
 static _Atomic(pthread_t) sleeper;
 
 /* Who waits for a while asks what time it is; who only asks the device does not. */
 static int counted_clock(clockid_t clock, struct timespec *ts)
 {
+	atomic_fetch_add(&nr_all_looks, 1);
 	if (pthread_equal(pthread_self(), atomic_load(&sleeper)))
 		atomic_fetch_add(&nr_looks, 1);
 	return plain.clock_gettime(clock, ts);
@@ -209,6 +210,22 @@ static void a_lane_sleeps_between_its_looks_at_the_device(void)
 	fake.fake_cuda_hold(0);
 	saving_finish(t);
 	sfr_ticket_put(t);
+	fake_end(engine);
+}
+
+/* None of an engine's threads looks again and again. A busy machine makes it only fewer. */
+static void an_engine_that_has_nothing_to_do_sleeps(void)
+{
+	struct sfr_engine *engine;
+	unsigned before;
+
+	begin();
+	engine = fake_engine(16, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+	before = atomic_load(&nr_all_looks);
+	(void)usleep(30000);
+	CHECK(atomic_load(&nr_all_looks) < before + 500);
 	fake_end(engine);
 }
 
@@ -330,6 +347,7 @@ int main(void)
 	RUN(many_small_storages_are_copied_in_few_calls);
 	RUN(as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate);
 	RUN(a_lane_sleeps_between_its_looks_at_the_device);
+	RUN(an_engine_that_has_nothing_to_do_sleeps);
 	RUN(a_call_that_makes_checksums_sleeps_too_and_they_are_right);
 	RUN(pieces_and_events_are_used_again);
 	RUN(memory_for_samples_is_kept_and_never_too_small);
