@@ -385,7 +385,7 @@ void sfr__file_fini(struct sfr__file *f)
 	if (ours && f->tmp.serial && !f->renamed)
 		(void)sfr_sys.unlink(f->dir_fd,
 				     f->tmp.name); /* else the next save clears it away */
-	if (ours && f->tmp.serial)
+	if (ours)
 		sfr__tmp_forget(&f->tmp);
 	if (ours && f->fd >= 0)
 		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */
