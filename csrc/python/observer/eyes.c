@@ -138,6 +138,14 @@ void sfr_py_eyes_harvest(struct sfr_py_observer *self)
 	}
 }
 
+int sfr_py_eyes_rest(const struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_eyes; k++)
+		if (self->eyes[k].state != SFR_PY_IDLE && self->eyes[k].state != SFR_PY_BLIND)
+			return 0;
+	return 1;
+}
+
 void sfr_py_eyes_reset(struct sfr_py_observer *self)
 {
 	for (uint32_t k = 0; k < self->nr_eyes; k++)
