@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include "sfr.h"
 #include "memory/pool.h"
 #include "memory/pool_int.h"
 #include "check.h"

@@ -21,6 +21,7 @@
  * save is many times as much.
  */
 #include "observer/observer.h"
+#include "sfr/glance.h"
 
 #define LOOK_NS 2000u /* of the device, for one storage */
 #define NR_LOOKS 2u   /* in a cycle */
