@@ -109,9 +109,10 @@ bench: build $(VENV)/.bench
 pictures: $(VENV)/.bench
 	$(PY) benchmarks/pictures.py --out docs/assets benchmarks/results/*.json
 
-# The demo in a terminal, as README shows it: three minutes, on a quiet machine. ARGS='--size 300MB'.
+# The demo in a terminal, as the quick start shows it: three minutes, on a quiet machine. ARGS='--size 300MB'.
 recording: build $(VENV)/.bench
 	$(PY) benchmarks/recording.py --out docs/assets/demo.svg $(ARGS)
+	$(PY) benchmarks/tables.py
 
 # The tables of README and docs, from the same.
 tables: build

@@ -1,4 +1,4 @@
-"""Records the demo in a terminal, as the animated SVG that README shows: `make recording`.
+"""Records the demo in a terminal, as the animated SVG of the quick start: `make recording`.
 
     python benchmarks/recording.py --out docs/assets/demo.svg [--size 300MB] [--steps N]
 

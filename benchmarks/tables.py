@@ -22,7 +22,7 @@ from peers import LIGHTNING, OURS, TORCH
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACES = ("README.md", "docs/figures.md")
+PLACES = ("README.md", "docs/figures.md", "docs/quickstart.md")
 WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
 ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 
@@ -86,6 +86,14 @@ def pictures() -> list[str]:
     return [line for name in there for line in (f"![{PICTURES[name]}](assets/{name}.png)", "")][:-1]
 
 
+def recording() -> list[str]:
+    """What `make recording` has recorded."""
+    if not (ROOT / "docs/assets/demo.svg").exists():
+        return []
+    return ["![`stillframe demo`, recorded in a terminal](assets/demo.svg)"]
+
+
+MADE = {"pictures": pictures, "recording": recording}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "saves": ("saves.json", lambda document: saves(document, spread=False)),
     "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),
@@ -96,8 +104,8 @@ def written(text: str) -> str:
     """The text with its tables as the figures have them."""
 
     def table(found: re.Match[str]) -> str:
-        if found[1] == "pictures":
-            lines = pictures()
+        if found[1] in MADE:
+            lines = MADE[found[1]]()
         else:
             source, make = TABLES[found[1]]
             lines = make(json.loads((RESULTS / source).read_text()))

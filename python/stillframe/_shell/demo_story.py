@@ -290,8 +290,8 @@ class Story:
         self._check(
             same and loaded["global_step"] == self.steps,
             f"plain torch.load(weights_only=True) reads {path.name} "
-            f"({decimal(path.stat().st_size)}): the weights at the end, which name "
-            f"{accuracy(run.model):.1%} of the digits rightly",
+            f"({decimal(path.stat().st_size)}): the final weights, which classify "
+            f"{accuracy(run.model):.1%} of the digits correctly",
         )
 
 
