@@ -51,25 +51,25 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     Given to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
 
     Args:
-        path: The directory, made with its parents if it is missing. `checkpoint_id=` takes its
-            place. A remote one (`scheme://`) is for `FsspecWriter`.
-        overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
-        durable: Sync files and directories. False gives up power failures: afterwards the new
-            checkpoint, and the old one with it, may be gone or damaged.
+        path: The directory, created with its parents if it is missing. `checkpoint_id=` takes its
+            place. For remote directories (`scheme://`) use PyTorch's `FsspecWriter`.
+        overwrite: Allow a checkpoint to be replaced. With False that is refused, on all ranks.
+        durable: Sync files and directories. With False, a power failure may lose or damage the new
+            checkpoint, and the old one with it.
         single_file_per_rank: One file a rank, or as many as `thread_count` says. False gives each
             tensor and object a file of its own.
-        thread_count: Up to so many files a rank. The threads are the engine's
-            (`Engine(writer_threads=)`), not the writer's, and work on all of them.
-        sync_files: False is `durable=False`: PyTorch's name for it.
-        per_thread_copy_ahead: Of no effect; tensors on devices are copied by the engine's lanes
+        thread_count: The most files of a rank. The threads are the engine's
+            (`Engine(writer_threads=)`) and work on all of them.
+        sync_files: PyTorch's name: False means `durable=False`.
+        per_thread_copy_ahead: Has no effect: the engine's copy threads copy tensors from devices
             when they are staged.
-        cache_staged_state_dict: Of no effect; the pool's memory is always used again.
+        cache_staged_state_dict: Has no effect: the pool always reuses its memory.
         _extensions, serialization_format: PyTorch's own writer has these; anything but their
             defaults is refused.
         engine: The engine to use, `stillframe.default_engine()` by default.
 
     Raises:
-        TypeError, ValueError: An argument that makes no sense, or that only PyTorch's writer knows.
+        TypeError, ValueError: An invalid argument, or one that only PyTorch's writer supports.
     """
 
     _synchronize_after_execute = False
@@ -151,7 +151,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """A save begins.
 
         Raises:
-            TypeError, ValueError: It is no path, or a remote one.
+            TypeError, ValueError: It is not a path, or a remote one.
         """
         if checkpoint_id:
             self._path = paths.as_text(checkpoint_id)
@@ -298,5 +298,5 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     def _directory(self) -> str:
         if self._path is None:
-            raise ValueError("there is no path to save to: give checkpoint_id=")
+            raise ValueError("no path to save to: give checkpoint_id=")
         return self._path
