@@ -179,12 +179,15 @@ class Archive:
 
     def _find_memory(self, least: int) -> None:
         """Gives the next records their places: `least` of all, and those that may be read ahead."""
-        first = len(self._storages)
+        first = found = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH)
             self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
+        # Not after each batch: a reader that fills new memory holds the lock of this process's
+        # address space, and each further allocation would wait for it and stop the others.
+        if first > found:
             self._core.go(first)
 
 
