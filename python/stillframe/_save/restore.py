@@ -20,6 +20,7 @@ import inspect
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -272,10 +273,16 @@ def _quick(base: Any, archive: Archive, everything: bool) -> Any:
     `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
     of a checkpoint of many small tensors that is a quarter of the whole load. With `everything`,
     all storages are the processor's.
+
+    A class is in a circle with itself and lives until garbage is collected: it must not keep the
+    archive, with its threads and memory, where a Ctrl-C has kept that from being closed.
     """
+    alive = weakref.ref(archive)
 
     class Unpickler(base):  # type: ignore[misc]
         def load(self) -> Any:
+            archive = alive()
+            assert archive is not None
             theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
             made: dict[str, Any] = {}
 
