@@ -299,7 +299,10 @@ def _named(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         number = error.errno or errno.EIO
-        raise OSError(number, os.strerror(number), path) from None
+        reason = os.strerror(number)
+        if number == errno.EISDIR:
+            reason = f"{reason}: it is {looks.directory(path)}"
+        raise OSError(number, reason, path) from None
 
 
 def _refuse_damaged(found: dict[str, Any], path: str) -> None:
