@@ -197,7 +197,9 @@ class Interrupt:
     def __init__(self, nth: int) -> None:
         self._nth = nth
         self._nr = 0
-        self.first: dict[tuple[str, int], int] = {}  # when each line ran first
+        # When each line ran first, and last: a `with` comes by again at its end.
+        self.first: dict[tuple[str, int], int] = {}
+        self.last: dict[tuple[str, int], int] = {}
 
     def __enter__(self) -> Interrupt:
         self._before = sys.gettrace()
@@ -213,7 +215,9 @@ class Interrupt:
     def _line(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
             self._nr += 1
-            self.first.setdefault((frame.f_code.co_filename, frame.f_lineno), self._nr)
+            where = (frame.f_code.co_filename, frame.f_lineno)
+            self.first.setdefault(where, self._nr)
+            self.last[where] = self._nr
             if self._nr == self._nth:
                 raise KeyboardInterrupt
         return self._line
@@ -227,7 +231,7 @@ def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeD
         small(file)
     before = _living(fake)
     assert len(counted.first) > 100
-    for nth in counted.first.values():
+    for nth in sorted({*counted.first.values(), *counted.last.values()}):
         with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
             small(file)
         assert _living(fake) == before, nth
