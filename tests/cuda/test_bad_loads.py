@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_loads import living
 from stillframe import _save, testing
 from stillframe._base import device as _device
 from stillframe._save import into, restore
@@ -40,32 +40,9 @@ def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 def nothing_is_left(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     handle = fake.stream()
     monkeypatch.setattr(_device, "current_stream", lambda device: handle)
-    before = _living(fake)
+    before = living(fake)
     yield
-    assert _living(fake) == before
-
-
-def _living(fake: FakeDriver) -> dict[str, int]:
-    """What a load must not leave behind: of the driver's, readers, open files."""
-    kinds = ("streams", "events", "allocated", "contexts")
-    return {
-        **{kind: fake.live(kind) for kind in kinds},
-        "readers": _nr_readers(),
-        "files": len(os.listdir("/proc/self/fd")),
-    }
-
-
-def _nr_readers() -> int:
-    """Threads of loads that have not ended. One that was joined may be listed for a moment."""
-    for _ in range(1000):
-        found = 0
-        for each in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has just gone
-                found += (each / "comm").read_text().startswith("sfr-restore")
-        if not found:
-            break
-        time.sleep(0.001)
-    return found
+    assert living(fake) == before
 
 
 class Way:
@@ -229,10 +206,10 @@ def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeD
     small = Way(way.name, way.runner, way.method, way.more, (9, 10))
     with Interrupt(0) as counted:
         small(file)
-    before = _living(fake)
+    before = living(fake)
     assert len(counted.first) > 100
     for nth in sorted({*counted.first.values(), *counted.last.values()}):
         with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
             small(file)
-        assert _living(fake) == before, nth
+        assert living(fake) == before, nth
     assert len(small(file)) == 2
