@@ -337,7 +337,7 @@ def _report(response: SaveResponse, costs: _Costs) -> None:
     staged = costs.staged
     nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None
-    files = [] if costs.writer is None else costs.writer.reports
+    files = [] if costs.writer is None else costs.writer.reports()
     response.report = SaveReport(
         path=costs.path,
         nbytes=nbytes if remote else sum(file.nbytes for file in files),
