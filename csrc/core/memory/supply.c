@@ -134,7 +134,7 @@ static int fill_locked(struct sfr__pool *pool, struct sfr__block *block, bool (*
 		sfr__unlock(&pool->mu);
 		yes = go_on(arg);
 		if (yes)
-			rc = sfr__memory_populate(block->mem + block->committed,
+			rc = sfr__memory_populate(&pool->range, block->mem + block->committed,
 						  now - block->committed);
 		sfr__lock(&pool->mu);
 		if (!yes)

@@ -90,8 +90,8 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
     Args:
         **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
-            `max_in_flight`, `when_busy`. What is not given has `Engine`'s default, whatever an
-            earlier call said.
+            `max_in_flight`, `when_busy`, `shared_memory`. What is not given has `Engine`'s
+            default, whatever an earlier call said.
 
     Raises:
         StillframeError: The default engine is in use already.
