@@ -1,7 +1,7 @@
 """Pinned memory that other processes have too: mapped by spawned ones, inherited by forked ones.
 
-Until these have run on a device, neither is promised there: a driver may refuse pages of a file, and
-a fork beside pages that it has pinned may leave parent and device with different ones.
+Until these have run on a device, neither is promised there: a driver may refuse pages of a file,
+and a fork beside pages that it has pinned may leave parent and device with different ones.
 """
 
 from __future__ import annotations
