@@ -60,7 +60,7 @@ def test_a_spawned_process_reads_pinned_memory_that_a_device_wrote() -> None:
         process.join()
 
 
-@pytest.mark.parametrize("rounds", [6])
+@pytest.mark.parametrize("rounds", [3])
 def test_pinned_blocks_are_right_after_a_fork_that_shared_them(rounds: int) -> None:
     training = Training()
     context = multiprocessing.get_context("fork")
