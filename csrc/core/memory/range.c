@@ -6,7 +6,7 @@
  *
  * Memory is populated before anybody uses it: the first touch of a page costs more than the copy
  * into it, and is better taken here, on a thread that nobody waits for. Nothing here has state or
- * a lock; callers see to it that no two threads work on the same pages.
+ * a lock; callers see to it that no two threads give and take memory of the same pages.
  *
  * Shared memory is the pages of an unnamed file (memfd_create), mapped at the same place: one
  * descriptor, whose holders can map any part of it. It differs where a file does:
@@ -120,11 +120,16 @@ static int allocate(const struct sfr__range *range, const char *mem, size_t len)
 	return rc == 0 ? 0 : errno == ENOSPC ? -ENOMEM : -errno;
 }
 
-/* Makes pages present, so that no copy into them takes a fault. 0 or -errno. */
-static int populate(const struct sfr__range *range, char *mem, size_t len)
+int sfr__memory_open(char *mem, size_t len)
+{
+	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
+}
+
+int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 {
 	const bool shared = range->file >= 0;
-	int rc = 0;
+	char zero;
+	int rc;
 
 	if (sfr_sys.madvise(mem, len, MADV_POPULATE_WRITE) == 0)
 		return 0;
@@ -133,36 +138,30 @@ static int populate(const struct sfr__range *range, char *mem, size_t len)
 	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
 		return -errno;
-	if (shared)
-		rc = allocate(range, mem, len);
+	rc = shared ? allocate(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
-	for (size_t off = 0; off < len; off += SFR_PAGE)
-		*(volatile char *)(mem + off) = 0;
+	/* A write that changes nothing, whatever another thread has put there meanwhile. */
+	for (size_t off = 0; off < len; off += SFR_PAGE) {
+		zero = 0;
+		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,
+						  __ATOMIC_RELAXED);
+	}
 	return 0;
-}
-
-int sfr__memory_open(char *mem, size_t len)
-{
-	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
-}
-
-int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
-{
-	int rc = populate(range, mem, len);
-
-	if (rc != 0)
-		/* Part of it may be there. Where the system refuses to take that back, it is
-		 * used by the next commit of these pages. */
-		(void)sfr__memory_decommit(range, mem, len);
-	return rc;
 }
 
 int sfr__memory_commit(const struct sfr__range *range, char *mem, size_t len)
 {
 	int rc = sfr__memory_open(mem, len);
 
-	return rc != 0 ? rc : sfr__memory_populate(range, mem, len);
+	if (rc != 0)
+		return rc;
+	rc = sfr__memory_populate(range, mem, len);
+	if (rc != 0)
+		/* Part of it may be there. Where the system refuses to take that back, it is
+		 * used by the next commit of these pages. */
+		(void)sfr__memory_decommit(range, mem, len);
+	return rc;
 }
 
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)

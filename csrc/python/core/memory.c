@@ -6,6 +6,7 @@
  */
 #include "module.h"
 #include "core/objects.h"
+#include "sfr/snapshot.h"
 
 #include <stddef.h>
 #include <structmember.h>

@@ -1,6 +1,8 @@
 /* _core.Snapshot: a handle on struct sfr_snapshot. */
 #include "module.h"
 #include "core/objects.h"
+#include "sfr/notice.h"
+#include "sfr/snapshot.h"
 
 #include <string.h>
 
