@@ -1,6 +1,7 @@
 """What becomes of files once saves have ended, asked of the plugin's parts one by one."""
 
 import os
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
@@ -166,6 +167,16 @@ def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     assert not files.under_way()
 
 
+def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
+    link, newer = place("last.ckpt"), place("newer.ckpt")
+    files.publications.append(Telling(link, [], due=False))
+    files.remove(link)
+    assert files.held
+    files.link(newer, link)
+    assert files.finish() is None
+    assert os.readlink(link) == "newer.ckpt"
+
+
 # ---- whose error, whose engine ----
 
 
@@ -188,6 +199,34 @@ def test_a_save_is_taken_off_the_list_once(work, tmp_path):
     work.pending.append(handle)
     assert work.discard(handle)
     assert not work.discard(handle)
+
+
+def over(error=None, cancelled=None):
+    """A save that has ended so."""
+
+    def exception():
+        if cancelled is not None:
+            raise cancelled
+        return error
+
+    outcome = SimpleNamespace(is_collected=lambda: False)
+    return SimpleNamespace(done=lambda: True, exception=exception, _outcome=outcome)
+
+
+def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count(work):
+    earlier, own, cancelled = OSError("earlier"), OSError("own"), CancelledError()
+    of_link = OSError("of a link")
+    work.pending += [over(earlier), over(cancelled=cancelled), over(own)]
+    work.rotation.errors.append(of_link)
+    newest = work.pending[-1]
+    work.collect_ended(but=newest)
+    assert work.errors == [earlier, cancelled, of_link]
+    assert work.pending == [newest]
+    work.newest = newest
+    work.forget_newest()  # it was raised
+    assert work.pending == []
+    assert work.take_error() is earlier
+    assert len(earlier.__notes__) == 2 and work.next_error() is None
 
 
 def test_anything_at_all_is_under_way(work, place):
