@@ -6,11 +6,17 @@ are files that import nothing, which it runs by their paths.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+
+UNUSABLE = 2
+INTERRUPTED = 130  # what a shell reports for SIGINT,
+NO_READER = 141  # and for SIGPIPE
 
 _PACKAGE = Path(__file__).parent / "stillframe"
 
@@ -30,7 +36,8 @@ def _module_of(path: str) -> ModuleType:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status.
+    """Runs one command; returns the exit status, also after Ctrl-C and where the output cannot be
+    written.
 
     Args:
         argv: The arguments behind the program's name; `sys.argv[1:]` by default.
@@ -38,7 +45,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: (status 2) Wrong usage; (status 0) `--help`, `--version`.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_output()
+        return NO_READER
+    except OSError as error:
+        if error.filename is not None:
+            raise  # of a file; the standard output has no name
+        print(f"stillframe: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard_output()
+        return UNUSABLE
+
+
+def _run(arguments: list[str]) -> int:
     usage = _module_of("_shell/usage")
     size = _module_of("_base/sizes").argument
     parser = usage.parser(_module_of("_base/support").VERSION, size)
@@ -49,3 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from stillframe._shell import cli
 
     return cli.run(options)
+
+
+def _discard_output() -> None:
+    """Python writes what is left at exit, and would complain again."""
+    with contextlib.suppress(OSError, ValueError):  # of a test's stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -60,6 +60,15 @@ def mlp(*extra: nn.Module, depth: int = 4) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rnn = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x):
+        return self.rnn(self.first(x))[0]
+
+
 def numbers(seed: int) -> Tensor:
     return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
 

@@ -225,6 +225,46 @@ def test_a_graph_that_is_dropped_gives_the_pool_back(either):
         assert engine.stats()["leased_bytes"] == 0
 
 
+def test_a_backward_that_may_come_again_holds_nothing_on_the_device(either):
+    model = mlp()
+    context = away(keep_last=0)
+    with context:
+        loss = squares(model, numbers(0))
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert counts(context)["bytes_lingering"] == 0
+
+
+def test_a_tensor_saved_before_and_after_a_write_is_saved_twice(either):
+    x = torch.rand(64, requires_grad=True)
+    with away(keep_last=0) as context:
+        y = x * 2
+        total = (y**2).sum()
+        deadline = time.monotonic() + 10
+        while not counts(context)["offload_copy_s"] and time.monotonic() < deadline:
+            time.sleep(0.001)  # until it is in the pool: a write before that is told
+        y.add_(1)
+        total = total + (y**3).sum()
+    total.backward()
+    before = (x * 2).detach()
+    torch.testing.assert_close(x.grad, 2 * (2 * before + 3 * (before + 1) ** 2))
+
+
+def test_memory_that_is_given_out_again_is_saved_again(either):
+    """A storage is known by its address, which others have after it."""
+    x = torch.rand(64, requires_grad=True)
+    parts = []
+    with away(keep_last=0):
+        for factor in range(1, 30):
+            y = x * factor
+            parts.append((y**2).sum())
+            del y
+            gc.collect(0)
+            time.sleep(0.001)
+    torch.stack(parts).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() * sum(f * f for f in range(1, 30)))
+
+
 def test_left_more_often_than_entered():
     with pytest.raises(stillframe.StillframeError, match="more often"):
         away().__exit__(None, None, None)

@@ -13,6 +13,7 @@ import torch
 from fix_offloading import (
     WIDTH,
     Block,
+    Recurrent,
     Transformer,
     adam,
     agree,
@@ -60,15 +61,6 @@ class Repeats(nn.Module):
 
     def layers(self):
         return [self.one, self.one, self.two, self.one]
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.rnn = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2)
-
-    def forward(self, x):
-        return self.rnn(self.first(x))[0]
 
 
 class MaxNorm(nn.Module):

@@ -171,6 +171,20 @@ def test_a_save_of_a_ticket_holds_its_state_at_the_call(
         assert same(others.tensors(), group(2))
 
 
+def test_what_is_in_the_pool_is_pinned_before_it_comes(engine: stillframe.Engine) -> None:
+    """A ticket whose memory no driver knew of when it was filled."""
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.adopt(group(1))
+    with testing.host_as_device() as driver, Offloader("cpu", engine=engine) as offloader:
+        registered = driver.live("registered")
+        assert same(offloader.onload(ticket), group(1))
+        assert driver.live("registered") > registered
+        for home in (ticket, offloader.adopt(group(2)), offloader.offload(group(3))):
+            offloader.release(offloader.onload(home.tensors()))
+        assert offloader.stats()["bytes_staged"] == 0
+        assert driver.violations == []
+
+
 def test_a_group_comes_in_one_copy(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload([torch.ones(n) for n in (5, 700, 33, 12_000)])

@@ -1,6 +1,7 @@
 """An optimizer's state lives in the pool, comes in for the step, and steps as ever."""
 
 import copy
+import time
 
 import pytest
 import stillframe
@@ -120,6 +121,117 @@ def test_parameters_without_gradients_and_groups_that_are_added(either):
     opt, away = KINDS["AdamW"](groups(model[:3])), KINDS["AdamW"](groups(other[:3]))
     with offload_optimizer_state(away):
         assert same(run(model, opt), run(other, away))
+
+
+class Rounds(torch.optim.Optimizer):
+    """Its step goes through the groups twice, and looks up what it has just had."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {})
+        self.look = lambda: None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for _ in range(2):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.mul_(0.9).add_(p.grad)
+                    assert self.state[p]["mean"] is mean
+                for p in group["params"]:
+                    p.sub_(self.state[p]["mean"], alpha=0.1)
+                del mean
+                self.look()
+
+
+def test_a_group_that_is_looked_up_again_in_a_step_comes_again(either):
+    stillframe.register_optimizer(Rounds)
+    model = network(3)
+    other = copy.deepcopy(model)
+    opt, away = Rounds(groups(model)), Rounds(groups(other))
+    with offload_optimizer_state(away) as handle:
+        assert same(steps(model, opt, 1), steps(other, away, 1))
+        before = handle.stats()
+        assert same(steps(model, opt, 2, 1), steps(other, away, 2, 1))
+        after = handle.stats()
+    # Twice three groups a step, each once for all the times that it is looked up in a row.
+    assert after["groups_onloaded"] - before["groups_onloaded"] == 2 * 6
+    assert after["groups_offloaded"] - before["groups_offloaded"] == 2 * 6
+    # Ahead of its turn in the first round; in the second it has only just left.
+    assert after["groups_prefetched"] - before["groups_prefetched"] == 2 * 2
+
+
+def test_two_groups_at_most_are_on_the_device(either):
+    stillframe.register_optimizer(Rounds)
+    model = network()
+    opt = Rounds(groups(model))
+    seen = []
+    with offload_optimizer_state(opt) as handle:
+        steps(model, opt, 1)
+
+        def look():
+            deadline = time.monotonic() + 10
+            while handle.stats()["bytes_lingering"] and time.monotonic() < deadline:
+                time.sleep(0.001)  # what leaves is kept until it is read
+            seen.append(handle.stats())
+
+        opt.look = look
+        steps(model, opt, 1)
+    assert len(seen) == 8
+    assert all(each["slots_in_use"] <= 2 and each["bytes_lingering"] == 0 for each in seen)
+
+
+def test_small_state_stays_where_it_is(either):
+    model = network(2)
+    opt = KINDS["Adam"](groups(model))
+    with offload_optimizer_state(opt):
+        steps(model, opt, 1)
+        counts = [state["step"] for state in dict(opt.state).values()]
+        steps(model, opt, 1)
+        after = [state["step"] for state in dict(opt.state).values()]
+        assert all(a is b for a, b in zip(counts, after, strict=True))
+
+
+def test_removed_it_is_an_ordinary_state(either):
+    with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 16) as engine:
+        model = network(2)
+        opt = KINDS["Adam"](groups(model))
+        plain, other = copy.deepcopy((model, opt))
+        with offload_optimizer_state(opt, engine=engine):
+            assert same(steps(model, opt), steps(plain, other))
+        assert engine.stats()["leased_bytes"] == 0
+        assert type(opt.state) is type(other.state)
+        for tensor in tensors_of(dict(opt.state)):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_state_that_is_put_in_its_place_is_taken_over(either):
+    model = network(2)
+    opt = KINDS["SGD"](groups(model))
+    plain, other = copy.deepcopy((model, opt))
+    with offload_optimizer_state(opt) as handle:
+        steps(model, opt, 1)
+        opt.state = type(other.state)(dict, {p: dict(s) for p, s in opt.state.items()})
+        before = handle.stats()["groups_onloaded"]
+        steps(model, opt, 1, 1)
+        assert handle.stats()["groups_onloaded"] - before == 2
+        assert same(steps(model, opt, 1, 2), steps(plain, other, 3))
+
+
+def test_a_state_of_another_type_is_loaded_as_torch_does(either):
+    model = network(2)
+    opt = KINDS["Adam"](groups(model))
+    steps(model, opt, 1)
+    plain, other = copy.deepcopy((model, opt))
+    wide = copy.deepcopy(opt.state_dict())
+    for entries in wide["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            entries[key] = entries[key].double()
+    with offload_optimizer_state(other):
+        for each in (opt, other):
+            each.load_state_dict(copy.deepcopy(wide))
+        assert same(tensors_of(opt.state_dict()), tensors_of(other.state_dict()))
+        assert same(steps(model, opt, 2), steps(plain, other, 2))
 
 
 def test_state_dicts_go_both_ways(either, tmp_path):

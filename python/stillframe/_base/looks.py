@@ -41,6 +41,10 @@ _BEGINNINGS = (
 SHARD = (
     "a shard of a torch.distributed.checkpoint directory, which torch.distributed.checkpoint reads"
 )
+SHARDED = (
+    "a torch.distributed.checkpoint directory: `stillframe verify` checks it,"
+    " torch.distributed.checkpoint.load loads it"
+)
 
 
 def is_shard(path: str) -> bool:
@@ -65,12 +69,12 @@ def is_there(path: str | os.PathLike[str]) -> bool:
 
 
 def directory(path: str) -> str:
-    """What a directory is, for messages."""
+    """What a directory is and who reads it, for messages."""
     try:
         sharded = is_sharded(os.listdir(path))
     except OSError:
         sharded = False
-    return "a torch.distributed.checkpoint directory" if sharded else "a directory"
+    return SHARDED if sharded else "a directory: name a file in it"
 
 
 def like(fd: int, path: str) -> str | None:

@@ -41,13 +41,14 @@ class Layer:
     Attributes:
         tensors: Its parameters, then its buffers, each once.
         nr_parameters: How many of them are parameters.
-        own_pace: It has buffers that another layer has too and may change: it is not prefetched.
+        partners: Layers that have buffers of this one's. Whichever runs may change them, so they
+            come when it is their turn: such a layer is neither prefetched nor kept.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         self.module = module
         self.name = name
-        self.own_pace = False
+        self.partners: list[Layer] = []
         self._dtype = dtype
         self._sources: list[Tensor] | None = None
         self._writes: list[tuple[Ticket, list[Tensor]]] = []
@@ -185,7 +186,11 @@ class Layer:
         group.note_versions()
 
     def settle(self) -> None:
-        """Returns when the CPU has what forwards have changed."""
+        """Returns when the CPU has what forwards have changed, of this layer or its partners."""
+        for layer in (self, *self.partners):
+            layer._settle()
+
+    def _settle(self) -> None:
         while self._writes:
             ticket, targets = self._writes.pop(0)
             with torch.no_grad():
@@ -201,7 +206,8 @@ class Layer:
             tensor.data = copy
 
     def to_ordinary(self) -> None:
-        """Moves the tensors out of the pool."""
+        """Moves the tensors out of the pool, which nothing is brought from any more."""
+        self._sources = None
         for tensor in self.tensors:
             if _has_memory_of_its_own(tensor):
                 tensor.data = tensor.detach().clone()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -87,7 +88,7 @@ class OffloadedLayers:
         self._layers = layers
         self._order = order
         self._place = 0  # in the order: the layer used last
-        self._kept = set(order[len(order) - keep :])
+        self._kept = {each for each in order[len(order) - keep :] if not each.partners}
         self._offloader = offloader
         self._residents = Residents(offloader, slots)
         self._gradients = Gradients(offloader, slots)
@@ -130,11 +131,12 @@ class OffloadedLayers:
         self._residents.give_up_others(())
         for layer in self._layers:
             layer.settle()
+        self._gradients.close()
+        self._offloader.close()
+        for layer in self._layers:
             del layer.module._apply
             layer.to_ordinary()
             _offloaded.difference_update(layer.module.modules())
-        self._gradients.close()
-        self._offloader.close()
 
     def stats(self) -> Any:
         """What went each way so far; see `Offloader.stats`."""
@@ -239,7 +241,7 @@ class OffloadedLayers:
                 self._place = place
                 break
         following = order[self._place + 1 : self._place + 2]
-        return following[0] if following and not following[0].own_pace else None
+        return following[0] if following and not following[0].partners else None
 
     def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
         layer.settle()
@@ -268,7 +270,7 @@ class OffloadedLayers:
             use.put(self._on_device(_Use(self, use.layer, use.before), group))
         self._current = use
         self._current_task = task
-        if use.before is not None and not use.before.own_pace:
+        if use.before is not None and not use.before.partners:
             self._residents.prefetch(use.before, anew=False)
         return group
 
@@ -421,10 +423,11 @@ def _check(
 
 
 def _mark_shared(layers: list[Layer]) -> None:
-    """A layer that has a buffer of another one's asks for it when it is its turn, not ahead."""
-    seen: dict[int, Layer] = {}
+    """Makes partners of the layers that have a buffer in common."""
+    users: dict[int, list[Layer]] = {}
     for layer in layers:
         for tensor in layer.tensors[layer.nr_parameters :]:
-            other = seen.setdefault(id(tensor), layer)
-            if other is not layer:
-                layer.own_pace = other.own_pace = True
+            users.setdefault(id(tensor), []).append(layer)
+    for layer in layers:
+        own = (users[id(tensor)] for tensor in layer.tensors[layer.nr_parameters :])
+        layer.partners = [each for each in dict.fromkeys(chain(*own)) if each is not layer]

@@ -147,7 +147,8 @@ weights = Weights()
 
 
 class Onloading:
-    """The mark of a node whose outputs are weights on the device (see `layers`)."""
+    """The mark of a function whose outputs are weights on the device (see `layers`), and what its
+    nodes have."""
 
     use: Use
     indices: list[int]
@@ -163,9 +164,10 @@ def _cast_of(tensor: Tensor) -> tuple[Use, int] | None:
     if node is None or node.name() != "ToCopyBackward0":
         return None
     source, output = node.next_functions[0]
-    # A node that a Python function made is an object of a class of that function's.
+    # A node that a Python function made is of a class of its own, which names the function.
     made: Any = source
-    if not isinstance(made, Onloading) or tensor.untyped_storage().nbytes() == 0:
+    function = getattr(type(made), "_forward_cls", None)
+    if function is None or not issubclass(function, Onloading):
         return None
     return made.use, made.indices[output]
 

@@ -120,9 +120,10 @@ def _time(seconds: float) -> str:
 
 def show(result: Result) -> None:
     """The table, and the advice below it, on stdout."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from stillframe._shell.console import Console
 
     how = "O_DIRECT" if result.raw_direct else "page cache"
     shares = result.shares()

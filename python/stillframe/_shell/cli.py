@@ -29,7 +29,6 @@ from stillframe._base.sizes import decimal
 from stillframe.errors import CorruptCheckpointError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
-INTERRUPTED = 130  # what a shell reports for SIGINT
 
 _SUFFIXES = (".ckpt", ".pt", ".pth")
 _LONG_NBYTES = 256 << 20  # from here on a progress display is worth its flicker
@@ -326,17 +325,7 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal gets a ? and no traceback
-    try:
-        status = _command(options.command)(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNUSABLE
-    return status
+    return _command(options.command)(options)
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:

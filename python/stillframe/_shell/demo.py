@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from stillframe._base.sizes import decimal
+from stillframe._shell.console import Console
 from stillframe._shell.usage import SAVES
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _import_story() -> type[Story]:
         module = (error.name or "").partition(".")[0]
         package = {"sklearn": "scikit-learn"}.get(module, module)
         raise CannotRun(
-            f"it needs {package}, which is not installed: pip install 'stillframe[demo]'"
+            f"it needs {package}, which is not installed: pip install lightning scikit-learn"
         ) from error
     return Story
 

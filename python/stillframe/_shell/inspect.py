@@ -77,7 +77,7 @@ def look(path: str) -> Found:
         return found
     if stat.S_ISDIR(os.fstat(fd).st_mode):
         os.close(fd)
-        found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}: name a file in it"
+        found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}"
         return found
     with os.fdopen(fd, "rb") as file:
         try:
@@ -138,8 +138,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _show(found: Found, *, as_tree: bool) -> None:
-    from rich.console import Console
     from rich.filesize import decimal
+
+    from stillframe._shell.console import Console
 
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width

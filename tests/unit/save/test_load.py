@@ -438,6 +438,9 @@ def test_a_directory_is_an_is_a_directory_error(tmp_path):
     with pytest.raises(IsADirectoryError) as error:
         stillframe.load(tmp_path)
     assert error.value.filename == str(tmp_path)
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(IsADirectoryError, match=r"torch.distributed.checkpoint.load loads it"):
+        stillframe.load(tmp_path)
 
 
 def test_an_unreadable_file_is_a_permission_error(tmp_path):

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import stillframe
+from _stillframe_command import INTERRUPTED
 from _stillframe_command import main as command
 from fix_checkpoints import open_descriptors, unprivileged
-from stillframe._shell import bench, bench_raw, bench_result, cli
+from stillframe._shell import bench, bench_raw, bench_result
 from stillframe.testing import fault, slow
 
 MIB = 1 << 20
@@ -215,7 +216,7 @@ def test_ctrl_c_leaves_nothing(disk_path: Path, monkeypatch, where):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_raw, where, interrupt)
-    assert run(disk_path, "--size", "1MiB") == cli.INTERRUPTED
+    assert run(disk_path, "--size", "1MiB") == INTERRUPTED
     assert list(disk_path.iterdir()) == []
 
 
@@ -228,7 +229,7 @@ def test_ctrl_c_in_a_save_cancels_it(disk_path: Path, monkeypatch):
 
     monkeypatch.setattr(stillframe.SaveHandle, "wait_staged", interrupt)
     with slow("pwrite", 0.05):
-        assert run(disk_path, "--size", "1MiB") == cli.INTERRUPTED
+        assert run(disk_path, "--size", "1MiB") == INTERRUPTED
     assert list(disk_path.iterdir()) == []
     assert [handle.state for handle in seen] == ["cancelled"]
 
@@ -255,7 +256,7 @@ sys.exit(main(["bench", sys.argv[1], "--size", "8MiB"]))
         process.send_signal(number)
         process.stdout.read()
     # A very fast machine may be through before the signal comes.
-    assert process.returncode in (cli.INTERRUPTED, 0)
+    assert process.returncode in (INTERRUPTED, 0)
     assert list(disk_path.iterdir()) == []
 
 

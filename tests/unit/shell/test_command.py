@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import stillframe
-from _stillframe_command import main
+from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
 from stillframe._shell import cli, info
 
 COMMANDS = ["verify", "inspect", "bench", "demo", "info", "completion"]
@@ -145,6 +145,51 @@ def test_an_ascii_terminal_gets_a_question_mark_and_no_traceback(tmp_path: Path)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "gr??e.pt: ok" in done.stdout
+
+
+@pytest.fixture(params=["completion bash", "verify x.pt", "inspect x.pt", "inspect x.pt --json"])
+def arguments(request, tmp_path, monkeypatch) -> list[str]:
+    stillframe.save({"a": [1]}, tmp_path / "x.pt")
+    monkeypatch.chdir(tmp_path)
+    words: str = request.param
+    return words.split()
+
+
+def test_a_reader_that_has_gone_is_no_damage(arguments, monkeypatch, capsys) -> None:
+    end, begin = os.pipe()
+    os.close(end)
+    with open(begin, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(arguments) == NO_READER
+    assert capsys.readouterr().err == ""
+
+
+def test_output_that_cannot_be_written_is_an_error_in_a_line(
+    arguments, monkeypatch, capsys
+) -> None:
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(arguments) == UNUSABLE
+    told = "stillframe: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == told
+
+
+def test_without_a_standard_output_the_status_is_the_same(arguments, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(arguments) == 0
+    sys.stdout.close()
+
+
+def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "stillframe._shell.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "stillframe._shell.cli")
+    monkeypatch.delattr("stillframe._shell.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    assert main(["verify", "x.pt"]) == INTERRUPTED
 
 
 # ---- info ----------------------------------------------------------------------------------------

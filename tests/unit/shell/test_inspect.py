@@ -143,7 +143,7 @@ def test_a_directory_is_named_as_what_it_is(tmp_path, capsys):
         (tmp_path / name).write_bytes(b"")
     assert inspect(tmp_path) == 2
     told = " ".join(capsys.readouterr().out.split())
-    assert "a torch.distributed.checkpoint directory: name a file" in told
+    assert "a torch.distributed.checkpoint directory: `stillframe verify` checks it" in told
 
 
 def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):

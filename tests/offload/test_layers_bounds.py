@@ -1,0 +1,201 @@
+"""What offloaded layers take and leave, and what modules may be like."""
+
+import copy
+import functools
+
+import pytest
+import stillframe
+import torch
+from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, squares, train
+from stillframe.offload import offload_layers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def twice(model, layers=list, *, offloaded=None, **how):
+    """The model's training, plain and with its layers offloaded."""
+    other = copy.deepcopy(model)
+    plain = train(model, **how)
+    with offload_layers(layers(other), device="cpu", **(offloaded or {})):
+        return plain, train(other, **how)
+
+
+# ---- what goes where ----------------------------------------------------------------------
+
+
+def test_an_rnn_computes_with_what_is_on_the_device(either):
+    """It keeps a list of its weights beside its parameters."""
+    model = Recurrent()
+    own = list(model.rnn._flat_weights)
+    with offload_layers([model.rnn], device="cpu") as handle:
+        found = []
+        model.rnn.register_forward_pre_hook(lambda rnn, args: found.extend(rnn._flat_weights))
+        (model(numbers(0)) ** 2).mean().backward()
+        assert len(found) == len(own)
+        assert not any(isinstance(weight, nn.Parameter) for weight in found)
+        assert all(a is b for a, b in zip(model.rnn._flat_weights, own, strict=True))
+        nbytes = sum(weight.nbytes for weight in own)
+        assert handle.stats()["bytes_offloaded"] == nbytes  # the gradients
+    assert all(a is b for a, b in zip(model.rnn._flat_weights, own, strict=True))
+
+
+class Decays(nn.Module):
+    """Its forward writes to a buffer, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return self.linear(x) * self.scale
+
+
+def test_what_a_forward_has_changed_leaves_once(either):
+    model = Decays()
+    with offload_layers([model], device="cpu", keep=1) as handle:
+        squares(model, numbers(0)).backward()
+        gradients = sum(p.nbytes for p in model.parameters())
+        assert handle.stats()["bytes_offloaded"] == model.scale.nbytes + gradients
+
+
+def test_under_autocast_no_cast_weight_stays_on_the_device(either):
+    model = mlp()
+    seen = []
+
+    def pack(tensor):
+        seen.append(tuple(tensor.shape))
+        return tensor
+
+    with (
+        offload_layers(model, device="cpu"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        squares(model, numbers(0))
+    assert seen and (WIDTH, WIDTH) not in seen
+
+
+def test_removed_it_is_out_of_the_pool(either):
+    with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 16) as engine:
+        model = mlp(nn.BatchNorm1d(WIDTH))
+        handle = offload_layers(model, device="cpu", engine=engine)
+        squares(model, numbers(0)).backward()
+        assert engine.stats()["leased_bytes"] > 0
+        handle.remove()
+        model.zero_grad()
+        assert engine.stats()["leased_bytes"] == 0
+
+
+def test_a_pool_too_small_for_the_parameters_leaves_them_as_they_were(either):
+    with stillframe.Engine(pool_bytes=1 << 17, block_bytes=1 << 16) as engine:
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(stillframe.PoolExhaustedError):
+            offload_layers(model, device="cpu", engine=engine)
+        assert engine.stats()["leased_bytes"] == 0
+        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_only_so_many_layers_gradients_are_on_their_way(request, either):
+    """A pool with room for weights, gradients, and those of the slots on their way to be added."""
+    depth, block = 8, 1 << 16
+    model = nn.Sequential(*(nn.Linear(120, 120, bias=False) for _ in range(depth)))
+    with stillframe.Engine(pool_bytes=(2 * depth + 4) * block, block_bytes=block) as engine:
+        with offload_layers(model, device="cpu", engine=engine):
+            x = torch.randn(2, 120)
+            squares(model, x).backward()
+            if either == "fake":
+                request.getfixturevalue("fake").delay(2_000_000)
+            squares(model, x).backward()
+        model.zero_grad()
+
+
+def test_what_is_read_has_been_read_when_a_pass_has_ended(either, monkeypatch):
+    """The caller may write to the weights then: the host waits, since no event orders it."""
+    model = mlp()
+    with offload_layers(model, device="cpu") as handle:
+        waits = []
+        real = handle._offloader.wait_read
+        monkeypatch.setattr(handle._offloader, "wait_read", lambda: waits.append(real()))
+        with torch.no_grad():
+            model(numbers(0))
+        assert len(waits) == 1
+        loss = squares(model, numbers(0))
+        assert len(waits) == 1
+        loss.backward()
+        assert len(waits) == 2
+
+
+# ---- what modules may be like ----------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(self.norm(self.norm(x) * 2 + 1))
+
+
+def test_a_layer_used_twice_has_its_statistics_each_time(either):
+    assert agree(*twice(Twice(), lambda m: [m.norm, m.norm, m.out]))
+
+
+def test_buffers_that_two_layers_share_are_brought_in_their_turn(either):
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
+    for keep in (0, 3):
+        assert agree(*twice(copy.deepcopy(model), offloaded={"keep": keep}))
+    with offload_layers(model, device="cpu"):
+        squares(model, numbers(0))
+        assert model[0].state_dict()["1.num_batches_tracked"] == 3
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_kept_layer_whose_buffers_another_changes_comes_again(either):
+    """A checkpoint inside runs its norm once more in backward, on what all have made of it."""
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(*(Checkpointed(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
+    assert agree(*twice(model, offloaded={"keep": 3}))
+
+
+def test_a_gradient_is_laid_out_as_its_parameter(either):
+    model = mlp()
+    model[1][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+    other = copy.deepcopy(model)
+    squares(model, numbers(0)).backward()
+    with offload_layers(other, device="cpu"):
+        squares(other, numbers(0)).backward()
+    strides = [[p.grad.stride() for p in each.parameters()] for each in (model, other)]
+    assert strides[0] == strides[1]
+
+
+def test_a_parameter_whose_memory_others_use_stays_where_it_is(either):
+    model = mlp(depth=2)
+    alias = model[0][0].weight.detach()
+    with offload_layers(model, device="cpu"):
+        with torch.no_grad():
+            alias.zero_()
+        assert model[0][0].weight.count_nonzero() == 0
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(torch.complex(x, 2 * x) @ self.weight.conj()).sum(-1)
+
+
+def test_weights_that_are_complex(either):
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    model = nn.Sequential(Complex(), Complex())
+    assert agree(*twice(model, optimizer=lambda m: sgd(m.parameters())))

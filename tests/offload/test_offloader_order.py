@@ -1,0 +1,235 @@
+"""Who waits for whom in an Offloader, what keeps what alive, and what tensors may be like."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import stillframe
+import torch
+from stillframe import testing
+from stillframe._base import device as _device
+from stillframe.offload import Offloader
+from torch.multiprocessing.reductions import StorageWeakRef
+
+MIB = 1 << 20
+
+
+def group(seed: int, numel: int = 5000) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=made), torch.randn(3, 5, generator=made)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# ---- who waits ----------------------------------------------------------------------------
+
+
+def test_work_behind_a_group_that_is_reused_waits_for_its_copies(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        fake.delay(20_000_000)  # of each thing that a stream does: the write would come first
+        sources = group(1)
+        before = fake.calls("cuStreamWaitEvent")
+        ticket = offloader.offload(sources, reuse=True)
+        assert fake.calls("cuStreamWaitEvent") - before == 2  # ours for theirs, theirs for ours
+        for source in sources:
+            source.zero_()
+        assert same(ticket.tensors(), group(1))
+
+
+def test_weights_may_be_written_to_once_nothing_is_read_of_them(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", slots=2, engine=engine) as offloader:
+        one, two = (offloader.adopt(group(i)).tensors() for i in (1, 2))
+        fake.delay(20_000_000)
+        assert offloader.prefetch(one) and offloader.prefetch(two)
+        offloader.release(two)  # it is still being read
+        before = offloader.stats()["host_waited_s"]
+        offloader.wait_read()
+        assert offloader.stats()["host_waited_s"] > before
+        copied = fake.copied_bytes
+        for tensor in (*one, *two):
+            tensor.zero_()
+        assert copied == sum(tensor.nbytes for tensor in (*one, *two))
+
+
+def test_where_a_stream_cannot_wait_the_host_does_and_counts_it(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.adopt(group(1))
+        fake.hold(True)
+        assert offloader.prefetch(ticket)
+        fake.capture(True)  # no event of another stream's may come into its graph
+        release = threading.Timer(0.05, fake.hold, (False,))
+        release.start()
+        try:
+            tensors = offloader.onload(ticket)
+        finally:
+            fake.capture(False)
+        release.join()
+        assert same(tensors, group(1))
+        assert offloader.stats()["host_waited_s"] > 0
+
+
+def test_another_stream_than_the_default_one_is_waited_for(
+    fake: testing.FakeDriver, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the calling thread's current stream, and on no other, is waited for."""
+    asked: list[int] = []
+
+    def current(device: int) -> int:
+        asked.append(device)
+        return stream
+
+    with Offloader("cpu", engine=engine) as offloader:
+        stream = fake.stream()
+        monkeypatch.setattr(_device, "current_stream", current)
+        ticket = offloader.offload(group(1))
+        assert ticket._leaving.stream == (0, stream)
+        back = offloader.onload(ticket)
+        offloader.wait_read()  # the calling thread is not that stream: it may look now
+        assert same(back, group(1))
+        assert set(asked) == {0}
+
+
+def test_what_still_leaves_has_left_when_it_is_closed(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        fake.delay(20_000_000)
+        tickets = [offloader.offload(group(i)) for i in range(2)]
+    assert all(ticket.done() for ticket in tickets)
+
+
+# ---- slots --------------------------------------------------------------------------------
+
+
+def test_what_was_only_prefetched_is_given_up_at_the_end(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    """The stream waits for it: its memory is the next one's that asks on that stream."""
+    with Offloader("cpu", engine=engine) as offloader:
+        fake.delay(20_000_000)
+        assert offloader.prefetch(offloader.adopt(group(1)))
+        before = fake.calls("cuStreamWaitEvent")
+        offloader.close()
+        assert fake.calls("cuStreamWaitEvent") == before + 1
+
+
+def test_of_what_was_prefetched_the_latest_gives_way(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", slots=2, engine=engine) as offloader:
+        tickets = [offloader.adopt(group(i)) for i in range(3)]
+        assert offloader.prefetch(tickets[0]) and offloader.prefetch(tickets[1])
+        assert same(offloader.onload(tickets[2]), group(2))
+        offloader.onload(tickets[0])
+        assert offloader.stats()["groups_prefetched"] == 1
+
+
+def test_what_was_prefetched_gives_way_where_the_device_has_no_room(
+    either: str, engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stillframe._offload import slot
+
+    real = slot._room
+    with Offloader("cpu", slots=3, engine=engine) as offloader:
+        tickets = [offloader.adopt(group(i)) for i in range(2)]
+        assert offloader.prefetch(tickets[0])
+
+        def room(device: torch.device, nbytes: int) -> torch.Tensor:
+            if offloader._slots:
+                raise torch.OutOfMemoryError("no room for two")
+            return real(device, nbytes)
+
+        monkeypatch.setattr(slot, "_room", room)
+        assert same(offloader.onload(tickets[1]), group(1))
+
+
+class _Circle:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.me, self.tensors = self, tensors
+
+
+def test_tensors_that_a_circle_keeps_give_their_slot_back(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", slots=1, engine=engine) as offloader:
+        tickets = [offloader.adopt(group(i)) for i in range(2)]
+        gc.disable()
+        try:
+            _Circle(offloader.onload(tickets[0]))
+            assert same(offloader.onload(tickets[1]), group(1))
+        finally:
+            gc.enable()
+
+
+def test_what_was_brought_from_is_let_go(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        alive = [weakref.ref(source) for source in sources]
+        back = offloader.onload(sources)
+        offloader.wait_read()
+        offloader.stats()
+        del sources
+        assert all(each() is None for each in alive)
+        assert same(back, group(1))
+
+
+# ---- devices that fail -----------------------------------------------------------------------
+
+
+def test_a_device_that_dies_under_a_group_that_leaves_is_told(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        fake.hold(True)
+        fake.fail_copy(1, 700)
+        ticket = offloader.offload(group(1))
+        fake.hold(False)
+        with pytest.raises(stillframe.StillframeError, match="could not be brought away"):
+            ticket.tensors()
+
+
+# ---- what tensors may be like ------------------------------------------------------------------
+
+
+def test_conjugated_and_negated_tensors_come_back(either: str, engine: stillframe.Engine) -> None:
+    numbers = torch.view_as_complex(torch.randn(7, 5, 2))
+    given = [numbers.conj(), numbers.conj().imag, numbers]
+    with Offloader("cpu", engine=engine) as offloader:
+        assert same(offloader.onload(offloader.offload(given)), given)
+
+
+def test_tensors_of_several_types_in_one_storage_come_back(
+    either: str, engine: stillframe.Engine
+) -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    storage = memory.untyped_storage()
+    odd = memory[1:20]
+    floats = torch.empty(0, dtype=torch.float32).set_(storage, 2, (10,), (1,))
+    with Offloader("cpu", engine=engine) as offloader:
+        back = offloader.onload(offloader.offload([odd, floats]))
+        assert torch.equal(back[0], odd)
+        assert torch.equal(back[1].view(torch.int32), floats.view(torch.int32))
+
+
+def test_a_storage_dies_with_the_group_that_was_made_contiguous(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        whole = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)
+        storage = StorageWeakRef(whole.untyped_storage())
+        ticket = offloader.offload([whole[:, ::2]])
+        expected = whole[:, ::2].clone()
+        del whole
+        assert storage.expired()  # only a contiguous copy of it is kept
+        assert torch.equal(ticket.tensors()[0], expected)
