@@ -56,7 +56,7 @@ from machine import (
     status_bytes,
 )
 
-LOOP_SAVES = 4  # of a turn
+LOOP_SAVES = 3  # of a turn
 LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
 UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
 GIVE_UP_NS = 300 * 10**9

@@ -1,7 +1,9 @@
 /* Order between a caller's streams and a lane's, over the fake driver: E, C and S (device/order.c), of
  * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
+#include <sched.h>
 
 #include "cuda/fix_cuda.h"
+#include "snapshot/snapshot.h"
 
 /* E: in the call that begins a save, on the caller's stream, before anything is copied. */
 static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
@@ -218,6 +220,46 @@ static void bytes_that_changed_before_their_copy_are_noticed(void)
 	}
 }
 
+static unsigned char large[1 << 20]; /* so that few of its lines are samples */
+
+static void change_a_byte(void *arg)
+{
+	(void)arg;
+	large[sizeof(large) / 2 + 100]++;
+}
+
+static void a_byte_between_the_samples_is_noticed_where_every_byte_is_summed(void)
+{
+	for (int by_sum = 0; by_sum < 2; by_sum++) {
+		struct sfr_engine *engine;
+		struct sfr_report report;
+		struct sfr_ticket *t;
+		void *stream;
+
+		begin();
+		engine = fake_engine(1, 1); /* so that little is copied before the gate */
+		stream = fake.fake_cuda_stream(0);
+		one.sources[3].addr = (uintptr_t)large;
+		one.sources[3].nbytes = sizeof(large);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
+			 0);
+		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+			 0);
+		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, change_a_byte, NULL);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_save_launch(t), 0);
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, by_sum ? SFR_ETORN : 0);
+		CHECK_EQ(report.err.index, by_sum ? 3 : -1);
+		sfr_ticket_put(t);
+		fake_end(engine);
+	}
+}
+
 static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct saving_state *s,
 					 void *stream)
 {
@@ -318,6 +360,16 @@ static void a_snapshot_on_a_capturing_stream_is_refused(void)
 	fake_end(engine);
 }
 
+static uint32_t nr_out(struct sfr_snapshot *snapshot)
+{
+	uint32_t nr;
+
+	sfr__lock(&snapshot->engine->mu);
+	nr = snapshot->nr_out;
+	sfr__unlock(&snapshot->engine->mu);
+	return nr;
+}
+
 /* As with files: nothing goes on before all is queued, and then one side first. */
 static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 {
@@ -341,6 +393,7 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 			fake.fake_cuda_hold(1);
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+			sfr__snapshot_out(snapshot); /* who copies last has noticed nothing */
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
 			if (i & 2) /* the write that nobody announces */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
@@ -348,6 +401,9 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 			fake.fake_cuda_launch(stream, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
+			while (nr_out(snapshot) > 1)
+				(void)sched_yield();
+			sfr__snapshot_in(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))
@@ -451,6 +507,7 @@ int main(void)
 	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
+	RUN(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
 	RUN(a_snapshot_on_a_capturing_stream_is_refused);
 	RUN(whoever_goes_first_a_snapshot_is_the_state_at_the_call);
