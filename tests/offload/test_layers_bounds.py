@@ -166,6 +166,16 @@ def test_a_kept_layer_whose_buffers_another_changes_comes_again(either):
     assert agree(*twice(model, offloaded={"keep": 3}))
 
 
+def test_a_norm_that_stays_may_change_again_while_its_statistics_leave(fake):
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(Checkpointed(nn.Linear(WIDTH, WIDTH), norm))
+    other = copy.deepcopy(model)
+    plain = train(model)
+    fake.delay(2_000_000)
+    with offload_layers(other, device="cpu", keep=1):
+        assert agree(plain, train(other))
+
+
 def test_a_gradient_is_laid_out_as_its_parameter(either):
     model = mlp()
     model[1][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())

@@ -209,16 +209,17 @@ class OffloadedLayers:
         weights.drop(group.tensors)
         moved = use.take_back()
         self._adopt(layer, moved)
-        layer.write_back(group, self._offloader)
-        use.versions = [tensor._version for tensor in layer.tensors]
         with_gradients = torch.is_grad_enabled()
+        stays = graph.task() != graph.NO_TASK or (with_gradients and layer in self._kept)
+        layer.write_back(group, self._offloader, stays=stays)
+        use.versions = [tensor._version for tensor in layer.tensors]
         if with_gradients:
             _tell_of_backward(use, output)
         else:
             layer.settle()
             if layer is self._order[-1]:
                 self._offloader.wait_read()  # the caller may write to the weights now
-        if graph.task() == graph.NO_TASK and not (with_gradients and layer in self._kept):
+        if not stays:
             self._residents.give_up(layer)
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
@@ -282,7 +283,7 @@ class OffloadedLayers:
         use.take_back()
         group = self._residents.get(use.layer)
         if group is not None:
-            use.layer.write_back(group, self._offloader)
+            use.layer.write_back(group, self._offloader, stays=False)
         self._residents.give_up(use.layer)
 
     def _gradients_out(

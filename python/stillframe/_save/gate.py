@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
 import threading
 import time
 import weakref
@@ -44,9 +45,12 @@ from stillframe._save.steps import register_optimizer
 
 __all__ = [
     "Deferral",
+    "Keeper",
     "Pending",
     "defer",
+    "defer_one",
     "forked",
+    "keep",
     "register_optimizer",
     "track",
     "untrack",
@@ -58,6 +62,10 @@ __all__ = [
 # somebody keeps.
 _CALL_TIMEOUT_S = 30.0
 _CALL_POLL_S = 0.0005
+
+_ROW = struct.Struct("=QQII")  # struct sfr_source: address, length, lane, device
+_CAPTURED, _LATE = 0, 1  # lanes
+_LATE_NBYTES = 65536  # what is smaller is copied in the call: that is quicker than to watch it
 
 
 class Pending(Protocol):
@@ -75,6 +83,26 @@ class Sources(Protocol):
     rows: bytearray
 
 
+class Keeper(Protocol):
+    """What has memory that nothing but an optimizer's step takes the place of, beside what the
+    optimizers own themselves."""
+
+    def defer(
+        self,
+        numbers: dict[int, int],
+        rows: bytearray,
+        indices: list[int],
+        owners: list[int],
+        tensors: list[torch.Tensor],
+        versions: list[int],
+    ) -> None:
+        """Marks what of a save may be copied late, as `Owner.defer` does; with `defer_one`."""
+
+    def distrust(self, why: str) -> None:
+        """Has everything captured from now on: it was written to while a save copied it."""
+
+
+_keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
@@ -118,7 +146,7 @@ class Deferral:
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner]] = []  # end in `indices`, whose they are
+        self._parts: list[tuple[int, Owner | Keeper]] = []  # end in `indices`, whose they are
         self._overtaken = False
 
     def torn(self) -> int:
@@ -157,7 +185,7 @@ class Deferral:
         """The call is over: its save is tracked, or there is none. Idempotent."""
         _calls.pop(id(self), None)
 
-    def _add(self, owner: Owner, numbers: dict[int, int], rows: bytearray) -> None:
+    def _add(self, owner: Owner | Keeper, numbers: dict[int, int], rows: bytearray) -> None:
         before = len(self.indices)
         owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
         if len(self.indices) > before:
@@ -169,6 +197,35 @@ class Deferral:
             sentence = owner.captured(numbers, deferred)
             if sentence is not None and sentence not in self.fallbacks:
                 self.fallbacks.append(sentence)
+
+
+def keep(keeper: Keeper) -> None:
+    """Asks a keeper at every save, for as long as it lives."""
+    _keepers.add(keeper)
+
+
+def defer_one(
+    tensor: torch.Tensor,
+    numbers: dict[int, int],
+    rows: bytearray,
+    indices: list[int],
+    owners: list[int],
+    tensors: list[torch.Tensor],
+    versions: list[int],
+) -> None:
+    """Has the storage under a keeper's tensor copied late, where the save has it and nobody else
+    has said so; the arguments are those of ``Keeper.defer``."""
+    number = numbers.get(tensor.untyped_storage()._cdata)
+    if number is None:
+        return
+    row = _ROW.unpack_from(rows, number * _ROW.size)
+    if row[2] != _CAPTURED or row[1] <= _LATE_NBYTES:
+        return
+    owners.append(number)
+    tensors.append(tensor)
+    versions.append(tensor._version)
+    indices.append(number)
+    _ROW.pack_into(rows, number * _ROW.size, row[0], row[1], _LATE, row[3])
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
@@ -194,6 +251,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
                 owners = list(ownership.living())
                 for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
+                for keeper in list(_keepers):
+                    deferral._add(keeper, numbers, skeleton.rows)
                 deferral._identities = skeleton.identities
                 deferral._explain(owners, numbers)
     except BaseException:
