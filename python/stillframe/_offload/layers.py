@@ -14,7 +14,7 @@ forward again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ class _Use:
         self.layer = layer
         self.before = before  # the layer that was used before this one
         self.task = graph.NO_TASK  # the backward that has come through it last
+        self.node: Callable[[], Any] = lambda: None  # where it does so
         self.versions: list[int] = []
         self.values: Sequence[Tensor] = ()  # in the places of the layer's tensors, and
         self.former: Former = []  # what stands there otherwise
@@ -191,6 +192,7 @@ class OffloadedLayers:
             made = _Onload.apply(  # type: ignore[no-untyped-call]
                 use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
+            use.node = weakref.ref(made[0].grad_fn)  # which refers to the use
         else:
             made = [values[i].requires_grad_() for i in indices]
         for index, value in zip(indices, made, strict=True):
@@ -314,18 +316,19 @@ class OffloadedLayers:
         return handed
 
     def _is_last(self, use: _Use, parameter: Tensor) -> bool:
+        """Whether this backward gives nothing more to the parameter, in uses that it comes to."""
         return not any(
-            other is not use and other.task != use.task
+            other is not use and other.task != use.task and graph.comes(other.node())
             for layer in self._users.get(parameter, ())
             for other in tuple(layer.uses)
         )
 
-    def _backward_ended(self, task: int) -> None:
+    def _backward_ended(self, task: int, succeeded: bool) -> None:
         if self._current is None or self._current_task == task:  # else it ran inside another one
             self._leave()
             self._residents.give_up_others(())
             self._last = None
-        self._gradients.join(task)
+        self._gradients.join(task, succeeded)
         for layer in self._layers:
             layer.settle()
         self._offloader.wait_read()
