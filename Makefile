@@ -17,6 +17,7 @@
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
 #                 2,000 random trainings with layers, activations or states offloaded (24)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
+# make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make wheel-check      a wheel from a source distribution, looked over by auditwheel and abi3audit
@@ -43,7 +44,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
+.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
 	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -108,6 +109,11 @@ bench: build $(VENV)/.bench
 # What README and docs show, from the figures that are in the tree.
 pictures: $(VENV)/.bench
 	$(PY) benchmarks/pictures.py --out docs/assets benchmarks/results/*.json
+
+# The demo in a terminal, as the quick start shows it: three minutes, on a quiet machine. ARGS='--size 300MB'.
+recording: build $(VENV)/.bench
+	$(PY) benchmarks/recording.py --out docs/assets/demo.svg $(ARGS)
+	$(PY) benchmarks/tables.py
 
 # The tables of README and docs, from the same.
 tables: build

@@ -38,7 +38,7 @@ def parse_size(text: str) -> int:
     except ValueError:
         nbytes = 0
     if nbytes <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size (try 160MB, 1.07GB or 4GiB)")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size (try 160MB, 1.07GB or 4GiB)")
     return nbytes
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import Series, format_size
+from common import Series, format_seconds, format_size
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, PEERS, TORCH, TORCH_NO_CRC
 
 MISSING = (
@@ -32,6 +32,22 @@ WAY_COLOURS = {  # ours stands out
     "none": "#dfe3e8",
     "synchronous": COLOURS[0],  # Lightning's, which is torch.save
     "lightning": COLOURS[2],
+    "torch.load": COLOURS[0],  # a load has the colour of its save
+    "torch.load(mmap=True)": COLOURS[1],
+    "DCP load": COLOURS[3],
+    "safetensors": "#8d7bb0",
+    "stillframe.load": COLOURS[5],
+}
+MACHINE = "#9aa5b1"  # what no way of saving is: memcpy, raw reads and writes
+LOOPS = {
+    "loop": "a training loop",
+    "loop_large": "a training loop",
+    "lightning_loop": "a Lightning training",
+}
+FITS = {
+    "synchronous": "synchronous",
+    "lightning": "Lightning's asynchronous",
+    "stillframe": "stillframe",
 }
 FORWARD, STEP, WAIT = "#e4e7eb", "#b8c0ca", "#3b4754"
 PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slower steps", 0.35))
@@ -88,8 +104,12 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     for scenario, nbytes in titles.items():
         if scenario in figures:
             panels.append((_lost_time, (figures[scenario], scenario, nbytes)))
+    for scenario in ("busy", "idle"):
+        if scenario in figures:
+            nbytes = document["settings"]["state"]
+            panels.append((_saves, (figures[scenario], scenario, nbytes)))
     if document.get("bytes_over_time"):
-        panels.append((_bytes_over_time, (document["bytes_over_time"],)))
+        panels.append((_bytes_over_time, (document["bytes_over_time"], figures["idle"])))
     if document.get("resident_nbytes"):
         panels.append((_memory, (document["resident_nbytes"],)))
     return panels
@@ -126,45 +146,71 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set_xlabel("ms a save, ± standard error (dark to light: call, wait, slower steps)")
-    axes.set_title(f"Lost time a save: {scenario}, {nbytes / 1e6:.0f} MB")
+    axes.set_title(f"Lost time a save: {LOOPS[scenario]}, {format_size(nbytes)}")
     _plain(axes)
 
 
-def _bytes_over_time(axes: Any, curves: dict[str, Any]) -> None:
-    """A line a way to save: bytes written so far; the dot is the moment when it has finished."""
-    for peer in _names(curves):
-        # Before the first sample after the call nothing is known: the logarithm begins there.
-        points = [
-            (t, n / 1e9)
-            for t, n in zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True)
-            if t > 0
-        ]
-        # One that writes in its call shows nothing before the end: from there the line is dashed.
-        first = min(points[0][0], 2e-3)
-        axes.plot((first, points[0][0]), (0, points[0][1]), "--", color=_colour(peer), lw=1)
-        times, written = zip(*points, strict=True)
+def _bytes_over_time(axes: Any, curves: dict[str, Any], ends: dict[str, Any]) -> None:
+    """A line a way to save: bytes written so far, in one round. The dot is the end, with all rounds
+    as a bar."""
+    for row, peer in enumerate(reversed(_names(curves))):
+        points = list(zip(curves[peer]["times_s"], curves[peer]["nbytes"], strict=True))
+        # One that writes in its call shows nothing before its end: so far the line is dashed.
+        axes.plot((0, points[0][0]), (0, points[0][1] / 1e9), "--", color=_colour(peer), lw=1)
+        times, written = zip(*((t, n / 1e9) for t, n in points), strict=True)
         axes.plot(times, written, color=_colour(peer), label=peer, lw=2.4 if peer == OURS else 1.4)
-        axes.plot(times[-1:], written[-1:], "o", color=_colour(peer))
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds after the call (logarithmic)")
+        level = written[-1] * (1.05 + 0.07 * row)
+        _ended(axes, ends[peer]["finished_s"], level, _colour(peer))
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds after the call; dots: the end, all rounds")
     axes.set_ylabel("GB written")
     axes.set_title("Bytes over time, main thread idle")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center right")
+    _plain(axes)
+
+
+def _ended(axes: Any, found: dict[str, Any], level: float, colour: str) -> None:
+    middle = found["median"]
+    spread = ((middle - found["min"],), (found["max"] - middle,))
+    axes.errorbar(middle, level, xerr=spread, fmt="o", color=colour, capsize=3, lw=1.4)
+    axes.annotate(f"  {middle:.2f} s", (found["max"], level), va="center", fontsize=8)
+
+
+def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
+    """Two bars a way to save: the call, and until it has finished; medians and all rounds."""
+    peers = _names(figures)
+    most = max(figures[peer]["finished_s"]["max"] for peer in peers)
+    for row, peer in enumerate(peers):
+        for metric, shift, strength in (("call_s", -0.2, 1.0), ("finished_s", 0.2, 0.5)):
+            found = figures[peer][metric]
+            middle, at = found["median"], row + shift
+            axes.barh(at, middle, height=0.36, color=_colour(peer), alpha=strength)
+            spread = ((middle - found["min"],), (found["max"] - middle,))
+            axes.errorbar(middle, at, xerr=spread, color="#222222", capsize=2, lw=1)
+            told = format_seconds(middle)
+            if metric == "finished_s":
+                told += ", durable" if peer == OURS else ", not synced"
+            axes.annotate(f"  {told}", (found["max"], at), va="center", fontsize=8)
+    axes.set_yticks(range(len(peers)), peers)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * most)
+    axes.set_xlabel("seconds (dark: the call blocks; light: finished; lines: all rounds)")
+    axes.set_title(f"{format_size(nbytes)}, main thread {scenario}")
     _plain(axes)
 
 
 def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     """What checkpoints take of a training's steps a second: medians, and all rounds as a bar."""
-    ways = ("synchronous", "lightning", "stillframe")
     for place, fits in enumerate(result["every"].values()):
-        for number, way in enumerate(ways):
+        for number, way in enumerate(FITS):
             shares = [
                 100 * (1 - mine["steps_per_s"] / none["steps_per_s"])
                 for mine, none in zip(fits[way], fits["none"], strict=True)
             ]
             middle = Series.of(shares).median
             at = place + 0.26 * (number - 1)
-            label = way if place == 0 else "_" + way
+            label = FITS[way] if place == 0 else "_" + way
             axes.bar(at, middle, width=0.24, color=_colour(way), label=label)
             spread = ((middle - min(shares),), (max(shares) - middle,))
             axes.errorbar(at, middle, yerr=spread, color="#222222", capsize=3, lw=1.2)
@@ -275,7 +321,7 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
         if series["median"] == series["median"]  # nan: the file system has no O_DIRECT
     }
     for row, rate in enumerate(found.values()):
-        axes.barh(row, rate, color=COLOURS[3])
+        axes.barh(row, rate, color=MACHINE)
         axes.annotate(f" {rate:.2f}", (rate, row), va="center", fontsize=9)
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
@@ -288,16 +334,14 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 def _loads(axes: Any, states: dict[str, Any]) -> None:
     """A bar for each way, in each state and situation."""
     labels: list[str] = []
-    ways = list(dict.fromkeys(way for each in states.values() for way in each["loads"]["cold"]))
     for state, figures in states.items():
         for situation, series in figures["loads"].items():
             for number, (way, found) in enumerate(series.items()):
-                colour = COLOURS[ways.index(way) % len(COLOURS)]
                 label = way if situation == "cold" and len(labels) < 3 else "_" + way  # once
                 height = 0.8 / len(series)
                 place = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9
-                axes.barh(place, rate, height=0.9 * height, color=colour, label=label)
+                axes.barh(place, rate, height=0.9 * height, color=_colour(way), label=label)
             labels.append(f"{state}, {situation}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -314,7 +358,7 @@ def _reads(axes: Any, states: dict[str, Any]) -> None:
         for name, found in figures["reads"].items():
             if found["median"] == found["median"]:  # nan: the file system has no O_DIRECT
                 rate = figures["nbytes"] / found["median"] / 1e9
-                axes.barh(len(labels), rate, color=COLOURS[-1 if name == "verify" else 0])
+                axes.barh(len(labels), rate, color=_colour(OURS) if name == "verify" else MACHINE)
                 labels.append(f"{state}: {name}")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()

@@ -3,7 +3,8 @@
     python benchmarks/tables.py           writes them where they stand
     python benchmarks/tables.py --check   exit status 1 where one is not what the figures say
 
-A table stands between two comments, `<!-- table NAME -->` and `<!-- end of table -->`.
+A table stands between two comments, `<!-- table NAME -->` and `<!-- end of table -->`. So do the
+pictures that `make pictures` has drawn: each is shown once its figures are in the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peers import LIGHTNING, OURS, TORCH
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACES = ("README.md", "docs/figures.md")
+PLACES = ("README.md", "docs/figures.md", "docs/quickstart.md")
 WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
 ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 
@@ -70,6 +71,29 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
     return lines
 
 
+PICTURES = {  # a file of results, and what its picture shows
+    "saves": "Saves beside a busy main thread and an idle one: the call, and until it has finished",
+    "bytes_over_time": "Bytes written over time, with an idle main thread",
+    "lost_time": "Lost time a save, in a training loop",
+    "lightning_fit": "The share of a Lightning training's speed that checkpoints take",
+    "restore": "Loads, and reading every byte",
+}
+
+
+def pictures() -> list[str]:
+    """What `make pictures` draws of the figures that are in the tree."""
+    there = [name for name in PICTURES if (RESULTS / f"{name}.json").exists()]
+    return [line for name in there for line in (f"![{PICTURES[name]}](assets/{name}.png)", "")][:-1]
+
+
+def recording() -> list[str]:
+    """What `make recording` has recorded."""
+    if not (ROOT / "docs/assets/demo.svg").exists():
+        return []
+    return ["![`stillframe demo`, recorded in a terminal](assets/demo.svg)"]
+
+
+MADE = {"pictures": pictures, "recording": recording}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "saves": ("saves.json", lambda document: saves(document, spread=False)),
     "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),
@@ -80,8 +104,11 @@ def written(text: str) -> str:
     """The text with its tables as the figures have them."""
 
     def table(found: re.Match[str]) -> str:
-        source, make = TABLES[found[1]]
-        lines = make(json.loads((RESULTS / source).read_text()))
+        if found[1] in MADE:
+            lines = MADE[found[1]]()
+        else:
+            source, make = TABLES[found[1]]
+            lines = make(json.loads((RESULTS / source).read_text()))
         return "\n".join([f"<!-- table {found[1]} -->", *lines, "<!-- end of table -->"])
 
     return re.sub(r"<!-- table ([^\n]+?) -->\n.*?<!-- end of table -->", table, text, flags=re.S)

@@ -10,7 +10,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "sfr.h"
+#include "sfr/err.h"
 
 /* Module state: types and the exception classes of stillframe.errors, borrowed from nowhere:
  * strong references, visited and cleared by the module. */

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include "sfr.h"
 #include "memory/pool.h"
 #include "memory/pool_int.h"
 #include "check.h"
@@ -36,11 +37,11 @@ static inline int odd_madvise(void *addr, size_t len, int advice)
 	if (advice == MADV_DONTNEED)
 		err = __atomic_load_n(&refuse_dontneed, __ATOMIC_SEQ_CST);
 	if (advice == MADV_POPULATE_WRITE) {
-		err = __atomic_load_n(&refuse_populate, __ATOMIC_SEQ_CST);
 		if (populate_first)
 			(void)madvise(populated = addr, len, advice);
 		if (during_populate != NULL)
 			during_populate();
+		err = __atomic_load_n(&refuse_populate, __ATOMIC_SEQ_CST);
 	}
 	if (err != 0) {
 		errno = err;

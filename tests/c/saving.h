@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <string.h>
 
+#include "sfr.h"
 #include "check/check.h"
 #include "check/records.h"
 #include "memory/pool_int.h"

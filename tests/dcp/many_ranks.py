@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import equal, zeroed
 from stillframe import dcp
 from stillframe._dcp import commit
+from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe.testing import fault, slow
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -98,13 +99,13 @@ def fails(function: Any, *arguments: Any) -> str:
 def fsdp2(path: Path, rank: int) -> Notes:
     """Saves beside training, to one path again and again, with plans kept."""
     plans = []
-    prepare = FileSystemWriter.prepare_local_plan
+    create = stock.DefaultSavePlanner.create_local_plan
 
-    def noted(self: Any, plan: Any) -> Any:
-        plans.append(plan.usable)
-        return prepare(self, plan)
+    def noted(self: Any) -> Any:
+        plans.append(number)
+        return create(self)
 
-    FileSystemWriter.prepare_local_plan = noted
+    stock.DefaultSavePlanner.create_local_plan = noted
     training, good, deferred = Model(), [], []
     for number in range(4):
         wanted = locals_of(training.state())
@@ -114,13 +115,93 @@ def fsdp2(path: Path, rank: int) -> Notes:
         response.upload_completion.result()
         good.append(loads_as(wanted, path / f"c{number % 2}"))
         deferred.append(response.report.deferred_nbytes)
-    FileSystemWriter.prepare_local_plan = prepare
+    stock.DefaultSavePlanner.create_local_plan = create
     full = {name: value.full_tensor() for name, value in training.state()["model"].items()}
     dcp.save(training.state(), path / "last")
     if rank == 0:
         torch.save(full, path / "full.pt")
     leased = stillframe.default_engine().stats()["leased_bytes"]
     return {"good": good, "plans": plans, "deferred": deferred, "leased": leased}
+
+
+def structures(path: Path, rank: int) -> Notes:
+    """What ranks tell each other while their states change, and whether what is saved is right."""
+    said: list[str] = []
+
+    def noting(name: str) -> Any:
+        call = getattr(Ranks, name)
+
+        def noted(*args: Any) -> Any:
+            said.append(name)
+            return call(*args)
+
+        return noted
+
+    calls = {name: getattr(Ranks, name) for name in ("words", "gathered", "scattered", "broadcast")}
+    for name in calls:
+        setattr(Ranks, name, noting(name))
+    training, notes = Model(), {}
+    for case, width, text in (
+        ("first", 3, "short"),
+        ("same", 3, "short"),
+        ("wider on one rank", 3 + rank, "short"),
+        ("that again", 3 + rank, "other"),
+        ("a longer object", 3 + rank, "a long one" * 9),
+        ("as the first", 3, "again"),
+    ):
+        training.step()
+        state = {f"own{rank}": torch.rand(width), "text": text, **training.state()}
+        wanted = locals_of(state)
+        said.clear()
+        metadata = dcp.async_save(state, path / "c").upload_completion.result()
+        telling = [*said]
+        new = {**zeroed({f"own{rank}": state[f"own{rank}"]}), "text": "", **Model(seed=1).state()}
+        stock.load(new, checkpoint_id=path / "c")
+        good = equal(locals_of(new), wanted) and f"own{1 - rank}" in metadata.state_dict_metadata
+        notes[case] = [good, *telling]
+    for name, call in calls.items():
+        setattr(Ranks, name, call)
+    return notes
+
+
+class Refusing(stock.DefaultSavePlanner):
+    """Refuses one of the steps."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self.step = step
+
+    def _refuse(self, step: str) -> None:
+        if step == self.step:
+            raise ValueError(f"no {step}")
+
+    def create_local_plan(self) -> Any:
+        self._refuse("local plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, plans: Any) -> Any:
+        self._refuse("global plan")
+        return super().create_global_plan(plans)
+
+    def resolve_data(self, item: Any) -> Any:
+        self._refuse("data")
+        return super().resolve_data(item)
+
+
+def planner_refuses(path: Path, rank: int) -> Notes:
+    """A user's planner, on one rank."""
+    notes = {}
+    for step, where in (("local plan", 1), ("global plan", 0), ("data", 1)):
+        planner = Refusing(step if rank == where else "nothing")
+        state = {f"w{rank}": torch.ones(10)}
+        notes[step] = fails(lambda: dcp.save(state, path / "c", planner=planner))  # noqa: B023
+        dist.barrier()
+        notes[f"{step} left"] = os.listdir(path)
+        dist.barrier()
+    dcp.save(state, path / "c", planner=Refusing("nothing"))
+    new = zeroed(state)
+    stock.load(new, checkpoint_id=path / "c")
+    return {**notes, "good": equal(new, state)}
 
 
 def replicated(path: Path, rank: int) -> Notes:
@@ -285,7 +366,7 @@ def killed(path: Path, rank: int) -> Notes:
     dcp.save(state, path / "c")
     state[f"w{rank}"].fill_(2)
     if rank:
-        FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp.async_save(state, path / "c")
     return {"says": fails(response.upload_completion.result, 60)}
 
@@ -358,7 +439,17 @@ def from_four(path: Path, rank: int) -> Notes:
 WORLDS = {
     4: [four],
     2: [
-        *(fsdp2, replicated, crossed, back_to_back, full_disk, commit_fails, stage_fails),
+        *(
+            fsdp2,
+            structures,
+            planner_refuses,
+            replicated,
+            crossed,
+            back_to_back,
+            full_disk,
+            commit_fails,
+            stage_fails,
+        ),
         *(seen_by_one, busy, out_of_step, alone, removed, from_four, killed),
     ],
     3: [other_world, from_four],

@@ -1,7 +1,6 @@
 """The commit of a DCP checkpoint where one of its calls fails, and what it may remove."""
 
 import os
-import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +33,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, nth: int) ->
 
 # Of a commit: the call, and whether the new checkpoint has its name by then.
 STEPS = [
-    ("dump", 1, False),
     ("fsync", 1, False),
     ("sync_directory", 1, False),
+    ("sync_directory", 2, False),
     ("rename", 1, False),
-    ("sync_directory", 2, True),
     ("sync_directory", 3, True),
 ]
 
@@ -49,22 +47,20 @@ def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
     tmp_path, monkeypatch, save, name, nth, is_new
 ):
     stillframe.dcp.save(OLD, tmp_path)
-    where = {"dump": pickle, "sync_directory": commit}.get(name, os)
-    commits: Any = commit.put_in_place
+    where = {"sync_directory": commit}.get(name, os)
+    begun: Any = commit.write
 
-    def put_in_place(*args: Any, **named: Any) -> None:
+    def write(*args: Any, **named: Any) -> Any:
         failing(monkeypatch, where, name, nth)
-        try:
-            commits(*args, **named)
-        finally:
-            monkeypatch.undo()
+        return begun(*args, **named)
 
-    monkeypatch.setattr(commit, "put_in_place", put_in_place)
+    monkeypatch.setattr(commit, "write", write)
     with pytest.raises(CheckpointException, match=f"{name} {nth} fails"):
         if save == "ours":
             stillframe.dcp.save(NEW, tmp_path)
         else:
             dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    monkeypatch.undo()
     assert equal(loaded(NEW, tmp_path), NEW if is_new else OLD)
     assert not list(tmp_path.glob("*.tmp"))
     if save == "ours":  # DCP's own save does not say that all is over: the next save tidies up

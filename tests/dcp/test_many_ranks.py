@@ -50,9 +50,31 @@ def test_an_fsdp2_state_is_saved_beside_training_as_it_was_at_each_call(notes):
         assert rank["leased"] == 0
 
 
-def test_the_second_save_of_a_structure_sends_no_plan(notes):
+def test_only_the_first_save_of_a_structure_is_planned(notes):
     for rank in notes("fsdp2"):
-        assert rank["plans"] == [True, False, False, False]
+        assert rank["plans"] == [0]
+
+
+def test_ranks_tell_each_other_a_few_numbers_and_what_has_changed_is_planned_and_saved(notes):
+    planned = ["words", "words", "gathered", "words", "scattered"]
+    moved = ["words", "gathered", "words"]
+    for rank in notes("structures"):
+        for case in ("first", "wider on one rank"):
+            assert rank[case] == [True, *planned, *moved, "broadcast"], case
+        for case in ("same", "that again"):
+            assert rank[case] == [True, "words", "words", "words"], case
+        for case in ("a longer object",):
+            assert rank[case] == [True, "words", *moved], case
+        assert rank["as the first"][0]
+
+
+def test_what_a_users_planner_raises_on_one_rank_is_every_ranks_error(notes):
+    for rank in notes("planner_refuses"):
+        for step in ("local plan", "global plan", "data"):
+            says = rank[step]
+            assert says.startswith("CheckpointException") and f"no {step}" in says
+            assert rank[f"{step} left"] == []
+        assert rank["good"]
 
 
 def test_another_number_of_ranks_loads_it(notes, directory, tmp_path):

@@ -159,11 +159,12 @@ def test_the_new_checkpoint_is_on_the_disk_before_and_after_its_name_is_and_the_
     steps = [(call.kind, call.directory) for call in recorded.calls]
     named = steps.index(("rename", str(path)))
     assert list(recorded.calls[named].change)[1] == str(path / ".metadata")
-    (kind, temporary), entries = steps[named - 2 : named]
+    (kind, temporary), above, entries = steps[named - 3 : named]
     assert kind == "sync" and temporary == next(iter(recorded.calls[named].change))
+    assert above == ("sync", str(tmp_path))
     assert entries == ("sync", str(path))  # of the data files, whichever rank has made them
-    assert steps[named + 1 : named + 3] == [("sync", str(path)), ("sync", str(tmp_path))]
-    gone = [call.change for call in recorded.calls[named + 3 :] if call.kind == "unlink"]
+    assert steps[named + 1] == ("sync", str(path))
+    gone = [call.change for call in recorded.calls[named + 2 :] if call.kind == "unlink"]
     assert gone == [{str(path / old): None}]
     assert all(call.kind != "unlink" for call in recorded.calls[:named])
 
@@ -189,6 +190,17 @@ def test_a_writer_that_is_used_again_gives_no_name_twice(tmp_path):
         dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
         names += [name for name in files(tmp_path) if name.endswith(".distcp")]
     assert len(set(names)) == 2
+
+
+def test_a_writer_in_another_process_gives_names_of_its_own(tmp_path):
+    writer = FileSystemWriter(tmp_path)
+    writer.stage({"a": torch.zeros(3)})  # with a stager, which has an engine
+    copies = [pickle.loads(pickle.dumps(writer)) for _ in range(2)]
+    names = []
+    for each in (writer, *copies):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=each, no_dist=True)
+        names += [name for name in files(tmp_path) if name.endswith(".distcp")]
+    assert len(set(names)) == 3
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "rename"])

@@ -220,10 +220,10 @@ def overwrites(path, rank, pkg):
     seen = []
     put = commit.put_in_place
 
-    def noted(metadata, directory, *args, **kwargs):
-        if not os.path.exists(os.path.join(directory, ".metadata")):
-            seen.append(os.path.exists(os.path.join(directory, "meta.pt")))
-        put(metadata, directory, *args, **kwargs)
+    def noted(new, **kwargs):
+        if not os.path.exists(new.path):
+            seen.append(os.path.exists(os.path.join(os.path.dirname(new.path), "meta.pt")))
+        put(new, **kwargs)
 
     if rank == 0:
         (path / "c").mkdir()

@@ -2,6 +2,8 @@
 #ifndef SFR_LAYOUT_H
 #define SFR_LAYOUT_H
 
+#include "sfr/parts.h"
+#include "sfr/save.h"
 #include "base/base.h"
 
 /* The layout of one file: torch's zip format, stored entries with data descriptors.

@@ -2,6 +2,7 @@
 #ifndef SFR_PARTS_LIST_H
 #define SFR_PARTS_LIST_H
 
+#include "sfr/parts.h"
 #include "base/base.h"
 
 #define SFR__FIELD_LEN 4u

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "archive/parts.h"
 #include "archive/write.h"
 

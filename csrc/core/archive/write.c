@@ -26,6 +26,7 @@
  */
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "archive/write.h"
 
 #define LOCAL_LEN 30u  /* fixed part of a local header */

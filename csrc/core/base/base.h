@@ -1,4 +1,4 @@
-/* What everything else in the core stands on. Public names are in sfr.h. */
+/* What everything else in the core stands on. Public names are in sfr/. */
 #ifndef SFR_BASE_H
 #define SFR_BASE_H
 
@@ -6,7 +6,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "sfr.h"
+#include "sfr/err.h"
+#include "sfr/fork.h"
+#include "sfr/notice.h"
 #include "base/lock.h"
 #include "base/sys.h"
 

@@ -38,8 +38,8 @@
  */
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "base/crc.h"
-#include "sfr.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

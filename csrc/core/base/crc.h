@@ -1,5 +1,5 @@
 /* The ways crc.c has to compute a CRC, one by one: for its test, which has to see those too
- * that a better one hides on the machine at hand. Everyone else calls sfr_crc32 (sfr.h). */
+ * that a better one hides on the machine at hand. Everyone else calls sfr_crc32 (sfr/crc.h). */
 #ifndef SFR_CRC_H
 #define SFR_CRC_H
 

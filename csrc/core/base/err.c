@@ -1,12 +1,13 @@
 /* Error codes, phases and states as words.
  *
- * Each list stands once, as an X-macro in sfr.h; the enum there and the tables here are made
+ * Each list stands once, as an X-macro in sfr/err.h or sfr/state.h; the enum there and the tables here are made
  * from it, so that a name, its number and its sentence cannot drift apart. What the operating
  * system said (-errno) is named and worded by the C library.
  */
 #include <stdio.h>
 #include <string.h>
 
+#include "sfr/state.h"
 #include "base/base.h"
 
 /* glibc before 2.32 cannot name an errno, and its only table of messages is behind strerror. */

@@ -22,6 +22,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "sfr/crc.h"
 #include "base/base.h"
 
 #define NS_PER_S 1000000000u

@@ -13,6 +13,7 @@
  */
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "check/records.h"
 #include "base/base.h"
 

@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "sfr/log.h"
 #include "base/base.h"
 
 struct sfr__log_entry;

@@ -94,8 +94,8 @@ static struct {
 	struct sfr__mutex mu;
 	bool tried, loaded, ready, told;
 	CUresult init_rc;
-	char library[192];
-	char why[512]; /* why it cannot be used, "" while it can */
+	char name[192]; /* of the library that was tried */
+	char why[512];  /* why it cannot be used, "" while it can */
 	struct sfr__cuda table;
 } driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
@@ -115,18 +115,18 @@ static void load_locked(void)
 
 	if (!name || !*name)
 		name = DEFAULT_LIBRARY;
-	if (driver.loaded || (driver.tried && strcmp(name, driver.library) == 0))
+	if (driver.loaded || (driver.tried && strcmp(name, driver.name) == 0))
 		return;
 	driver.tried = true;
 	driver.why[0] = '\0';
 	memset(table, 0, sizeof(*table));
-	(void)snprintf(driver.library, sizeof(driver.library), "%s", name);
-	handle = dlopen(driver.library, RTLD_NOW | RTLD_LOCAL);
+	(void)snprintf(driver.name, sizeof(driver.name), "%s", name);
+	handle = dlopen(driver.name, RTLD_NOW | RTLD_LOCAL);
 	if (!handle) {
 		const char *text = dlerror();
 
 		(void)snprintf(driver.why, sizeof(driver.why), "no CUDA driver: %s",
-			       text ? text : driver.library);
+			       text ? text : driver.name);
 		return;
 	}
 #define X(member, name, symbol, params)                                                            \
@@ -137,15 +137,15 @@ static void load_locked(void)
 #undef X
 	if (missing) {
 		(void)snprintf(driver.why, sizeof(driver.why),
-			       "the CUDA driver %s is too old or none: it lacks %s", driver.library,
+			       "the CUDA driver %s is too old or none: it lacks %s", driver.name,
 			       missing);
 		return;
 	}
 	if (table->driver_version(&table->version) != CUDA_SUCCESS ||
 	    table->version < OLDEST_VERSION) {
 		(void)snprintf(driver.why, sizeof(driver.why),
-			       "the CUDA driver %s is too old: it serves CUDA %d.%d",
-			       driver.library, table->version / 1000, table->version % 1000 / 10);
+			       "the CUDA driver %s is too old: it serves CUDA %d.%d", driver.name,
+			       table->version / 1000, table->version % 1000 / 10);
 		return;
 	}
 	/* A symbol may be there long before the driver means it. */
@@ -166,7 +166,7 @@ static void init_locked(void)
 
 		(void)driver.table.error_name(driver.init_rc, &name); /* NULL if it fails */
 		(void)snprintf(driver.why, sizeof(driver.why),
-			       "the CUDA driver %s cannot be initialised: %s (%d)", driver.library,
+			       "the CUDA driver %s cannot be initialised: %s (%d)", driver.name,
 			       name ? name : "error", (int)driver.init_rc);
 		return; /* asked again next time: torch may be luckier in between */
 	}
@@ -219,7 +219,7 @@ void sfr__cuda_sentence(char *text, size_t len)
 			       driver.why);
 	else
 		(void)snprintf(text, len, "CUDA driver %s, CUDA %d.%d, %s copies of small tensors.",
-			       driver.library, driver.table.version / 1000,
+			       driver.name, driver.table.version / 1000,
 			       driver.table.version % 1000 / 10,
 			       driver.table.batch_v2 || driver.table.batch_v1 ? "batched" :
 										"single");

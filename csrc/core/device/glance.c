@@ -21,6 +21,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "sfr/glance.h"
 #include "base/base.h"
 #include "device/lane.h"
 

@@ -28,6 +28,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "sfr/engine.h"
 #include "base/base.h"
 #include "device/lane.h"
 

@@ -12,6 +12,7 @@
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
+#include "sfr/source.h"
 #include "base/queue.h"
 #include "cuda/driver.h"
 

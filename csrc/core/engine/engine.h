@@ -4,6 +4,7 @@
 
 #include <stdatomic.h>
 
+#include "sfr/engine.h"
 #include "base/queue.h"
 #include "device/lane.h"
 #include "memory/pool.h"

@@ -4,6 +4,8 @@
 
 #include <stdatomic.h>
 
+#include "sfr/state.h"
+#include "sfr/place.h"
 #include "base/base.h"
 
 /* ---- tmp.c ---- */

@@ -28,6 +28,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "sfr/engine.h"
 #include "memory/pool.h"
 
 #define NO_LIMIT UINT64_MAX

@@ -216,16 +216,17 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 		bool spare = pool->nr_saves > nr_own;
 
 		if (pool->waiters == &me && worth &&
-		    sfr__pool_plan_locked(pool, plan, false, spare)) {
+		    (sfr__pool_plan_locked(pool, plan, false, spare) ||
+		     (sfr__pool_reclaim_locked(pool) &&
+		      sfr__pool_plan_locked(pool, plan, false, spare)))) {
 			take_locked(pool, plan, lease);
 			rc = 0;
 			break;
 		}
 		rc = sfr__pool_plan_locked(pool, plan, true, false) ? SFR_EAGAIN : SFR_EEXHAUSTED;
-		if (rc == SFR_EEXHAUSTED || (late && !sfr__pool_looks_again_locked(pool)))
+		if (rc == SFR_EEXHAUSTED || late)
 			break;
-		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
-			late = true;
+		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	return rc;

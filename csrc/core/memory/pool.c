@@ -21,9 +21,10 @@
  *
  *     from       to         by
  *     RESERVED   GROWING    take_locked (get), warm_up, supply
+ *     GROWING    GROWING    take_locked (get), out of the hand of supply
  *     FREE       GROWING    the same, when the block has less memory than asked for
  *     FREE       LEASED     take_locked, when it has enough
- *     GROWING    LEASED     get, the memory is there
+ *     GROWING    LEASED     get, the memory is there; take_locked, as above, when it is enough
  *     GROWING    FREE       warm_up, supply, the memory is there; each, when there is none for more
  *     GROWING    RESERVED   each, when the system has none and the block had none
  *     LEASED     FREE       put
@@ -98,6 +99,8 @@ static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 		block = pop_cold_locked(pool);
 	if (block == NULL)
 		block = sfr__pool_pop(&pool->partial);
+	if (block == NULL)
+		block = sfr__pool_take_over_locked(pool);
 	if (block != NULL)
 		sfr__pool_move_locked(pool, block,
 				      block->committed >= need && block->committed != 0 ?
@@ -149,11 +152,9 @@ static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64
 		*out = pool->waiters == &me && worth ? take_locked(pool, need) : NULL;
 		exhausted = *out == NULL && pool->nr_held > 0 &&
 			    pool->nr_held + pool->nr_retired == pool->nr_blocks;
-		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks ||
-		    (late && !sfr__pool_looks_again_locked(pool)))
+		if (*out != NULL || exhausted || pool->nr_retired == pool->nr_blocks || late)
 			break;
-		if (sfr__cond_wait(&pool->cv, &pool->mu, late ? SFR_FOREVER : deadline_ns) != 0)
-			late = true;
+		late = sfr__cond_wait(&pool->cv, &pool->mu, deadline_ns) != 0;
 	}
 	sfr__pool_dequeue_locked(pool, &me);
 	if (pool->nr_retired == pool->nr_blocks)

@@ -21,6 +21,13 @@ struct sfr__waiter {
 	uint64_t seq;
 };
 
+/* A thread that makes memory ahead of use. */
+struct sfr__maker {
+	struct sfr__maker *next;
+	struct sfr__block *block; /* NULL: it was taken over */
+	bool idle;                /* the thread is niced and has nothing else to do */
+};
+
 struct sfr__pool {
 	struct sfr__range range; /* the blocks' address space */
 	uint64_t block_bytes;
@@ -39,9 +46,10 @@ struct sfr__pool {
 	uint32_t nr_saves;    /* that need blocks yet, one at a time */
 	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */
 	uint32_t nr_wanted, nr_full, nr_filling;
-	uint32_t nr_supplying; /* blocks in the hands of sfr__pool_supply */
-	uint32_t nr_held;      /* of them, blocks that only a caller can give back: see lease.c */
-	uint64_t nr_returned;  /* blocks that came back with their memory, ever */
+	struct sfr__maker *makers;
+	uint32_t
+		nr_held; /* of those in hand, blocks that only a caller can give back: see lease.c */
+	uint64_t nr_returned; /* blocks that came back with their memory, ever */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
 	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
@@ -100,16 +108,14 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 {
 	pool->nr_full += sfr__block_is_full(pool, block);
 }
-/* A look for a block that must not fail because of memory that is made ahead: who looks once
- * waits for it, which is not long. */
-static inline bool sfr__pool_looks_again_locked(const struct sfr__pool *pool)
-{
-	return pool->nr_supplying != 0;
-}
 /* ---- supply.c ---- */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
 /* A free block that was to have more memory than it got; NULL. */
 struct sfr__block *sfr__pool_pop_unfinished(struct sfr__pool *pool);
+/* A block that is being made ahead of use, taken out of the hand of whoever does so; NULL. */
+struct sfr__block *sfr__pool_take_over_locked(struct sfr__pool *pool);
+/* Makes free blocks of all of those. Whether there was any. */
+bool sfr__pool_reclaim_locked(struct sfr__pool *pool);
 /* Somebody has found no block with memory. */
 void sfr__pool_missed_locked(struct sfr__pool *pool);
 /* Nothing is lacking, and none is being made when it returns. */

@@ -6,7 +6,7 @@
  *
  * Memory is populated before anybody uses it: the first touch of a page costs more than the copy
  * into it, and is better taken here, on a thread that nobody waits for. Nothing here has state or
- * a lock; callers see to it that no two threads work on the same pages.
+ * a lock; callers see to it that no two threads give and take memory of the same pages.
  */
 #include <errno.h>
 #include <sys/mman.h>
@@ -50,19 +50,6 @@ void sfr__memory_release(struct sfr__range *range)
 	*range = (struct sfr__range){ 0 };
 }
 
-/* Makes pages present, so that no copy into them takes a fault. 0 or -errno. */
-static int populate(char *mem, size_t len)
-{
-	if (sfr_sys.madvise(mem, len, MADV_POPULATE_WRITE) == 0)
-		return 0;
-	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
-	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
-		return -errno;
-	for (size_t off = 0; off < len; off += SFR_PAGE)
-		*(volatile char *)(mem + off) = 0;
-	return 0;
-}
-
 int sfr__memory_open(char *mem, size_t len)
 {
 	return sfr_sys.mprotect(mem, len, PROT_READ | PROT_WRITE) != 0 ? -errno : 0;
@@ -70,20 +57,34 @@ int sfr__memory_open(char *mem, size_t len)
 
 int sfr__memory_populate(char *mem, size_t len)
 {
-	int rc = populate(mem, len);
+	char zero;
 
-	if (rc != 0)
-		/* Part of it may be there. Where the system refuses to take that back, it is
-		 * used by the next commit of these pages. */
-		(void)sfr__memory_decommit(mem, len);
-	return rc;
+	if (sfr_sys.madvise(mem, len, MADV_POPULATE_WRITE) == 0)
+		return 0;
+	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
+	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
+		return -errno;
+	/* A write that changes nothing, whatever another thread has put there meanwhile. */
+	for (size_t off = 0; off < len; off += SFR_PAGE) {
+		zero = 0;
+		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,
+						  __ATOMIC_RELAXED);
+	}
+	return 0;
 }
 
 int sfr__memory_commit(char *mem, size_t len)
 {
 	int rc = sfr__memory_open(mem, len);
 
-	return rc != 0 ? rc : sfr__memory_populate(mem, len);
+	if (rc != 0)
+		return rc;
+	rc = sfr__memory_populate(mem, len);
+	if (rc != 0)
+		/* Part of it may be there. Where the system refuses to take that back, it is
+		 * used by the next commit of these pages. */
+		(void)sfr__memory_decommit(mem, len);
+	return rc;
 }
 
 int sfr__memory_decommit(char *mem, size_t len)

@@ -19,7 +19,8 @@ void sfr__memory_release(struct sfr__range *range);
 /* Gives whole pages of a range memory: they are present on return. -errno, and then they have
  * none. */
 int sfr__memory_commit(char *mem, size_t len);
-/* The same in two steps: pages that may have memory, in any number of parts. */
+/* The same in two steps: pages that may have memory, in any number of parts. Neither changes a byte
+ * that is there, so two threads may do so at a time. -errno: a part may have memory. */
 int sfr__memory_open(char *mem, size_t len);
 int sfr__memory_populate(char *mem, size_t len);
 /* Takes the memory of whole pages. -errno, and then they still have it. */

@@ -17,10 +17,14 @@
  *     nr_full     blocks that have all their memory and are no snapshot's and not retired
  *     nr_filling  blocks in hand that will be
  *
- * Nobody waits for such a thread longer than for 2 MiB of memory: after each piece it asks whether
- * anybody wants a block, or itself. What it has made by then stays with the block, which is first
- * to be gone on with. For a pool that a driver knows it is the same: blocks are pinned by those who
- * use them, which is quicker with memory that is there.
+ * Nobody waits for such a thread, which a busy machine may not let run for long. After each piece of
+ * 2 MiB it asks whether anybody wants a block, or itself, and then what it has made stays with the
+ * block, which is first to be gone on with. Who cannot wait for that takes the block over: a save
+ * that finds no other, and the writer of a save's last block, who goes on with making it. The thread
+ * may be in the middle of a piece, and learns of it afterwards. So pages of one block may be made
+ * by two threads at a time, which changes no byte that is there already. Only a trim waits until
+ * none is at it. For a pool that a driver knows it is the same: blocks are pinned by those who use
+ * them, which is quicker with memory that is there.
  */
 #include "memory/numa.h"
 #include "memory/pin.h"
@@ -114,107 +118,180 @@ static struct sfr__block *take_locked(struct sfr__pool *pool)
 	if (block == NULL)
 		block = sfr__pool_fresh_locked(pool);
 	sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
-	block->want = pool->block_bytes;
-	pool->nr_filling++;
-	pool->nr_supplying++;
 	return block;
 }
 
-/* Piece by piece, for as long as nobody minds. -errno. */
-static int fill_locked(struct sfr__pool *pool, struct sfr__block *block, bool (*go_on)(void *arg),
+static struct sfr__block *take_over_locked(struct sfr__pool *pool, bool of_idle_ones)
+{
+	struct sfr__maker *maker = pool->makers;
+	struct sfr__block *block;
+
+	while (maker != NULL && (maker->block == NULL || (of_idle_ones && !maker->idle)))
+		maker = maker->next;
+	if (maker == NULL)
+		return NULL;
+	block = maker->block;
+	maker->block = NULL;
+	pool->nr_filling--;
+	return block;
+}
+
+struct sfr__block *sfr__pool_take_over_locked(struct sfr__pool *pool)
+{
+	return take_over_locked(pool, false);
+}
+
+static void put_back_locked(struct sfr__pool *pool, struct sfr__block *block)
+{
+	pool->nr_returned += block->committed != 0;
+	sfr__pool_move_locked(pool, block,
+			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+}
+
+bool sfr__pool_reclaim_locked(struct sfr__pool *pool)
+{
+	struct sfr__block *block;
+	bool any = false;
+
+	while ((block = take_over_locked(pool, false)) != NULL) {
+		put_back_locked(pool, block);
+		any = true;
+	}
+	return any;
+}
+
+/* Piece by piece, for as long as nobody minds. -errno: the piece may be there in part. */
+static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*go_on)(void *arg),
 		       void *arg)
 {
+	struct sfr__block *block;
 	int rc = 0;
 
-	while (rc == 0 && block->committed < block->want && pool->waiters == NULL &&
-	       pool->nr_wanted != 0) {
-		size_t now = sfr__pool_memory_for(pool, block->committed + 1);
+	while (rc == 0 && (block = maker->block) != NULL && is_unfinished(block) &&
+	       pool->waiters == NULL && pool->nr_wanted != 0) {
+		size_t had = block->committed, now = sfr__pool_memory_for(pool, had + 1);
 		bool yes;
 
 		sfr__unlock(&pool->mu);
 		yes = go_on(arg);
 		if (yes)
-			rc = sfr__memory_populate(block->mem + block->committed,
-						  now - block->committed);
+			rc = sfr__memory_populate(block->mem + had, now - had);
 		sfr__lock(&pool->mu);
 		if (!yes)
 			break;
-		if (rc == 0)
+		if (rc == 0 && maker->block != NULL)
 			sfr__pool_recount_locked(pool, block, now);
 	}
 	return rc;
 }
 
-static void give_back_locked(struct sfr__pool *pool, struct sfr__block *block)
+/* The system has no memory: what may be there beyond what is counted goes. Nobody takes the block
+ * over meanwhile. */
+static void undo_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 {
-	pool->nr_filling--;
-	pool->nr_supplying--;
-	pool->nr_returned += block->committed != 0;
-	sfr__pool_move_locked(pool, block,
-			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
+	struct sfr__block *block = maker->block;
+
+	pool->nr_wanted = 0; /* the next save may have better luck */
+	maker->block = NULL;
+	sfr__unlock(&pool->mu);
+	/* Where that is refused, it is used by the next commit of these pages. */
+	(void)sfr__memory_decommit(block->mem + block->committed, block->want - block->committed);
+	sfr__lock(&pool->mu);
+	maker->block = block;
+}
+
+static void unlink_locked(struct sfr__pool *pool, struct sfr__maker *maker)
+{
+	struct sfr__maker **at = &pool->makers;
+
+	while (*at != maker)
+		at = &(*at)->next;
+	*at = maker->next;
 	(void)pthread_cond_broadcast(&pool->cv); /* trim waits in no queue */
 }
 
-bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *arg)
+/* Goes on with a block in hand. False when there was nothing to be made, or it was minded. */
+static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool idle,
+			bool (*go_on)(void *arg), void *arg)
 {
-	struct sfr__block *block;
+	struct sfr__maker maker = { pool->makers, block, idle };
+	const size_t had = block->committed;
 	struct sfr__near near;
-	size_t had;
-	bool made;
+	bool made = true;
 	int rc;
 
-	sfr__lock(&pool->mu);
-	block = take_locked(pool);
-	if (block == NULL) {
-		sfr__unlock(&pool->mu);
-		return false;
-	}
-	had = block->committed;
+	pool->makers = &maker;
+	pool->nr_filling++;
+	block->want = pool->block_bytes;
 	sfr__unlock(&pool->mu);
 	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
 	/* Once for the whole block: it excludes all who make memory in this process. */
 	rc = sfr__memory_open(block->mem + had, pool->block_bytes - had);
 	sfr__lock(&pool->mu);
 	if (rc == 0)
-		rc = fill_locked(pool, block, go_on, arg);
-	made = block->committed != had;
-	if (rc != 0) /* the next save may have better luck */
-		pool->nr_wanted = 0;
-	give_back_locked(pool, block);
+		rc = fill_locked(pool, &maker, go_on, arg);
+	if (rc != 0 && maker.block != NULL)
+		undo_locked(pool, &maker);
+	if (maker.block != NULL) {
+		made = block->committed != had;
+		pool->nr_filling--;
+		put_back_locked(pool, block);
+	}
+	unlink_locked(pool, &maker);
 	sfr__unlock(&pool->mu);
 	sfr__near_end(&near);
+	sfr__lock(&pool->mu);
 	return made;
 }
 
-/* Whether the save's own blocks are all there but one that another thread has in hand. */
-static bool is_awaited_locked(const struct sfr__pool *pool, uint32_t nr_whole)
+static bool supply(struct sfr__pool *pool, bool idle, bool (*go_on)(void *arg), void *arg)
+{
+	struct sfr__block *block;
+	bool made;
+
+	sfr__lock(&pool->mu);
+	block = take_locked(pool);
+	made = block != NULL && make_locked(pool, block, idle, go_on, arg);
+	sfr__unlock(&pool->mu);
+	return made;
+}
+
+bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *arg)
+{
+	return supply(pool, true, go_on, arg);
+}
+
+/* Whether the save's own blocks are not all there, and nobody minds. */
+static bool lacks_own_locked(const struct sfr__pool *pool, uint32_t nr_whole)
 {
 	uint32_t nr = nr_whole < pool->nr_wanted ? nr_whole : pool->nr_wanted;
 
-	return pool->nr_full < nr && pool->nr_supplying != 0 && pool->waiters == NULL;
+	return pool->nr_full < nr && pool->waiters == NULL;
 }
 
 void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_whole,
 			 bool (*go_on)(void *arg), void *arg)
 {
+	struct sfr__block *block;
 	bool behind;
 
 	sfr__lock(&pool->mu);
 	behind = pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted;
 	sfr__unlock(&pool->mu);
 	if (behind)
-		(void)sfr__pool_supply(pool, go_on, arg);
+		(void)supply(pool, false, go_on, arg);
 	if (nr_left != 0)
 		return;
 	sfr__lock(&pool->mu);
-	while (is_awaited_locked(pool, nr_whole))
-		(void)sfr__cond_wait(&pool->cv, &pool->mu, SFR_FOREVER);
+	while (lacks_own_locked(pool, nr_whole) && (block = take_over_locked(pool, true)) != NULL &&
+	       make_locked(pool, block, false, go_on, arg))
+		;
 	sfr__unlock(&pool->mu);
 }
 
 void sfr__pool_stop_supply_locked(struct sfr__pool *pool)
 {
 	pool->nr_wanted = 0;
-	while (pool->nr_supplying != 0)
+	while (pool->makers != NULL)
 		(void)sfr__cond_wait(&pool->cv, &pool->mu, SFR_FOREVER);
 }

@@ -1,3 +1,5 @@
+#include "sfr/engine.h"
+#include "sfr/snapshot.h"
 /* Bringing bytes from host memory to a device, beside the work of the caller's stream. See onload.c.
  *
  *     sfr_onload_start(engine, device, stream, copies, nr, from, &onload)
@@ -9,8 +11,6 @@
  */
 #ifndef SFR_OFFLOAD_H
 #define SFR_OFFLOAD_H
-
-#include "sfr.h"
 
 /* Calls on one onload do not overlap. */
 

@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "restore/plan.h"
 #include "base/base.h"
 

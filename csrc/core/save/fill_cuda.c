@@ -14,6 +14,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "save/parts.h"
 
 enum { BLOCKS_A_PIECE = 4 };

@@ -1,4 +1,5 @@
 /* A save's jobs for the writers. They live in the ticket, so that queueing one cannot fail. */
+#include "sfr/crc.h"
 #include "save/save.h"
 
 void sfr__job_push_locked(struct sfr__job *job)

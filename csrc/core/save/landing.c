@@ -12,7 +12,8 @@
 
 #include "save/parts.h"
 
-/* Compares one block with the samples. The index of a torn source, or -1. */
+/* Compares one block with the samples, and with the sums where there are any. The index of a torn
+ * source, or -1. */
 static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, uint32_t blk,
 		     const struct sfr__block *block)
 {
@@ -22,10 +23,15 @@ static int64_t check(struct sfr__cuda_part *part, const struct sfr__run *run, ui
 	int64_t torn = -1;
 
 	sfr__seg_iter_init(&it, &t->img, run, blk);
-	while (torn < 0 && sfr__seg_next(&it, &seg))
-		if (seg.kind == SFR__SEG_DATA)
-			torn = sfr__check_piece(t, &part->samples, seg.entry, seg.off,
-						block->mem + seg.pos, seg.len);
+	while (torn < 0 && sfr__seg_next(&it, &seg)) {
+		const char *staged = block->mem + seg.pos;
+
+		if (seg.kind != SFR__SEG_DATA)
+			continue;
+		torn = sfr__check_piece(t, &part->samples, seg.entry, seg.off, staged, seg.len);
+		if (torn < 0 && t->sums)
+			torn = sfr__check_sum(t, seg.entry, seg.off, staged, seg.len);
+	}
 	return torn;
 }
 

@@ -4,6 +4,8 @@
 
 #include <stdatomic.h>
 
+#include "sfr/parts.h"
+#include "sfr/save.h"
 #include "archive/layout.h"
 #include "commit/log.h"
 #include "engine/engine.h"

@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "sfr/crc.h"
 #include "save/save.h"
 #include "trace/trace.h"
 

@@ -108,11 +108,6 @@ void sfr_ticket_put(struct sfr_ticket *t)
 		sfr__ticket_free(t);
 }
 
-uint64_t sfr_ticket_seq(const struct sfr_ticket *t)
-{
-	return t->seq;
-}
-
 uint64_t sfr_ticket_number(const struct sfr_ticket *t)
 {
 	return t->number;

@@ -18,6 +18,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "sfr/crc.h"
 #include "save/save.h"
 #include "trace/trace.h"
 

@@ -2,6 +2,7 @@
 #ifndef SFR_SNAPSHOT_H
 #define SFR_SNAPSHOT_H
 
+#include "sfr/snapshot.h"
 #include "engine/engine.h"
 
 struct sfr__snapshot_part;

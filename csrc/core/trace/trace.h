@@ -14,6 +14,7 @@
 
 #include <stdatomic.h>
 
+#include "sfr/state.h"
 #include "base/base.h"
 
 /* kind, name in the timeline, category, what its number counts (NULL: it has none) */

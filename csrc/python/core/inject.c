@@ -8,6 +8,8 @@
 #include <errno.h>
 
 #include "base/sys.h"
+#include "sfr/engine.h"
+#include "sfr/log.h"
 
 PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
 			  "Puts counting wrappers into the core's call table. Not while the core "

@@ -1,5 +1,10 @@
 /* The process's log, the core's notices and fork, as functions; _core.LogLoad. */
 #include "module.h"
+#include "sfr/fork.h"
+#include "sfr/log.h"
+#include "sfr/save.h"
+#include "sfr/snapshot.h"
+#include "sfr/notice.h"
 
 #include <string.h>
 

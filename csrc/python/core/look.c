@@ -1,5 +1,6 @@
 /* _core.look: where a path leads. */
 #include "module.h"
+#include "sfr/place.h"
 
 /* look(path, follow_link) -> (real path of the parent, last component, mode of what is there or 0,
  * whether the parent may be read, its st_dev), or None where something of the path is missing or cannot be looked at. */

@@ -3,6 +3,8 @@
 #define SFR_PY_OBJECTS_H
 
 #include "module.h"
+#include "sfr/engine.h"
+#include "sfr/save.h"
 
 struct sfr_py_engine {
 	PyObject_HEAD

@@ -1,6 +1,7 @@
 /* _core.Parts: a file in the making, part by part. See archive/parts.c. */
 #include "module.h"
 #include "core/objects.h"
+#include "sfr/parts.h"
 
 #include <errno.h>
 

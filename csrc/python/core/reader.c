@@ -8,6 +8,7 @@
 #include "check/check.h"
 #include "restore/restore.h"
 #include "module.h"
+#include "sfr/crc.h"
 
 #define SLICE_NS 100000000u
 #define CRC_ALONE 65536 /* bytes: less is done before others have noticed that the lock was free */

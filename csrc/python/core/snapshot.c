@@ -6,6 +6,8 @@
  */
 #include "module.h"
 #include "core/objects.h"
+#include "sfr/notice.h"
+#include "sfr/snapshot.h"
 
 #include <string.h>
 

@@ -1,6 +1,8 @@
 /* _core.Ticket: a handle on struct sfr_ticket. */
 #include "module.h"
 #include "core/objects.h"
+#include "sfr/notice.h"
+#include "sfr/parts.h"
 
 struct sfr_py_ticket {
 	PyObject_HEAD

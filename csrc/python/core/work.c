@@ -1,5 +1,6 @@
 /* _core.LogWork and log_work_next: work that Python does in the log's order. */
 #include "module.h"
+#include "sfr/log.h"
 
 struct sfr_py_work {
 	PyObject_HEAD

@@ -4,6 +4,7 @@
  * enrolment: each of the tensors over it is met by a walk of now, and its memory is where it was.
  */
 #include "observer/observer.h"
+#include "sfr/source.h"
 
 /* Marks the claims that the optimizer still has over the storages it had; notes that an enrolment
  * is wanted where it has others. */

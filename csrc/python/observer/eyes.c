@@ -21,6 +21,7 @@
  * save is many times as much.
  */
 #include "observer/observer.h"
+#include "sfr/glance.h"
 
 #define LOOK_NS 2000u /* of the device, for one storage */
 #define NR_LOOKS 2u   /* in a cycle */
@@ -136,6 +137,14 @@ void sfr_py_eyes_harvest(struct sfr_py_observer *self)
 		else if (landed < 0)
 			eye->state = SFR_PY_BLIND;
 	}
+}
+
+int sfr_py_eyes_rest(const struct sfr_py_observer *self)
+{
+	for (uint32_t k = 0; k < self->nr_eyes; k++)
+		if (self->eyes[k].state != SFR_PY_IDLE && self->eyes[k].state != SFR_PY_BLIND)
+			return 0;
+	return 1;
 }
 
 void sfr_py_eyes_reset(struct sfr_py_observer *self)

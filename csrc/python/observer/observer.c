@@ -81,6 +81,26 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	return clashes;
 }
 
+static int wants_enrolment(const struct sfr_py_observer *self, PyObject *groups, PyObject *state)
+{
+	return self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state);
+}
+
+PyDoc_STRVAR(observer_rests_doc,
+"rests(param_groups, state, /)\n--\n\n"
+"A step has ended: whether neither stepped() nor the compare() of the next gate has anything to\n"
+"do. Reads no tensor.");
+
+static PyObject *observer_rests(struct sfr_py_observer *self, PyObject *args)
+{
+	PyObject *groups, *state;
+
+	if (!PyArg_ParseTuple(args, "OO:rests", &groups, &state))
+		return NULL;
+	return PyBool_FromLong(!self->busy && !self->nr_undecided && sfr_py_eyes_rest(self) &&
+			       !wants_enrolment(self, groups, state));
+}
+
 PyDoc_STRVAR(observer_stepped_doc,
 "stepped(param_groups, state, /)\n--\n\n"
 "A step has ended: records what undecided storages look like, within the budget. Returns True\n"
@@ -99,7 +119,7 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 	self->busy = 1; /* not enter(): the interpreter lock may be given up in between */
 	sfr_py_eyes_harvest(self);
 	self->busy = 0;
-	if (self->wanted || self->forget || self->size != sfr_py_walk_size(groups, state))
+	if (wants_enrolment(self, groups, state))
 		Py_RETURN_TRUE;
 	if (self->nr_undecided) {
 		sfr_py_observer_enter(self);
@@ -342,12 +362,19 @@ static void observer_dealloc(struct sfr_py_observer *self)
 #define METHOD(name, flags)                                                                        \
 	{ #name, (PyCFunction)(void (*)(void))observer_##name, flags, observer_##name##_doc }
 static PyMethodDef observer_methods[] = {
-	METHOD(enrol, METH_VARARGS),  METHOD(stepped, METH_VARARGS),
-	METHOD(compare, METH_NOARGS), METHOD(due, METH_NOARGS),
-	METHOD(look, METH_O),         METHOD(present, METH_VARARGS | METH_STATIC),
-	METHOD(defer, METH_VARARGS),  METHOD(changed, METH_VARARGS | METH_STATIC),
-	METHOD(capture, METH_O),      METHOD(forget, METH_NOARGS),
-	METHOD(counts, METH_NOARGS),  METHOD(see_through, METH_VARARGS | METH_STATIC),
+	METHOD(enrol, METH_VARARGS),
+	METHOD(stepped, METH_VARARGS),
+	METHOD(rests, METH_VARARGS),
+	METHOD(compare, METH_NOARGS),
+	METHOD(due, METH_NOARGS),
+	METHOD(look, METH_O),
+	METHOD(present, METH_VARARGS | METH_STATIC),
+	METHOD(defer, METH_VARARGS),
+	METHOD(changed, METH_VARARGS | METH_STATIC),
+	METHOD(capture, METH_O),
+	METHOD(forget, METH_NOARGS),
+	METHOD(counts, METH_NOARGS),
+	METHOD(see_through, METH_VARARGS | METH_STATIC),
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -215,6 +215,8 @@ void sfr_py_eyes_compare(struct sfr_py_observer *self,
 /* Gives verdicts on what has landed. A call of the driver's: somebody else may have the interpreter
  * lock meanwhile, so `busy` is set. */
 void sfr_py_eyes_harvest(struct sfr_py_observer *self);
+/* Whether no device waits for a look, or was looked at with no verdict yet. */
+int sfr_py_eyes_rest(const struct sfr_py_observer *self);
 /* The numbers of storages mean others from now on. */
 void sfr_py_eyes_reset(struct sfr_py_observer *self);
 /* Devices that wait for a look: a tuple of their numbers as torch has them. */

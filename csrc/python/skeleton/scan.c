@@ -7,87 +7,32 @@
  * length here; a pickle that runs out of its bounds, names a tensor that is not there or does
  * not end with STOP is refused.
  */
+#include <limits.h>
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* The length of an opcode's argument, by opcode: a number of bytes, or one of these. */
+/* The length of an opcode with its argument, by opcode: a number of bytes, or one of these; 0 where it is
+ * none of protocol 2. */
 enum {
-	ARG_LINE = -1,   /* up to a newline */
-	ARG_2LINES = -2, /* up to the second newline */
-	ARG_LEN1 = -3,   /* a length in 1 byte, then as many bytes */
-	ARG_LEN4 = -4,   /* a length in 4 bytes, then as many bytes */
-	ARG_BAD = -5,    /* no opcode of protocol 2 */
+	LINE = -1,   /* up to a newline */
+	LINES = -2,  /* up to the second newline */
+	COUNT1 = -3, /* a length in 1 byte, then as many bytes */
+	COUNT4 = -4, /* a length in 4 bytes, then as many bytes */
 };
-
-static int arg_of(unsigned char op)
-{
-	switch (op) {
-	case '(':
-	case '.':
-	case '0':
-	case '1':
-	case '2':
-	case 'N':
-	case 'Q':
-	case 'R':
-	case 'a':
-	case 'b':
-	case 'd':
-	case '}':
-	case 'e':
-	case 'l':
-	case ']':
-	case 's':
-	case 't':
-	case ')':
-	case 'u':
-	case 0x81:
-	case 0x85:
-	case 0x86:
-	case 0x87:
-	case 0x88:
-	case 0x89:
-		return 0;
-	case 'K':
-	case 'h':
-	case 'q':
-	case 0x80:
-	case 0x82:
-		return 1;
-	case 'M':
-	case 0x83:
-		return 2;
-	case 'J':
-	case 'j':
-	case 'r':
-	case 0x84:
-		return 4;
-	case 'G':
-		return 8;
-	case 'F':
-	case 'I':
-	case 'L':
-	case 'P':
-	case 'S':
-	case 'V':
-	case 'g':
-	case 'p':
-		return ARG_LINE;
-	case 'c':
-	case 'i':
-		return ARG_2LINES;
-	case 'U':
-	case 0x8a:
-		return ARG_LEN1;
-	case 'X':
-	case 'T':
-	case 0x8b:
-		return ARG_LEN4;
-	default:
-		return ARG_BAD;
-	}
-}
+static const signed char lens[UCHAR_MAX + 1] = {
+	['('] = 1,      ['.'] = 1,       ['0'] = 1,      ['1'] = 1,       ['2'] = 1,
+	['N'] = 1,      ['Q'] = 1,       ['R'] = 1,      ['a'] = 1,       ['b'] = 1,
+	['d'] = 1,      ['}'] = 1,       ['e'] = 1,      ['l'] = 1,       [']'] = 1,
+	['s'] = 1,      ['t'] = 1,       [')'] = 1,      ['u'] = 1,       [0x81] = 1,
+	[0x85] = 1,     [0x86] = 1,      [0x87] = 1,     [0x88] = 1,      [0x89] = 1,
+	['K'] = 2,      ['h'] = 2,       ['q'] = 2,      [0x80] = 2,      [0x82] = 2,
+	['M'] = 3,      [0x83] = 3,      ['J'] = 5,      ['j'] = 5,       ['r'] = 5,
+	[0x84] = 5,     ['G'] = 9,       ['F'] = LINE,   ['I'] = LINE,    ['L'] = LINE,
+	['P'] = LINE,   ['S'] = LINE,    ['V'] = LINE,   ['g'] = LINE,    ['p'] = LINE,
+	['c'] = LINES,  ['i'] = LINES,   ['U'] = COUNT1, [0x8a] = COUNT1, ['X'] = COUNT4,
+	['T'] = COUNT4, [0x8b] = COUNT4,
+};
 
 static uint32_t load32(const unsigned char *p)
 {
@@ -105,33 +50,30 @@ static size_t line_len(const unsigned char *p, size_t left)
 /* The length of the opcode at `p` with its argument, 0 if it is none or cut short. */
 static size_t op_len(const unsigned char *p, size_t left)
 {
-	int arg = arg_of(p[0]);
 	size_t len, second;
 
-	switch (arg) {
-	case ARG_BAD:
-		return 0;
-	case ARG_LINE:
+	switch (lens[p[0]]) {
+	case LINE:
 		len = line_len(p + 1, left - 1);
 		return len == 0 ? 0 : 1 + len;
-	case ARG_2LINES:
+	case LINES:
 		len = line_len(p + 1, left - 1);
 		if (len == 0)
 			return 0;
 		second = line_len(p + 1 + len, left - 1 - len);
 		return second == 0 ? 0 : 1 + len + second;
-	case ARG_LEN1:
+	case COUNT1:
 		if (left < 2)
 			return 0;
 		len = 2 + (size_t)p[1];
 		break;
-	case ARG_LEN4:
+	case COUNT4:
 		if (left < 5)
 			return 0;
 		len = 5 + (size_t)load32(p + 1);
 		break;
 	default:
-		len = 1 + (size_t)arg;
+		len = (size_t)lens[p[0]];
 		break;
 	}
 	return len > left ? 0 : len;

@@ -23,6 +23,7 @@
  * of it (a __getstate__, a finalizer, a signal handler) makes collectors of its own.
  */
 #include "skeleton/skeleton.h"
+#include "sfr/source.h"
 
 enum { PART = 256 }; /* tensors described at a time: about 1 KB each */
 

@@ -46,7 +46,7 @@ def _from_text(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{name}={text!r} is no size: give bytes, or a number with a unit, as in"
+            f"{name}={text!r} is not a size: give bytes, or a number with a unit, as in"
             " '300MB' (of 1000) or '4GiB' (of 1024)"
         )
     number, prefix, binary = match.groups()

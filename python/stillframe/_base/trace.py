@@ -33,10 +33,10 @@ class trace:  # a context manager that reads as a verb
 
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
     topmost row shows training steps (from the end of one optimizer step to the end of the next,
-    the optimizer's part inside it), below it is one row a thread: the call with plan and capture,
-    the gate, copies, checksums, writes, syncs and commits, with the number of their save and their
-    bytes. A save as a whole, from the call to its end, is a slice of its own (`save`, with file
-    name and outcome) once it has ended.
+    the optimizer's part inside it). Below it each thread has a row: the call with planning and the
+    copies made in it (`capture`), the wait before the step (`gate`), later copies, checksums,
+    writes, syncs and commits, each with the number of its save and its bytes. Once a save has
+    ended, it is a slice of its own (`save`, with file name and outcome), from the call to the end.
 
     It is cheap enough to leave on: about 0.1 µs a span, written by a thread of its own ten times a
     second. Spans that come faster than that thread empties the buffers (8,192 a thread) are
@@ -55,19 +55,19 @@ class trace:  # a context manager that reads as a verb
         path: The same, as a string.
         events: Spans written, known when the block has ended; 0 before.
         dropped: Spans lost, known when the block has ended; 0 before.
-        error: The OSError that ended the writing, if one did: it is logged and not raised, since a
-            timeline is no reason to end a training. The file holds what was written before.
+        error: The OSError that ended the writing, if any. It is logged and not raised, since a
+            timeline must not end a training. The file holds what was written before.
 
     Raises:
-        TypeError, ValueError: `path` is no path.
-        OSError: (on entering) The file cannot be made; message and `filename` say why and where.
+        TypeError, ValueError: `path` is not a path.
+        OSError: (on entering) The file cannot be created; message and `filename` say why and where.
         StillframeError: (on entering) Another trace is being written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fsdecode(path)
         if not self.path or "\0" in self.path:
-            raise ValueError(f"{self.path!r} is no path for a trace")
+            raise ValueError(f"{self.path!r} cannot be the path of a trace")
         self.events = 0
         self.dropped = 0
         self.error: OSError | None = None

@@ -46,11 +46,11 @@ WhenBusy = Literal["wait", "raise"]
 
 @dataclass
 class SaveResponse(AsyncSaveResponse):
-    """DCP's response: `staging_completion` and `upload_completion`, two futures. The second one's
-    result is the checkpoint's `Metadata`.
+    """DCP's response: two futures, `staging_completion` and `upload_completion`. The result of the
+    second is the checkpoint's `Metadata`.
 
     Attributes:
-        report: What this rank did and what it cost, once the upload has ended well; None before.
+        report: What this rank did and what it cost, once the upload has succeeded; None before.
     """
 
     report: SaveReport | None = None
@@ -73,34 +73,34 @@ def async_save(
     """Saves a checkpoint of all ranks, as `torch.distributed.checkpoint.async_save` does, with
     stillframe's staging, writing and commit. Every rank has to make every call.
 
-    The call copies, or with `overlap=True` leaves to be copied under the next forward and
-    backward; the next optimizer step waits for the copy by itself. Planning, writing and the
-    commit go on beside training, on collectives of a group of our own. Plans are kept: the second
-    save of a structure sends none. PyTorch's `dcp.load` reads the checkpoint, on any number of
-    ranks.
+    The call copies the state. With `overlap=True`, what only the optimizer's step changes is copied
+    after the call, under the next forward and backward, and the next step waits for it by itself.
+    Planning, writing and the commit run beside training, with collectives in a group of their own.
+    Plans are kept: the second save of a structure sends none. PyTorch's `dcp.load` reads the
+    checkpoint, on any number of ranks.
 
-    One save is under way at a time. The next call waits for it, and raises its error if nobody has
-    asked its future. A path that is saved to again holds the old checkpoint or the new one at every
-    moment.
+    One save is under way at a time. The next call waits for it, and raises its error unless the
+    future has already given it. A path that is saved to again holds the old checkpoint or the new
+    one at every moment.
 
     Args:
         state_dict: As for DCP; `Stateful` values are asked for theirs.
-        checkpoint_id: A directory, made if it is missing, with its parents. A remote one
-            (`scheme://`) is staged here and written by PyTorch's own writer.
-        process_group: The ranks that save, with a backend for the CPU; nobody else may use it
-            meanwhile. By default all ranks, in a gloo group that the first call makes.
+        checkpoint_id: A directory, created with its parents if it is missing. For a remote one
+            (`scheme://`), the state is staged here and written by PyTorch's own writer.
+        process_group: The ranks that save, with a backend for the CPU. Nothing else may use the
+            group meanwhile. By default all ranks, in a gloo group that the first call makes.
         planner: By default PyTorch's, with plans kept.
-        no_dist: This process saves alone, whether or not there are others.
-        overlap: Copy on after the call.
+        no_dist: This process saves alone, even if there are others.
+        overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
         when_busy: While a save is under way: "wait" for it, or "raise" `BusyError`, on all ranks
             if any of them is still busy.
 
     Returns:
-        Two futures, and later a report. An error of any rank is every rank's: `CheckpointException`
-        (a BaseException, not an Exception) says which ranks failed and why. Where a rank was
-        killed, the others get what gloo says, within the group's timeout.
+        Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
+        BaseException, not an Exception) says which ranks failed and why. If a rank was killed, the
+        others get gloo's error, within the group's timeout.
 
     Raises:
         BusyError: See `when_busy`.
@@ -337,7 +337,7 @@ def _report(response: SaveResponse, costs: _Costs) -> None:
     staged = costs.staged
     nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None
-    files = [] if costs.writer is None else costs.writer.reports
+    files = [] if costs.writer is None else costs.writer.reports()
     response.report = SaveReport(
         path=costs.path,
         nbytes=nbytes if remote else sum(file.nbytes for file in files),

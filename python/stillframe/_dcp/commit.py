@@ -12,6 +12,7 @@ it does not name goes afterwards: the old checkpoint's files, and those of saves
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pickle
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from stillframe._base.paths import make_directories, sync_directory
+from stillframe._base.paths import sync_directory
 
 log = logging.getLogger("stillframe")
 
@@ -31,12 +32,32 @@ _DATA = re.compile(r"__(\d+)_\d+(\.[0-9a-f]+)?\.distcp")
 _TEMPORARY = re.compile(r"(__\d+)?\.metadata\.[0-9a-f]+\.tmp")
 
 
-def new_id() -> str:
-    return uuid.uuid4().hex[:8]
+@dataclasses.dataclass
+class New:
+    """A checkpoint that is to be committed; its metadata stands beside the name it is to have."""
+
+    metadata: Metadata
+    path: str
+    temporary: str
 
 
-def data_name(prefix: str, number: int, save_id: str) -> str:
-    return f"{prefix}{number}.{save_id}{SUFFIX}"
+def new_id() -> int:
+    """Of the files of one rank's part of a save."""
+    return uuid.uuid4().int >> 96
+
+
+def id_text(files_id: int) -> str:
+    return f"{files_id:08x}"
+
+
+def data_name(prefix: str, number: int, files_id: int) -> str:
+    return f"{prefix}{number}.{id_text(files_id)}{SUFFIX}"
+
+
+def renamed(name: str, ids: dict[str, str]) -> str:
+    """A data file's name, in a save that has other ids."""
+    prefix, old, suffix = name.split(".")
+    return f"{prefix}.{ids[old]}.{suffix}"
 
 
 def metadata_path(directory: str, rank: int | None) -> str:
@@ -44,41 +65,46 @@ def metadata_path(directory: str, rank: int | None) -> str:
     return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
 
 
-def make_directory(directory: str, *, durable: bool) -> bool:
-    """Returns whether there was nothing in it."""
+def write(metadata: Metadata, directory: str, rank: int | None, *, durable: bool) -> New:
+    """All of a commit that the data files need not be there for.
+
+    Raises:
+        OSError: Nothing of it stays.
+    """
+    path = metadata_path(directory, rank)
+    new = New(metadata, path, f"{path}.{id_text(new_id())}.tmp")
     try:
-        with os.scandir(directory) as entries:
-            return next(entries, None) is None
-    except FileNotFoundError:
-        make_directories(os.path.abspath(directory), durable)
-        return True
+        with open(new.temporary, "xb") as file:
+            file.write(pickle.dumps(metadata))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if durable:
+            sync_directory(os.path.dirname(os.path.abspath(directory)))  # the directory's entry
+    except BaseException:
+        discard(new)
+        raise
+    return new
 
 
-def put_in_place(metadata: Metadata, directory: str, rank: int | None, *, durable: bool) -> None:
+def discard(new: New) -> None:
+    """It will not be committed."""
+    _remove(new.temporary)
+
+
+def put_in_place(new: New, *, durable: bool) -> None:
     """The commit.
 
     Raises:
         OSError: The directory holds what it held before; or, where only syncing it failed, the new
             checkpoint, not known to be durable.
     """
-    path = metadata_path(directory, rank)
-    temporary = f"{path}.{new_id()}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        if durable:
-            sync_directory(directory)  # the entries of the data files of all ranks
-        os.rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    directory = os.path.dirname(new.path)
+    if durable:
+        sync_directory(directory)  # the entries of the data files of all ranks
+    os.rename(new.temporary, new.path)
     if durable:
         sync_directory(directory)
-        sync_directory(os.path.dirname(os.path.abspath(directory)))
 
 
 def named_files(metadata: Metadata) -> set[str]:

@@ -29,8 +29,10 @@ class Item:
         self.owner: object = None
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
-            tensor = _plain(data.detach())
-            row = row_of(tensor)
+            tensor, row = data, row_of(data)
+            if row is None:
+                tensor = _plain(data.detach())
+                row = row_of(tensor)
             if row is not None:
                 self.row, self.owner = row, tensor
                 return
@@ -50,43 +52,50 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DataFile:
-    """A file that is being written.
+    """A file that is laid out, and then written.
 
     Args:
         path: Where it goes; what stands there is replaced once the file is complete.
         items: Their bytes may not change before the end.
-        durable: Sync the file and its directory.
-        engine: Whose threads write it.
 
     Attributes:
         places: Offset and length of each item.
     """
 
-    def __init__(
-        self, path: str, items: Sequence[Item], *, durable: bool, engine: Engine | None
-    ) -> None:
+    def __init__(self, path: str, items: Sequence[Item]) -> None:
         self.path = path
-        parts = Parts()
-        self.places = parts.append([item.row for item in items])
-        self._save: SaveHandle = submit_parts(
+        self._parts = Parts()
+        self.places = self._parts.append([item.row for item in items])
+        self._owners = [item.owner for item in items if item.owner is not None]
+        self._save: SaveHandle | None = None
+
+    def start(self, *, durable: bool, engine: Engine | None) -> None:
+        """
+        Args:
+            durable: Sync the file and its directory.
+            engine: Whose threads write it.
+        """
+        self._save = submit_parts(
             engine_or_default(engine),
-            parts,
-            path,
-            owners=[item.owner for item in items if item.owner is not None],
+            self._parts,
+            self.path,
+            owners=self._owners,
             durable=durable,
             ordered=False,  # no other save has this name; what names it is committed in order
         )
+        self._owners = []
 
     def failure(self) -> BaseException | None:
         """Waits for the end; what went wrong."""
-        return self._save.exception()
+        return None if self._save is None else self._save.exception()
 
     def report(self) -> SaveReport:
+        assert self._save is not None
         report = self._save.result()
         assert report is not None
         return report
 
     def discard(self) -> None:
         """Removes it, if it has come into being."""
-        if self.failure() is None and os.path.exists(self.path):
+        if self._save is not None and self.failure() is None and os.path.exists(self.path):
             os.unlink(self.path)

@@ -13,18 +13,18 @@ from stillframe._dcp.check import refuse_wrong_items
 
 
 class Reader(FileSystemReader):
-    """PyTorch's `FileSystemReader`, for `storage_reader=` of `dcp.load`, which with `verify=True`
-    compares the CRCs of all that a rank is about to read before it sets a byte of its state.
+    """PyTorch's `FileSystemReader`, for `storage_reader=` of `dcp.load`. With `verify=True` it
+    compares the CRCs of everything a rank is about to read, before any of its state is changed.
 
-    Every item is read once more for that, mostly from the system's cache. Checkpoints of any writer
-    can be read; what was written without CRCs is only looked at.
+    For that every item is read one more time, mostly from the page cache. Checkpoints of any writer
+    can be read; of items without CRCs only the structure is checked.
 
     Args:
         path: The checkpoint's directory.
-        verify: Compare.
+        verify: Compare the CRCs.
 
-    On damage every rank's load raises DCP's `CheckpointException`, which shows the
-    `CorruptCheckpointError` with the item and the file of each rank that found some.
+    If anything is damaged, the load raises DCP's `CheckpointException` on every rank, with a
+    `CorruptCheckpointError` that names the item and the file for each rank that found damage.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:

@@ -6,9 +6,10 @@ save before, nobody saves: the others have raised it too, or have seen it before
 for one that has given up, and none saves its state beside another call's of the rest. A number of
 the call goes round with the first collective; ranks that differ in it all fail.
 
-A round is run by one thread, by DCP's `save`: nothing of DCP that is not public is leaned on.
+A round is run by one thread. Nothing of DCP that is not public is leaned on; what is remote goes
+through DCP's own `save`.
 
-    called ──▶ staged ──▶ its turn to write ──▶ agreed ──▶ planned, written (DCP's save)
+    called ──▶ staged ──▶ its turn to write ──▶ agreed ──▶ planned, written (`JointSave`)
        │                                                          its turn to commit ──▶ ended
        └───────── an error goes along to where the others are ──────────┘
 """
@@ -23,7 +24,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,7 +31,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stillframe._dcp.beside import Beside
-from stillframe._dcp.planner import FailingPlanner, Places, structure
+from stillframe._dcp.joint import JointSave
+from stillframe._dcp.kept import Plans
+from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.shards import put_together
 from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.turn import Turn
@@ -156,8 +158,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._failures = 0
-        self._places = Places()
+        self._plans = Plans()
         self._waiting: queue.SimpleQueue[Round] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -210,8 +211,6 @@ class Rounds:
         work.upload.end(metadata, failure, work.turn)
 
     def _clean_up(self, work: Round, failure: BaseException) -> None:
-        self._failures += 1
-        self._places.clear()
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # the coordinator has said that there is no commit
         if isinstance(failure, _NotSavedError):
@@ -220,31 +219,47 @@ class Rounds:
                 log.error("stillframe: %s: %s", work.path, failure)
 
     def _save(self, work: Round) -> Metadata:
+        ranks, writer = Ranks(work.group), work.writer
+        joint: JointSave | None = None
+        if writer is not None:
+            joint = JointSave(ranks, self._plans, work.number, writer, work.planner)
         tree: StateDict = {}
-        planner = work.planner
+        failure: BaseException | None = None
+        kept, is_same = 0, False
         try:
             if work.begins is not None:
                 work.begins.result()
             tree = self._begin(work)
+            if joint is not None:
+                kept, is_same = joint.prepare(tree)
         except BaseException as error:
-            planner = FailingPlanner(_to_send(error))
+            failure = error
         if work.turn is not None:
             work.turn.wait_to_write()  # all ranks have, once they agree
-            if work.writer is not None:
-                work.writer.before_commit = work.turn.wait_to_commit
-        words = self._agree(work, structure(tree))
-        if planner is None:
-            planner = self._places.planner(words)
+            if writer is not None:
+                writer.before_commit = work.turn.wait_to_commit
+        files_id = 0 if writer is None else writer.files_id
+        rows = ranks.words(work.number, work.raised, failure is not None, kept, is_same, files_id)
+        _refuse_to_save(rows)
+        if any(row[2] for row in rows):
+            ranks.refuse("plan", failure)
+        if joint is None:
+            return self._save_remotely(tree, work)
+        return joint.save(
+            is_planned=all(row[3] == kept != 0 for row in rows),
+            is_same=all(row[3] == kept != 0 and row[4] for row in rows),
+            files_ids=[row[5] for row in rows],
+        )
+
+    def _save_remotely(self, tree: StateDict, work: Round) -> Metadata:
         saved: Metadata = save(
             tree,
             checkpoint_id=work.path,
-            storage_writer=work.writer,
-            planner=planner,
+            planner=work.planner,
             process_group=work.group,
             no_dist=work.group is None,
         )
-        own = None if work.writer is None else work.writer.metadata
-        return saved if own is None else own
+        return saved
 
     def _begin(self, work: Round) -> StateDict:
         """The state dict's copy."""
@@ -257,37 +272,20 @@ class Rounds:
         together: StateDict = put_together(tree)
         return together
 
-    def _agree(self, work: Round, own_structure: int) -> list[int]:
-        """What tells the structure that all ranks save from every other, and from those before a
-        failure.
 
-        Raises:
-            StillframeError: The ranks are at different calls, or one of them has raised: on all.
-        """
-        mine = [work.number, int(work.raised), own_structure, self._failures]
-        rows = [mine] if work.group is None else _gathered(mine, work.group)
-        numbers = [row[0] for row in rows]
-        if len({*numbers}) > 1:
-            raise StillframeError(
-                "not all ranks are at the same call of stillframe.dcp.async_save and save: they"
-                f" are at {numbers}, in the order of their ranks. Every rank has to make every call"
-            )
-        if any(row[1] for row in rows):
-            raise _NotSavedError(
-                f"nothing was saved: the error of the save before was raised on the ranks"
-                f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
-            )
-        return [word for row in rows for word in row[2:]]
-
-
-def _gathered(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Of all ranks."""
-    own = torch.tensor(mine, dtype=torch.int64)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
-    return [row.tolist() for row in rows]
-
-
-def _to_send(error: BaseException) -> BaseException:
-    """An error as it may go to other ranks: whatever it holds, it can be pickled."""
-    return StillframeError(f"{type(error).__name__}: {error}")
+def _refuse_to_save(rows: list[list[int]]) -> None:
+    """
+    Raises:
+        StillframeError: The ranks are at different calls, or one of them has raised: on all.
+    """
+    numbers = [row[0] for row in rows]
+    if len({*numbers}) > 1:
+        raise StillframeError(
+            "not all ranks are at the same call of stillframe.dcp.async_save and save: they"
+            f" are at {numbers}, in the order of their ranks. Every rank has to make every call"
+        )
+    if any(row[1] for row in rows):
+        raise _NotSavedError(
+            f"nothing was saved: the error of the save before was raised on the ranks"
+            f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
+        )

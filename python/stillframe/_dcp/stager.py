@@ -60,20 +60,20 @@ class PinnedStager(AsyncStager):
     """Stages state dicts into an engine's pool, for `dcp.async_save(async_stager=)`: with any
     storage writer, either executor, one rank or many.
 
-    The future that DCP waits for is settled when all bytes are copied. With `overlap=True` what
-    only an optimizer's step changes is copied on under the next forward and backward, and the next
-    step waits for that by itself: nobody has to wait for `staging_completion`. CPU tensors
-    that are not an optimizer's, and Python objects, are copied during the call.
+    The future that DCP waits for is done when all bytes are copied. With `overlap=True`, what only
+    the optimizer's step changes is copied after the call, under the next forward and backward, and
+    the next step waits for it by itself: there is no need to wait for `staging_completion`. CPU
+    tensors that no optimizer owns, and Python objects, are copied during the call.
 
     The state dict keeps its keys, nesting, shared objects, views, ties, strides, conjugate and
-    negative bits, tensor attributes, parameters and DTensors. Its memory is written to by nobody
-    until the upload that reads it has ended, well or not; then it goes back to the pool, and
-    tensors of it that somebody still holds (a planner that is kept, the frames of an exception) are
-    empty. A stage that finds the pool full waits for the uploads under way.
+    negative bits, tensor attributes, parameters and DTensors. Nothing writes to its memory until
+    the upload that reads it has ended, successfully or not. Then the memory goes back to the pool,
+    and tensors of the state dict that are still referenced (by a planner that is kept, by the
+    frames of an exception) are empty. If the pool is full, staging waits for the uploads under way.
 
     Args:
         engine: The engine whose pool is used, `stillframe.default_engine()` by default.
-        overlap: Copy on after the call.
+        overlap: Copy after the call what only the optimizer's step changes.
 
     Raises:
         TypeError: `engine` is no Engine.
@@ -97,7 +97,7 @@ class PinnedStager(AsyncStager):
             something other than an optimizer's step changed a tensor before.
 
         Raises:
-            PoolExhaustedError: It does not fit into the pool beside what others hold.
+            PoolExhaustedError: It does not fit into the pool beside what snapshots hold.
             StillframeError: The stager or its engine is closed; a device failed.
             Exception: As `stillframe.snapshot`.
         """

@@ -16,15 +16,16 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StoragePrefix,
 )
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stillframe._base import paths
-from stillframe._dcp import commit, image
+from stillframe._dcp import commit
 from stillframe._dcp.beside import Beside
+from stillframe._dcp.files import RankFiles, Resolve, buckets
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -50,25 +51,25 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     Given to `dcp.async_save` without `async_stager=`, it stages as `PinnedStager` does.
 
     Args:
-        path: The directory, made with its parents if it is missing. `checkpoint_id=` takes its
-            place. A remote one (`scheme://`) is for `FsspecWriter`.
-        overwrite: Save where a checkpoint is already. Otherwise that is refused, on all ranks.
-        durable: Sync files and directories. False gives up power failures: afterwards the new
-            checkpoint, and the old one with it, may be gone or damaged.
+        path: The directory, created with its parents if it is missing. `checkpoint_id=` takes its
+            place. For remote directories (`scheme://`) use PyTorch's `FsspecWriter`.
+        overwrite: Allow a checkpoint to be replaced. With False that is refused, on all ranks.
+        durable: Sync files and directories. With False, a power failure may lose or damage the new
+            checkpoint, and the old one with it.
         single_file_per_rank: One file a rank, or as many as `thread_count` says. False gives each
             tensor and object a file of its own.
-        thread_count: Up to so many files a rank. The threads are the engine's
-            (`Engine(writer_threads=)`), not the writer's, and work on all of them.
-        sync_files: False is `durable=False`: PyTorch's name for it.
-        per_thread_copy_ahead: Of no effect; tensors on devices are copied by the engine's lanes
+        thread_count: The most files of a rank. The threads are the engine's
+            (`Engine(writer_threads=)`) and work on all of them.
+        sync_files: PyTorch's name: False means `durable=False`.
+        per_thread_copy_ahead: Has no effect: the engine's copy threads copy tensors from devices
             when they are staged.
-        cache_staged_state_dict: Of no effect; the pool's memory is always used again.
+        cache_staged_state_dict: Has no effect: the pool always reuses its memory.
         _extensions, serialization_format: PyTorch's own writer has these; anything but their
             defaults is refused.
         engine: The engine to use, `stillframe.default_engine()` by default.
 
     Raises:
-        TypeError, ValueError: An argument that makes no sense, or that only PyTorch's writer knows.
+        TypeError, ValueError: An invalid argument, or one that only PyTorch's writer supports.
     """
 
     _synchronize_after_execute = False
@@ -104,18 +105,18 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._engine = engine
         self._stager: PinnedStager | None = None
         self._save_id = str(uuid.uuid4())
-        self._files_id = commit.new_id()
+        self.files_id = commit.new_id()
         self._rank: int | None = None  # where each rank saves for itself
-        self._written: list[str] = []
+        self._is_begun = False
+        self._files: RankFiles | None = None
+        self._new: commit.New | None = None
         self.beside: Beside | None = None
-        self._was_empty = False
-        self.reports: list[SaveReport] = []
-        self.metadata: Metadata | None = None
         self.before_commit: Callable[[], object] = int
 
     def __getstate__(self) -> dict[str, Any]:
-        """For the process that DCP saves in: it has engines of its own."""
-        return {**self.__dict__, "_engine": None, "_stager": None, "before_commit": int}
+        """For the process that DCP saves in: it has engines of its own, and names too."""
+        none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
+        return {**self.__dict__, **none, "files_id": commit.new_id(), "before_commit": int}
 
     # ---- staging ----
 
@@ -150,7 +151,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """A save begins.
 
         Raises:
-            TypeError, ValueError: It is no path, or a remote one.
+            TypeError, ValueError: It is not a path, or a remote one.
         """
         if checkpoint_id:
             self._path = paths.as_text(checkpoint_id)
@@ -163,10 +164,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         alone = not kwargs.get("use_collectives", True)
         self._rank = kwargs.get("rank") if alone else None
         # `reset` is not called by everybody: no name may be used twice.
-        self._files_id = commit.new_id()
-        self._written = []
-        self.reports = []
-        self.metadata = None
+        if self._files is not None:
+            self.files_id = commit.new_id()
+        self._is_begun = False
+        self._files = self._new = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """
@@ -175,7 +176,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             OSError: The directory cannot be made.
         """
         directory = self._directory()
-        self._was_empty = commit.make_directory(directory, durable=self._durable)
+        paths.make_directories(os.path.abspath(directory), self._durable)
+        self._is_begun = True
         existing = commit.metadata_path(directory, self._rank)
         if not self._overwrite and os.path.exists(existing):
             raise FileExistsError(
@@ -200,37 +202,11 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             SaveError: The operating system refused a step. No file of this rank stays.
         """
-        files: list[tuple[image.DataFile, list[WriteItem]]] = []
-        failure: BaseException | None = None
-        try:
-            for bucket in self._buckets(plan.items):
-                name = commit.data_name(plan.storage_data.prefix, len(files), self._files_id)
-                path = os.path.join(self._directory(), name)
-                items = [image.Item(planner.resolve_data(item)) for item in bucket]
-                made = image.DataFile(path, items, durable=self._durable, engine=self._engine)
-                files.append((made, bucket))
-        except BaseException as error:
-            failure = error
-        for made, _ in files:
-            failure = failure or made.failure()
-        if failure is not None:
-            for made, _ in files:
-                made.discard()
-            raise failure
-        self._written = [made.path for made, _ in files]
-        self.reports = [made.report() for made, _ in files]
+        files = self.lay_out(plan, planner.resolve_data)
+        self.start()
+        files.wait()
         done: Future[list[WriteResult]] = Future()
-        done.set_result(
-            [
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=length,
-                    storage_data=_StorageInfo(os.path.basename(made.path), at, length),
-                )
-                for made, bucket in files
-                for item, (at, length) in zip(bucket, made.places, strict=True)
-            ]
-        )
+        done.set_result(files.results())
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -239,62 +215,88 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         Raises:
             OSError: See `commit.put_in_place`.
         """
-        directory = self._directory()
-        # A copy: a planner that caches plans gives the same one for the next save.
+        where = {each.index: each.storage_data for rank in results for each in rank}
+        self.commit(self.describe(metadata, where))
+        self.tidy()
+
+    # ---- the steps of these two, for `JointSave` ----
+
+    def lay_out(self, plan: SavePlan, resolve: Resolve) -> RankFiles:
+        """This rank's items in their files; nothing is written."""
+        prefix = plan.storage_data.prefix
+        self._files = RankFiles(
+            buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
+            resolve,
+            self._directory(),
+            lambda number: commit.data_name(prefix, number, self.files_id),
+        )
+        return self._files
+
+    def start(self) -> None:
+        """Begins to write what is laid out, which may not change before that has ended.
+
+        Raises:
+            SaveError: The operating system refused a step. No file of this rank stays.
+        """
+        assert self._files is not None
+        self._files.start(durable=self._durable, engine=self._engine)
+
+    def reports(self) -> list[SaveReport]:
+        """Of the files that are written."""
+        return [] if self._files is None else self._files.reports()
+
+    def describe(
+        self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
+    ) -> commit.New:
+        """On the coordinator: what is to be committed, all but its name.
+
+        Raises:
+            OSError: See `commit.write`.
+        """
+        # A copy: a plan that is kept gives the same one for the next save.
         metadata = dataclasses.replace(
-            metadata,
-            storage_data={each.index: each.storage_data for rank in results for each in rank},
-            storage_meta=self.storage_meta(),
+            metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self.before_commit()
-        put_in_place = functools.partial(
-            commit.put_in_place, metadata, directory, self._rank, durable=self._durable
-        )
-        if self.beside is None:
-            put_in_place()
-        else:
-            self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
-        self.metadata = metadata
-        commit.remove_unnamed(metadata, directory, self._rank)
+        self._new = commit.write(metadata, self._directory(), self._rank, durable=self._durable)
+        return self._new
 
-    # ---- the rest ----
+    def commit(self, new: commit.New) -> None:
+        """
+        Raises:
+            OSError: See `commit.put_in_place`.
+        """
+        try:
+            self.before_commit()
+            put_in_place = functools.partial(commit.put_in_place, new, durable=self._durable)
+            if self.beside is None:
+                put_in_place()
+            else:
+                directory = self._directory()
+                self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
+        except BaseException:
+            commit.discard(new)
+            raise
+
+    def tidy(self) -> None:
+        """Removes what the checkpoint that was committed does not need."""
+        assert self._new is not None
+        commit.remove_unnamed(self._new.metadata, self._directory(), self._rank)
 
     def abandon(self) -> None:
         """Removes what this rank has written of a save that is known to have failed everywhere, and
         with the last rank's files a directory that was not there, or empty."""
-        written, self._written = self._written, []
-        if written:
-            commit.remove_files(written, self._directory(), self._rank)
-        if self._was_empty:
+        if self._new is not None:
+            commit.discard(self._new)
+        if self._files is not None:
+            self._files.settle()
+            commit.remove_files(self._files.paths(), self._directory(), self._rank)
+        if self._is_begun:
             commit.remove_if_empty(self._directory())
+
+    # ---- the rest ----
 
     def _directory(self) -> str:
         if self._path is None:
-            raise ValueError("there is no path to save to: give checkpoint_id=")
+            raise ValueError("no path to save to: give checkpoint_id=")
         return self._path
-
-    def _buckets(self, items: list[WriteItem]) -> list[list[WriteItem]]:
-        """The items of each file."""
-        # Objects first, as PyTorch's writer has them.
-        items = sorted(items, key=lambda item: item.type is not WriteItemType.BYTE_IO)
-        if not self._single_file_per_rank:
-            return [[item] for item in items]
-        most = -(-sum(map(_nbytes, items)) // self._nr_files)
-        buckets: list[list[WriteItem]] = []
-        room = 0
-        for item in items:
-            if room <= 0:
-                buckets.append([])
-                room = most
-            buckets[-1].append(item)
-            room -= _nbytes(item)
-        return buckets
-
-
-def _nbytes(item: WriteItem) -> int:
-    """About what it takes in a file."""
-    if item.tensor_data is None:
-        return 1024
-    size = item.tensor_data.chunk.sizes
-    return size.numel() * item.tensor_data.properties.dtype.itemsize + 1024

@@ -49,38 +49,37 @@ _COMPATIBLE_BY_NAME = ("DataParallelStrategy",)  # gone from Lightning 2, alive 
 class OffloadHooks:
     """Moves a checkpoint's tensors to host memory before anybody writes them.
 
-    For those who keep their own CheckpointIO. On global rank 0, under strategies whose rank 0 has
-    the whole state, the tensors under `offload_keys` are copied in one pass into the pool of
-    `stillframe.default_engine()`. What the writer gets is the state as it was at the save, however
-    late it writes; ties, views and the types of containers are kept; the module's own tensors are
-    untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
-    Where the pool is too small or in use, ordinary memory is used, and a line in the log says so:
-    the callback never waits. A writer that forks must not read the tensors in the child; for that
-    there is `stillframe.snapshot(..., shared=True)` with `hold_until`.
+    For trainings that keep their own CheckpointIO. On global rank 0, under strategies whose rank 0
+    has the whole state, the tensors under `offload_keys` are copied in one pass into the pool of
+    `stillframe.default_engine()`. The writer gets the state as it was at the save, however late it
+    writes. Ties, views and container types are kept, and the module's own tensors are untouched.
+    The memory goes back to the pool when the last of the checkpoint's tensors is gone. The callback
+    never waits: if the pool is too small or in use, it takes ordinary memory and logs that. If your
+    writer forks, the child must not read the tensors: use `stillframe.snapshot(..., shared=True)`
+    with `hold_until` there.
 
-    With stillframe's own `AsyncCheckpointIO` there is nothing to do: it takes the tensors where
-    they are. Saves are counted then, and the tensors left alone. (Where that plugin wraps another
-    CheckpointIO, the callback does its work.) Lightning asks no callback about checkpoints of
-    weights alone (`save_weights_only=True`): their tensors stay where they are.
+    With stillframe's own `AsyncCheckpointIO` the callback only counts saves: that plugin takes
+    tensors where they are. (If the plugin wraps another CheckpointIO, the callback does its work.)
+    Lightning does not call callbacks for checkpoints of weights alone (`save_weights_only=True`),
+    so those tensors stay where they are.
 
-    Tensors on a GPU are copied on a stream of ours straight into the pool, in one pass with one
+    Tensors on a GPU are copied on a separate stream straight into the pool, in one pass with one
     wait.
 
     Args:
         offload_keys: Keys of the checkpoint to offload; by default `state_dict`,
-            `optimizer_states` and `lr_schedulers`. One that a checkpoint lacks is skipped; a
-            warning says so once, where no checkpoint before had it.
-        log_skipped: Log every object that is neither a tensor nor a container nor a plain value,
-            and so is left as it is. By default the first and last 10, at level DEBUG.
+            `optimizer_states` and `lr_schedulers`. A key that a checkpoint lacks is skipped, with
+            one warning if no earlier checkpoint had it.
+        log_skipped: Log every object that is left as it is, because it is neither a tensor, a
+            container nor a plain value. By default the first and last 10, at level DEBUG.
 
     Raises:
         TypeError: `offload_keys` is not a list of strings.
 
     Its messages go to the logger "stillframe": one line a save at level INFO, the rest at DEBUG.
-    Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (the seconds
-    spent in offloading; the name is a published one), `total_memory_freed` (GPU memory that was
-    freed meanwhile, in units of 10^9 bytes) and `is_enabled` (whether the strategy is one it works
-    with).
+    Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
+    offloading; other callbacks of this kind use this name), `total_memory_freed` (GPU memory freed
+    meanwhile, in units of 10^9 bytes) and `is_enabled` (whether it works with the strategy).
     """
 
     _strategies: Any  # the package's module of strategies
@@ -197,7 +196,7 @@ class OffloadHooks:
             log.info("CPUOffloadCallback: %s", self._totals())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Logs that it is over. There is nothing to give back: the memory is the tensors'."""
+        """Logs the end. There is nothing to give back: the memory belongs to the tensors."""
         if trainer.global_rank == 0:
             log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._totals())
 
@@ -296,7 +295,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     except Exception as error:
         if len(wanted) == 1:
             log.warning(
-                "CPUOffloadCallback: %r stays as it is, for it could not be copied to host"
+                "CPUOffloadCallback: %r stays as it is, because it could not be copied to host"
                 " memory: %s: %s",
                 *wanted,
                 type(error).__name__,

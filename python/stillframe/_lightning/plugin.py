@@ -26,35 +26,35 @@ class CheckpointPlugin:
     """Saves checkpoints asynchronously and durably: a drop-in for Lightning's `AsyncCheckpointIO`.
 
     Args:
-        checkpoint_io: Another CheckpointIO to save, load and remove with. It gets a snapshot in
-            memory of the pool, on a thread of its own, and decides about files and durability;
-            its `teardown` is called. By default stillframe writes the files itself.
-        engine: The engine to save with. By default the process's own,
-            `stillframe.default_engine()`. The plugin does not close it. A plugin with `engine=`
+        checkpoint_io: Another CheckpointIO to save, load and remove with. It runs on a thread of
+            its own, gets a snapshot in pool memory, and decides about files and durability; its
+            `teardown` is called. By default stillframe writes the files itself.
+        engine: The engine to save with, `stillframe.default_engine()` by default. The plugin does
+            not close it. A plugin with `engine=`
             cannot be pickled, so it cannot be used with a spawning strategy.
-        pool_bytes: Cap of the staging pool: bytes, or "4GiB". This and the next two give the plugin
-            an engine of its own, made at the first save and closed at teardown.
-        max_in_flight: How many saves may be not yet durable.
-        when_busy: What a save does when that many are: "wait", or "raise" a `BusyError`. "skip"
-            is refused, because ModelCheckpoint removes the previous file after a save, whether
-            that was made or skipped.
-        durable: Sync file and directory before a checkpoint counts as saved. False gives up
-            power failures.
+        pool_bytes: Most memory of the staging pool: bytes, or "4GiB". This and the next two options
+            give the plugin an engine of its own, made at the first save and closed at teardown.
+        max_in_flight: How many saves may be under way (not yet durable).
+        when_busy: What a save does when that many are under way: "wait", or "raise" a `BusyError`.
+            "skip" is refused, because ModelCheckpoint removes the previous file after a skipped
+            save too.
+        durable: Sync file and directory before a checkpoint counts as saved. With False it may be
+            lost or damaged in a power failure.
         overlap: Copy what only the optimizer changes under the next forward and backward. False
             copies everything in the call.
-        check_mutation: Compare a checksum of every byte, to find code that writes to the state
-            at a wrong time. Slow.
+        check_mutation: Compare a checksum of every byte, to find code that writes to the state at
+            the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own once a
             checkpoint is durable.
-        on_error: "raise" what failed, at the next save or at the end, or "warn" of it and train
+        on_error: "raise" an error of a save, at the next save or at the end, or "warn" and train
             on.
         log_metrics: Log `checkpoint/call_ms`, `checkpoint/gate_ms`, `checkpoint/durable_s` and
             `checkpoint/bytes` of each checkpoint to the Trainer's loggers, once it is durable
             (`gate_ms` is the wait before `optimizer.step()`).
 
     Raises:
-        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=`
-            together with an option of the engine, or a plugin of ours as `checkpoint_io`.
+        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, `engine=` together
+            with an option of the engine, or a stillframe plugin as `checkpoint_io`.
     """
 
     _reader: ClassVar[type[Any]]  # TorchCheckpointIO of the package
@@ -105,26 +105,25 @@ class CheckpointPlugin:
     ) -> None:
         """Saves `checkpoint` to the file `path`.
 
-        When the call returns depends on who makes it, see docs/lightning.md. Parent
-        directories are made. A symbolic link at `path` is replaced, not followed.
+        When the call returns depends on the caller: see docs/lightning.md. Missing parent
+        directories are created. A symbolic link at `path` is replaced, not followed.
 
         Raises:
             TypeError: `storage_options` was given, the checkpoint cannot be pickled, or the
                 strategy is one of XLA's.
-            StillframeError: This save's own error where the call or a wait for durability finds
-                it. Otherwise the oldest error of an earlier save that was not raised yet; this
-                save has been made all the same.
+            StillframeError: This save's own error, if it is known when the call returns. Otherwise
+                the oldest error of an earlier save that was not raised yet; this save goes on.
         """
         trainer = calling_trainer(self, "save_checkpoint")
         self._checkpoints.save(trainer, checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads as `stillframe.load` does (or with `checkpoint_io`), after the saves of `path` that
-        were submitted before: every byte is checked. Ranks have the disk read it once.
+        """Loads and checks a checkpoint as `stillframe.load` does (or with `checkpoint_io`), once
+        earlier saves of `path` have ended. The ranks of a machine read it from the disk once.
 
         Takes `map_location` and `weights_only` as Lightning's
-        `TorchCheckpointIO.load_checkpoint` of the installed version does, with that version's
-        defaults. That one reads remote paths, and all where `torch.load` was replaced.
+        `TorchCheckpointIO.load_checkpoint` of the installed version does, with its defaults. That
+        method itself reads remote paths, and every path if `torch.load` was replaced.
 
         Raises:
             CorruptCheckpointError: The file is damaged.
@@ -134,22 +133,21 @@ class CheckpointPlugin:
     def remove_checkpoint(self, path: Any) -> None:
         """Removes the file, link or directory `path`, once every save submitted before has ended.
 
-        It is kept, and that is logged, if the last of those saves failed: so a rotation never
-        leaves fewer than one durable checkpoint. A missing `path` is no error. Where a save
-        would be durable on return, this is done on return.
+        If the last of those saves failed, `path` is kept and a warning is logged, so a rotation
+        always leaves at least one durable checkpoint. A missing `path` is not an error. Where saves
+        return only when they are durable, the remove is done when this returns.
         """
         self._checkpoints.remove(calling_trainer(self, "remove_checkpoint"), path)
 
     def teardown(self) -> None:
         """Waits for this plugin's saves, links and removes.
 
-        A line on stderr says so when that takes more than a second. May be called again, and
-        the plugin used again. Fabric never calls it: use `stillframe.wait_all()` there.
+        If that takes more than a second, a line on stderr says so. May be called again; the plugin
+        can be used again. Fabric never calls it: use `stillframe.wait_all()` there.
 
         Raises:
-            StillframeError: The oldest error that was not raised yet; its notes name the
-                others. Nothing is raised, but logged, while an exception of the training is
-                being handled.
+            StillframeError: The oldest error that was not raised yet; its notes name the others.
+                While an exception of the training is being handled, it is logged instead.
         """
         self._checkpoints.tear_down(calling_trainer(self, "teardown"))
 

@@ -90,8 +90,8 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
     Args:
         **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
-            `max_in_flight`, `when_busy`. What is not given has `Engine`'s default, whatever an
-            earlier call said.
+            `max_in_flight`, `when_busy`. Options left out have `Engine`'s defaults, even if an
+            earlier call set them.
 
     Raises:
         StillframeError: The default engine is in use already.
@@ -128,10 +128,10 @@ def async_save(
 
     Args:
         obj: Anything `torch.save` takes.
-        path: A local path. A link is followed, a parent directory has to be there.
+        path: A local path. Links are followed; the parent directory must exist.
         overlap: False copies everything during the call.
-        durable: Sync the file and its directory. False gives up power failures: after one the path
-            holds the old file, the new one, or a damage that `load` notices.
+        durable: Sync the file and its directory. False skips both: after a power failure the path
+            holds the old file, the new one, or a damaged one, which `load` notices.
         check_mutation: Compare a checksum of all bytes that are copied after the call, at the call
             and when copied, to find code that writes at the wrong time. Slow.
         on_durable: Called as `on_durable(path, report)` on a thread of its own when the file is
@@ -140,11 +140,11 @@ def async_save(
 
     Raises:
         TypeError, ValueError: Unusable arguments, a `scheme://` path among them.
-        SaveError: (phase "open") The parent is missing, or the path is a directory or no regular
-            file.
+        SaveError: (phase "open") The parent directory is missing, or the path is a directory or not
+            a regular file.
         BusyError, ForkError, StillframeError: See `Engine`.
         Exception: What `torch.save` raises for an object it cannot save; a note says where in
-            `obj` that sits.
+            `obj` it is.
     """
     options = SaveOptions(
         overlap=overlap, durable=durable, check_mutation=check_mutation, on_durable=on_durable
@@ -157,13 +157,13 @@ def save(
 ) -> SaveReport:
     """Saves `obj` to `path` as `torch.save` would and returns when the file is durable.
 
-    It always saves: where as many saves are under way as the engine allows, it waits for one,
-    whatever the engine's `when_busy` says.
+    It always saves: if the engine has no free slot it waits for one, whatever its `when_busy`
+    says.
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.
-        path: A local path. A link is followed, a parent directory has to be there.
-        durable: Sync the file and its directory. False gives up power failures, see `async_save`.
+        path: A local path. Links are followed; the parent directory must exist.
+        durable: Sync the file and its directory; see `async_save`.
         engine: The engine to use, `default_engine()` by default.
 
     Returns:
@@ -187,12 +187,12 @@ def remove(path: Path) -> None:
     saving a new one never leaves fewer than one. An error of the operating system is logged.
 
     Args:
-        path: A local path. A missing name is no error; a link is removed, not what it names; a
-            directory is removed with all that is in it; where it is a checkpoint of
-            torch.distributed.checkpoint, what makes it one goes first.
+        path: A local path. A missing path is not an error. Of a link, the link itself is removed.
+            A directory is removed with everything in it; if it is a checkpoint of
+            torch.distributed.checkpoint, its `.metadata` goes first.
 
     Raises:
-        TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
+        TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`).
         StillframeError: The interpreter is exiting.
     """
     key = paths.key(path, follow_link=False)
@@ -206,14 +206,14 @@ def remove(path: Path) -> None:
 def exists(path: Path) -> bool:
     """Whether `path` will be there when the saves and removes submitted so far have ended.
 
-    A checkpoint of torch.distributed.checkpoint is there if it is whole: its `.metadata`, which
-    comes last and goes first, has to be in the directory.
+    A checkpoint of torch.distributed.checkpoint exists if it is whole: if the directory has its
+    `.metadata`, which is written last and removed first.
 
     Args:
-        path: A local path. A link counts as there when what it names is.
+        path: A local path. A link exists if its target does.
 
     Raises:
-        TypeError, ValueError: It is no path, or names a remote place (`scheme://`).
+        TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`).
     """
     known = _core.log_exists(paths.key(path, follow_link=False))
     if known < 0 and os.path.islink(path):
@@ -233,8 +233,8 @@ def wait_all(timeout: float | None = None) -> None:
     """Waits until every save and remove of the process has ended; raises the first error nobody has
     collected.
 
-    Call it at the end of a training: without it, saves still finish and a failed one is printed,
-    but the process's exit status does not tell of it.
+    Call it at the end of a training. Without it, saves still finish and errors are printed, but
+    the process's exit status does not show them.
 
     Args:
         timeout: Seconds; None waits for ever.

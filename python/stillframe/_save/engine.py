@@ -116,14 +116,14 @@ class Engine:
         """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
         In a process that has used CUDA the memory is pinned too, and copy threads are started for
-        the devices it has used. What cannot be pinned is logged, and in the reports of later
-        saves. How far it is and how fast is logged at INFO, once a GiB and at the end.
+        the devices it has used. Memory that cannot be pinned is logged, and listed in
+        the `fallbacks` of later saves. Progress is logged at INFO, once a GiB and at the end.
 
         Args:
             nbytes: An int, or a string such as "4GiB".
 
         Raises:
-            MemoryError: The system has not that much.
+            MemoryError: The system does not have so much memory.
             StillframeError: The engine is closed.
         """
         wanted = sizes.parse(nbytes, "nbytes")
@@ -152,7 +152,7 @@ class Engine:
         Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
 
         Raises:
-            StillframeError: A CheckpointIO that stillframe wraps calls it from inside its work.
+            StillframeError: A CheckpointIO that stillframe wraps calls it while it saves or loads.
         """
         self._birth.refuse_child()
         ordered.refuse_inside()
@@ -161,8 +161,8 @@ class Engine:
             self._core.close(None)
 
     def stats(self) -> EngineStats:
-        """Figures of the moment: `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool
-        holds), `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
+        """The current `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool holds),
+        `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
         `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
         self._birth.refuse_child()
         figures = {**self._core.stats(), "driver": self._core.driver()}

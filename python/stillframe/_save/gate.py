@@ -342,16 +342,20 @@ def _wait_for_calls() -> None:
                 deferral.close()
 
 
-@_eager
-def _gate(owner: Owner | None) -> None:
-    """The last moment before a step writes. It holds the step back whatever became of the
-    bookkeeping, and raises only what a signal handler does."""
-    if owner is not None:
-        owner.compare()
+def _hold_back() -> None:
+    """The last moment before a step writes. It waits whatever became of the bookkeeping, and raises
+    only what a signal handler does."""
     if _calls:
         _wait_for_calls()
     if _pendings:
         wait()
+
+
+@_eager
+def _behind_closure(owner: Owner) -> None:
+    owner.gated = True
+    owner.compare()
+    _hold_back()
 
 
 def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
@@ -360,8 +364,7 @@ def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
         value = closure(*args, **kwargs)
-        owner.gated = True
-        _gate(owner)
+        _behind_closure(owner)
         return value
 
     owner.gated = False
@@ -372,7 +375,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @bookkeeping
-def _begin(optimizer: Optimizer) -> Owner:
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """A step begins: its arguments with a closure that gates, where the gate may stand behind it;
+    None where the gate is here."""
     owner = ownership.find(optimizer)
     if owner is None:
         owner = ownership.meet(optimizer)
@@ -381,18 +386,20 @@ def _begin(optimizer: Optimizer) -> Owner:
     if _device.capturing():
         # The graph's replays will change everything with no hook to say so.
         owner.distrust("its step was captured in a CUDA graph")
-    return owner
+    known = owner.qualifies(optimizer) and not owner.ungated
+    if known and (len(args) > 1 or kwargs):
+        passed_on = _passed_on(optimizer, owner, args, kwargs)
+        if passed_on is not None:
+            return passed_on
+    owner.compare()
+    return None
 
 
-@bookkeeping
 def _passed_on(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """The step's arguments with a closure that gates, where the gate may stand behind it."""
-    known = owner.qualifies(optimizer) and not owner.ungated
     # Another pre-hook may write, and runs before the closure does.
-    others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks
-    if others or not known:
+    if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, place = kwargs.get("closure"), owner.closure_place
     if callable(closure):
@@ -409,6 +416,13 @@ def _end(optimizer: Optimizer) -> bool:
     return owner is None or owner.end(optimizer)
 
 
+@_eager
+def _before_writing(optimizer: Optimizer) -> None:
+    ownership.enter(optimizer)
+    _begin(optimizer, (), {})
+    _hold_back()
+
+
 def _gate_writers(kind: type[Any]) -> None:
     """Makes steps of the methods in which listed classes write beside `step`."""
     for each in kind.__mro__:
@@ -420,8 +434,7 @@ def _gate_writers(kind: type[Any]) -> None:
 
 def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
     def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ownership.enter(self)
-        _gate(_begin(self))
+        _before_writing(self)
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -439,10 +452,9 @@ def _before_step(
     """The pre-hook: gates at once, or passes on a closure that gates."""
     _core.trace_step_begins(optimizer)
     ownership.enter(optimizer)
-    owner = _begin(optimizer)
-    passed_on = None if owner is None else _passed_on(optimizer, owner, args, kwargs)
+    passed_on = _begin(optimizer, args, kwargs)
     if passed_on is None:
-        _gate(owner)
+        _hold_back()
     return passed_on
 
 

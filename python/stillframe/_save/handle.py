@@ -83,8 +83,8 @@ class SaveHandle:
         """Waits until the save is durable and returns its report.
 
         Returns:
-            The report. None only when the save was skipped, which takes an engine that was made
-            with `when_busy="skip"`.
+            The report, or None if the save was skipped (only with an engine that was made with
+            `when_busy="skip"`).
 
         Raises:
             TornSnapshotError, SaveError: The save failed; the old file is untouched.
@@ -111,8 +111,8 @@ class SaveHandle:
             return self._outcome.error
 
     def cancel(self) -> bool:
-        """Gives the save up, leaving the old file. False when it is too late or has ended
-        otherwise."""
+        """Cancels the save; the old file stays. False if it is too late, or the save has already
+        ended."""
         return False
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
@@ -120,7 +120,7 @@ class SaveHandle:
         if it has already.
 
         Raises:
-            TypeError: It cannot be called.
+            TypeError: `function` is not callable.
         """
         if not callable(function):
             raise TypeError(

@@ -62,49 +62,45 @@ def load(
 ) -> Any:
     """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
 
-    Waits for the saves and removes of the path that were submitted before. The structure of the
-    file is always checked: its directory first, so one that is truncated or no checkpoint at all is
-    refused before anything of it is unpickled. Then threads read the records in the order of the
-    file, from the page cache what is in it and from the disk what is not, and compare their CRCs on
-    the way, while torch's own unpickler reads the pickle; it gets no bytes that were not checked.
+    Waits for the saves and removes of the path that were submitted before. The file's structure is
+    always checked first, so a file that is truncated, or is not a checkpoint, is refused before
+    anything in it is unpickled. Then threads read the records, in file order, and compare their
+    CRCs, while torch's own unpickler reads the pickle. It gets no bytes that were not checked.
 
-    Files of torch.save's legacy format have nothing to check and go straight to `torch.load`;
-    TorchScript, archives that another program packed and the like are checked and then go there.
+    Files in torch.save's legacy format have no checksums and go straight to `torch.load`.
+    TorchScript files and archives packed by other programs are checked, and then go there too.
 
     Args:
         path: A local file. A symbolic link is followed.
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
-        verify: Compares the CRC of every record. Without it, bytes that a disk or a power failure
-            changed are loaded as they are.
-        into: A tensor, or dictionaries, lists and tuples of them (a state dict): the file's bytes
-            go straight into these tensors, on whatever device and of whatever strides, and other
-            values of its dictionaries and lists become the file's. All of it must be in the file,
-            of the same shapes and types; what else is in the file is left. Saves that are under way
-            get their copies first.
-        mmap: As for `torch.load`: storages on the CPU are the file's pages, read when they are
-            used and copied when they are written to. The file may be replaced or removed (saves
-            do), and must not be written to. With `verify` every byte is read and checked before,
-            which leaves them in the page cache; leave it out to have them read when they are used,
-            unchecked. Such tensors cannot be resized.
-        shared: Other processes of this machine load the file at about the same time, as the ranks
-            of a training do: it is read through the page cache, which they share, and so once from
-            the disk.
+        verify: Compare the CRC of every record. With False, damaged bytes are loaded as they are.
+        into: A tensor, or dictionaries, lists and tuples of tensors (a state dict). The file's
+            bytes go straight into these tensors, on any device and with any strides; other values
+            in its dictionaries and lists are replaced by the file's. Everything in `into` must be
+            in the file, with the same shapes and types; the rest of the file is ignored. Saves
+            under way copy what they need first.
+        mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
+            copied when written to. The file may be replaced or removed (as saves do), but must not
+            be modified. With `verify`, every byte is read and checked first, which leaves the file
+            in the page cache; with `verify=False` bytes are read when used, unchecked. Such tensors
+            cannot be resized.
+        shared: Other processes on this machine load the file at about the same time, as the ranks
+            of a training do. It is read through the page cache, so the disk reads it only once.
 
-    A load that takes more than a second shows a bar, where stderr is a terminal.
+    A load that takes more than a second shows a progress bar if stderr is a terminal.
 
     Returns:
-        The saved object. Its tensors own their memory, but for `mmap`: the file may be replaced or
-        removed. With `into`, that.
+        The saved object, or `into`. Its tensors own their memory, except with `mmap`.
 
     Raises:
-        CorruptCheckpointError: The file is empty, truncated, damaged or no checkpoint.
+        CorruptCheckpointError: The file is empty, truncated, damaged or not a checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
-        TypeError, ValueError: `path` is no path, or names a remote place (`scheme://`); `into` does
-            not fit, which is told before a byte of it is written, or comes with `map_location` or
-            `mmap`; with `mmap`, another program packed the file.
-        StillframeError: A device refused the bytes that belong on it.
-        Everything else that `torch.load` raises comes through unchanged.
+        TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`); `into` does
+            not fit (checked before anything is written to it), or is given together with
+            `map_location` or `mmap`; `mmap` of a file that another program packed.
+        StillframeError: The bytes could not be copied to a device.
+        Exception: Whatever else `torch.load` raises, unchanged.
     """
     text = paths.as_text(path)
     if into is not None and map_location is not None:

@@ -89,6 +89,7 @@ class Owner:
         "__weakref__",
         "_depth",
         "_known",
+        "_rests",
         "_rivals",
         "_seen",
         "_serial",
@@ -105,6 +106,7 @@ class Owner:
         self._serial = next(_serials)
         self._depth = 0
         self._known = False
+        self._rests = False  # the observer's word at the end of the last step
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._why = ""
@@ -161,14 +163,16 @@ class Owner:
             self.ungated = True
             self.distrust("its step did not call the closure it was given")
         try:
-            if self._known and not self.distrusted:
-                self._record(optimizer)
+            if self._known and not self._why:
+                groups, state = optimizer.param_groups, optimizer.state
+                self._rests = self.observer.rests(groups, state)
+                if not self._rests:
+                    self._record(groups, state)
         finally:
             self._depth = 0
         return True
 
-    def _record(self, optimizer: Optimizer) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
+    def _record(self, groups: Any, state: Any) -> None:
         # A torch function mode (a default device is one) would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []
@@ -191,6 +195,8 @@ class Owner:
     @bookkeeping
     def compare(self) -> None:
         """The gate of the next step is reached."""
+        if self._rests:
+            return
         with torch._C.DisableTorchFunction():
             self.observer.compare()
             self._look()

@@ -38,6 +38,9 @@ _STORAGES: dict[torch.dtype, str] = {
     if not name.startswith("Q")
 }
 
+# What torch.save adds to a tensor: its conjugate and negative bits.
+_metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
+
 
 def row_of(tensor: Tensor) -> Row | None:
     """What `Parts.append` needs of a tensor, to write what torch.save does of it alone.
@@ -53,8 +56,7 @@ def row_of(tensor: Tensor) -> Row | None:
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or not _is_dense(tensor)
-        or tensor.is_conj()
-        or tensor.is_neg()
+        or _metadata(tensor)  # is_conj and is_neg let go of the interpreter lock
     ):
         return None
     numel = tensor.numel()

@@ -30,7 +30,7 @@ class SaveReport:
         peak_pool_bytes: Most pool memory the save held at one time.
         io_mode: "direct" (O_DIRECT), "buffered", "fsspec" (a remote path), or "wrapped" (another
             CheckpointIO wrote it).
-        fallbacks: One sentence for each thing that did not go the best way.
+        fallbacks: One sentence for each thing that was slower than it could be.
     """
 
     path: str

@@ -43,22 +43,22 @@ REFRESH_S = 0.25
 MOST_OTHERS = 0.05  # of the processors; with more taken by others, lost times mean little
 COUNTED = """\
 Medians over the saves of {rounds}, of {steps} steps with a save after
-every {every}. The first save of a run is left out, since its memory is new (its call: Lightning
-{first_theirs}, stillframe {first_ours}). [b]Call[/b] is what save_checkpoint took; [b]wait[/b], how
-long the next optimizer step then waited for the copy. [b]Lost time[/b] is how much longer the steps
-behind a save took than as many steps of the same run without one, taken in turn, ± its standard
-error; [b]slowdown[/b] is what is left of it after call and wait. Every run begins with the disk
-synced, and with an allocator that keeps freed memory (mallopt): giving it back and taking it anew
-moves steps by a third, with saves and without. [b]Finished[/b] is counted from the call's entry:
-Lightning's when its file was written (it never syncs), ours when file and directory were synced to
-the disk. [b]Extra memory[/b] is the process's peak over that of the same run without saves, also in
-multiples of the state."""
+every {every}. The first save of each run is left out, because its memory is new (its call took
+{first_theirs} with Lightning, {first_ours} with stillframe). [b]Call[/b] is how long
+save_checkpoint took; [b]wait[/b], how long the next optimizer step waited for the copy. [b]Lost
+time[/b] is how much longer the steps after a save took than as many steps of the same run without
+one, measured in turn, ± its standard error; [b]slowdown[/b] is what remains of it after call and
+wait. Every run begins with a synced disk and an allocator that keeps freed memory (mallopt):
+without that, steps vary by a third, with and without saves. [b]Finished[/b] counts from the start
+of the call, to the written file for Lightning (which never syncs) and to the synced file and
+directory for stillframe. [b]Extra memory[/b] is the process's peak above that of the same run
+without saves, also in multiples of the state."""
 BUSY = """\
-Other programs used up to {share:.0%} of this machine's processors during a run. Take slowdown and
-lost time from a run on a machine at rest."""
+Other programs used up to {share:.0%} of this machine's processors during a run. For slowdown and
+lost time, run the demo on a quiet machine."""
 NOISE = """\
-Lost time is left out where it is smaller than its own error: such a figure would say more of the
-noise than of the save."""
+Lost time is left out where it is smaller than its own error, because it would then show the noise
+and not the save."""
 
 
 class Story:
@@ -290,8 +290,8 @@ class Story:
         self._check(
             same and loaded["global_step"] == self.steps,
             f"plain torch.load(weights_only=True) reads {path.name} "
-            f"({decimal(path.stat().st_size)}): the weights at the end, which name "
-            f"{accuracy(run.model):.1%} of the digits rightly",
+            f"({decimal(path.stat().st_size)}): the final weights, which classify "
+            f"{accuracy(run.model):.1%} of the digits correctly",
         )
 
 

@@ -47,8 +47,8 @@ def _bench(bench: argparse.ArgumentParser, size: Size) -> None:
     bench.add_argument(
         "--size",
         type=size(),
-        help="bytes of the state, such as 500MB (default: what the disk writes in a second,"
-        " 33.6 to 537 MB)",
+        help="size of the state, such as 500MB (default: what the disk writes in a second, 33.6 to"
+        " 537 MB)",
     )
     bench.add_argument("--json", action="store_true", help="print an object, not a table")
 
@@ -59,13 +59,13 @@ def _demo(demo: argparse.ArgumentParser, size: Size) -> None:
         type=size(least=LEAST_DEMO_NBYTES),
         default=300_000_000,
         metavar="BYTES",
-        help="bytes of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
+        help="size of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
     )
     demo.add_argument(
         "--dir",
         type=Path,
         metavar="DIR",
-        help="directory for the checkpoints, which are kept there (default: a temporary one)",
+        help="where checkpoints go, and stay (default: a temporary directory)",
     )
     demo.add_argument(
         "--steps",
@@ -92,7 +92,7 @@ def _info(info: argparse.ArgumentParser, _: Size) -> None:
         nargs="?",
         default=".",
         metavar="DIR",
-        help="where checkpoints go (default: here)",
+        help="where checkpoints go (default: the current directory)",
     )
     info.add_argument("--json", action="store_true", help="print an object, not lines")
 
@@ -106,36 +106,37 @@ _COMMANDS = {
     "verify": (
         "check that checkpoints are whole",
         "Checks the structure of checkpoints and the CRC of every record in them.",
-        "Exit status: 0 all good; 1 damaged; 2 missing, unreadable or no checkpoint there.",
+        "Exit status: 0 all are whole; 1 damaged; 2 missing, unreadable or not a checkpoint.",
         _verify,
     ),
     "inspect": (
         "show what is in a checkpoint, without loading it",
-        "Tensors by name, shape, type, device and bytes, and other values by type. The file's"
-        " pickle is read, and never obeyed.",
-        "Exit status: 0 shown; 1 damaged, and shown as far as it goes; 2 missing, unreadable or no"
+        "Shows tensors with name, shape, type, device and bytes, and counts other values by type."
+        " The file's pickle is only read: nothing in it is executed.",
+        "Exit status: 0 shown; 1 damaged, shown as far as possible; 2 missing, unreadable or not a"
         " checkpoint.",
         _inspect,
     ),
     "bench": (
-        "measure a disk, and what saves and loads make of it",
-        "Half a minute: raw memcpy, write and read; save and load as shares of them; and advice."
-        " Its files go to a directory of their own in DIR and are removed.",
-        "Exit status: 0 measured; 2 DIR cannot be measured, bad usage.",
+        "measure a disk, and saves and loads on it",
+        "Measures memcpy and raw writes and reads, then saves and loads in per cent of those, and"
+        " gives advice. It takes half a minute. Its files go to a new directory in DIR and are"
+        " removed.",
+        "Exit status: 0 measured; 2 DIR cannot be measured, or bad usage.",
         _bench,
     ),
     "demo": (
         "train a small model and compare two plugins",
-        "Trains a small model on the CPU, saving with Lightning's AsyncCheckpointIO and with"
-        " stillframe's, and shows what a save costs in each.",
-        "Exit status: 0 all that is promised held; 1 something did not; 2 it cannot run.",
+        "Trains a small model on the CPU, saves it with Lightning's AsyncCheckpointIO and with"
+        " stillframe's, and shows what a save costs with each.",
+        "Exit status: 0 every check passed; 1 one failed; 2 the demo cannot run.",
         _demo,
     ),
     "info": (
-        "show what a report of a problem needs: versions, machine, disk",
-        "Versions, machine, memory, disk, driver and pool, and what a save into DIR had to do"
-        " without. It saves a megabyte there and removes it.",
-        "Exit status: 0 shown; 2 a save into DIR fails, and why is shown too.",
+        "show versions, machine and disk, for a bug report",
+        "Shows versions, machine, memory, disk, driver and pool, and the fallbacks of a save into"
+        " DIR: a megabyte, which is removed again.",
+        "Exit status: 0 shown; 2 a save into DIR fails; the reason is shown.",
         _info,
     ),
     "completion": (

@@ -117,8 +117,8 @@ class Snapshot(Generic[T]):
 
         Raises:
             TornSnapshotError: Something other than an optimizer's step changed a source before it
-                was copied (with `overlap=True`). The snapshot is of no use.
-            StillframeError: A CUDA device failed. The snapshot is of no use.
+                was copied (with `overlap=True`). The snapshot is unusable.
+            StillframeError: A CUDA device failed. The snapshot is unusable.
             TimeoutError: `timeout` seconds passed.
         """
         self._birth.refuse_child()
@@ -153,7 +153,7 @@ class Snapshot(Generic[T]):
                 copies of its own and needs nothing of the pool.
 
         Raises:
-            TypeError, ValueError: It is none of these, or was not started.
+            TypeError, ValueError: It is none of these, or has not been started.
             StillframeError: The memory has gone back already.
             ForkError: In a child of fork.
         """

@@ -12,6 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "sfr.h"
 #include "archive/layout.h"
 
 #define HOLE UINT64_C(1)

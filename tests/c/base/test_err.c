@@ -2,6 +2,7 @@
 #include <errno.h>
 #include <string.h>
 
+#include "sfr.h"
 #include "base/base.h"
 #include "check.h"
 

@@ -9,6 +9,7 @@
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
+#include "sfr.h"
 #include "base/base.h"
 #include "fix_dir.h"
 

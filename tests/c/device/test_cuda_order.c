@@ -218,6 +218,46 @@ static void bytes_that_changed_before_their_copy_are_noticed(void)
 	}
 }
 
+static unsigned char large[1 << 20]; /* so that few of its lines are samples */
+
+static void change_a_byte(void *arg)
+{
+	(void)arg;
+	large[sizeof(large) / 2 + 100]++;
+}
+
+static void a_byte_between_the_samples_is_noticed_where_every_byte_is_summed(void)
+{
+	for (int by_sum = 0; by_sum < 2; by_sum++) {
+		struct sfr_engine *engine;
+		struct sfr_report report;
+		struct sfr_ticket *t;
+		void *stream;
+
+		begin();
+		engine = fake_engine(1, 1); /* so that little is copied before the gate */
+		stream = fake.fake_cuda_stream(0);
+		one.sources[3].addr = (uintptr_t)large;
+		one.sources[3].nbytes = sizeof(large);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saving_new(engine, dir, "a", &one, by_sum ? SFR_SAVE_CHECK_BYTES : 0, &t),
+			 0);
+		CHECK_EQ(sfr_save_begin(t, &(struct sfr_stream){ .handle = (uintptr_t)stream }, 1),
+			 0);
+		CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+		fake.fake_cuda_launch(stream, change_a_byte, NULL);
+		fake.fake_cuda_drain(stream);
+		CHECK_EQ(sfr_save_launch(t), 0);
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, by_sum ? SFR_ETORN : 0);
+		CHECK_EQ(report.err.index, by_sum ? 3 : -1);
+		sfr_ticket_put(t);
+		fake_end(engine);
+	}
+}
+
 static struct sfr_snapshot *new_snapshot(struct sfr_engine *engine, const struct saving_state *s,
 					 void *stream)
 {
@@ -451,6 +491,7 @@ int main(void)
 	RUN(a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gate);
 	RUN(a_gate_without_a_stream_for_the_device_waits_on_the_host);
 	RUN(bytes_that_changed_before_their_copy_are_noticed);
+	RUN(a_byte_between_the_samples_is_noticed_where_every_byte_is_summed);
 	RUN(a_snapshot_is_queued_in_the_call_and_nobody_waits_but_who_asks);
 	RUN(a_snapshot_on_a_capturing_stream_is_refused);
 	RUN(whoever_goes_first_a_snapshot_is_the_state_at_the_call);

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include "sfr.h"
 #include "base/sys.h"
 #include "memory/pool.h"
 #include "memory/pool_int.h"

@@ -289,7 +289,7 @@ static bool is_supplying(struct sfr__pool *pool)
 	bool yes;
 
 	sfr__lock(&pool->mu);
-	yes = pool->nr_supplying != 0 || sfr__pool_lacks_locked(pool);
+	yes = pool->makers != NULL || sfr__pool_lacks_locked(pool);
 	sfr__unlock(&pool->mu);
 	return yes;
 }
@@ -373,14 +373,165 @@ static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(v
 	sfr__pool_free(pool);
 }
 
-static void the_last_block_of_a_save_waits_for_the_one_that_is_being_made(void)
+/* Until `let_go_on` has been met at twice, the thread stands where it is: as one that a busy machine
+ * does not let run. */
+static pthread_barrier_t let_go_on;
+static __thread bool is_held;
+
+static void stand(void)
+{
+	(void)pthread_barrier_wait(&let_go_on);
+	(void)pthread_barrier_wait(&let_go_on);
+}
+
+static bool hold_after_a_piece(void *arg)
+{
+	if (++*(int *)arg == 2)
+		stand();
+	return true;
+}
+
+static bool hold_in_the_second_piece(void *arg)
+{
+	is_held = ++*(int *)arg == 2;
+	return true;
+}
+
+static void stand_if_held(void)
+{
+	if (is_held)
+		stand();
+	is_held = false;
+}
+
+static void *supply_held(void *go_on)
+{
+	bool (*const *hold)(void *) = go_on;
+	int nr = 0;
+
+	(void)sfr__pool_supply(shared_pool, *hold, &nr);
+	return NULL;
+}
+
+static void finish_in_the_place_of_a_thread_that_is_held(bool (*hold)(void *), uint64_t pool_bytes,
+							 void (*finish)(void))
 {
 	pthread_t thread;
 
-	begin_to_supply(&thread, 80 * MIB);
+	shared_pool = make(pool_bytes, 8 * MIB);
+	during_populate = stand_if_held;
+	(void)pthread_barrier_init(&let_go_on, NULL, 2);
+	sfr__pool_join(shared_pool, 1);
+	CHECK_EQ(pthread_create(&thread, NULL, supply_held, &hold), 0);
+	(void)pthread_barrier_wait(&let_go_on);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 2 * MIB);
+	finish();
+	(void)pthread_barrier_wait(&let_go_on);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	during_populate = NULL;
+	(void)pthread_barrier_destroy(&let_go_on);
+	CHECK_EQ(sfr__pool_trim(shared_pool), 0);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 0);
+	sfr__pool_leave(shared_pool, 1);
+	sfr__pool_free(shared_pool);
+}
+
+static void finish_as_the_last_writer(void)
+{
 	sfr__pool_keep_pace(shared_pool, 0, 1, always, NULL);
 	CHECK_EQ(stats(shared_pool).committed_bytes, 8 * MIB);
-	end_supply(thread);
+	CHECK(!sfr__pool_lacks(shared_pool));
+}
+
+/* With one whose ticket fails meanwhile, and so makes nothing. */
+static void finish_as_a_writer_that_gives_up(void)
+{
+	sfr__pool_keep_pace(shared_pool, 0, 1, never, NULL);
+	CHECK_EQ(stats(shared_pool).committed_bytes, 2 * MIB);
+	CHECK(sfr__pool_lacks(shared_pool));
+}
+
+static struct sfr__block *taken;
+
+static void finish_as_who_needs_it(void)
+{
+	taken = lease(shared_pool, 8 * MIB);
+	if (CHECK(taken != NULL)) {
+		CHECK_EQ(taken->committed, 8 * MIB);
+		memset(taken->mem, 7, taken->committed);
+	}
+}
+
+static void finish_as_who_needs_a_part(void)
+{
+	taken = lease(shared_pool, 2 * MIB);
+	if (CHECK(taken != NULL))
+		CHECK_EQ(stats(shared_pool).committed_bytes, 2 * MIB);
+	sfr__pool_put(shared_pool, taken);
+}
+
+static void finish_as_a_run(void)
+{
+	const uint64_t lens[1] = { 16 * MIB };
+	struct sfr__lease run;
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 1, 0, &addr, &run), 0);
+	CHECK_EQ(stats(shared_pool).leased_bytes, 16 * MIB);
+	sfr__pool_unplace(shared_pool, &run);
+}
+
+static void nobody_waits_for_a_thread_that_is_not_let_run(void)
+{
+	bool (*const holds[])(void *) = { hold_after_a_piece, hold_in_the_second_piece };
+
+	for (int i = 0; i < 2; i++) {
+		finish_in_the_place_of_a_thread_that_is_held(holds[i], 80 * MIB,
+							     finish_as_the_last_writer);
+		finish_in_the_place_of_a_thread_that_is_held(holds[i], 80 * MIB,
+							     finish_as_a_writer_that_gives_up);
+		finish_in_the_place_of_a_thread_that_is_held(holds[i], 8 * MIB,
+							     finish_as_who_needs_a_part);
+		finish_in_the_place_of_a_thread_that_is_held(holds[i], 16 * MIB, finish_as_a_run);
+	}
+}
+
+static void *make_it_late(void *nr)
+{
+	(void)sfr__pool_supply(shared_pool, hold_in_the_second_piece, nr);
+	return NULL;
+}
+
+/* Whatever becomes of its piece: memory, the ordinary way of touching it, or no memory. */
+static void a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it(void)
+{
+	const int refused[] = { 0, EINVAL, ENOMEM };
+
+	during_populate = stand_if_held;
+	for (int i = 0; i < 3; i++) {
+		pthread_t thread;
+		int nr = 0;
+
+		shared_pool = make(8 * MIB, 8 * MIB);
+		(void)pthread_barrier_init(&let_go_on, NULL, 2);
+		sfr__pool_join(shared_pool, 1);
+		CHECK_EQ(pthread_create(&thread, NULL, make_it_late, &nr), 0);
+		(void)pthread_barrier_wait(&let_go_on);
+		finish_as_who_needs_it();
+		__atomic_store_n(&refuse_populate, refused[i], __ATOMIC_SEQ_CST);
+		(void)pthread_barrier_wait(&let_go_on);
+		CHECK_EQ(pthread_join(thread, NULL), 0);
+		refuse_populate = 0;
+		for (size_t at = 0; at < taken->committed; at += 512)
+			if (taken->mem[at] != 7)
+				CHECK_EQ(at, taken->committed);
+		CHECK_EQ(stats(shared_pool).leased_bytes, 8 * MIB);
+		sfr__pool_put(shared_pool, taken);
+		(void)pthread_barrier_destroy(&let_go_on);
+		sfr__pool_leave(shared_pool, 1);
+		sfr__pool_free(shared_pool);
+	}
+	during_populate = NULL;
 }
 
 static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
@@ -424,7 +575,8 @@ int main(void)
 	RUN(from_the_second_save_on_no_memory_is_made);
 	RUN(the_next_save_finds_memory_though_idle_threads_get_nowhere);
 	RUN(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make);
-	RUN(the_last_block_of_a_save_waits_for_the_one_that_is_being_made);
+	RUN(nobody_waits_for_a_thread_that_is_not_let_run);
+	RUN(a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it);
 	RUN(close_and_fork_do_not_mind_that_memory_is_being_made);
 	return check_done();
 }

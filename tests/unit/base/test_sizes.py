@@ -34,9 +34,9 @@ def test_a_size_is_an_int_or_a_number_with_a_unit(value, nbytes):
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "300XB", "1.2.3MB", "MB", "nan", "1e400"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match=r"it='.*' is no size: give bytes, or .*'4GiB'"):
+    with pytest.raises(ValueError, match=r"it='.*' is not a size: give bytes, or .*'4GiB'"):
         sizes.parse(text, "it")
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         sizes.argument()(text)
 
 
@@ -84,5 +84,5 @@ def test_every_place_that_takes_a_size_takes_a_string(monkeypatch):
     with stillframe.Engine() as engine:
         assert engine.stats()["pool_bytes"] == 64 << 20
     AsyncCheckpointIO(pool_bytes="64MiB")
-    with pytest.raises(ValueError, match="pool_bytes='lots' is no size"):
+    with pytest.raises(ValueError, match="pool_bytes='lots' is not a size"):
         AsyncCheckpointIO(pool_bytes="lots")

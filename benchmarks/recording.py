@@ -1,0 +1,210 @@
+"""Records the demo in a terminal, as the animated SVG of the quick start: `make recording`.
+
+    python benchmarks/recording.py --out docs/assets/demo.svg [--size 300MB] [--steps N]
+
+The demo runs in a pseudo-terminal as it would in anybody's. What it writes goes through a terminal
+emulator (pyte), and the screens that come of it into one SVG, shown faster than they came. Without
+animation, or where the reader prefers none, the SVG shows the last screen. Nothing is edited but
+the time: the words and figures are those of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import html
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMNS, ROWS = 100, 70  # rows that stay empty are cut off
+SHOWN_S = 12.0  # the whole recording
+FRAMES_S = 10  # of its frames in a second
+GLYPH, LINE, MARGIN = 8.4, 19, 18  # pixels of a letter, a line, the frame; the font has 14
+BACKGROUND, FOREGROUND, DIM = "#1e2227", "#d5dae0", "#8a929c"
+COLOURS = {
+    "black": "#3b4048",
+    "red": "#e0626c",
+    "green": "#8fbf73",
+    "brown": "#d9b26a",
+    "blue": "#6ab0f3",
+    "magenta": "#c58ade",
+    "cyan": "#62c0ca",
+    "white": "#d5dae0",
+}
+STYLE = """\
+text{font:14px ui-monospace,Menlo,Consolas,'Liberation Mono',monospace;white-space:pre}
+.b{font-weight:bold}
+@keyframes shown{from,to{visibility:visible}}
+@keyframes hidden{from,to{visibility:hidden}}
+@media (prefers-reduced-motion:reduce){*{animation:none!important}}"""
+
+
+class Run(NamedTuple):
+    """Letters of one look, from a column on."""
+
+    column: int
+    text: str
+    colour: str
+    bold: bool
+
+
+Line = tuple[Run, ...]
+Screen = dict[int, Line]  # what is not empty, by row
+
+
+def record(command: list[str]) -> tuple[list[tuple[float, Screen]], float]:
+    """Runs the command; returns its screens with their seconds, and how long it took.
+
+    Raises:
+        SystemExit: The command failed.
+    """
+    import pyte
+
+    screen = pyte.Screen(COLUMNS, ROWS)
+    stream = pyte.ByteStream(screen)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "", "COLUMNS": str(COLUMNS)}
+    environment.pop("NO_COLOR", None)
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
+    )
+    os.close(theirs)
+    screens: list[tuple[float, Screen]] = []
+    while True:
+        ready, _, _ = select.select([ours], [], [], 0.05)
+        try:
+            written = os.read(ours, 1 << 16) if ready else b""
+        except OSError:  # the terminal's other end is closed: the command has ended
+            break
+        if written:
+            stream.feed(written)
+            sys.stderr.buffer.write(written)
+            sys.stderr.buffer.flush()
+            screens.append((time.monotonic() - started, _look(screen)))
+    os.close(ours)
+    if status := process.wait():
+        sys.exit(f"recording.py: the command ended with status {status}")
+    return screens, time.monotonic() - started
+
+
+def _look(screen: object) -> Screen:
+    found: Screen = {}
+    for row in range(ROWS):
+        if line := _line(screen.buffer[row]):  # type: ignore[attr-defined]
+            found[row] = line
+    return found
+
+
+def _line(cells: dict[int, object]) -> Line:
+    runs: list[Run] = []
+    for column in range(COLUMNS):
+        cell = cells[column]
+        if cell.data == " ":  # type: ignore[attr-defined]
+            continue
+        look = (_colour(cell.fg), cell.bold)  # type: ignore[attr-defined]
+        last = runs[-1] if runs else None
+        gap = column - (last.column + len(last.text)) if last else 0
+        if last and (last.colour, last.bold) == look and gap <= 1:
+            runs[-1] = last._replace(text=last.text + " " * gap + cell.data)  # type: ignore[attr-defined]
+        else:
+            runs.append(Run(column, cell.data, *look))  # type: ignore[attr-defined]
+    return tuple(runs)
+
+
+def _colour(name: str) -> str:
+    if name == "default":
+        return FOREGROUND
+    return COLOURS.get(name.removeprefix("bright"), f"#{name}" if len(name) == 6 else FOREGROUND)
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def drawn(screens: list[tuple[float, Screen]], seconds: float, typed: str) -> str:
+    """The SVG. Each line stands in it once for each stretch of time in which it is to be seen."""
+    last = screens[-1][1]
+    rows = 2 + max(row for _, each in screens for row in each)
+    width, height = COLUMNS * GLYPH + 2 * MARGIN, (rows + 1) * LINE + 2 * MARGIN
+    speed = SHOWN_S / seconds
+    shown = [
+        _text(0, (Run(0, "$ ", DIM, False), Run(2, typed, FOREGROUND, True)), ""),
+        _text(rows, (Run(0, f"{seconds:.0f} s, shown in {SHOWN_S:.0f}", DIM, False),), ""),
+    ]
+    for row in range(rows):
+        for line, begin, end in _stretches(screens, row, speed):
+            if not line:
+                continue
+            if end is None and line == last.get(row):
+                look = f"animation:hidden {begin:.1f}s" if begin else ""
+            else:
+                assert end is not None
+                look = f"visibility:hidden;animation:shown {end - begin:.1f}s {begin:.1f}s"
+            shown.append(_text(row + 1, line, look))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"'
+            f' viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
+            f"<title>{html.escape(typed)}, recorded in a terminal</title>",
+            f"<style>{STYLE}</style>",
+            f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>',
+            *shown,
+            "</svg>\n",
+        ]
+    )
+
+
+def _stretches(
+    screens: list[tuple[float, Screen]], row: int, speed: float
+) -> list[tuple[Line, float, float | None]]:
+    """What a row shows, from when and until when (None: to the end), at so many frames a second."""
+    found: list[tuple[Line, float, float | None]] = []
+    for at, screen in screens:
+        line = screen.get(row, ())
+        now = int(at * speed * FRAMES_S) / FRAMES_S
+        if found and found[-1][0] == line:
+            continue
+        if found:
+            found[-1] = (found[-1][0], found[-1][1], now)
+        found.append((line, now, None))
+    return [each for each in found if each[1] != each[2]]  # of one frame the last counts
+
+
+def _text(row: int, line: Line, look: str) -> str:
+    y = MARGIN + (row + 0.75) * LINE
+    style = f' style="{look}"' if look else ""
+    spans = "".join(
+        f'<tspan x="{MARGIN + run.column * GLYPH:.1f}" textLength="{len(run.text) * GLYPH:.1f}"'
+        f' fill="{run.colour}"{" class=" + chr(34) + "b" + chr(34) if run.bold else ""}>'
+        f"{html.escape(run.text, quote=False)}</tspan>"
+        for run in line
+    )
+    return f'<text y="{y:.1f}"{style}>{spans}</text>'
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the SVG")
+    parser.add_argument("--size", help="bytes of the demo's checkpoints (default: the demo's)")
+    parser.add_argument("--steps", help="steps of each of its runs (default: the demo's)")
+    options = parser.parse_args()
+    arguments = [
+        f"--{name}={value}" for name in ("size", "steps") if (value := vars(options)[name])
+    ]
+    screens, seconds = record([sys.executable, "-m", "stillframe", "demo", *arguments])
+    options.out.write_text(drawn(screens, seconds, " ".join(["stillframe demo", *arguments])))
+    print(f"{options.out}: {len(screens)} screens", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

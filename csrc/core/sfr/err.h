@@ -1,0 +1,62 @@
+/* Errors: codes, phases, and the first thing that went wrong. See base/err.c. */
+#ifndef SFR_ERR_PUBLIC_H
+#define SFR_ERR_PUBLIC_H
+
+#include <stdint.h>
+
+#define SFR_FOREVER UINT64_MAX /* as a slice of time: no bound */
+
+/* One list, so that enum, name and message cannot drift apart. */
+#define SFR_ERROR_LIST(X)                                                                          \
+	X(SFR_EAGAIN, -1001, "the wait's time slice has passed")                                   \
+	X(SFR_EBUSY, -1002, "as many saves are in flight as max_in_flight allows")                 \
+	X(SFR_ECLOSED, -1003, "the engine is closed")                                              \
+	X(SFR_EFORK, -1004, "the object belongs to the process that forked this one")              \
+	X(SFR_ETORN, -1005, "a tensor changed between the call and its copy")                      \
+	X(SFR_ECANCELLED, -1006, "the save was cancelled")                                         \
+	X(SFR_ECORRUPT, -1007, "the file is damaged")                                              \
+	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait")               \
+	X(SFR_ESTATE, -1009, "the call does not fit the save's state")                             \
+	X(SFR_ECAPTURING, -1010,                                                                   \
+	  "a CUDA graph is being captured on the current stream: nothing can be saved until it ends")
+
+enum sfr_code {
+#define X(name, value, text) name = value,
+	SFR_ERROR_LIST(X)
+#undef X
+};
+
+/* What a save was doing when it failed; the text is SaveError.phase. */
+#define SFR_PHASE_LIST(X)                                                                          \
+	X(SFR_PHASE_NONE, "")                                                                      \
+	X(SFR_PHASE_STAGE, "stage")                                                                \
+	X(SFR_PHASE_OPEN, "open")                                                                  \
+	X(SFR_PHASE_LOCK, "lock")                                                                  \
+	X(SFR_PHASE_ALLOCATE, "allocate")                                                          \
+	X(SFR_PHASE_WRITE, "write")                                                                \
+	X(SFR_PHASE_SYNC, "sync")                                                                  \
+	X(SFR_PHASE_RENAME, "rename")                                                              \
+	X(SFR_PHASE_SYNC_DIR, "sync directory")                                                    \
+	X(SFR_PHASE_REMOVE, "remove")                                                              \
+	X(SFR_PHASE_READ, "read")
+
+enum sfr_phase {
+#define X(name, text) name,
+	SFR_PHASE_LIST(X)
+#undef X
+		SFR_NR_PHASES
+};
+
+/* The first thing that went wrong; later ones do not replace it. */
+struct sfr_err {
+	int code;             /* 0, -errno or SFR_E* */
+	enum sfr_phase phase; /* what was being done */
+	int64_t index;        /* source that was torn, or -1 */
+	char note[160];       /* one more fact, or "" */
+};
+
+const char *sfr_code_name(int code);    /* "SFR_ETORN", "EIO" style; never NULL */
+const char *sfr_code_message(int code); /* never NULL */
+const char *sfr_phase_name(enum sfr_phase phase);
+
+#endif

@@ -1,0 +1,32 @@
+/* What a save is at. See save/ticket.c. */
+#ifndef SFR_STATE_PUBLIC_H
+#define SFR_STATE_PUBLIC_H
+
+/* A save's states, as SaveHandle.state names them. ticket.c has the diagram. */
+#define SFR_STATE_LIST(X)                                                                          \
+	X(SFR_NEW, "staging")        /* laid out; holds nothing yet */                             \
+	X(SFR_CAPTURING, "staging")  /* has a slot; the call copies captured bytes */              \
+	X(SFR_STAGING, "staging")    /* in the log; a lane copies deferred bytes */                \
+	X(SFR_STAGED, "staged")      /* every byte copied, both detectors passed */                \
+	X(SFR_WRITING, "writing")    /* every block written; tail and sync */                      \
+	X(SFR_READY, "writing")      /* synced; waits for its turn in the log */                   \
+	X(SFR_COMMITTING, "writing") /* being renamed: can no longer be cancelled */               \
+	X(SFR_ENDING, "writing")     /* failed or cancelled; copies and writes run out */          \
+	X(SFR_DURABLE, "durable")                                                                  \
+	X(SFR_FAILED, "failed")                                                                    \
+	X(SFR_CANCELLED, "cancelled")
+
+enum sfr_state {
+#define X(name, text) name,
+	SFR_STATE_LIST(X)
+#undef X
+		SFR_NR_STATES
+};
+const char *sfr_state_name(enum sfr_state state);
+
+/* How its file is written. */
+#define SFR_IO_UNKNOWN 0u
+#define SFR_IO_DIRECT 1u
+#define SFR_IO_BUFFERED 2u
+
+#endif

@@ -1,0 +1,98 @@
+"""What the ranks of a save tell each other.
+
+Where all goes well that is a few numbers each, in one collective: beside a main thread that
+computes in Python, whatever lets go of the interpreter lock waits 5 ms for it, and the collectives
+of Python objects do so a dozen times each. Plans, results and errors go round as objects, where
+there are any.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from stillframe.errors import StillframeError
+
+
+class Ranks:
+    """
+    Args:
+        group: None for a process that saves alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def coordinates(self) -> bool:
+        return self.rank == 0
+
+    def words(self, *mine: int) -> list[list[int]]:
+        """Of all ranks, as many each."""
+        if self._group is None:
+            return [[*mine]]
+        own = torch.tensor(mine, dtype=torch.int64)
+        all_of_them = torch.empty(self.size * len(mine), dtype=torch.int64)
+        dist.all_gather_into_tensor(all_of_them, own, group=self._group)
+        flat: list[int] = all_of_them.tolist()
+        return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
+
+    def gathered(self, mine: Any) -> list[Any] | None:
+        """On the coordinator, of all ranks."""
+        if self._group is None:
+            return [mine]
+        found = [None] * self.size if self.coordinates else None
+        dist.gather_object(mine, found, group=self._group, group_dst=0)
+        return found
+
+    def scattered(self, objects: list[Any] | None) -> Any:
+        """The coordinator's for this rank."""
+        if self._group is None:
+            assert objects is not None
+            return objects[0]
+        mine = [None]
+        dist.scatter_object_list(mine, objects, group=self._group, group_src=0)
+        return mine[0]
+
+    def broadcast(self, coordinators: Any) -> Any:
+        """What the coordinator has, on all ranks."""
+        if self._group is not None:
+            found = [coordinators]
+            dist.broadcast_object_list(found, group=self._group, group_src=0)
+            return found[0]
+        return coordinators
+
+    def refuse(self, step: str, mine: BaseException | None) -> None:
+        """All ranks call it once one of them has said that it failed.
+
+        Raises:
+            CheckpointException: Always; it shows every rank's error.
+        """
+        all_of_them: list[Any] = [_to_send(mine)]
+        if self._group is not None:
+            own, all_of_them = all_of_them[0], [None] * self.size
+            dist.all_gather_object(all_of_them, own, group=self._group)
+        failures = {rank: each for rank, each in enumerate(all_of_them) if each is not None}
+        raise CheckpointException(step, failures)
+
+
+def _to_send(error: BaseException | None) -> Any:
+    """An error and where it comes from, as DCP has them: a copy, without frames and what they hold,
+    that can be pickled whatever the error holds."""
+    if error is None:
+        return None
+    summary = traceback.extract_tb(error.__traceback__)
+    for frame in summary:
+        if hasattr(frame, "_code"):  # of Python 3.13, which no pickle takes
+            object.__setattr__(frame, "_code", None)
+    try:
+        return pickle.loads(pickle.dumps(error)), summary
+    except Exception:
+        return StillframeError(f"{type(error).__name__}: {error}"), summary
