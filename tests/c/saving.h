@@ -109,6 +109,7 @@ static inline int saving_save(struct sfr_engine *engine, const char *dir, const 
 		saving_finish(t);
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 		CHECK((report.state == SFR_DURABLE) == (report.err.code == 0));
+		CHECK(report.err.code != 0 || report.err.index == -1);
 		rc = report.err.code;
 	}
 	sfr_ticket_put(t);

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_loads import living
 from stillframe._base import device as _device
 from stillframe._save import restore
 from stillframe.testing import FakeDriver
@@ -42,11 +43,9 @@ def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(fake: FakeDriver, stream: int) -> Any:
-    kinds = ("streams", "events", "allocated", "contexts")
-    before = {kind: fake.live(kind) for kind in kinds}
+    before = living(fake)
     yield
-    assert {kind: fake.live(kind) for kind in kinds} == before
-    assert not [each for each in threading.enumerate() if each.name == "sfr-restore"]
+    assert living(fake) == before
 
 
 def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:

@@ -76,6 +76,15 @@ def test_an_option_that_no_engine_takes_is_refused_at_once(lit, options, error):
         lit.AsyncCheckpointIO(**options)
 
 
+def test_a_mistake_in_the_arguments_names_what_users_know(lit):
+    with pytest.raises(ValueError, match="when_busy has to be 'wait' or 'raise', not 'later'"):
+        lit.AsyncCheckpointIO(when_busy="later")
+    module = sys.modules[lit.AsyncCheckpointIO.__module__]
+    for cls in (module.AsyncCheckpointIO, module.CPUOffloadCallback):
+        with pytest.raises(TypeError, match=rf"^{cls.__name__}\.__init__\(\) got an unexpected"):
+            cls(durability=True)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -72,6 +72,14 @@ def test_links_of_the_readme_lead_somewhere_in_a_checkout() -> None:
                 assert (ROOT / link.partition("#")[0]).exists(), f"{page}: {link}"
 
 
+def test_there_is_one_address_of_the_repository() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "CHANGELOG.md"))
+    repository = r"https://[\w.]+/[\w-]+/stillframe(?=[/)\s])"
+    found = {*re.findall(repository, pages + " ".join(urls.values()) + " ")}
+    assert found == {urls["Source"]}
+
+
 def test_there_is_one_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()

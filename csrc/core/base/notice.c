@@ -20,17 +20,9 @@ static struct {
 	unsigned stops;
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
-/* The condition wants CLOCK_MONOTONIC, which no static initializer gives. */
-static void init_cv_locked(void)
-{
-	if (!notices.cv_ready)
-		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
-}
-
 void sfr__notice_post(struct sfr__notice *notice)
 {
 	sfr__lock(&notices.mu);
-	init_cv_locked();
 	notice->next = NULL;
 	if (notices.tail)
 		notices.tail->next = notice;
@@ -82,7 +74,9 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 
 	*out = (struct sfr_notice){ .what = 0 };
 	sfr__lock(&notices.mu);
-	init_cv_locked();
+	/* CLOCK_MONOTONIC, which no static initializer gives. Before anybody waits nobody is woken. */
+	if (!notices.cv_ready)
+		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 	while (!notices.head && !notices.stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
 	notice = notices.head;
@@ -90,22 +84,19 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 		notices.head = notice->next;
 		if (!notices.head)
 			notices.tail = NULL;
-		rc = 0;
 	} else if (notices.stops) {
 		notices.stops--;
 		out->what = SFR_NOTICE_STOP;
-		rc = 0;
 	}
 	sfr__unlock(&notices.mu);
 	if (notice)
 		hand_over(notice, out);
-	return rc;
+	return out->what ? 0 : SFR_EAGAIN;
 }
 
 void sfr_notice_stop(void)
 {
 	sfr__lock(&notices.mu);
-	init_cv_locked();
 	notices.stops++;
 	pthread_cond_signal(&notices.cv);
 	sfr__unlock(&notices.mu);

@@ -147,9 +147,8 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 int sfr__cond_init(pthread_cond_t *cond)
 {
 	pthread_condattr_t attr;
-	int rc;
+	int rc = pthread_condattr_init(&attr);
 
-	rc = pthread_condattr_init(&attr);
 	if (rc != 0)
 		return -rc;
 	rc = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);

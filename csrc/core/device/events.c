@@ -17,7 +17,6 @@ void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
 	if (first) {
 		sfr__cuda_explain(lane->cu, lane->device, call, rc, lane->why, sizeof(lane->why));
 		lane->dead = true;
-		pthread_cond_signal(&lane->cv);
 	}
 	sfr__unlock(&lane->mu);
 	if (first)
@@ -51,7 +50,7 @@ CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane)
 	CUresult rc;
 
 	sfr__lock(&lane->mu);
-	if (lane->nr_events > 0 && !lane->dead)
+	if (lane->nr_events > 0)
 		event = lane->events[--lane->nr_events];
 	sfr__unlock(&lane->mu);
 	if (event)
@@ -77,6 +76,17 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 	sfr__lock(&lane->mu);
 	sfr__cuda_event_put_locked(lane, event);
 	sfr__unlock(&lane->mu);
+}
+
+bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, CUresult rc, uint32_t *failed)
+{
+	if (rc == CUDA_SUCCESS)
+		return true;
+	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1;
+	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_QUERIES)
+		return false;
+	sfr__cuda_die(lane, "cuEventQuery", rc);
+	return true;
 }
 
 bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,

@@ -90,17 +90,7 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 		return true;
 	rc = piece->landed ? lane->cu->event_query(piece->landed) :
 			     lane->cu->stream_query(lane->stream);
-	if (rc == CUDA_SUCCESS)
-		return true;
-	if (rc == CUDA_ERROR_NOT_READY) {
-		piece->failed = 0;
-		return false;
-	}
-	if (sfr__cuda_is_sticky(rc) || ++piece->failed == SFR__CUDA_QUERIES) {
-		sfr__cuda_die(lane, "cuEventQuery", rc);
-		return true;
-	}
-	return false;
+	return sfr__cuda_is_through(lane, rc, &piece->failed);
 }
 
 /* The oldest piece in flight, if it is to be taken off. */

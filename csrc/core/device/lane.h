@@ -124,6 +124,9 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Notes that a call failed. True when the device is dead from now on, or was before. */
 bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 		      struct sfr_err *err);
+/* Whether nothing has to be waited for any more: a query's answer says that it is done, or is the
+ * last of so many that failed (*failed in a row) that the device is given up. */
+bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, CUresult rc, uint32_t *failed);
 /* Gives the device up: nothing of it works any more, or nobody can tell. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);

@@ -139,10 +139,8 @@ static int write_page(int fd)
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
 
-		if (put > 0)
+		if (put >= 0) /* a file that takes nothing says so at its first block */
 			return 0;
-		if (put == 0)
-			return -EIO;
 		if (errno != EINTR)
 			return -errno;
 	}
@@ -387,7 +385,7 @@ void sfr__file_fini(struct sfr__file *f)
 	if (ours && f->tmp.serial && !f->renamed)
 		(void)sfr_sys.unlink(f->dir_fd,
 				     f->tmp.name); /* else the next save clears it away */
-	if (ours && f->tmp.serial)
+	if (ours)
 		sfr__tmp_forget(&f->tmp);
 	if (ours && f->fd >= 0)
 		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */

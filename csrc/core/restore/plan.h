@@ -32,7 +32,8 @@ struct sfr__target {
 /* Where the bytes of a file are taken from; source.c. */
 struct sfr__source {
 	int fd, direct_fd; /* the latter negative: there is none */
-	bool tells;        /* the kernel says what is in the page cache */
+	void *map; /* the whole file, to ask what is in the page cache; MAP_FAILED: nobody tells */
+	size_t map_len;
 };
 
 /* A device that records go to, and the stream of ours on it; device.c. */
@@ -110,6 +111,7 @@ int sfr__restore_plan(struct sfr_restore *r);
 /* source.c. -errno; SFR_ECORRUPT: the file ends before. `buf` and `off` as for sfr__direct_read. */
 void sfr__source_open(struct sfr__source *s, int fd, bool shared);
 void sfr__source_close(struct sfr__source *s);
+void sfr__source_unmap(struct sfr__source *s);
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off);
 
 /* piece.c: looks at [off, off + len) of the file, which is in the reader's buffer, and hands it out:

@@ -356,6 +356,7 @@ void sfr_restore_free(struct sfr_restore *r)
 	/* In a child there are no threads, and the handler has closed the descriptor. */
 	if (r->fork_generation == sfr_fork_generation())
 		end_threads(r);
+	sfr__source_unmap(&r->source);
 	for (unsigned i = 0; i < r->nr_threads; i++)
 		sfr_sys.free(r->readers[i].mem);
 	sfr_sys.free(r->targets);

@@ -25,14 +25,33 @@
 #define NR_PAGES (SFR__RESTORE_PIECE / SFR_PAGE)
 #define WORTH_CACHE 16u /* pages: fewer in one place are not worth a call of their own */
 
-void sfr__source_open(struct sfr__source *s, int fd, bool shared)
+/* The mapping that mincore asks for. One for the whole file: whoever maps or unmaps has to have the
+ * process's address space to himself, and would wait for every reader that fills new memory. */
+static void map(struct sfr__source *s)
 {
 	struct stat st;
 
+	s->map = MAP_FAILED;
+	if (s->direct_fd < 0 || sfr_sys.fstat(s->fd, &st) < 0)
+		return;
+	if (st.st_uid != geteuid() && geteuid() != 0)
+		return;
+	s->map_len = (size_t)st.st_size;
+	s->map = sfr_sys.mmap(NULL, s->map_len, PROT_READ, MAP_SHARED, s->fd, 0);
+}
+
+void sfr__source_open(struct sfr__source *s, int fd, bool shared)
+{
 	s->fd = fd;
 	s->direct_fd = shared ? -1 : sfr__direct_open(fd);
-	s->tells = s->direct_fd >= 0 && sfr_sys.fstat(fd, &st) == 0 &&
-		   (st.st_uid == geteuid() || geteuid() == 0);
+	map(s);
+}
+
+void sfr__source_unmap(struct sfr__source *s)
+{
+	if (s->map != MAP_FAILED)
+		(void)sfr_sys.munmap(s->map, s->map_len); /* a mapping of ours, whole */
+	s->map = MAP_FAILED;
 }
 
 void sfr__source_close(struct sfr__source *s)
@@ -45,17 +64,8 @@ void sfr__source_close(struct sfr__source *s)
 /* Which pages are in the page cache; false: it cannot be told. */
 static bool ask(const struct sfr__source *s, uint64_t off, size_t len, unsigned char *there)
 {
-	void *map;
-	bool told;
-
-	if (!s->tells)
-		return false;
-	map = sfr_sys.mmap(NULL, len, PROT_READ, MAP_SHARED, s->fd, (off_t)off);
-	if (map == MAP_FAILED)
-		return false;
-	told = sfr_sys.mincore(map, len, there) == 0;
-	(void)sfr_sys.munmap(map, len); /* a mapping of ours, whole */
-	return told;
+	return s->map != MAP_FAILED && off + len <= s->map_len &&
+	       sfr_sys.mincore((char *)s->map + off, len, there) == 0;
 }
 
 /* Pages in the page cache from `at` on. */
@@ -84,11 +94,12 @@ static size_t alike(const unsigned char *there, size_t at, size_t nr, bool *cach
 int sfr__source_read(const struct sfr__source *s, char *buf, size_t len, uint64_t off)
 {
 	const size_t nr = (len + SFR_PAGE - 1) / SFR_PAGE;
+	const int direct_fd = s->map != MAP_FAILED ? s->direct_fd : -1;
 	unsigned char there[NR_PAGES];
 	int rc = 0;
 
 	if (nr > NR_PAGES || !ask(s, off, len, there))
-		return sfr__direct_read(s->fd, s->tells ? s->direct_fd : -1, buf, len, off);
+		return sfr__direct_read(s->fd, direct_fd, buf, len, off);
 	for (size_t at = 0; at < nr && rc == 0;) {
 		bool cached;
 		size_t pages = alike(there, at, nr, &cached), from = at * SFR_PAGE;

@@ -24,16 +24,7 @@ enum { BLOCKS_A_PIECE = 4 };
 void sfr__cuda_fill_begin(struct sfr__cuda_fill *fill, struct sfr__cuda_part *part,
 			  const struct sfr__run *run)
 {
-	fill->part = part;
-	fill->run = run;
-	fill->slowly = false;
-	fill->piece = NULL;
-	fill->last = NULL;
-	fill->nr_blocks = 0;
-	fill->pinned = fill->touched = false;
-	fill->bytes = 0;
-	fill->nr = 0;
-	fill->err = (struct sfr_err){ .index = -1 };
+	*fill = (struct sfr__cuda_fill){ .part = part, .run = run, .err.index = -1 };
 }
 
 /* In a turn: has a piece fly behind what was queued. */
@@ -298,19 +289,11 @@ static void pause_a_little(struct sfr__cuda_lane *lane, pthread_cond_t *never)
  * back has to know. */
 static void drain(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 {
-	struct sfr_err err = { .index = -1 };
 	uint32_t failed = 0;
-	CUresult rc;
 
 	while (!sfr__cuda_is_dead(lane) &&
-	       (rc = lane->cu->stream_query(lane->stream)) != CUDA_SUCCESS) {
-		failed = rc == CUDA_ERROR_NOT_READY ? 0 : failed + 1;
-		if (failed == SFR__CUDA_QUERIES)
-			sfr__cuda_die(lane, "cuStreamQuery", rc);
-		else if (failed)
-			(void)sfr__cuda_failed(lane, "cuStreamQuery", rc, &err);
+	       !sfr__cuda_is_through(lane, lane->cu->stream_query(lane->stream), &failed))
 		pause_a_little(lane, never);
-	}
 }
 
 /* Copies one chunk and waits for it, asking like the lane does. */

@@ -11,9 +11,9 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		  uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
-	uint64_t deadline = sfr__deadline(slice_ns), now;
+	uint64_t deadline = sfr__deadline(slice_ns);
 	bool on_host = false, over;
-	int rc = 0;
+	int rc;
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
@@ -29,8 +29,6 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 			sfr__cuda_rush(t->parts[i].lane, t->seq);
 	sfr__lock(&engine->mu);
 	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
-	if (sfr__ticket_is_open_locked(t))
-		rc = 0;
 	over = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || over)
@@ -43,11 +41,5 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 					   sfr__stream_of(streams, nr_streams, part->device)))
 			on_host = true;
 	}
-	if (!on_host)
-		return 0;
-	now = sfr__now_ns();
-	return sfr_save_wait(t, SFR_WAIT_COPIED,
-			     deadline == SFR_FOREVER ? SFR_FOREVER :
-			     deadline > now          ? deadline - now :
-						       0);
+	return on_host ? sfr__ticket_wait(t, SFR_WAIT_COPIED, deadline) : 0;
 }

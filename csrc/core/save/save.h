@@ -60,7 +60,7 @@ struct sfr_ticket {
 	struct sfr_err err;           /* first error wins */
 
 	/* facts from which sfr__ticket_step derives the state */
-	bool opened, launched, abandoned, confirmed, tail_queued, synced, clean_queued;
+	bool opened, launched, abandoned, confirmed, tail_queued, synced;
 	atomic_bool copied; /* read without the lock, too */
 	bool in_place;      /* of parts: nothing is staged, writers read the sources; constant */
 	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */
@@ -146,6 +146,8 @@ bool sfr__ticket_begin_commit(struct sfr_ticket *t);
 void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 /* A lane has let go of the ticket: when none has it any more, its sources are free. */
 void sfr__ticket_released_locked(struct sfr_ticket *t);
+/* Waits, and helps to copy if that is what it waits for; not at all with deadline 0. 0, SFR_EAGAIN. */
+int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
 /* Waits until `is_over`, and copies meanwhile what is to be copied. 0, SFR_EAGAIN. */
 int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
 			    bool (*is_over)(const struct sfr_ticket *t));

@@ -154,11 +154,9 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	if (t->state == SFR_ENDING) {
 		bool called = t->launched || t->abandoned;
 
-		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0 &&
-		    !t->clean_queued) {
-			t->clean_queued = true;
+		/* It is a job out itself, until the state is another: so it is pushed once. */
+		if (called && !t->lane_owns && t->cuda_out == 0 && t->jobs_out == 0)
 			sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_CLEAN));
-		}
 		return;
 	}
 	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {

@@ -20,7 +20,7 @@ int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
 		else
 			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
 	engine->nr_awaiting--;
-	return rc;
+	return is_over(t) ? 0 : SFR_EAGAIN;
 }
 
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
@@ -37,26 +37,27 @@ int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
 					 0;
 }
 
-int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
+int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns)
 {
-	uint64_t deadline = sfr__deadline(slice_ns);
 	int rc = 0;
 
+	sfr__lock(&t->engine->mu);
+	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
+		(void)sfr__ticket_help_locked(t, deadline_ns, is_copied);
+	while (!sfr__ticket_reached(t, what) && rc == 0)
+		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
+	rc = sfr__ticket_reached(t, what) ? 0 : SFR_EAGAIN;
+	sfr__unlock(&t->engine->mu);
+	return rc;
+}
+
+int sfr_save_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t slice_ns)
+{
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	if (sfr_save_reached(t, what))
 		return 0;
 	if (what == SFR_WAIT_ENDED && slice_ns == 0)
 		return SFR_EAGAIN;
-	sfr__lock(&t->engine->mu);
-	if (what == SFR_WAIT_COPIED && slice_ns != 0) {
-		rc = sfr__ticket_help_locked(t, deadline, is_copied);
-	} else {
-		while (!sfr__ticket_reached(t, what) && rc == 0)
-			rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline);
-	}
-	if (sfr__ticket_reached(t, what))
-		rc = 0;
-	sfr__unlock(&t->engine->mu);
-	return rc;
+	return sfr__ticket_wait(t, what, slice_ns ? sfr__deadline(slice_ns) : 0);
 }

@@ -67,7 +67,7 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	struct sfr_engine *engine = s->engine;
 
 	sfr__lock(&engine->mu);
-	if (torn >= 0 && s->torn < 0)
+	if (s->torn < 0)
 		s->torn = torn;
 	if (err && err->code && !s->err.code)
 		s->err = *err;

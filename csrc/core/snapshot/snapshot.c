@@ -293,22 +293,29 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	return rc < 0 ? rc : err.code;
 }
 
+/* Until it is copied: 0, or SFR_EAGAIN. */
+static int wait_locked(struct sfr_snapshot *s, uint64_t deadline_ns)
+{
+	int rc = 0;
+
+	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
+		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline_ns);
+	return s->state == SFR__SNAPSHOT_COPYING ? SFR_EAGAIN : 0;
+}
+
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
 		      uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
 	bool on_host;
-	int rc = 0;
+	int rc;
 
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
 		  sfr__snapshot_nr_deferred(s, 0) > 0;
 	sfr__lock(&s->engine->mu);
-	while (on_host && s->state == SFR__SNAPSHOT_COPYING && rc == 0)
-		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
-	if (s->state != SFR__SNAPSHOT_COPYING)
-		rc = 0;
+	rc = on_host ? wait_locked(s, deadline) : 0;
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }
@@ -330,7 +337,7 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out)
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
-	int rc = 0;
+	int rc;
 
 	*torn = -1;
 	if (sfr__snapshot_is_foreign(s))
@@ -342,12 +349,9 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 		return 0;
 	}
 	sfr__lock(&s->engine->mu);
-	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
-		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline);
-	if (s->state != SFR__SNAPSHOT_COPYING) {
+	rc = wait_locked(s, deadline);
+	if (rc == 0)
 		*torn = s->torn;
-		rc = 0;
-	}
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }

@@ -7,6 +7,7 @@
 #include "sfr/notice.h"
 
 #include <string.h>
+#include <unistd.h>
 
 /* ---- log ---- */
 
@@ -119,6 +120,7 @@ static PyObject *fork_generation(PyObject *module, PyObject *unused)
 struct sfr_py_load {
 	PyObject_HEAD
 	struct sfr_log_load *load;
+	int fd; /* what was opened, -1: nothing (any more) */
 };
 
 static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -142,7 +144,30 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 		return NULL;
 	}
 	self->load = load;
+	self->fd = -1;
 	return (PyObject *)self;
+}
+
+static void load_end(struct sfr_py_load *self)
+{
+	const int fd = self->fd;
+
+	self->fd = -1;
+	if (fd >= 0)
+		(void)close(fd); /* nothing was written to it */
+}
+
+static PyObject *load_close(PyObject *object, PyObject *unused)
+{
+	(void)unused;
+	load_end((struct sfr_py_load *)object);
+	Py_RETURN_NONE;
+}
+
+static PyObject *load_fileno(PyObject *object, PyObject *unused)
+{
+	(void)unused;
+	return PyLong_FromLong(((struct sfr_py_load *)object)->fd);
 }
 
 static void load_dealloc(PyObject *object)
@@ -150,6 +175,7 @@ static void load_dealloc(PyObject *object)
 	PyTypeObject *type = Py_TYPE(object);
 	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
+	load_end((struct sfr_py_load *)object);
 	sfr_log_load_free(((struct sfr_py_load *)object)->load);
 	release(object);
 	Py_DECREF(type);
@@ -158,28 +184,31 @@ static void load_dealloc(PyObject *object)
 static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const *args,
 			   Py_ssize_t nargs, PyObject *kwnames)
 {
-	struct sfr_log_load *load = ((struct sfr_py_load *)object)->load;
+	struct sfr_py_load *self = (struct sfr_py_load *)object;
 	uint64_t left = SFR_FOREVER, slice;
-	int rc, fd;
+	int rc;
 
 	(void)args, (void)nargs, (void)kwnames;
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_log_load_wait(load, slice, &fd);
+		rc = sfr_log_load_wait(self->load, slice, &self->fd);
 		Py_END_ALLOW_THREADS
 	} while (rc == SFR_EAGAIN);
 	if (rc < 0)
 		return sfr_py_raise_os(PyType_GetModuleState(cls), rc);
-	return PyLong_FromLong(fd);
+	Py_RETURN_NONE;
 }
 
 static PyMethodDef load_methods[] = {
 	{ "open", (PyCFunction)(void (*)(void))load_open,
 	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
-	  "open() -> int: waits for the saves and removes of the name that were submitted before, then "
-	  "a descriptor of what the name is at that point of the log. Once." },
+	  "open(): waits for the saves and removes of the name that were submitted before, then opens "
+	  "what the name is at that point of the log. Once." },
+	{ "fileno", load_fileno, METH_NOARGS,
+	  "fileno() -> int: the descriptor, which goes with the object." },
+	{ "close", load_close, METH_NOARGS, "close(): ahead of the object's end." },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -46,7 +46,8 @@ class Turn:
     def wait_to_write(self) -> None:
         """Waits until what was submitted before has done with the directory."""
         with contextlib.suppress(OSError):  # it need not be there
-            os.close(self._before.open())
+            self._before.open()
+            self._before.close()
 
     def wait_to_commit(self) -> None:
         """Waits until all that was submitted before has ended."""

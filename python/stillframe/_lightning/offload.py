@@ -287,6 +287,10 @@ class OffloadHooks:
         )
 
 
+# As in `plugin`: Python's own errors name the class that users know.
+OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
+
+
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """(what could be moved, number of its tensors, bytes copied). Keys are moved together, so that
     what they share stays shared; one that cannot be moved stays as it is."""

@@ -87,10 +87,12 @@ class PluginOptions:
 def refuse_skipping(when_busy: WhenBusy) -> None:
     """
     Raises:
-        ValueError: Saves may be skipped.
+        ValueError: Saves may be skipped, or it is none of the ways.
     """
     if when_busy == "skip":
         raise ValueError(
             "when_busy='skip' would lose checkpoints under Lightning: ModelCheckpoint removes the"
             " previous file after a save, also when that save was skipped. Use 'wait' or 'raise'."
         )
+    if when_busy not in ("wait", "raise"):
+        raise ValueError(f"when_busy has to be 'wait' or 'raise', not {when_busy!r}")

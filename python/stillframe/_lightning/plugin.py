@@ -152,6 +152,10 @@ class CheckpointPlugin:
         self._checkpoints.tear_down(calling_trainer(self, "teardown"))
 
 
+# Python's own errors about arguments name the class that users know.
+CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
+
+
 def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
     """The plugin of ours that `trainer` saves with, bare or wrapped; None if it uses another."""
     for io in io_chain(trainer.strategy):

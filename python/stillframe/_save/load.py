@@ -108,19 +108,20 @@ def load(
     if into is not None and mmap:
         raise ValueError("with into= the tensors have their memory: leave mmap out")
     how = _How(text, map_location, weights_only, verify, shared)
-    fd = _open(text)
+    opened = _open(text)
     try:
+        fd = opened.fileno()
         # Collecting garbage is an eighth of a load of many thousand tensors.
         with no_collection():
             if into is not None:
                 return _load_into(fd, into, how)
             return _load_mapped(fd, how) if mmap else _load_fd(fd, how)
     finally:
-        os.close(fd)
+        opened.close()
 
 
-def _open(path: str) -> int:
-    """A descriptor of what `path` is once earlier saves and removes of it have ended."""
+def _open(path: str) -> _core.LogLoad:
+    """What `path` is once earlier saves and removes of it have ended."""
     return ordered.open_in_order(path)
 
 

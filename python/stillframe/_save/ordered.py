@@ -168,7 +168,7 @@ def wait_for_key(key: bytes) -> None:
     """Waits until nothing of that name that was submitted before is pending."""
     refuse_inside()
     with contextlib.suppress(OSError):  # the name need not be there, nor be a local one
-        os.close(_core.LogLoad(key).open())
+        _core.LogLoad(key).open()
 
 
 Path = str | os.PathLike[str]
@@ -177,30 +177,36 @@ Path = str | os.PathLike[str]
 def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
     """Waits until no save or remove of `path` that was submitted before is pending."""
     with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
-        os.close(open_in_order(path, follow_link=follow_link))
+        open_in_order(path, follow_link=follow_link)
 
 
-def open_in_order(path: Path, *, follow_link: bool = True) -> int:
-    """Waits as `wait_for_path` does and returns a descriptor of what the path is at that point of
-    the log.
+def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
+    """Waits as `wait_for_path` does and opens what the path is at that point of the log.
+
+    The descriptor belongs to what is returned: a Ctrl-C at any moment loses none.
 
     Raises:
         OSError: As `os.open`.
     """
     refuse_inside()
-    with inside():
-        if follow_link and os.path.islink(path):
-            # It may be about to become another link.
-            with contextlib.suppress(OSError):
-                os.close(_core.LogLoad(paths.key(path, follow_link=False)).open())
-        load = _core.LogLoad(paths.key(path, follow_link=follow_link))
-        try:
-            return load.open()
-        except OSError as error:
-            text, words = os.fspath(path), error.strerror
-            if error.errno == errno.ENOENT:
-                words = f"{words}{paths.hint(text)}"
-            raise type(error)(error.errno, words, text) from None
+    with inside():  # keeps this frame for a while where a Ctrl-C comes at its end: not with a file
+        return _opened(path, follow_link)
+
+
+def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
+    if follow_link and os.path.islink(path):
+        # It may be about to become another link.
+        with contextlib.suppress(OSError):
+            _core.LogLoad(paths.key(path, follow_link=False)).open()
+    load = _core.LogLoad(paths.key(path, follow_link=follow_link))
+    try:
+        load.open()
+    except OSError as error:
+        text, words = os.fspath(path), error.strerror
+        if error.errno == errno.ENOENT:
+            words = f"{words}{paths.hint(text)}"
+        raise type(error)(error.errno, words, text) from None
+    return load
 
 
 def _forked() -> None:

@@ -20,6 +20,7 @@ import inspect
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -179,12 +180,15 @@ class Archive:
 
     def _find_memory(self, least: int) -> None:
         """Gives the next records their places: `least` of all, and those that may be read ahead."""
-        first = len(self._storages)
+        first = found = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH)
             self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
+        # Not after each batch: a reader that fills new memory holds the lock of this process's
+        # address space, and each further allocation would wait for it and stop the others.
+        if first > found:
             self._core.go(first)
 
 
@@ -269,10 +273,16 @@ def _quick(base: Any, archive: Archive, everything: bool) -> Any:
     `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
     of a checkpoint of many small tensors that is a quarter of the whole load. With `everything`,
     all storages are the processor's.
+
+    A class is in a circle with itself and lives until garbage is collected: it must not keep the
+    archive, with its threads and memory, where a Ctrl-C has kept that from being closed.
     """
+    alive = weakref.ref(archive)
 
     class Unpickler(base):  # type: ignore[misc]
         def load(self) -> Any:
+            archive = alive()
+            assert archive is not None
             theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
             made: dict[str, Any] = {}
 

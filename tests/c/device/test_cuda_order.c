@@ -1,7 +1,9 @@
 /* Order between a caller's streams and a lane's, over the fake driver: E, C and S (device/order.c), of
  * saves and of snapshots. Work on a stream of the caller's overwrites everything as early as it may. */
+#include <sched.h>
 
 #include "cuda/fix_cuda.h"
+#include "snapshot/snapshot.h"
 
 /* E: in the call that begins a save, on the caller's stream, before anything is copied. */
 static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
@@ -358,6 +360,16 @@ static void a_snapshot_on_a_capturing_stream_is_refused(void)
 	fake_end(engine);
 }
 
+static uint32_t nr_out(struct sfr_snapshot *snapshot)
+{
+	uint32_t nr;
+
+	sfr__lock(&snapshot->engine->mu);
+	nr = snapshot->nr_out;
+	sfr__unlock(&snapshot->engine->mu);
+	return nr;
+}
+
 /* As with files: nothing goes on before all is queued, and then one side first. */
 static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 {
@@ -381,6 +393,7 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 			fake.fake_cuda_hold(1);
 			fake.fake_cuda_launch(stream, fake_fill, &before);
 			CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+			sfr__snapshot_out(snapshot); /* who copies last has noticed nothing */
 			fake.fake_cuda_launch(stream, fake_fill, &captured);
 			if (i & 2) /* the write that nobody announces */
 				fake.fake_cuda_launch(stream, fake_fill, &rest);
@@ -388,6 +401,9 @@ static void whoever_goes_first_a_snapshot_is_the_state_at_the_call(void)
 				CHECK_EQ(sfr_snapshot_gate(snapshot, &step, 1, 0), 0);
 			fake.fake_cuda_launch(stream, fake_fill, &rest);
 			fake.fake_cuda_hold(0);
+			while (nr_out(snapshot) > 1)
+				(void)sched_yield();
+			sfr__snapshot_in(snapshot, -1, NULL);
 			CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
 			fake_freed(&one, 0);
 			if (!(i & 2))

@@ -1,6 +1,7 @@
 /* What a device's part of a save waits for, where a wait fails or is another's: over the fake driver.
  * Nothing here waits for a time to pass.
  */
+#include <sched.h>
 #include <semaphore.h>
 
 #include "cuda/fix_cuda.h"
@@ -49,6 +50,16 @@ static uint32_t held_lane_copy(uint32_t crc, void *dst, const void *src, size_t 
 	return plain.lane_copy(crc, dst, src, len);
 }
 
+static uint32_t unsubmitted(struct sfr_ticket *t)
+{
+	uint32_t nr;
+
+	sfr__lock(&t->engine->mu);
+	nr = t->cuda_unsubmitted;
+	sfr__unlock(&t->engine->mu);
+	return nr;
+}
+
 /* A device's stream can wait for a device's copies, for those of the host nobody but the host. */
 static void a_gate_waits_for_the_hosts_copies_too(void)
 {
@@ -58,19 +69,18 @@ static void a_gate_waits_for_the_hosts_copies_too(void)
 	begin();
 	engine = fake_engine(32, 1);
 	place_mixed(&one);
-	plain = sfr_sys;
-	sfr_sys.lane_copy = held_lane_copy;
 	nr_to_hold = 1;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(fake_submit(t, NULL), 0);
 	(void)sem_wait(&held); /* the lane is in the middle of a storage of the host's */
+	while (unsubmitted(t))
+		(void)sched_yield(); /* the devices' copies are all queued */
 	CHECK_EQ(fake__gate(t, NULL, 1), SFR_EAGAIN);
 	CHECK_EQ(fake__gate(t, NULL, 1), SFR_EAGAIN);
 	(void)sem_post(&may_go);
 	CHECK_EQ(fake_gate(t, NULL), 0);
 	memset(one.bytes[SAVING_NR - 1], 9, SAVING_LEN); /* the step */
 	saving_finish(t);
-	sfr_sys = plain;
 	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
 	sfr_ticket_put(t);
 	fake_end(engine);
@@ -81,27 +91,126 @@ static void a_gate_waits_for_the_hosts_copies_too(void)
 /* S is not waited for: so the host waits, and the copies are those of the state at the call. */
 static void a_gate_whose_wait_fails_waits_on_the_host(void)
 {
+	static const char *const calls[] = { "cuStreamWaitEvent", "cuCtxPushCurrent_v2" };
+
+	for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++) {
+		struct sfr_engine *engine;
+		struct sfr_ticket *t;
+		void *stream;
+
+		begin();
+		engine = fake_engine(32, 2);
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* the lane's thread is there */
+		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+		fake.fake_cuda_hold(1);
+		CHECK_EQ(fake_submit(t, stream), 0);
+		fake.fake_cuda_fail(calls[i], 1, 1, 1);
+		CHECK_EQ(fake_gate_held(t, stream), SFR_EAGAIN);
+		CHECK(fake.fake_cuda_hits() > 0);
+		fake.fake_cuda_hold(0);
+		CHECK_EQ(fake_gate(t, stream), 0);
+		fake_freed(&one, 0);
+		saving_finish(t);
+		fake.fake_cuda_reset();
+		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		sfr_ticket_put(t);
+		fake_end(engine);
+	}
+}
+
+/* ---- gates that wait for a lane without blocks ---- */
+
+enum { NR_BLOCKS = 16, NR_GATES = 3 };
+
+struct starved {
 	struct sfr_engine *engine;
 	struct sfr_ticket *t;
+	struct sfr__block *blocks[NR_BLOCKS];
+	uint32_t nr_blocks;
 	void *stream;
+	pthread_t gates[NR_GATES];
+};
+
+static void *pass_gate(void *arg)
+{
+	const struct starved *s = arg;
+
+	CHECK_EQ(fake_gate(s->t, s->stream), 0);
+	return NULL;
+}
+
+/* Steps of several threads are at the gate of a save whose lane has no block to go on with, of a
+ * device on which nothing goes on. */
+static void starve(struct starved *s)
+{
+	bool all = false;
 
 	begin();
-	engine = fake_engine(32, 2);
-	stream = fake.fake_cuda_stream(0);
+	*s = (struct starved){ .engine = fake_engine(NR_BLOCKS, 2) };
+	s->stream = fake.fake_cuda_stream(0);
 	fake_place(&one, 0, SAVING_NR, 0);
-	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(saving_new(s->engine, dir, "a", &one, 0, &s->t), 0);
+	sfr_cuda_tune(SAVING_BLOCK, 1); /* nothing deferred is queued before the gate */
 	fake.fake_cuda_hold(1);
-	CHECK_EQ(fake_submit(t, stream), 0);
-	fake.fake_cuda_fail("cuStreamWaitEvent", 1, 1, 1);
-	CHECK_EQ(fake_gate_held(t, stream), SFR_EAGAIN);
-	CHECK(fake.fake_cuda_hits() > 0);
+	CHECK_EQ(fake_submit(s->t, s->stream), 0);
+	while (s->nr_blocks < NR_BLOCKS &&
+	       sfr__pool_get(s->engine->pool, 0, SAVING_BLOCK, 0, &s->blocks[s->nr_blocks]) == 0)
+		s->nr_blocks++;
+	for (int i = 0; i < NR_GATES; i++)
+		CHECK_EQ(pthread_create(&s->gates[i], NULL, pass_gate, s), 0);
+	while (!all) {
+		sfr__lock(&s->engine->mu);
+		all = s->engine->nr_awaiting == NR_GATES;
+		sfr__unlock(&s->engine->mu);
+		(void)sched_yield();
+	}
+	CHECK_EQ(unsubmitted(s->t), 1);
+}
+
+static void feed(struct starved *s)
+{
+	while (s->nr_blocks > 0)
+		sfr__pool_put(s->engine->pool, s->blocks[--s->nr_blocks]);
+}
+
+static void join_gates(struct starved *s)
+{
+	for (int i = 0; i < NR_GATES; i++)
+		CHECK_EQ(pthread_join(s->gates[i], NULL), 0);
+}
+
+static void end_starved(struct starved *s, int found)
+{
 	fake.fake_cuda_hold(0);
-	CHECK_EQ(fake_gate(t, stream), 0);
-	fake_freed(&one, 0);
-	saving_finish(t);
-	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
-	sfr_ticket_put(t);
-	fake_end(engine);
+	saving_finish(s->t);
+	CHECK_EQ(saving_look_as(dir, "a", &one), found);
+	sfr_ticket_put(s->t);
+	fake_end(s->engine);
+}
+
+static void every_gate_goes_on_when_all_is_queued(void)
+{
+	struct starved s;
+
+	starve(&s);
+	feed(&s);
+	join_gates(&s);
+	end_starved(&s, 1);
+}
+
+/* It holds nobody, though its copies have not ended. */
+static void every_gate_goes_on_when_the_save_is_cancelled(void)
+{
+	struct starved s;
+	int before = saving_look_as(dir, "a", &one);
+
+	starve(&s);
+	CHECK_EQ(sfr_save_cancel(s.t), 1);
+	join_gates(&s);
+	feed(&s);
+	end_starved(&s, before);
 }
 
 /* E or C is not waited for: what was copied may be no state of any step, and is not published. */
@@ -152,12 +261,16 @@ int main(void)
 {
 	if (!fake_load())
 		return CHECK_SKIPPED;
+	plain = sfr_sys; /* before there are threads */
+	sfr_sys.lane_copy = held_lane_copy;
 	CHECK_EQ(sem_init(&held, 0, 0), 0);
 	CHECK_EQ(sem_init(&may_go, 0, 0), 0);
 	dir = saving_dir();
 	RUN(no_old_byte_of_the_pool_is_in_a_file_from_a_device);
 	RUN(a_gate_waits_for_the_hosts_copies_too);
 	RUN(a_gate_whose_wait_fails_waits_on_the_host);
+	RUN(every_gate_goes_on_when_all_is_queued);
+	RUN(every_gate_goes_on_when_the_save_is_cancelled);
 	RUN(a_save_whose_order_cannot_be_kept_fails);
 	RUN(errors_after_which_a_device_answers_nothing_any_more_are_known);
 	saving_rmdir(dir);

@@ -196,6 +196,8 @@ static void only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead(void)
 		(void)sfr__file_remove(dir_path(dir, "tree"), NULL, &err);
 		CHECK(file_exists(in_tree));
 		sfr_inject_remove();
+		if (strstr(cases[i].call, "stat") == NULL)
+			CHECK(strstr(save_notice(), in_tree) != NULL);
 		while (*save_notice())
 			;
 		CHECK_EQ(unlink(in_tree), 0);
@@ -242,6 +244,22 @@ static void a_dead_temporary_on_nfs_is_cleared_away(void)
 	sfr_sys.open = no_writing_open;
 	dir_clean(dir);
 	CHECK_EQ(dir_count(dir, "", NULL), 0);
+	sfr_sys = plain;
+	dir_remove(dir);
+}
+
+/* It has no other end, and whoever opened it to read would wait for one. */
+static void a_pipe_of_somebody_elses_holds_nobody_up(void)
+{
+	const char *path;
+
+	make_dir();
+	path = temp_path(own_boot(), 999999999, 1);
+	CHECK_EQ(mkfifo(path, 0600), 0);
+	plain = sfr_sys;
+	sfr_sys.open = no_writing_open;
+	dir_clean(dir);
+	CHECK(file_exists(path));
 	sfr_sys = plain;
 	dir_remove(dir);
 }
@@ -410,6 +428,24 @@ static void temporaries_of_another_boot_stay_and_are_named_once(void)
 	dir_remove(dir);
 }
 
+/* Names are remembered, but not without end. Last: nothing is named any more afterwards. */
+static void so_many_are_named_and_no_more(void)
+{
+	unsigned nr = 0;
+
+	make_dir();
+	for (unsigned i = 0; i < 300; i++)
+		file_put(temp_path("0123456789abcdef0123456789abcdef", 18, i + 1), "x", 1);
+	dir_clean(dir);
+	while (*save_notice())
+		nr++;
+	CHECK(nr > 200 && nr < 256);
+	dir_clean(dir);
+	CHECK(strcmp(save_notice(), "") == 0);
+	CHECK_EQ(dir_count(dir, "", NULL), 300);
+	dir_remove(dir);
+}
+
 /* In a process that has not yet read the boot id. */
 static void cannot_read_the_boot_id(void)
 {
@@ -516,6 +552,7 @@ int main(void)
 	RUN(without_flock_a_living_temporary_of_ours_stays_and_no_other_is_touched);
 	RUN(only_a_lock_that_was_got_or_a_name_that_is_gone_means_dead);
 	RUN(a_dead_temporary_on_nfs_is_cleared_away);
+	RUN(a_pipe_of_somebody_elses_holds_nobody_up);
 	RUN(a_temporary_between_open_and_flock_is_safe_from_its_own_process);
 	RUN(a_writer_that_loses_to_a_cleaner_takes_another_name);
 	RUN(a_cleaner_unlinks_only_the_file_it_has_locked);
@@ -523,5 +560,6 @@ int main(void)
 	RUN(temporaries_of_another_boot_stay_and_are_named_once);
 	RUN(a_temporary_whose_unlink_failed_goes_with_the_next_save);
 	RUN(a_clean_up_that_fails_anywhere_harms_nobody);
+	RUN(so_many_are_named_and_no_more);
 	return check_done();
 }

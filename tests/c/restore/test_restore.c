@@ -281,6 +281,32 @@ static void nothing_is_called_good_that_a_failing_call_kept_away(void)
 	archive_free(&a);
 }
 
+/* A mapping taken or given back while others fill new memory waits for them, and they for it. */
+static void no_reader_maps_anything(void)
+{
+	struct archive a = large();
+	char path[] = "/tmp/sfr-restore-XXXXXX"; /* a file system with O_DIRECT, perhaps */
+	int fd = mkstemp(path), rc;
+	uint64_t nr_maps;
+	struct sfr_restore *r;
+
+	CHECK(fd >= 0 && write(fd, a.buf, a.len) == (ssize_t)a.len);
+	(void)sfr_inject_install();
+	sfr_inject_clear();
+	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+	nr_maps = sfr_inject_calls("mmap");
+	CHECK(nr_maps <= 1);
+	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), 0);
+	CHECK_EQ(sfr_inject_calls("mmap"), nr_maps);
+	CHECK_EQ(sfr_inject_calls("munmap"), 0);
+	sfr_restore_free(r);
+	CHECK_EQ(sfr_inject_calls("munmap"), nr_maps);
+	(void)close(fd);
+	(void)unlink(path);
+	archive_free(&a);
+}
+
 static void it_is_ended_at_any_moment(void)
 {
 	struct archive a = large();
@@ -324,6 +350,7 @@ int main(void)
 	RUN(what_lies_between_records_is_not_read);
 	RUN(a_file_that_becomes_shorter_is_noticed);
 	RUN(nothing_is_called_good_that_a_failing_call_kept_away);
+	RUN(no_reader_maps_anything);
 	RUN(it_is_ended_at_any_moment);
 	RUN(records_are_found_by_name);
 	return check_done();

@@ -7,10 +7,12 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stillframe
 import torch
+from stillframe._save import restore
 
 NBYTES, NR = 1 << 20, 64
 # A buffer of a MiB for each of four threads, the directory, the pickle, pages of libraries, what
@@ -84,3 +86,31 @@ def test_a_load_by_way_of_memory_takes_as_much_as_may_be_on_its_way(
     monkeypatch.setattr("stillframe._save.into._AHEAD", 8 << 20)
     columns = {f"t{i}": torch.zeros(NBYTES // 4, 2)[:, 0] for i in range(NR)}
     assert peak_of(lambda: stillframe.load(path, into=columns)) <= NBYTES * NR // 2 + FIXED // 2
+
+
+class _Noting:
+    """A restore whose `into` and `go` are noted."""
+
+    def __init__(self, core: Any, calls: list[str]) -> None:
+        self._core = core
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("into", "go"):
+            self._calls.append(name)
+        return getattr(self._core, name)
+
+
+def test_no_memory_is_asked_for_while_readers_fill_what_was_found_before(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = restore.open_archive
+    monkeypatch.setattr(
+        restore, "open_archive", lambda core, *rest: real(_Noting(core, calls), *rest)
+    )
+    monkeypatch.setattr(restore, "_BATCH", NBYTES)
+    stillframe.load(path)
+    assert calls.count("into") > NR // 2
+    assert calls.index("go") == calls.count("into")
+    assert calls.count("go") == 1  # and not once for every storage that is asked for

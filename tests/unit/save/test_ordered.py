@@ -112,5 +112,5 @@ def test_a_link_that_is_about_to_be_made_anew_is_read_as_the_new_one(tmp_path: P
     with ThreadPoolExecutor(1) as reader:
         opened = reader.submit(ordered.open_in_order, link)
         threading.Timer(0.2, go.set).start()
-        with open(opened.result(LONG_S)) as file:
+        with open(opened.result(LONG_S).fileno(), closefd=False) as file:
             assert file.read() == "new"

@@ -1,0 +1,356 @@
+/* A device's lane: what it queues, how many calls that takes, what is used again, and that it
+ * sleeps in between. Over the fake driver. */
+#include <unistd.h>
+
+#include "cuda/fix_cuda.h"
+
+/* The lane that copies from device 0. */
+static struct sfr__cuda_lane *lane_of(struct sfr_engine *engine)
+{
+	return engine->cuda_lanes.head;
+}
+
+static uint64_t in_flight(struct sfr_engine *engine)
+{
+	struct sfr__cuda_lane *lane = lane_of(engine);
+	uint64_t nr;
+
+	sfr__lock(&lane->mu);
+	nr = lane->nr_in_flight;
+	sfr__unlock(&lane->mu);
+	return nr;
+}
+
+/* ---- many small storages ---- */
+
+enum { NR_SMALL = 1300, SMALL_LEN = 100 };
+
+static unsigned char small[NR_SMALL][SMALL_LEN];
+static struct sfr_source small_sources[NR_SMALL];
+
+/* Every other one is deferred; no two neighbours are alike. */
+static void fill_small(void)
+{
+	for (unsigned i = 0; i < NR_SMALL; i++) {
+		for (unsigned k = 0; k < SMALL_LEN; k++)
+			small[i][k] = (unsigned char)(7 * i + 3 * k);
+		small_sources[i] = (struct sfr_source){
+			.addr = (uint64_t)(uintptr_t)small[i] | FAKE_CUDA_DEVICE,
+			.nbytes = SMALL_LEN - i % 7,
+			.device = 1,
+			.lane = i % 2 ? SFR_LANE_HOST : SFR_CAPTURED,
+		};
+	}
+}
+
+static struct sfr_engine *large_engine(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = 16u << 17,
+					      .block_bytes = 1u << 17,
+					      .nr_writers = 2,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+/* Storages of the file that are not what they were. */
+static int nr_wrong(const struct sfr_save_desc *desc)
+{
+	unsigned char found[SMALL_LEN];
+	struct sfr__image img;
+	char path[PATH_MAX];
+	int fd, nr = 0;
+
+	(void)snprintf(path, sizeof(path), "%s/%s", desc->dir, desc->name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, desc, 1u << 17), 0))
+		return -1;
+	for (uint32_t i = 0; i < img.nr_entries; i++) {
+		const struct sfr__entry *entry = &img.entries[i];
+
+		if (entry->source < 0)
+			continue;
+		CHECK_EQ(pread(fd, found, entry->nbytes, (off_t)entry->data_off), entry->nbytes);
+		nr += memcmp(found, small[entry->source], entry->nbytes) != 0;
+	}
+	sfr__image_fini(&img);
+	(void)close(fd);
+	return nr;
+}
+
+/* More of them than go into one call, in few calls all the same, each with all of its bytes. */
+static void many_small_storages_are_copied_in_few_calls(void)
+{
+	const struct sfr_save_desc desc = { .dir = dir,
+					    .name = "small",
+					    .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = small_sources,
+					    .nr_sources = NR_SMALL };
+	const struct sfr_stream stream = { 0 };
+	struct sfr_engine *engine;
+	struct sfr_snapshot *snapshot;
+	struct sfr_report report;
+	struct sfr_ticket *t;
+	int64_t torn;
+	uint64_t len;
+	char *base;
+	int nr = 0;
+
+	begin();
+	fill_small();
+	engine = large_engine();
+	for (int i = 0; i < 2; i++) { /* the lane hurries, and does not */
+		sfr_cuda_tune(i ? 4 << 20 : 4096, 4);
+		CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
+		CHECK_EQ(fake_submit(t, NULL), 0);
+		CHECK_EQ(fake_gate(t, NULL), 0);
+		saving_finish(t);
+		CHECK_EQ(sfr_save_report(t, &report), 0);
+		CHECK_EQ(report.err.code, 0);
+		CHECK_EQ(nr_wrong(&desc), 0);
+		sfr_ticket_put(t);
+	}
+	CHECK_EQ(sfr_snapshot_new(engine, small_sources, NR_SMALL, 0, &snapshot), 0);
+	CHECK_EQ(sfr_snapshot_lease(snapshot, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_streams(snapshot, &stream, 1), 0);
+	CHECK_EQ(sfr_snapshot_start(snapshot), 0);
+	CHECK_EQ(sfr_snapshot_wait(snapshot, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(torn, -1);
+	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+	sfr_snapshot_memory(snapshot, &base, &len);
+	for (uint32_t i = 0; i < NR_SMALL; i++)
+		nr += memcmp(base + sfr_snapshot_offset(snapshot, i), small[i],
+			     small_sources[i].nbytes) != 0;
+	CHECK_EQ(nr, 0);
+	sfr_snapshot_unview(snapshot);
+	sfr_snapshot_put(snapshot);
+	CHECK_EQ(fake.fake_cuda_calls("cuMemcpy2DAsync_v2"), 0);
+	CHECK(fake.fake_cuda_calls("cuMemcpyDtoHAsync_v2") <= 8); /* the last ones of a kind */
+	fake_end(engine);
+}
+
+/* ---- how much is in flight ---- */
+
+static void as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate(void)
+{
+	static const uint64_t most[] = { 3, 9 };
+
+	for (size_t i = 0; i < sizeof(most) / sizeof(most[0]); i++) {
+		struct sfr_engine *engine;
+		struct sfr_ticket *t;
+		void *stream;
+
+		begin();
+		sfr_cuda_tune(SAVING_BLOCK / 4, most[i]); /* several a block */
+		engine = fake_engine(32, 2);
+		stream = fake.fake_cuda_stream(0);
+		fake_place(&one, 0, SAVING_NR, 0);
+		CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+		fake.fake_cuda_hold(1);
+		CHECK_EQ(fake_submit(t, stream), 0);
+		fake.fake_cuda_settle();
+		CHECK_EQ(in_flight(engine), most[i]);
+		CHECK_EQ(fake_gate_held(t, stream), 0);
+		CHECK(in_flight(engine) <= most[i] + 5); /* what is left, four blocks each */
+		fake.fake_cuda_hold(0);
+		saving_finish(t);
+		CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+		sfr_ticket_put(t);
+		fake_end(engine);
+	}
+}
+
+/* ---- sleep ---- */
+
+static struct sfr_sys plain;
+static atomic_uint nr_looks, nr_all_looks;
+static _Atomic(pthread_t) sleeper;
+
+/* Who waits for a while asks what time it is; who only asks the device does not. */
+static int counted_clock(clockid_t clock, struct timespec *ts)
+{
+	atomic_fetch_add(&nr_all_looks, 1);
+	if (pthread_equal(pthread_self(), atomic_load(&sleeper)))
+		atomic_fetch_add(&nr_looks, 1);
+	return plain.clock_gettime(clock, ts);
+}
+
+static void await_sleep(void)
+{
+	unsigned before = atomic_load(&nr_looks);
+
+	while (atomic_load(&nr_looks) < before + 10)
+		(void)usleep(100);
+}
+
+static void a_lane_sleeps_between_its_looks_at_the_device(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_ticket *t;
+	void *stream;
+
+	begin();
+	sfr_cuda_tune(SAVING_BLOCK, 3);
+	engine = fake_engine(32, 2);
+	stream = fake.fake_cuda_stream(0);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
+	atomic_store(&sleeper, lane_of(engine)->thread);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(fake_submit(t, stream), 0);
+	fake.fake_cuda_settle();
+	await_sleep(); /* with more to queue */
+	CHECK_EQ(fake_gate_held(t, stream), 0);
+	fake.fake_cuda_settle();
+	await_sleep(); /* with all of it queued */
+	fake.fake_cuda_hold(0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	fake_end(engine);
+}
+
+/* None of an engine's threads looks again and again. A busy machine makes it only fewer. */
+static void an_engine_that_has_nothing_to_do_sleeps(void)
+{
+	struct sfr_engine *engine;
+	unsigned before;
+
+	begin();
+	engine = fake_engine(16, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+	before = atomic_load(&nr_all_looks);
+	(void)usleep(60000);
+	CHECK(atomic_load(&nr_all_looks) < before + 60);
+	fake_end(engine);
+}
+
+static void *sum(void *arg)
+{
+	CHECK_EQ(fake_submit(arg, NULL), 0);
+	return NULL;
+}
+
+/* The call itself waits for checksums; nobody else does. */
+static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
+{
+	struct sfr_engine *engine;
+	struct sfr_report report;
+	struct sfr_ticket *t;
+	pthread_t caller;
+
+	begin();
+	engine = fake_engine(32, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (unsigned i = 0; i < SAVING_NR; i++)
+		one.sources[i].lane = SFR_LANE_HOST;
+	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES, &t), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(pthread_create(&caller, NULL, sum, t), 0);
+	atomic_store(&sleeper, caller);
+	await_sleep();
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(pthread_join(caller, NULL), 0);
+	CHECK_EQ(fake_gate(t, NULL), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.err.code, 0);
+	CHECK_EQ(saving_look_as(dir, "a", &one), 1);
+	sfr_ticket_put(t);
+	fake_end(engine);
+}
+
+/* ---- what is used again ---- */
+
+static void pieces_and_events_are_used_again(void)
+{
+	struct sfr_engine *engine;
+	uint32_t nr = 0;
+
+	begin();
+	engine = fake_engine(16, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (int i = 0; i < 12; i++)
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+	sfr__lock(&lane_of(engine)->mu);
+	for (struct sfr__cuda_piece *each = lane_of(engine)->free_pieces; each; each = each->next)
+		nr++;
+	CHECK(lane_of(engine)->nr_events <= 12);
+	sfr__unlock(&lane_of(engine)->mu);
+	CHECK(nr > 0 && nr <= 12); /* as many as were in flight at a time */
+	fake_end(engine);
+}
+
+static int start_held(struct sfr_engine *engine, unsigned nr_sources, struct sfr_snapshot **out)
+{
+	const struct sfr_stream stream = { .handle = (uintptr_t)fake.fake_cuda_stream(0) };
+	int rc = sfr_snapshot_new(engine, one.sources, nr_sources, 0, out);
+
+	if (rc == 0)
+		rc = sfr_snapshot_lease(*out, SFR_FOREVER);
+	if (rc == 0)
+		rc = sfr_snapshot_streams(*out, &stream, 1);
+	return rc == 0 ? sfr_snapshot_start(*out) : rc;
+}
+
+static void finish(struct sfr_snapshot *s)
+{
+	int64_t torn;
+
+	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(torn, -1);
+	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+	sfr_snapshot_unview(s);
+	sfr_snapshot_put(s);
+}
+
+/* Memory for samples is kept, but no more than two pieces of it, and none is used for more than it
+ * holds (the driver's, which notices; or ours, where it has none to give). */
+static void memory_for_samples_is_kept_and_never_too_small(void)
+{
+	for (int ours = 0; ours < 2; ours++) {
+		struct sfr_engine *engine;
+		struct sfr_snapshot *s[4];
+
+		begin();
+		engine = fake_engine(64, 1);
+		fake_place(&one, 0, SAVING_NR, 0);
+		if (ours) {
+			fake.fake_cuda_fail("cuMemHostAlloc", 1, 1, 2);
+			fake.fake_cuda_allow_pageable(1);
+		}
+		for (unsigned i = 0; i < 2; i++) { /* one source, then four */
+			CHECK_EQ(start_held(engine, i ? SAVING_NR : 3, &s[0]), 0);
+			finish(s[0]);
+		}
+		fake.fake_cuda_hold(!ours); /* a copy to memory that is not pinned is waited for */
+		for (unsigned i = 0; i < 4; i++)
+			CHECK_EQ(start_held(engine, SAVING_NR, &s[i]), 0);
+		fake.fake_cuda_hold(0);
+		for (unsigned i = 0; i < 4; i++)
+			finish(s[i]);
+		fake_end(engine);
+	}
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	plain = sfr_sys; /* before there are threads */
+	sfr_sys.clock_gettime = counted_clock;
+	dir = saving_dir();
+	RUN(many_small_storages_are_copied_in_few_calls);
+	RUN(as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind_a_gate);
+	RUN(a_lane_sleeps_between_its_looks_at_the_device);
+	RUN(an_engine_that_has_nothing_to_do_sleeps);
+	RUN(a_call_that_makes_checksums_sleeps_too_and_they_are_right);
+	RUN(pieces_and_events_are_used_again);
+	RUN(memory_for_samples_is_kept_and_never_too_small);
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,188 @@
+/* What a save says of itself on its way, and what is refused in another process. */
+#include <errno.h>
+#include <unistd.h>
+
+#include "saving.h"
+#include "pool_figures.h"
+
+enum { NR_BLOCKS = 16 };
+
+static const char *dir;
+static struct saving_state one;
+
+static struct sfr_engine *new_engine(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = NR_BLOCKS * SAVING_BLOCK,
+					      .block_bytes = SAVING_BLOCK,
+					      .nr_writers = 1,
+					      .max_in_flight = 2 };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static void free_engine(struct sfr_engine *engine)
+{
+	pool_figures_agree(engine->pool);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+/* No block is written before it is let go of. */
+static const struct sfr_fault stuck = {
+	.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
+};
+
+static enum sfr_state state_of(struct sfr_ticket *t)
+{
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	return report.state;
+}
+
+static void it_is_staged_until_every_block_is_written(void)
+{
+	struct sfr_engine *engine = new_engine();
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_inject_set(&stuck), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(state_of(t), SFR_STAGING);
+	CHECK_EQ(sfr_save_confirm(t, -1), 0);
+	CHECK_EQ(state_of(t), SFR_STAGED);
+	CHECK_EQ(sfr_inject_drop(&stuck), 0);
+	saving_finish(t);
+	CHECK_EQ(state_of(t), SFR_DURABLE);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+static void a_file_system_that_syncs_no_directory_is_told_of(void)
+{
+	const struct sfr_fault fault = {
+		.call = "fsync", .nth = 1, .sticky = 1, .err = EINVAL, .limit = -1
+	};
+	struct sfr_engine *engine = new_engine();
+	struct sfr_report report;
+	struct sfr_ticket *t;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	CHECK_EQ(sfr_inject_drop(&fault), 0);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK_EQ(report.state, SFR_DURABLE);
+	CHECK_EQ(report.err.index, -1);
+	CHECK(strstr(report.fallback[1], "cannot sync a directory (EINVAL)") != NULL);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* The lane looks for one in slices: the end of a slice is no failure. */
+static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
+{
+	struct sfr_engine *engine = new_engine();
+	struct sfr__block *blocks[NR_BLOCKS];
+	struct sfr_ticket *t;
+	unsigned nr = 0;
+
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_inject_set(&stuck), 0); /* no captured block comes back */
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), 0);
+	while (sfr__pool_get(engine->pool, 0, SAVING_BLOCK, 0, &blocks[nr]) == 0)
+		nr++;
+	CHECK(nr > 0);
+	CHECK_EQ(sfr_save_launch(t), 0);
+	(void)usleep(120000);
+	CHECK_EQ(state_of(t), SFR_STAGING);
+	while (nr > 0)
+		sfr__pool_put(engine->pool, blocks[--nr]);
+	CHECK_EQ(sfr_inject_drop(&stuck), 0);
+	saving_finish(t);
+	CHECK_EQ(state_of(t), SFR_DURABLE);
+	CHECK_EQ(saving_look(dir, "a"), 1);
+	sfr_ticket_put(t);
+	free_engine(engine);
+}
+
+/* As if it had been made before a fork. */
+static void an_engine_of_another_process_is_refused(void)
+{
+	struct sfr_engine *engine = new_engine();
+	struct sfr_snapshot *snapshot;
+	struct sfr_stats stats;
+	struct sfr_ticket *t;
+	char text[256];
+
+	engine->fork_generation++;
+	CHECK_EQ(sfr_engine_stats(engine, &stats), SFR_EFORK);
+	CHECK_EQ(sfr_engine_warm_up(engine, 1), SFR_EFORK);
+	CHECK_EQ(sfr_engine_trim(engine), SFR_EFORK);
+	CHECK_EQ(sfr_engine_use_device(engine, 0, text, sizeof(text)), SFR_EFORK);
+	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), SFR_EFORK);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), SFR_EFORK);
+	CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &snapshot), SFR_EFORK);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), SFR_EFORK);
+	sfr_engine_put(engine); /* does nothing */
+	engine->fork_generation--;
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	free_engine(engine);
+}
+
+static void a_storage_of_several_pieces_is_copied_whole(void)
+{
+	enum { LEN = (9 << 20) + 5 };
+	static unsigned char large[2][LEN];
+	const struct sfr_engine_opts opts = { .pool_bytes = 64u << 20,
+					      .block_bytes = 1u << 20,
+					      .nr_writers = 1,
+					      .max_in_flight = 1 };
+	struct sfr_source sources[2];
+	struct sfr_engine *engine;
+	struct sfr_snapshot *s;
+	int64_t torn;
+	uint64_t len;
+	char *base;
+
+	for (unsigned i = 0; i < 2; i++) {
+		for (uint32_t k = 0; k < LEN; k++)
+			large[i][k] = (unsigned char)(k >> 12 ^ k ^ i);
+		sources[i] = (struct sfr_source){ .addr = (uint64_t)(uintptr_t)large[i],
+						  .nbytes = LEN,
+						  .lane = i ? SFR_LANE_HOST : SFR_CAPTURED };
+	}
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	CHECK_EQ(sfr_snapshot_new(engine, sources, 2, 0, &s), 0);
+	CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_start(s), 0);
+	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(torn, -1);
+	CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+	sfr_snapshot_memory(s, &base, &len);
+	for (uint32_t i = 0; i < 2; i++)
+		CHECK(memcmp(base + sfr_snapshot_offset(s, i), large[i], LEN) == 0);
+	sfr_snapshot_unview(s);
+	sfr_snapshot_put(s);
+	free_engine(engine);
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	CHECK_EQ(sfr_inject_install(), 0);
+	RUN(it_is_staged_until_every_block_is_written);
+	RUN(a_file_system_that_syncs_no_directory_is_told_of);
+	RUN(a_lane_that_finds_no_block_for_a_while_goes_on);
+	RUN(an_engine_of_another_process_is_refused);
+	RUN(a_storage_of_several_pieces_is_copied_whole);
+	saving_rmdir(dir);
+	return check_done();
+}

@@ -1,0 +1,215 @@
+"""Loads to a device, and into tensors on one, that meet a bad file, a bad disk, no memory or
+Ctrl-C: a clear error, nothing left, and the next load works."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_loads import living
+from stillframe import _save, testing
+from stillframe._base import device as _device
+from stillframe._save import into, restore
+from stillframe.testing import FakeDriver
+
+NR, NUMEL = 6, 300_000
+HALF_WRITTEN = "half written"
+
+
+@pytest.fixture
+def state() -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((NUMEL,), float(i)) for i in range(NR)}
+
+
+@pytest.fixture
+def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    torch.save(state, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    handle = fake.stream()
+    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
+    before = living(fake)
+    yield
+    assert living(fake) == before
+
+
+class Way:
+    """One of the two ways to a device."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: type,
+        method: str,
+        more: str,
+        lengths: tuple[int, ...] = (NUMEL,) * NR,
+    ) -> None:
+        self.name, self._lengths = name, lengths
+        self.runner, self.method = runner, method  # what runs once the file was looked at
+        self.more = more  # what every error in the middle has to say besides
+
+    def __call__(self, path: Path) -> Any:
+        target = {f"w{i}": torch.zeros(n) for i, n in enumerate(self._lengths)}
+        return stillframe.load(path, into=target if self.more else None)
+
+    def first(self, monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+        """Has `call` made when the file was looked at and before its tensors are read."""
+        real = getattr(self.runner, self.method)
+
+        def run(*args: Any) -> Any:
+            call()
+            return real(*args)
+
+        monkeypatch.setattr(self.runner, self.method, run)
+
+
+WAYS = (
+    Way("load", restore.Archive, "load", ""),
+    Way("into=", into.Fill, "run", HALF_WRITTEN),
+)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.name)
+def way(request: pytest.FixtureRequest) -> Way:
+    found: Way = request.param
+    return found
+
+
+def assert_whole(way: Way, file: Path, state: dict[str, torch.Tensor]) -> None:
+    found = way(file)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def change(file: Path, at: int) -> None:
+    with open(file, "r+b") as opened:
+        byte = os.pread(opened.fileno(), 1, at)[0]
+        os.pwrite(opened.fileno(), bytes([byte ^ 1]), at)
+
+
+def test_bytes_that_change_under_a_load_are_told_by_record_place_and_tensor(
+    way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = file.read_bytes().index(state["w3"].numpy().tobytes())
+    with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
+        way.first(patch, lambda: change(file, start + 1000))
+        way(file)
+    text = str(error.value)
+    assert "data/3" in text and f"at byte {start}: w3)" in text
+    assert way.more in text
+    change(file, start + 1000)
+    assert_whole(way, file, state)
+
+
+def test_a_file_that_becomes_shorter_under_a_load_is_corrupt(
+    way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = file.read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(stillframe.CorruptCheckpointError) as error:
+        way.first(patch, lambda: os.truncate(file, len(whole) // 2))
+        way(file)
+    assert str(file) in str(error.value) and "at byte " in str(error.value)
+    assert way.more in str(error.value)
+    file.write_bytes(whole)
+    assert_whole(way, file, state)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_disk_error_under_a_load_names_file_record_and_place(
+    nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = testing.fault("pread", nth=nth, sticky=True, err=errno.EIO)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(OSError) as error:
+            way.first(patch, bad.__enter__)
+            way(file)
+    finally:
+        bad.__exit__(None, None, None)
+    assert (error.value.errno, error.value.filename) == (errno.EIO, str(file))
+    assert "record " in str(error.value) and "at byte " in str(error.value)
+    assert way.more in str(error.value)
+    assert_whole(way, file, state)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 8])
+def test_without_memory_that_the_device_reads_from_a_load_is_slower_or_says_so(
+    nth: int, way: Way, file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    fake.fail("cuMemHostAlloc", nth=nth, code=2)
+    try:
+        assert_whole(way, file, state)
+    except MemoryError:
+        assert nth <= 2  # not one thread has got any
+    assert fake.hits == 1
+    fake.reset()
+    assert_whole(way, file, state)
+
+
+def test_a_device_that_fails_in_the_middle_leaves_targets_half_written(
+    file: Path, state: dict[str, torch.Tensor], fake: FakeDriver
+) -> None:
+    (into_way,) = [each for each in WAYS if each.more]
+    fake.fail("cuMemcpyHtoDAsync_v2", nth=4, code=2)
+    with pytest.raises(stillframe.StillframeError, match=f"device 0: cu.*{HALF_WRITTEN}"):
+        into_way(file)
+    fake.reset()
+    assert_whole(into_way, file, state)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the nth line that runs in the package `_save`."""
+
+    def __init__(self, nth: int) -> None:
+        self._nth = nth
+        self._nr = 0
+        # When each line ran first, and last: a `with` comes by again at its end.
+        self.first: dict[tuple[str, int], int] = {}
+        self.last: dict[tuple[str, int], int] = {}
+
+    def __enter__(self) -> Interrupt:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(_save.__path__[0]) else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self._nr += 1
+            where = (frame.f_code.co_filename, frame.f_lineno)
+            self.first.setdefault(where, self._nr)
+            self.last[where] = self._nr
+            if self._nr == self._nth:
+                raise KeyboardInterrupt
+        return self._line
+
+
+def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeDriver) -> None:
+    file = tmp_path / "a.pt"
+    torch.save({f"w{i}": torch.zeros(NUMEL)[: 9 + i].clone() for i in range(2)}, file)
+    small = Way(way.name, way.runner, way.method, way.more, (9, 10))
+    with Interrupt(0) as counted:
+        small(file)
+    before = living(fake)
+    assert len(counted.first) > 100
+    for nth in sorted({*counted.first.values(), *counted.last.values()}):
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
+            small(file)
+        assert living(fake) == before, nth
+    assert len(small(file)) == 2
