@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
-from stillframe._save import gate, steps
+from stillframe._save import keepers, steps
 from stillframe._save.engine import Engine
 
 _MIN_BYTES = 4096  # what is smaller stays where the optimizer made it: step counts
@@ -110,7 +110,7 @@ class OffloadedOptimizerState:
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
         self._take_over()
-        gate.keep(self)
+        keepers.keep(self)
 
     def __enter__(self) -> OffloadedOptimizerState:
         return self
@@ -155,11 +155,11 @@ class OffloadedOptimizerState:
         tensors: list[Tensor],
         versions: list[int],
     ) -> None:
-        """Has saves copy the state from where it is, behind their call: see `gate.Keeper`."""
+        """Has saves copy the state from where it is, behind their call: see `keepers.Keeper`."""
         if self._removed or self._here is not None or self._leaving or not self._calm.is_known():
             return
         for home in self._all_homes():
-            gate.defer_one(home, numbers, rows, indices, owners, tensors, versions)
+            keepers.defer_one(home, numbers, rows, indices, owners, tensors, versions)
 
     def distrust(self, why: str) -> None:
         """Has saves copy the state in their call, from now on."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import os
-import struct
 import threading
 import time
 import weakref
@@ -39,18 +38,16 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import ownership, steps
+from stillframe._save import keepers, ownership, steps
+from stillframe._save.keepers import Keeper
 from stillframe._save.ownership import Owner, bookkeeping
 from stillframe._save.steps import register_optimizer
 
 __all__ = [
     "Deferral",
-    "Keeper",
     "Pending",
     "defer",
-    "defer_one",
     "forked",
-    "keep",
     "register_optimizer",
     "track",
     "untrack",
@@ -62,10 +59,6 @@ __all__ = [
 # somebody keeps.
 _CALL_TIMEOUT_S = 30.0
 _CALL_POLL_S = 0.0005
-
-_ROW = struct.Struct("=QQII")  # struct sfr_source: address, length, lane, device
-_CAPTURED, _LATE = 0, 1  # lanes
-_LATE_NBYTES = 65536  # what is smaller is copied in the call: that is quicker than to watch it
 
 
 class Pending(Protocol):
@@ -83,26 +76,6 @@ class Sources(Protocol):
     rows: bytearray
 
 
-class Keeper(Protocol):
-    """What has memory that nothing but an optimizer's step takes the place of, beside what the
-    optimizers own themselves."""
-
-    def defer(
-        self,
-        numbers: dict[int, int],
-        rows: bytearray,
-        indices: list[int],
-        owners: list[int],
-        tensors: list[torch.Tensor],
-        versions: list[int],
-    ) -> None:
-        """Marks what of a save may be copied late, as `Owner.defer` does; with `defer_one`."""
-
-    def distrust(self, why: str) -> None:
-        """Has everything captured from now on: it was written to while a save copied it."""
-
-
-_keepers: weakref.WeakSet[Keeper] = weakref.WeakSet()
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
@@ -199,35 +172,6 @@ class Deferral:
                 self.fallbacks.append(sentence)
 
 
-def keep(keeper: Keeper) -> None:
-    """Asks a keeper at every save, for as long as it lives."""
-    _keepers.add(keeper)
-
-
-def defer_one(
-    tensor: torch.Tensor,
-    numbers: dict[int, int],
-    rows: bytearray,
-    indices: list[int],
-    owners: list[int],
-    tensors: list[torch.Tensor],
-    versions: list[int],
-) -> None:
-    """Has the storage under a keeper's tensor copied late, where the save has it and nobody else
-    has said so; the arguments are those of ``Keeper.defer``."""
-    number = numbers.get(tensor.untyped_storage()._cdata)
-    if number is None:
-        return
-    row = _ROW.unpack_from(rows, number * _ROW.size)
-    if row[2] != _CAPTURED or row[1] <= _LATE_NBYTES:
-        return
-    owners.append(number)
-    tensors.append(tensor)
-    versions.append(tensor._version)
-    indices.append(number)
-    _ROW.pack_into(rows, number * _ROW.size, row[0], row[1], _LATE, row[3])
-
-
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     """Decides which storages of a save are copied after the call, and writes their lanes.
 
@@ -251,7 +195,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
                 owners = list(ownership.living())
                 for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
-                for keeper in list(_keepers):
+                for keeper in list(keepers.known):
                     deferral._add(keeper, numbers, skeleton.rows)
                 deferral._identities = skeleton.identities
                 deferral._explain(owners, numbers)
