@@ -163,13 +163,14 @@ void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes)
 
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes)
 {
-	bool stopped;
+	struct sfr__cuda_lane *lane = NULL;
 
 	sfr__lock(&lanes->mu);
-	stopped = lanes->stopped;
+	if (!lanes->stopped)
+		lane = lanes->head;
 	lanes->stopped = true; /* the list is constant from here on */
 	sfr__unlock(&lanes->mu);
-	for (struct sfr__cuda_lane *lane = lanes->head; lane && !stopped; lane = lane->next)
+	for (; lane; lane = lane->next)
 		stop_lane(lane);
 }
 

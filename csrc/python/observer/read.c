@@ -10,6 +10,7 @@
  * local one directly does not touch the DTensor's count. So both counts are looked at.
  */
 #include "observer/observer.h"
+#include "torch/slots.h"
 
 #include <string.h>
 
@@ -24,31 +25,18 @@ static int access_init(struct sfr_py_access *access, PyObject *type, PyObject *b
 {
 	PyObject *own = PyObject_GetAttrString(type, name);
 	PyObject *inherited = PyObject_GetAttrString(base, name);
-	PyGetSetDef *getset;
-	PyMethodDef *method;
+	const PyGetSetDef *def;
 
 	memset(access, 0, sizeof(*access));
 	PyErr_Clear();
 	access->is_method = is_method;
 	access->name = PyUnicode_InternFromString(name);
-	if (own && own == inherited) {
-		getset = PyType_GetSlot((PyTypeObject *)base, Py_tp_getset);
-		for (; !is_method && getset && getset->name; getset++) {
-			if (strcmp(getset->name, name) == 0) {
-				access->get = getset->get;
-				access->closure = getset->closure;
-				break;
-			}
-		}
-		method = PyType_GetSlot((PyTypeObject *)base, Py_tp_methods);
-		for (; is_method && method && method->ml_name; method++) {
-			if (strcmp(method->ml_name, name) == 0) {
-				if (method->ml_flags == METH_NOARGS)
-					access->call = method->ml_meth;
-				break;
-			}
-		}
-		PyErr_Clear(); /* a type without the slot's table takes the ordinary way */
+	if (own && own == inherited && is_method) {
+		access->call = sfr_py_method_of((PyTypeObject *)base, name);
+	} else if (own && own == inherited) {
+		def = sfr_py_getter_of((PyTypeObject *)base, name);
+		access->get = def ? def->get : NULL;
+		access->closure = def ? def->closure : NULL;
 	}
 	Py_XDECREF(own);
 	Py_XDECREF(inherited);

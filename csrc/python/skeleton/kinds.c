@@ -1,10 +1,9 @@
 /* What torch is made of, and which tensors are plain.
  *
  * Kinds holds the objects of torch that the skeleton needs at every save: types, functions,
- * and the getset descriptors of the attributes that it reads. skeleton.py makes one and
- * hands the parts over by name, so nothing here imports torch. A descriptor's own get
- * function is called, and a method's C function where it takes no arguments, which skips the
- * search through the type and the making of a call for each of them. A tensor is asked nine
+ * and the descriptors of the attributes that it reads. skeleton.py makes one and hands the parts
+ * over by name, so nothing here imports torch. The C functions behind descriptors and methods are
+ * called (torch/slots.c), which skips the search through the type. A tensor is asked nine
  * questions, so that is a third of the time that the whole skeleton takes. None of the nine lets go
  * of the interpreter lock, which torch's generated methods (is_neg, is_conj) do around each call:
  * beside a thread that computes, each such moment may cost a switch interval.
@@ -20,6 +19,7 @@
  * Everything else, errors included, is left to the tensor's own __reduce_ex__.
  */
 #include "skeleton/skeleton.h"
+#include "torch/slots.h"
 
 static const char *const part_names[] = {
 #define X(name, keyword) keyword,
@@ -29,6 +29,10 @@ static const char *const part_names[] = {
 
 PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
 {
+	const PyGetSetDef *def = kinds->getter[part];
+
+	if (def != NULL && PyType_IsSubtype(Py_TYPE(object), kinds->type[part]))
+		return def->get(object, def->closure);
 	return kinds->get[part](kinds->part[part], object, (PyObject *)Py_TYPE(object));
 }
 
@@ -57,11 +61,11 @@ static int get_is(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObj
 	return value == expected;
 }
 
-PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor)
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
 {
-	if (kinds->method[part] != NULL)
-		return kinds->method[part](tensor, NULL);
-	return PyObject_CallFunctionObjArgs(kinds->part[part], tensor, NULL);
+	if (kinds->method[part] != NULL && PyType_IsSubtype(Py_TYPE(object), kinds->type[part]))
+		return kinds->method[part](object, NULL);
+	return PyObject_CallFunctionObjArgs(kinds->part[part], object, NULL);
 }
 
 /* The truth of what a method answers; None is false. */
@@ -80,12 +84,9 @@ static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyO
 int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out)
 {
-	PyObject *value;
+	PyObject *value = part >= SFR_PY_FIRST_GETTER ? sfr_py_get(kinds, part, object) :
+							sfr_py_ask(kinds, part, object);
 
-	if (part >= SFR_PY_FIRST_GETTER)
-		value = sfr_py_get(kinds, part, object);
-	else
-		value = PyObject_CallFunctionObjArgs(kinds->part[part], object, NULL);
 	if (value == NULL)
 		return -1;
 	*out = PyLong_AsUnsignedLongLong(value);
@@ -230,26 +231,26 @@ static int take_part(struct sfr_py_kinds *kinds, PyObject *kwargs, enum sfr_py_p
 	return 0;
 }
 
-/* Finds the C functions behind the methods, by binding them to a tensor. 0 or -1. */
-static int find_methods(struct sfr_py_kinds *kinds, PyObject *tensor)
+/* Finds the C functions behind descriptors and methods: where they are a type's own. */
+static void find_functions(struct sfr_py_kinds *kinds)
 {
-	int part;
+	for (int part = SFR_PY_FIRST_METHOD; part < SFR_PY_NR_PARTS; part++) {
+		PyObject *type = PyObject_GetAttrString(kinds->part[part], "__objclass__");
+		PyObject *name =
+			type ? PyObject_GetAttrString(kinds->part[part], "__name__") : NULL;
+		const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
 
-	for (part = SFR_PY_FIRST_METHOD; part <= SFR_PY_LAST_METHOD; part++) {
-		PyObject *method = kinds->part[part], *bound;
-		descrgetfunc get = (descrgetfunc)PyType_GetSlot(Py_TYPE(method), Py_tp_descr_get);
-
-		if (method == Py_None || get == NULL)
-			continue;
-		bound = get(method, tensor, (PyObject *)Py_TYPE(tensor));
-		if (bound == NULL)
-			return -1;
-		if (Py_TYPE(bound) == &PyCFunction_Type &&
-		    PyCFunction_GetFlags(bound) == METH_NOARGS)
-			kinds->method[part] = PyCFunction_GetFunction(bound);
-		Py_DECREF(bound);
+		PyErr_Clear(); /* it is a function of Python's */
+		if (text != NULL && PyType_Check(type)) {
+			kinds->type[part] = (PyTypeObject *)type; /* which the part keeps */
+			if (part >= SFR_PY_FIRST_GETTER)
+				kinds->getter[part] = sfr_py_getter_of(kinds->type[part], text);
+			else if (part <= SFR_PY_LAST_METHOD)
+				kinds->method[part] = sfr_py_method_of(kinds->type[part], text);
+		}
+		Py_XDECREF(type);
+		Py_XDECREF(name);
 	}
-	return 0;
 }
 
 /* Takes the table of dtypes: a list of (dtype, name of its storage class, item size). */
@@ -297,7 +298,6 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_kinds *kinds;
-	PyObject *sample;
 	int part;
 
 	if (PyTuple_Size(args) != 0 || kwargs == NULL) {
@@ -312,13 +312,7 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 			goto fail;
 	if (take_dtypes(kinds, kwargs) != 0 || sfr_py_bridge_load() != 0)
 		goto fail;
-	sample = PyDict_GetItemString(kwargs, "sample");
-	if (sample == NULL) {
-		PyErr_SetString(PyExc_TypeError, "Kinds() needs the argument 'sample'");
-		goto fail;
-	}
-	if (find_methods(kinds, sample) != 0)
-		goto fail;
+	find_functions(kinds);
 	kinds->cpu = PyUnicode_InternFromString("cpu");
 	if (kinds->cpu == NULL)
 		goto fail;

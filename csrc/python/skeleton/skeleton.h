@@ -26,14 +26,14 @@
 	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
 	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
 	X(STRIDED, "strided")                 /* torch.strided */                                  \
-	/* methods of a tensor, see sfr_py_ask */                                                  \
+	/* methods without arguments, see sfr_py_ask */                                            \
 	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
 	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
 	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
+	X(DATA_PTR, "data_ptr")               /* of a storage: its address */                      \
+	X(NBYTES, "nbytes")                   /* of a storage: its length */                       \
 	/* functions */                                                                            \
 	X(METADATA, "metadata")           /* tensor -> dict: what torch.save adds (conj, neg) */   \
-	X(DATA_PTR, "data_ptr")           /* storage -> address */                                 \
-	X(NBYTES, "nbytes")               /* storage -> length */                                  \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
@@ -57,7 +57,7 @@ enum sfr_py_part {
 		SFR_PY_NR_PARTS
 };
 #define SFR_PY_FIRST_METHOD SFR_PY_GETSTATE
-#define SFR_PY_LAST_METHOD SFR_PY_UNTYPED_STORAGE
+#define SFR_PY_LAST_METHOD SFR_PY_NBYTES
 #define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
 
 #define SFR_PY_MAX_DTYPES 32
@@ -84,8 +84,11 @@ struct sfr_py_trail {
 struct sfr_py_kinds {
 	PyObject_HEAD
 	PyObject *part[SFR_PY_NR_PARTS];
-	descrgetfunc get[SFR_PY_NR_PARTS];   /* of the descriptors */
-	PyCFunction method[SFR_PY_NR_PARTS]; /* of the methods; NULL where it is not in C */
+	descrgetfunc get[SFR_PY_NR_PARTS]; /* of the descriptors */
+	/* What is behind descriptors and methods of these types; NULL where it is not in C. */
+	PyTypeObject *type[SFR_PY_NR_PARTS];
+	const PyGetSetDef *getter[SFR_PY_NR_PARTS];
+	PyCFunction method[SFR_PY_NR_PARTS];
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
 	PyObject *cpu;             /* "cpu" */
@@ -109,9 +112,9 @@ int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 int sfr_py_refused(void);
 /* The attribute behind a getset descriptor, without the search for it. A new reference. */
 PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
-/* Calls a method of a tensor without arguments, without the search for it. A new reference. */
-PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor);
-/* Calls a part on one object and takes the answer as a number. 0 or -1. */
+/* Calls a method without arguments, without the search for it. A new reference. */
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
+/* The same, or sfr_py_get, and takes the answer as a number. 0 or -1. */
 int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out);
 /* Adds the type Kinds. 0 or -1. */

@@ -142,7 +142,6 @@ def _make_kinds(**other: Any) -> _core.Kinds:
         "cdata": torch._C.StorageBase.__dict__["_cdata"],
         "impl": attributes["_cdata"],
         "dtypes": dtypes,
-        "sample": torch.empty(0),
     }
     return _core.Kinds(**{**parts, **other})
 

@@ -73,6 +73,7 @@ static inline void fake_check_nothing_left(void)
 	CHECK_EQ(fake.fake_cuda_live("registered"), 0);
 	CHECK_EQ(fake.fake_cuda_live("allocated"), 0);
 	CHECK_EQ(fake.fake_cuda_live("contexts"), 0);
+	CHECK_EQ(fake.fake_cuda_live("pushed"), 0);
 }
 
 /* Puts storages [from, to) of a state on a device. */

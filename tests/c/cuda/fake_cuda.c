@@ -278,8 +278,10 @@ EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
 	BEGIN("cuCtxPushCurrent_v2", false)
 	if (!code && fk.retained[context->device] <= 0)
 		fake__violated("a context is used that was released");
-	if (!code)
+	if (!code) {
 		stack[depth++] = context;
+		fk.nr_pushed++;
+	}
 	END
 }
 
@@ -288,6 +290,7 @@ EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
 {
 	BEGIN("cuCtxPopCurrent_v2", false)
 	/* Fails like any call, but has popped: a stack that only grows is a test's own doing. */
+	fk.nr_pushed -= depth > 0;
 	if (depth > 0)
 		*context = stack[--depth];
 	else

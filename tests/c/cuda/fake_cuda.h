@@ -52,7 +52,8 @@
 	/* Waits until lanes only poll: whatever they could do they have done. For use while held,    \
 	 * with copies in flight. */ \
 	X(void, fake_cuda_settle, (void))                                                               \
-	/* What is alive: "streams", "events", "registered", "allocated", "contexts". */                \
+	/* What is alive: "streams", "events", "registered", "allocated", "contexts", and    \
+	 * contexts that threads have "pushed". */          \
 	X(int64_t, fake_cuda_live, (const char *what))                                                  \
 	X(uint64_t, fake_cuda_copied_bytes, (void))
 

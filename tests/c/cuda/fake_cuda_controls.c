@@ -128,6 +128,8 @@ static int64_t live(const char *what)
 
 	if (strcmp(what, "events") == 0)
 		return fk.nr_events;
+	if (strcmp(what, "pushed") == 0)
+		return fk.nr_pushed;
 	if (strcmp(what, "streams") == 0)
 		for (struct CUstream_st *s = fk.streams; s; s = s->next)
 			nr += s->alive && !s->of_caller;

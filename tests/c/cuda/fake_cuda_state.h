@@ -97,6 +97,7 @@ extern struct fake__state {
 	pid_t owner;
 	struct CUctx_st contexts[NR_DEVICES];
 	int retained[NR_DEVICES];
+	int64_t nr_pushed;       /* contexts, by all threads */
 	int dead_of[NR_DEVICES]; /* the code that killed it, or 0 */
 	bool inactive[NR_DEVICES];
 	bool initialised, pageable_allowed, host_capturing;

@@ -3,6 +3,7 @@
  */
 #include <sched.h>
 #include <semaphore.h>
+#include <unistd.h>
 
 #include "cuda/fix_cuda.h"
 
@@ -213,6 +214,66 @@ static void every_gate_goes_on_when_the_save_is_cancelled(void)
 	end_starved(&s, before);
 }
 
+/* ---- several who wait for the end of the copies ---- */
+
+struct waiters {
+	struct sfr_ticket *t;
+	struct sfr_snapshot *s;
+};
+
+static void *await(void *arg)
+{
+	const struct waiters *w = arg;
+	int64_t torn;
+
+	if (w->t)
+		CHECK_EQ(sfr_save_wait(w->t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	else
+		CHECK_EQ(sfr_snapshot_wait(w->s, SFR_FOREVER, &torn), 0);
+	return NULL;
+}
+
+static void whoever_waits_for_the_copies_is_woken(void)
+{
+	struct sfr_stream step = { .device = 0 };
+	struct sfr_engine *engine;
+	struct waiters w = { 0 };
+	pthread_t threads[NR_GATES];
+
+	begin();
+	step.handle = (uintptr_t)fake.fake_cuda_stream(0);
+	engine = fake_engine(32, 2);
+	fake_place(&one, 0, SAVING_NR, 0);
+	for (int snapshots = 0; snapshots < 2; snapshots++) {
+		fake.fake_cuda_hold(1);
+		if (!snapshots) {
+			CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &w.t), 0);
+			CHECK_EQ(fake_submit(w.t, (void *)(uintptr_t)step.handle), 0);
+		} else {
+			CHECK_EQ(sfr_snapshot_new(engine, one.sources, SAVING_NR, 0, &w.s), 0);
+			CHECK_EQ(sfr_snapshot_lease(w.s, SFR_FOREVER), 0);
+			CHECK_EQ(sfr_snapshot_streams(w.s, &step, 1), 0);
+			CHECK_EQ(sfr_snapshot_start(w.s), 0);
+		}
+		for (int i = 0; i < NR_GATES; i++)
+			CHECK_EQ(pthread_create(&threads[i], NULL, await, &w), 0);
+		(void)usleep(20000); /* most of them wait by then, or there is nothing to see */
+		fake.fake_cuda_hold(0);
+		for (int i = 0; i < NR_GATES; i++)
+			CHECK_EQ(pthread_join(threads[i], NULL), 0);
+		if (!snapshots) {
+			saving_finish(w.t);
+			sfr_ticket_put(w.t);
+			w.t = NULL;
+		} else {
+			CHECK_EQ(saving_notice(), SFR_NOTICE_SNAPSHOT);
+			sfr_snapshot_unview(w.s);
+			sfr_snapshot_put(w.s);
+		}
+	}
+	fake_end(engine);
+}
+
 /* E or C is not waited for: what was copied may be no state of any step, and is not published. */
 static void a_save_whose_order_cannot_be_kept_fails(void)
 {
@@ -271,6 +332,7 @@ int main(void)
 	RUN(a_gate_whose_wait_fails_waits_on_the_host);
 	RUN(every_gate_goes_on_when_all_is_queued);
 	RUN(every_gate_goes_on_when_the_save_is_cancelled);
+	RUN(whoever_waits_for_the_copies_is_woken);
 	RUN(a_save_whose_order_cannot_be_kept_fails);
 	RUN(errors_after_which_a_device_answers_nothing_any_more_are_known);
 	saving_rmdir(dir);
