@@ -5,7 +5,17 @@
 Each rank has its part of an FSDP2 model and its AdamW. The ways take turns; each turn has rank
 processes of its own, makes a first save that is not counted, and then saves beside an idle main
 thread, beside one that is busy in Python, and in a training loop. Ours is synced when it has
-finished, directory included; of PyTorch's the files are, and the directory is not.
+finished, directory included; of PyTorch's the files are, and the directory is not. The bound is
+one file a rank of the same bytes, which knows of no other rank.
+
+What a save costs a loop is the time of its call and of the steps until it has ended, less that of
+as many steps at the median of those around it. Steps without a save are taken for such a save too:
+what they come to is noise, and stands in a row of its own. get_state_dict, which every way needs,
+is not in it. After --most-s no later round begins a turn.
+
+--lightning adds what Lightning's sharded strategies do (DCP's save, in the call) and what pull
+request 21515 of Lightning has open, its DistributedAsyncCheckpointIO(no_dist=False): in a process,
+with plans kept, each save after the one before.
 """
 
 from __future__ import annotations
@@ -13,6 +23,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import shutil
+import statistics
 import sys
 import time
 import warnings
@@ -33,6 +44,7 @@ from common import (
     turned,
     write_json,
 )
+from dcp_ways import LIGHTNING, OURS, WAYS
 from machine import (
     add_directory_options,
     check_memory,
@@ -44,9 +56,9 @@ from machine import (
     status_bytes,
 )
 
-DEFAULT, STAGER, PROCESS = "DCP async_save", "DCP, DefaultStager kept", "DCP, PROCESS executor"
-OURS = "stillframe.dcp.async_save"
-LOOP_STEPS = 6
+LOOP_SAVES = 3  # of a turn
+LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
+UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
 GIVE_UP_NS = 300 * 10**9
 ROWS = (
     ("idle", "call_s", "main thread idle: the call blocks"),
@@ -56,8 +68,12 @@ ROWS = (
     ("busy", "finished_s", "finished after"),
     ("busy", "stall_s", "longest stall"),
     ("loop", "lost_s", "training loop: lost time a save"),
+    ("loop", "noise_s", "the same of steps without one"),
+    ("loop", "step_s", "a step without one"),
+    ("loop", "state_s", "get_state_dict before a call"),
     ("loop", "finished_s", "finished after"),
 )
+WITH_ERROR = ("lost_s", "noise_s")
 
 
 # ---- in a rank's process -----------------------------------------------------------------------
@@ -81,16 +97,19 @@ class Rank:
         # AdamW: three times four bytes.
         self.width = round((options.state / 12 / options.layers) ** 0.5)
         layers = [torch.nn.Linear(self.width, self.width) for _ in range(options.layers)]
-        self.model = torch.nn.Sequential(*layers)
-        for layer in layers:
-            fully_shard(layer)
+        size = -(-len(layers) // UNITS)
+        units = [torch.nn.Sequential(*layers[at : at + size]) for at in range(0, len(layers), size)]
+        self.model = torch.nn.Sequential(*units)
+        for unit in units:
+            fully_shard(unit)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.ones(4, self.width)
         self.is_first = rank == 0
         self.path = directory / "checkpoint"
-        self.save = WAYS[way]()
+        self.save = {**WAYS, **LIGHTNING}[way]()
         self.started = 0.0  # when the last save was called
+        self.state_s = 0.0  # what get_state_dict took before that
         for _ in range(4):
             self.step()
 
@@ -104,7 +123,9 @@ class Rank:
         """A save under way: what the call returned, its seconds, and a stamp of the end."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
+        start = time.perf_counter()
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        self.state_s = time.perf_counter() - start
         stamp = Stamp()
         self.barrier()
         start = self.started = time.perf_counter()
@@ -136,28 +157,41 @@ class Rank:
         self.end(response)
         return figures
 
-    def loop(self) -> dict[str, float]:
-        """Steps with a save before the first, and as many without on either side."""
-        plain = self._steps(LOOP_STEPS)
-        start = time.perf_counter()
-        response, _, stamp = self.begin()
-        staged = getattr(response, "staging_completion", None)
-        count = 0
-        while count < LOOP_STEPS or not self._all(bool(stamp.at_ns)):
-            self.step(staged.result if staged is not None and count == 0 else lambda: None)
-            count += 1
-        with_save = time.perf_counter() - start
-        finished = stamp.at_ns / 1e9 - self.started
-        self.end(response)
-        plain += self._steps(LOOP_STEPS)
-        return {"lost_s": with_save - count * plain / (2 * LOOP_STEPS), "finished_s": finished}
+    def loop(self) -> dict[str, list[float]]:
+        """Of several saves: what each has cost, and what as many steps without one would have."""
+        found: dict[str, list[float]] = {name: [] for s, name, _ in ROWS if s == "loop"}
+        before = self._steps(LOOP_STEPS)
+        for _ in range(LOOP_SAVES):
+            call_s, steps = self._steps_beside_a_save(found)
+            after = self._steps(LOOP_STEPS)
+            found["lost_s"].append(call_s + _over(steps, before + after))
+            plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
+            before = self._steps(LOOP_STEPS)
+            found["noise_s"].append(_over(plain, after + before))
+            found["step_s"].append(statistics.median(after + before))
+        return found
 
-    def _steps(self, count: int) -> float:
-        self.barrier()
-        start = time.perf_counter()
+    def _steps_beside_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
+        """The call's seconds, and each step's until all ranks have saved."""
+        response, call_s, stamp = self.begin()
+        staged = getattr(response, "staging_completion", None)
+        steps: list[float] = []
+        while len(steps) < LOOP_STEPS or not self._all(bool(stamp.at_ns)):
+            waits = staged is not None and not steps
+            steps += self._steps(1, staged.result if waits else lambda: None)
+        found["state_s"].append(self.state_s)
+        found["finished_s"].append(stamp.at_ns / 1e9 - self.started)
+        self.end(response)
+        return call_s, steps
+
+    def _steps(self, count: int, before_update: Callable[[], object] = lambda: None) -> list[float]:
+        """The seconds of each. Gradients go through all ranks, so none is ahead of another."""
+        times = []
         for _ in range(count):
-            self.step()
-        return time.perf_counter() - start
+            start = time.perf_counter()
+            self.step(before_update)
+            times.append(time.perf_counter() - start)
+        return times
 
     def _all(self, here: bool) -> bool:
         """Whether it holds on all ranks: they have to make as many steps."""
@@ -168,56 +202,19 @@ class Rank:
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
-    def turn(self) -> dict[str, dict[str, float]]:
+    def turn(self) -> dict[str, dict[str, list[float]]]:
         rss = status_bytes("VmRSS")
         self.one(busy=False)  # makes pools and plans
-        found = {"idle": self.one(busy=False), "busy": self.one(busy=True), "loop": self.loop()}
-        found["idle"]["extra_rss"] = found["idle"]["peak"] - rss
-        return found
+        idle, busy = self.one(busy=False), self.one(busy=True)
+        idle["extra_rss"] = idle["peak"] - rss
+        found = {"idle": idle, "busy": busy}
+        lists = {name: {key: [one] for key, one in each.items()} for name, each in found.items()}
+        return {**lists, "loop": self.loop()}
 
 
-def _default() -> Callable[..., Any]:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
-
-    group = dist.new_group(backend="gloo")
-    return lambda state, path: stock.async_save(state, checkpoint_id=path, process_group=group)
-
-
-def _stager() -> Callable[..., Any]:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    group = dist.new_group(backend="gloo")
-    # On a thread, into memory that is used again; what is pinned or shared wants a device.
-    stager = DefaultStager(StagingOptions(False, False, True, False))
-    return lambda state, path: stock.async_save(
-        state, checkpoint_id=path, process_group=group, async_stager=stager
-    )
-
-
-def _process() -> Callable[..., Any]:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as stock
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    group = dist.new_group(backend="gloo")
-    return lambda state, path: stock.async_save(
-        state,
-        checkpoint_id=path,
-        process_group=group,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-
-
-def _ours() -> Callable[..., Any]:
-    from stillframe import dcp
-
-    return dcp.async_save
-
-
-WAYS = {DEFAULT: _default, STAGER: _stager, PROCESS: _process, OURS: _ours}
+def _over(steps: list[float], plain: list[float]) -> float:
+    """What steps took beyond as many plain ones."""
+    return sum(steps) - len(steps) * statistics.median(plain)
 
 
 def _serve(
@@ -262,17 +259,27 @@ def one_turn(way: str, options: argparse.Namespace, directory: Path) -> list[Any
 def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """way -> scenario -> metric -> the values of all rounds and ranks; or why there are none."""
     found: dict[str, Any] = {way: {} for way in options.ways}
+    began = time.monotonic()
     for number in range(options.rounds):
         for way in turned(options.ways, number):
-            print(f"round {number + 1} of {options.rounds}: {way}", file=sys.stderr, flush=True)
+            past_s = time.monotonic() - began
+            skipped = number > 0 and past_s > options.most_s
+            state = "skipped" if skipped else "begins"
+            print(
+                f"{past_s:4.0f} s, round {number + 1} of {options.rounds}: {way} {state}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if skipped:
+                continue
             for answer in one_turn(way, options, directory / f"turn{number}"):
                 if isinstance(answer, str):
                     found[way] = answer
                 elif not isinstance(found[way], str):
                     for scenario, figures in answer.items():
-                        for metric, value in figures.items():
+                        for metric, values in figures.items():
                             kept = found[way].setdefault(scenario, {}).setdefault(metric, [])
-                            kept.append(value)
+                            kept.extend(values)
     return found
 
 
@@ -285,7 +292,10 @@ def show(found: dict[str, Any], nbytes_a_rank: float) -> None:
                 cells.append("failed")
                 continue
             series = Series.of(figures[scenario][metric])
-            cells.append(format_times([series.median, min(series.values), max(series.values)]))
+            if metric in WITH_ERROR:
+                cells.append(f"{series.median * 1e3:.0f} ± {series.error * 1e3:.0f} ms")
+            else:
+                cells.append(format_times([series.median, min(series.values), max(series.values)]))
         rows.append([title, *cells])
     memory = [
         "failed"
@@ -308,9 +318,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--lightning", action="store_true", help="Lightning's ways too")
+    parser.add_argument("--most-s", type=float, default=200.0, help="no later round begins a turn")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one way's turn")
     add_directory_options(parser)
     options = parser.parse_args(argv)
+    if options.lightning:
+        options.ways = [*options.ways, *LIGHTNING]
     try:
         check_memory(6 * options.state + options.ranks * 500_000_000)
         with scratch_directory(

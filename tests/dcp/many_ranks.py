@@ -31,9 +31,14 @@ from stillframe._dcp import commit
 from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe.testing import fault, slow
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 Notes = dict[str, Any]
 
@@ -63,6 +68,8 @@ class Model:
 
 def locals_of(state: Any) -> Any:
     """Its tensors as this rank has them."""
+    if isinstance(state, ShardedTensor):
+        return [each.tensor.detach().clone() for each in state.local_shards()]
     if isinstance(state, torch.Tensor):
         return getattr(state, "_local_tensor", state).detach().clone()
     if isinstance(state, dict):
@@ -361,14 +368,67 @@ def alone(path: Path, rank: int) -> Notes:
 
 
 def killed(path: Path, rank: int) -> Notes:
-    """One rank, while it writes. The last scenario of its world."""
+    """The last but one, or the last of two, while it writes. The last scenario of its world."""
     state = {f"w{rank}": torch.ones(1000)}
     dcp.save(state, path / "c")
     state[f"w{rank}"].fill_(2)
-    if rank:
+    if rank == max(1, dist.get_world_size() - 2):
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
     response = dcp.async_save(state, path / "c")
-    return {"says": fails(response.upload_completion.result, 60)}
+    says = fails(response.upload_completion.result, 100)
+    took = time.monotonic() - began
+    # Nobody's end tells the others of it: they go on, as training would.
+    store = dist.FileStore(f"{path}/told")
+    store.add("told", 1)
+    while store.add("told", 0) < dist.get_world_size() - 1 and time.monotonic() - began < 90:
+        time.sleep(0.05)
+    return {"says": says, "took": took, "next": fails(dcp.async_save, state, path / "c")}
+
+
+def fsdp1(path: Path, rank: int) -> Notes:
+    """ShardedTensors, and the full states that FSDP1 makes of them."""
+
+    def trained(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(64, 64) for _ in range(3)]
+        model = FullyShardedDataParallel(
+            torch.nn.Sequential(*layers), device_id=torch.device("cpu"), use_orig_params=True
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step(model, optimizer)
+        return model, optimizer
+
+    def step(model: Any, optimizer: Any) -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    notes: Notes = {}
+    for full in (False, True):
+        options = StateDictOptions(full_state_dict=full)
+        model, optimizer = trained(0)
+        state = {"all": get_state_dict(model, optimizer, options=options)}
+        state = dict(zip(("model", "optimizer"), state["all"], strict=True))
+        wanted = locals_of(state)
+        response = dcp.async_save(state, path / f"c{full}")
+        for _ in range(3):
+            step(model, optimizer)
+        response.upload_completion.result()
+        kinds = {type(each).__name__ for each in state["model"].values()}
+        new = dict(
+            zip(
+                ("model", "optimizer"),
+                get_state_dict(*trained(1), options=options),
+                strict=True,
+            )
+        )
+        stock.load(new, checkpoint_id=path / f"c{full}")
+        notes[f"full {full}"] = [equal(locals_of(new), wanted), *sorted(kinds)]
+        if not full:
+            stager = dcp.PinnedStager()
+            notes["stager"] = fails(lambda: stager.stage(state))  # noqa: B023
+    return notes
 
 
 def other_world(path: Path, rank: int) -> Notes:
@@ -437,10 +497,11 @@ def from_four(path: Path, rank: int) -> Notes:
 
 
 WORLDS = {
-    4: [four],
+    4: [four, killed],
     2: [
         *(
             fsdp2,
+            fsdp1,
             structures,
             planner_refuses,
             replicated,

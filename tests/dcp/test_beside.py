@@ -120,6 +120,22 @@ def test_a_commit_that_fails_leaves_what_was_there(
     assert (tensors_of(directory), meta_of(directory)) == (3, 3)
 
 
+def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(what: str) -> Callable[..., None]:
+        def call(*_: Any, **__: Any) -> None:
+            raise ValueError(what)
+
+        return call
+
+    monkeypatch.setattr(commit, "put_in_place", broken("the commit"))
+    monkeypatch.setattr(beside, "mend", broken("the mending"))
+    with pytest.raises(BaseException, match="the commit"):
+        save(tmp_path / "c", 1)
+    assert "is left as it is: the mending" in caplog.text
+
+
 def test_meta_is_there_and_synced_before_the_first_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,8 +168,28 @@ def test_a_full_disk_of_one_of_four_with_several_files_a_rank_is_every_ranks_err
         assert rank["old"]
 
 
-def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(notes, directory):
-    (zero,) = notes("killed", ranks=1)
-    assert "Timeout" not in zero["says"] and zero["says"]
-    found = loaded({"w0": torch.ones(1000), "w1": torch.ones(1000)}, directory / "2/killed/c")
-    assert (found["w0"] == 1).all() and (found["w1"] == 1).all()
+@pytest.mark.parametrize(("size", "living"), [(2, [0]), (4, [0, 1, 3])])
+def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(
+    directory, size, living
+):
+    path = directory / str(size) / "killed"
+    for rank in living:
+        note = json.loads((path / f"rank{rank}.json").read_text())
+        assert "raised" not in note, note["raised"]
+        assert note["says"] and "Timeout" not in note["says"]
+        assert note["took"] < 30  # and not the group's timeout
+        assert "a rank is gone" in note["next"]
+    ones = {f"w{rank}": torch.ones(1000) for rank in range(size)}
+    found = loaded(ones, path / "c")
+    assert all((value == 1).all() for value in found.values())
+
+
+def test_what_fsdp1_shards_and_what_it_makes_whole_is_saved_as_it_was_at_the_call(notes):
+    for rank in notes("fsdp1"):
+        assert rank["full False"] == [True, "ShardedTensor"]
+        assert rank["full True"] == [True, "Tensor"]
+
+
+def test_a_sharded_tensor_is_refused_by_the_stager_and_never_left_live(notes):
+    for rank in notes("fsdp1"):
+        assert rank["stager"].startswith("TypeError") and "ShardedTensor" in rank["stager"]

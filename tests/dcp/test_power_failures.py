@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_entries import Call, Recorded, what_stands
-from stillframe._dcp import image
+from stillframe._dcp import beside, image
 from stillframe.dcp import FileSystemWriter
+
+META = "meta.pt"
 
 
 def identity(path: str) -> str | None:
@@ -19,8 +21,11 @@ def identity(path: str) -> str | None:
     return f"file {os.stat(path).st_ino}" if stands == "file" else stands
 
 
-def recorded_save(path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
+def recorded_save(
+    path: Path, top: Path, monkeypatch: pytest.MonkeyPatch, meta: int | None = None
+) -> Recorded:
     recorded, failure, seen = Recorded(top, identity), image.DataFile.failure, set()
+    write = beside._write
 
     def noted(self: Any) -> Any:
         error = failure(self)
@@ -30,17 +35,30 @@ def recorded_save(path: Path, top: Path, monkeypatch: pytest.MonkeyPatch) -> Rec
             recorded.calls.append(Call("rename", os.path.realpath(path), change))
         return error
 
+    def written(content: Any, own: str, **options: Any) -> None:
+        write(content, own, **options)
+        recorded.calls.append(Call("create", os.path.realpath(path), {own: identity(own)}))
+
     with monkeypatch.context() as patched:
         patched.setattr(image.DataFile, "failure", noted)
+        patched.setattr(beside, "_write", written)
         with recorded(monkeypatch):
-            save(path, 2.0)
+            save(path, 2.0, meta)
     assert len(seen) == 3
     return recorded
 
 
-def save(path: Path, value: float) -> None:
+def save(path: Path, value: float, meta: int | None = None) -> None:
     state = {f"w{i}": torch.full((500,), value) for i in range(6)}
-    dcp.save(state, storage_writer=FileSystemWriter(path, thread_count=3), no_dist=True)
+    writer = FileSystemWriter(path, thread_count=3)
+    if meta is not None:
+        writer.beside = beside.Beside(META, {"step": meta})
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def save_as_lightning(path: Path, value: float, meta: int) -> None:
+    save(path, value)
+    torch.save({"step": meta}, path / META)
 
 
 def files(path: Path) -> dict[str, str | None]:
@@ -74,3 +92,32 @@ def test_a_power_failure_leaves_the_old_checkpoint_or_the_new_one(
     assert seen == {"old", "new"}
     # Once the save has ended there is nothing but the new one.
     assert all(holds(state, new) for state in recorded.states())
+
+
+@pytest.mark.parametrize("before", [None, save, save_as_lightning], ids=["new", "ours", "theirs"])
+def test_a_power_failure_leaves_the_meta_of_its_checkpoint_or_one_that_can_be_linked_again(
+    tmp_path, monkeypatch, before
+):
+    path = tmp_path / "above" / "checkpoint"
+    if before is not None:
+        before(path, 1.0, 1)
+        old, old_metadata = identity(str(path / META)), identity(str(path / ".metadata"))
+        save_id = beside._save_of(str(path))
+    recorded = recorded_save(path, tmp_path, monkeypatch, meta=2)
+    new, metadata, link = identity(str(path / META)), str(path / ".metadata"), str(path / META)
+    new_metadata, new_id = identity(metadata), beside._save_of(str(path))
+    seen = set()
+    for state in recorded.every_state():
+        stands = state.get(link)
+        if state.get(metadata) == new_metadata:
+            assert stands in (None, new)
+            assert state[beside._of_save(str(path), META, new_id)] == new
+        elif before is None:
+            assert metadata not in state and stands in (None, new)
+        else:
+            assert state[metadata] == old_metadata and stands in (None, old)
+            assert old in (stands, state.get(beside._of_save(str(path), META, save_id)))
+        seen.add((state.get(metadata) == new_metadata, stands))
+    assert {True, False} == {committed for committed, _ in seen}
+    # Once the save has ended there is nothing but the new one.
+    assert all(state[link] == new for state in recorded.states())

@@ -54,7 +54,16 @@ class Recorded:
                 path = os.path.join(folder, name)
                 self.before[path] = self._identity(path) or ""
         with monkeypatch.context() as patched:
-            for name in ("mkdir", "symlink", "unlink", "remove", "rmdir", "rename", "replace"):
+            for name in (
+                "mkdir",
+                "symlink",
+                "link",
+                "unlink",
+                "remove",
+                "rmdir",
+                "rename",
+                "replace",
+            ):
                 patched.setattr(os, name, self._recording(name, getattr(os, name)))
             fsync = os.fsync
 
@@ -69,7 +78,7 @@ class Recorded:
         def recording(*args: Any, **named: Any) -> Any:
             answer = call(*args, **named)
             paths = [os.fspath(each) for each in args if isinstance(each, (str, os.PathLike))]
-            if name == "symlink":
+            if name in ("symlink", "link"):
                 paths = paths[1:]
             full = [self._full(each) for each in paths]
             change = {each: self._identity(each) for each in full}

@@ -76,8 +76,8 @@ def async_save(
     The call copies the state. With `overlap=True`, what only the optimizer's step changes is copied
     after the call, under the next forward and backward, and the next step waits for it by itself.
     Planning, writing and the commit run beside training, with collectives in a group of their own.
-    Plans are kept: the second save of a structure sends none. PyTorch's `dcp.load` reads the
-    checkpoint, on any number of ranks.
+    For local paths plans are kept: the second save of a structure sends none. PyTorch's `dcp.load`
+    reads the checkpoint, on any number of ranks.
 
     One save is under way at a time. The next call waits for it, and raises its error unless the
     future has already given it. A path that is saved to again holds the old checkpoint or the new
@@ -222,7 +222,7 @@ class Saver:
         upload, copied = Upload(path), Future[Copied]()
         response = SaveResponse(Future(), cast(Any, upload))
         work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
-        work.begins, work.beside = asked.begins, asked.beside
+        work.begins, work.beside, work.give_up = asked.begins, asked.beside, self._give_up
         try:
             waited_s = self._wait_for_last(work)
             tree = self._stage(work, _of_stateful(state_dict), asked)
@@ -260,6 +260,10 @@ class Saver:
         else:
             work.staged.upload_begins()
         return tree
+
+    def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
+        self._rounds.pop(group, None)
+        self._groups.give_up(group, why)
 
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()

@@ -66,8 +66,10 @@ class Beside:
             if durable:
                 sync_directory(directory)
         except BaseException:
-            with contextlib.suppress(OSError):
+            try:
                 self._undo(directory, own, link, save_id)
+            except Exception as error:  # the first one is what went wrong
+                log.warning("stillframe: %s is left as it is: %s", link, error)
             raise
         for other in _of_saves(directory, self.name):
             if other != own:

@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillframe.errors import StillframeError
 
+# torch 2.13 has another name for it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Ranks:
     """
@@ -40,7 +43,7 @@ class Ranks:
             return [[*mine]]
         own = torch.tensor(mine, dtype=torch.int64)
         all_of_them = torch.empty(self.size * len(mine), dtype=torch.int64)
-        dist.all_gather_into_tensor(all_of_them, own, group=self._group)
+        _all_gather(all_of_them, own, group=self._group)
         flat: list[int] = all_of_them.tolist()
         return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
 

@@ -136,6 +136,7 @@ class Round:
         beside: This rank's file that the checkpoint is committed with.
         raised: The call raises the error of the save before.
         ended_well: Called before anybody hears of the end.
+        give_up: Called with a group in which a collective has failed.
     """
 
     number: int
@@ -151,6 +152,7 @@ class Round:
     beside: Beside | None = None
     raised: bool = False
     ended_well: Callable[[], object] = int
+    give_up: Callable[[dist.ProcessGroup, BaseException], object] | None = None
 
 
 class Rounds:
@@ -213,6 +215,10 @@ class Rounds:
     def _clean_up(self, work: Round, failure: BaseException) -> None:
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # the coordinator has said that there is no commit
+        group, work.group = work.group, None
+        known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
+        if group is not None and work.give_up is not None and not known:
+            work.give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             work.upload.seen = True  # or its error would keep the next call from saving, and so on
             if not work.raised:
