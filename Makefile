@@ -14,7 +14,8 @@
 # make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
-# make offload-campaign  the same of groups that leave a device and come back (make test has 150)
+# make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
+#                 2,000 random trainings with layers, activations or states offloaded (24)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
@@ -255,6 +256,7 @@ soak: build
 	STILLFRAME_SOAK=$(SOAK) $(PY) -m pytest tests/unit/test_leaks.py --timeout 3600 $(ARGS)
 
 SCHEDULES ?= 10000
+TRAININGS ?= 2000
 
 cuda-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_cuda_schedules build/plain/libfake_cuda.so
@@ -263,6 +265,8 @@ cuda-campaign:
 offload-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_offload_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_offload_schedules
+	@$(MAKE) --no-print-directory build
+	STILLFRAME_TRAININGS=$(TRAININGS) STILLFRAME_TRAININGS_S=$(CAMPAIGN_S) $(PY) -m pytest -s --timeout 3600 tests/offload/test_random_trainings.py $(ARGS)
 
 # ---- Lightning ---------------------------------------------------------------------------------
 

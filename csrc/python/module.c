@@ -100,6 +100,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_parts },
 	{ Py_mod_exec, sfr_py_add_snapshot },
+	{ Py_mod_exec, sfr_py_add_memory },
 	{ Py_mod_exec, sfr_py_add_onload },
 	{ Py_mod_exec, sfr_py_add_look },
 	{ Py_mod_exec, sfr_py_add_log },

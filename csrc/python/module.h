@@ -20,7 +20,7 @@ struct sfr_py_state {
 	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
 	PyTypeObject *parts_type;                            /* parts.c */
 	PyTypeObject *observer_type;                         /* observer.c */
-	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c */
+	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c, memory.c */
 	PyTypeObject *onload_type;                           /* onload.c */
 	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
 	PyObject *corrupt_error, *torn_error, *save_error;
@@ -62,6 +62,7 @@ int sfr_py_add_engine(PyObject *module);   /* engine.c */
 int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
 int sfr_py_add_parts(PyObject *module);    /* parts.c */
 int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
+int sfr_py_add_memory(PyObject *module);   /* memory.c */
 int sfr_py_add_onload(PyObject *module);   /* onload.c */
 int sfr_py_add_look(PyObject *module);     /* look.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */

@@ -36,7 +36,6 @@ static inline void pool_figures_agree(struct sfr__pool *pool)
 	CHECK_EQ(pool->committed_bytes, committed);
 	CHECK_EQ(pool->leased_bytes, leased);
 	CHECK_EQ(pool->retired_bytes, retired);
-	CHECK(pool->nr_supplying <= pool->nr_filling);
 	CHECK(pool->nr_filling <= nr_of[SFR__BLOCK_GROWING]);
 	CHECK_EQ(pool__nr_listed(&pool->reserved, SFR__BLOCK_RESERVED), nr_of[SFR__BLOCK_RESERVED]);
 	CHECK_EQ(pool__nr_listed(&pool->whole, SFR__BLOCK_FREE) +

@@ -68,7 +68,7 @@ static inline struct sfr__pool *make(uint64_t pool_bytes, uint64_t block_bytes)
 {
 	struct sfr__pool *pool = NULL;
 
-	CHECK_EQ(sfr__pool_new(pool_bytes, block_bytes, &pool), 0);
+	CHECK_EQ(sfr__pool_new(pool_bytes, block_bytes, false, &pool), 0);
 	return pool;
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import time
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,33 @@ def test_memory_that_the_driver_gave_to_a_save_is_of_no_use_to_a_snapshot(
             assert fake.live("allocated") == before
         del snap
         stillframe.save(tree(), tmp_path / "a", engine=engine)
+
+
+def test_registered_memory_can_be_that_of_a_file_which_a_process_maps(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+
+    def tensors() -> dict[str, Any]:  # torch warns of a sparse one on its arrival
+        return {name: each for name, each in tree().items() if name != "sparse"}
+
+    before = fake.live("registered"), fake.live("allocated")
+    with stillframe.Engine(pool_bytes=8 * MIB, block_bytes=MIB, shared_memory=True) as engine:
+        source, wanted = tensors(), tensors()
+        with stillframe.snapshot(source, shared="spawn", engine=engine) as snap:
+            assert fake.live("registered") > before[0]
+            source["large"].fill_(-1.0)
+            data = ForkingPickler.dumps(snap.tree)
+        assert_same(pickle.loads(data), wanted)
+        engine.trim()  # the driver lets go of pages before they are taken out of the file
+        assert fake.live("registered") == before[0]
+        # Blocks whose memory is the driver's meanwhile have none in the file, and get it back.
+        fake.fail("cuMemHostRegister_v2", sticky=True, code=OUT_OF_MEMORY)
+        stillframe.save({"a": torch.ones(7 * MIB // 4)}, tmp_path / "a", engine=engine)
+        assert fake.live("allocated") > before[1]
+        fake.reset()
+        with stillframe.snapshot(tensors(), shared="spawn", engine=engine) as snap:
+            data = ForkingPickler.dumps(snap.tree)
+        assert_same(pickle.loads(data), wanted)
 
 
 def test_a_batch_that_is_refused_is_copied_one_by_one(

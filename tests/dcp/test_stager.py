@@ -217,19 +217,52 @@ def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, mon
     assert eventually(lambda: leased(engine) == 0)
 
 
-def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank):
-    stager, trained = PinnedStager(engine), Trained()
+def save_in_a_process(trained, stager, path):
+    """Saves beside a step; what was to be saved."""
     wanted = copied(trained.state())
     response = dcp.async_save(
         trained.state(),
-        checkpoint_id=tmp_path / "c",
+        checkpoint_id=path,
         async_stager=stager,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
     trained.step()
     response.upload_completion.result()
+    return wanted
+
+
+def test_it_stages_for_the_process_executor(tmp_path, engine, one_rank, monkeypatch):
+    moved, share = [], torch.UntypedStorage._share_fd_cpu_
+
+    def counted(storage):
+        moved.append(storage.nbytes())
+        return share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", counted)
+    trained = Trained()
+    wanted = save_in_a_process(trained, PinnedStager(engine), tmp_path / "c")
     assert equal(loaded(wanted, tmp_path / "c"), wanted)
     assert eventually(lambda: leased(engine) == 0)
+    assert sum(moved) >= 3 * 4 * 64 * 64 * 4  # weights, and two moments of each
+    moved.clear()
+    # Shared memory is read where it is, and comes back though the process keeps its last state:
+    # this pool has room for one.
+    with stillframe.Engine(pool_bytes=256 << 10, block_bytes=4096, shared_memory=True) as shared:
+        stager = PinnedStager(shared)
+        for number in range(3):
+            wanted = save_in_a_process(trained, stager, tmp_path / f"{number}")
+            assert equal(loaded(wanted, tmp_path / f"{number}"), wanted)
+        assert moved == [] and eventually(lambda: leased(shared) == 0)
+        wanted["c"] = threading.Lock()  # cannot be pickled, after all that can
+        response = dcp.async_save(
+            wanted,
+            checkpoint_id=tmp_path / "none",
+            async_stager=stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        with pytest.raises(TypeError, match="lock"):
+            response.upload_completion.result()
+        assert eventually(lambda: leased(shared) == 0)
 
 
 def test_a_report_says_how_long_a_step_has_waited(tmp_path, engine):

@@ -1,20 +1,11 @@
 """Everything here runs twice: on the CPU, and with CPU tensors taken for ones on CUDA device 0 over
 the fake driver, where no rule of the driver's may be broken and nobody may wait for the device."""
 
-import contextlib
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import stillframe
 import torch
-from stillframe import testing
-
-ROOT = Path(__file__).parents[2]
-
-# Before the driver is first used by any test of this process.
-os.environ.setdefault("STILLFRAME_LIBCUDA", str(ROOT / "build" / "libfake_cuda.so"))
+from fix_driver import fake as fake
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +16,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def fake() -> Iterator[testing.FakeDriver]:
-    """The driver's controls."""
-    with testing.host_as_device() as driver:
-        driver.reset()
-        yield driver
-        driver.hold(False)
-        # An error that the test did not ask for is the test's business.
-        with contextlib.suppress(stillframe.StillframeError):
-            stillframe.wait_all(timeout=60)
-        violations, syncs = driver.violations, driver.calls("sync")
-        driver.reset()
-        assert violations == []
-        assert syncs == 0
 
 
 @pytest.fixture(params=["cpu", "fake"])

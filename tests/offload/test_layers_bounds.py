@@ -6,7 +6,7 @@ import functools
 import pytest
 import stillframe
 import torch
-from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, squares, train
+from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, same, squares, train
 from stillframe.offload import offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -164,6 +164,93 @@ def test_a_kept_layer_whose_buffers_another_changes_comes_again(either):
     norm = nn.BatchNorm1d(WIDTH)
     model = nn.Sequential(*(Checkpointed(nn.Linear(WIDTH, WIDTH), norm) for _ in range(3)))
     assert agree(*twice(model, offloaded={"keep": 3}))
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, x):
+        return x + torch.relu(x) + (x @ self.weight.t()).sum()
+
+
+def test_layers_without_tensors_or_with_empty_ones_stand_between_others(either):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Empty(), nn.Linear(WIDTH, WIDTH))
+    for keep in (0, 3):
+        assert agree(*twice(copy.deepcopy(model), offloaded={"keep": keep}))
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_what_came_ahead_for_a_forward_that_failed_is_brought_anew(either, nth):
+    """Nobody counts a write of a fused optimizer, or through `.data`."""
+    model = mlp(depth=4)
+    plain = copy.deepcopy(model)
+
+    def fail(module, args, output):
+        raise ArithmeticError("in forward")
+
+    with offload_layers(model, device="cpu"):
+        hook = model[nth][0].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(numbers(0))
+        hook.remove()
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.data.mul_(2)
+        assert torch.equal(model(numbers(1)), plain(numbers(1)))
+
+
+class Reentrant(nn.Linear):
+    """It has a backward of its own, inside the one around."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True) if x.requires_grad else x
+
+
+def test_gradients_are_added_in_the_order_of_their_backwards(either):
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Reentrant(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
+        model[3].weight = model[1].weight
+        assert agree(*twice(model, parts=3))
+
+
+class Bang(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the middle")
+
+
+def test_a_sum_that_a_failed_backward_has_begun_is_dropped(either):
+    """As autograd drops it: the gradient is given when the last of a parameter's uses has come."""
+
+    def grads(model, repeated):
+        model(numbers(0)).sum().backward()
+        with pytest.raises(ArithmeticError):
+            repeated(Bang.apply(repeated(numbers(1).requires_grad_()))).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model = mlp(depth=2)
+    other = copy.deepcopy(model)
+    with offload_layers(other, device="cpu"):
+        assert same(grads(model, model[1]), grads(other, other[1]))
+
+
+def test_a_norm_that_stays_may_change_again_while_its_statistics_leave(fake):
+    norm = nn.BatchNorm1d(WIDTH)
+    model = nn.Sequential(Checkpointed(nn.Linear(WIDTH, WIDTH), norm))
+    other = copy.deepcopy(model)
+    plain = train(model)
+    fake.delay(2_000_000)
+    with offload_layers(other, device="cpu", keep=1):
+        assert agree(plain, train(other))
 
 
 def test_a_gradient_is_laid_out_as_its_parameter(either):

@@ -107,8 +107,9 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
             fake.hold(True)
             held.set()
             asked.wait()
-            while fake.calls("cuStreamWaitEvent") == before:  # until the stream waits
-                time.sleep(0.001)
+            end = time.monotonic() + 10
+            while fake.calls("cuStreamWaitEvent") == before and time.monotonic() < end:
+                time.sleep(0.001)  # until the stream waits
             fake.hold(False)
 
         holder = threading.Thread(target=hold)
@@ -119,7 +120,9 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
         asked.set()
         offloader.onload(ticket)  # the current stream, which is this thread, stands still
         holder.join()
+        end = time.monotonic() + 10
         while not (stats := offloader.stats())["onload_copy_s"] or not stats["stream_waited_s"]:
+            assert time.monotonic() < end
             time.sleep(0.001)  # until the core has heard of both
         assert stats["offload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0

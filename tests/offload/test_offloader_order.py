@@ -50,7 +50,6 @@ def test_weights_may_be_written_to_once_nothing_is_read_of_them(
         one, two = (offloader.adopt(group(i)).tensors() for i in (1, 2))
         fake.delay(20_000_000)
         assert offloader.prefetch(one) and offloader.prefetch(two)
-        offloader.release(two)  # it is still being read
         before = offloader.stats()["host_waited_s"]
         offloader.wait_read()
         assert offloader.stats()["host_waited_s"] > before
@@ -58,6 +57,15 @@ def test_weights_may_be_written_to_once_nothing_is_read_of_them(
         for tensor in (*one, *two):
             tensor.zero_()
         assert copied == sum(tensor.nbytes for tensor in (*one, *two))
+
+
+def test_what_is_computed_with_has_come(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        ticket = offloader.adopt(group(1))
+        fake.delay(20_000_000)
+        assert same(offloader.onload(ticket), group(1))
 
 
 def test_where_a_stream_cannot_wait_the_host_does_and_counts_it(
@@ -98,6 +106,19 @@ def test_another_stream_than_the_default_one_is_waited_for(
         offloader.wait_read()  # the calling thread is not that stream: it may look now
         assert same(back, group(1))
         assert set(asked) == {0}
+
+
+def test_a_write_before_its_time_is_told_though_nobody_has_asked_in_between(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        sources = group(1)
+        fake.hold(True)
+        ticket = offloader.offload(sources)
+        sources[0].zero_()
+        fake.hold(False)
+        with pytest.raises(stillframe.TornSnapshotError, match=r"tensors \[0\]"):
+            ticket.tensors()
 
 
 def test_what_still_leaves_has_left_when_it_is_closed(

@@ -91,6 +91,7 @@ def test_the_pools_memory_goes_back_with_the_last_that_refers_to_it(
     with Offloader("cpu", engine=engine) as offloader:
         ticket = offloader.offload(group(1))
         tensors = ticket.tensors()
+        assert all(a is b for a, b in zip(tensors, ticket.tensors(), strict=True))
         ticket.release()
         assert leased(engine) > 0 and same(tensors, group(1))
         del tensors

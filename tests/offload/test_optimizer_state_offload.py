@@ -7,6 +7,7 @@ import pytest
 import stillframe
 import torch
 from fix_offloading import same, squares, state, tensors_of
+from stillframe import testing
 from stillframe.offload import offload_optimizer_state
 from torch import nn
 
@@ -315,6 +316,70 @@ def test_a_save_holds_the_state_at_the_call(either, tmp_path):
         for handle, expected in saves:
             found = stillframe.load(handle.result().path)
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def large(depth=3, width=160):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def step(model, opt, seed):
+    opt.zero_grad()
+    made = torch.Generator().manual_seed(seed)
+    squares(model, torch.randn(4, 160, generator=made)).backward()
+    opt.step()
+
+
+def test_a_save_copies_the_state_from_the_pool_behind_its_call(either, engine, tmp_path):
+    model = large()
+    opt = KINDS["AdamW"](groups(model))
+    with offload_optimizer_state(opt, engine=engine):
+        for seed in range(3):
+            step(model, opt, seed)
+        expected = copy.deepcopy(opt.state_dict())
+        with testing.slow("lane_copy", 0.01):
+            handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
+            step(model, opt, 3)
+            opt.load_state_dict(copy.deepcopy(expected))
+            step(model, opt, 4)
+        report = handle.result()
+        torch.testing.assert_close(stillframe.load(report.path), expected, rtol=0, atol=0)
+        # All of it but step counts and what is small.
+        weights = sum(2 * layer.weight.nbytes for layer in model)
+        assert report.deferred_nbytes == weights
+        # What was loaded has to be seen anew.
+        handle = stillframe.async_save(opt.state_dict(), tmp_path / "b.pt", engine=engine)
+        assert handle.result().deferred_nbytes == 0
+
+
+def test_a_state_that_somebody_writes_to_is_copied_in_the_call(either, engine, tmp_path):
+    model = large()
+    opt = KINDS["AdamW"](groups(model))
+    with offload_optimizer_state(opt, engine=engine):
+        for seed in range(4):
+            step(model, opt, seed)
+            opt.state[model[0].weight]["exp_avg"].mul_(0.5)
+        handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
+        expected = copy.deepcopy(opt.state_dict())
+        opt.state[model[1].weight]["exp_avg"].zero_()
+        report = handle.result()
+        assert report.deferred_nbytes == 0
+        torch.testing.assert_close(stillframe.load(report.path), expected, rtol=0, atol=0)
+
+
+def test_a_state_that_is_written_to_under_its_save_is_told_and_captured_from_then_on(
+    either, engine, tmp_path
+):
+    model = large()
+    opt = KINDS["AdamW"](groups(model))
+    with offload_optimizer_state(opt, engine=engine):
+        for seed in range(3):
+            step(model, opt, seed)
+        handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
+        opt.state[model[1].weight]["exp_avg"].zero_()
+        with pytest.raises(stillframe.TornSnapshotError):
+            handle.result()
+        handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
+        assert handle.result().deferred_nbytes == 0
 
 
 def test_what_cannot_be_served_is_refused():

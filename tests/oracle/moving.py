@@ -1,15 +1,18 @@
-"""Run by test_moves.py, one process for each way in which a storage gets other memory.
+"""Run by test_moves.py: the ways in which a storage gets other memory, each in a process forked for
+it, since some of them crash where they are not waited for.
 
-``python moving.py WAY`` saves and snapshots parameters, gives their storages other memory in the
-next line, and compares what was written with the state at the call.
+``python moving.py`` saves and snapshots parameters, gives their storages other memory in the next
+line, and compares what was written with the state at the call. It prints what became of each way:
+its name and a wait status.
 """
 
 from __future__ import annotations
 
 import copy
 import faulthandler
-import sys
+import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,9 +112,7 @@ def taken(state: dict[str, Any], then: Callable[[], object], directory: str) -> 
     return snapshot.tree
 
 
-def main(name: str) -> None:
-    faulthandler.enable()
-    torch.set_num_threads(1)
+def tried(name: str) -> None:
     for copied in (saved, taken):
         model = trained()
         state = dict(model.state_dict())
@@ -121,5 +122,22 @@ def main(name: str) -> None:
         assert all(torch.equal(got[key], wanted[key]) for key in wanted), copied
 
 
+def main() -> None:
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    trained()  # the first step of a process imports much of torch
+    for name in WAYS:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                tried(name)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        print(name, os.waitpid(child, 0)[1], flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

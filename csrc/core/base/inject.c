@@ -53,6 +53,7 @@
 	X(int, unlink, -1, (int dir, const char *name), (dir, name))                               \
 	X(int, rmdir, -1, (const char *path), (path))                                              \
 	X(DIR *, opendir, NULL, (const char *path), (path))                                        \
+	X(int, memfd, -1, (const char *name, unsigned flags), (name, flags))                       \
 	X(void *, mmap, MAP_FAILED,                                                                \
 	  (void *addr, size_t len, int prot, int flags, int fd, off_t off),                        \
 	  (addr, len, prot, flags, fd, off))                                                       \

@@ -103,6 +103,7 @@ struct sfr_sys sfr_sys = {
 	.opendir = opendir,
 	.readdir = readdir,
 	.closedir = closedir,
+	.memfd = memfd_create,
 	.mmap = mmap,
 	.munmap = munmap,
 	.mprotect = mprotect,

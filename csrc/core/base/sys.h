@@ -40,6 +40,7 @@ struct sfr_sys {
 	struct dirent *(*readdir)(DIR *dir);
 	int (*closedir)(DIR *dir);
 	/* memory */
+	int (*memfd)(const char *name, unsigned flags); /* memfd_create */
 	void *(*mmap)(void *addr, size_t len, int prot, int flags, int fd, off_t off);
 	int (*munmap)(void *addr, size_t len);
 	int (*mprotect)(void *addr, size_t len, int prot);

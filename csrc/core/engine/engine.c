@@ -48,8 +48,8 @@ static bool foreign(const struct sfr_engine *engine)
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* A default cap is what would be well; where the system has not that much address space to give,
- * half of it is as good as any other, and again. */
+/* A default cap is what would be well; where the system has not that much address space to give, or
+ * no file of that length, half of it is as good as any other, and again. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
@@ -58,8 +58,9 @@ static int make_pool(struct sfr_engine *engine)
 	for (;;) {
 		uint64_t half = engine->pool_bytes / 2 / block_bytes * block_bytes;
 
-		rc = sfr__pool_new(engine->pool_bytes, block_bytes, &engine->pool);
-		if (rc != -ENOMEM || !engine->default_cap || half == 0)
+		rc = sfr__pool_new(engine->pool_bytes, block_bytes, engine->opts.shared_memory != 0,
+				   &engine->pool);
+		if ((rc != -ENOMEM && rc != -EFBIG) || !engine->default_cap || half == 0)
 			return rc;
 		sfr__budget_give(engine->pool_bytes - half);
 		engine->pool_bytes = half;

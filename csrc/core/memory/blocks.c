@@ -12,7 +12,8 @@ int sfr__pool_grow(struct sfr__pool *pool, const struct sfr__block *block, size_
 	int rc;
 
 	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
-	rc = sfr__memory_commit(block->mem + block->committed, want - block->committed);
+	rc = sfr__memory_commit(&pool->range, block->mem + block->committed,
+				want - block->committed);
 	sfr__near_end(&near);
 	return rc;
 }

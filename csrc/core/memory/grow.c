@@ -190,7 +190,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 			continue;
 		}
 		sfr__unlock(&pool->mu);
-		failed = sfr__memory_decommit(block->mem, block->committed);
+		failed = sfr__memory_decommit(&pool->range, block->mem, block->committed);
 		sfr__lock(&pool->mu);
 		if (failed == 0)
 			sfr__pool_recount_locked(pool, block, 0);

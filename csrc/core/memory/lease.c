@@ -147,7 +147,7 @@ static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 		sfr__lock(&pool->mu);
 		return -EIO; /* the driver keeps it: so does the block */
 	}
-	rc = sfr__memory_commit(block->mem, block->committed);
+	rc = sfr__memory_commit(&pool->range, block->mem, block->committed);
 	sfr__lock(&pool->mu);
 	if (rc != 0)
 		sfr__pool_recount_locked(pool, block, 0);
@@ -335,6 +335,12 @@ void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
 	sfr_sys.free(blocks);
+}
+
+int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)
+{
+	*off = (uint64_t)(mem - pool->range.base);
+	return pool->range.file;
 }
 
 bool sfr__pool_has(const struct sfr__pool *pool, const char *mem)

@@ -44,9 +44,9 @@ struct sfr__piece {
 	bool gone;           /* in a trim: the driver has let go of it */
 };
 
-void sfr__pin_init(struct sfr__pin *pin)
+void sfr__pin_init(struct sfr__pin *pin, const struct sfr__range *range)
 {
-	*pin = (struct sfr__pin){ .mu = SFR__MUTEX(SFR__LOCK_PIN) };
+	*pin = (struct sfr__pin){ .mu = SFR__MUTEX(SFR__LOCK_PIN), .range = range };
 }
 
 bool sfr__pin_is_on(struct sfr__pin *pin)
@@ -219,7 +219,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 		if (block->piece) {
 			/* The block's own pages are of no use for as long; where the system does
 			 * not take them, they only cost their memory. */
-			(void)sfr__memory_decommit(block->mem, (size_t)block_bytes);
+			(void)sfr__memory_decommit(pin->range, block->mem, (size_t)block_bytes);
 			block->mem = mem;
 			return;
 		}

@@ -10,10 +10,11 @@ struct sfr__block;
 /* Blocks that the driver was told of in one call. */
 struct sfr__piece;
 
-/* Embedded in a pool; all zero but for the mutex until sfr__pin_on. */
+/* Embedded in a pool; all zero but for range and mutex until sfr__pin_on. */
 struct sfr__pin {
-	struct sfr__mutex mu;       /* guards what follows; no driver call is made under it */
-	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, as the next three */
+	const struct sfr__range *range; /* the pool's; constant */
+	struct sfr__mutex mu;           /* guards what follows; no driver call is made under it */
+	const struct sfr__cuda *cu;     /* NULL: not on. Constant once set, as the next three */
 	CUcontext context;
 	uint32_t device;
 	int node; /* it hangs on, -1 = not known */
@@ -24,7 +25,7 @@ struct sfr__pin {
 
 /* The NUMA node of the device through which blocks are pinned, -1 = none, or not known. */
 int sfr__pin_node(struct sfr__pin *pin);
-void sfr__pin_init(struct sfr__pin *pin);
+void sfr__pin_init(struct sfr__pin *pin, const struct sfr__range *range);
 /* Unregisters and frees everything, and lets go of the context. No block is in use. False when the
  * driver may still know some of it (a retired block's, or it refused): then that memory has to stay
  * mapped, or what is mapped there next would be taken for it. */

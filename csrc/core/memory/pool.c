@@ -232,7 +232,7 @@ struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool)
 
 /* ---- the pool itself -------------------------------------------------------- */
 
-int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **out)
+int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct sfr__pool **out)
 {
 	struct sfr__pool *pool;
 	uint64_t nr_blocks;
@@ -250,7 +250,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
 	sfr__mutex_init(&pool->mu, SFR__LOCK_POOL);
-	sfr__pin_init(&pool->pin);
+	sfr__pin_init(&pool->pin, &pool->range);
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
 		sfr_sys.free(pool);
@@ -258,8 +258,9 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **
 	}
 	/* Untouched entries of a large table cost no memory. */
 	pool->blocks = sfr_sys.calloc(pool->nr_blocks, sizeof(*pool->blocks));
-	rc = pool->blocks == NULL ? -ENOMEM :
-				    sfr__memory_reserve(&pool->range, nr_blocks * block_bytes);
+	rc = pool->blocks == NULL ?
+		     -ENOMEM :
+		     sfr__memory_reserve(&pool->range, nr_blocks * block_bytes, shared);
 	if (rc != 0) {
 		sfr__pool_free(pool);
 		return rc;

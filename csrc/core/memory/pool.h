@@ -41,8 +41,9 @@ struct sfr__pool_stats {
 	uint32_t nr_waiters; /* threads that wait for a block */
 };
 
-/* pool_bytes is rounded down to whole blocks; -EINVAL when that is none. */
-int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, struct sfr__pool **out);
+/* pool_bytes is rounded down to whole blocks; -EINVAL when that is none. `shared` and its errors:
+ * see sfr__memory_reserve. */
+int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct sfr__pool **out);
 /* No block may be leased. NULL is fine. */
 void sfr__pool_free(struct sfr__pool *pool);
 /* Leases a block with at least `need` bytes of memory (need <= block_bytes). Waiters are served
@@ -114,6 +115,8 @@ int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
  * pageable is noted. Needs a context. */
 void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
+/* The file that the pool's memory is of, and where in it `mem` is; -1: its memory is private. */
+int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
 /* Whether the address is one of the pool's. */
 bool sfr__pool_has(const struct sfr__pool *pool, const char *mem);
 /* How many of the `len` bytes at `mem`, in a lease, one copy of a device may go to, and whether

@@ -175,7 +175,7 @@ static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*
 		sfr__unlock(&pool->mu);
 		yes = go_on(arg);
 		if (yes)
-			rc = sfr__memory_populate(block->mem + had, now - had);
+			rc = sfr__memory_populate(&pool->range, block->mem + had, now - had);
 		sfr__lock(&pool->mu);
 		if (!yes)
 			break;
@@ -195,7 +195,8 @@ static void undo_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 	maker->block = NULL;
 	sfr__unlock(&pool->mu);
 	/* Where that is refused, it is used by the next commit of these pages. */
-	(void)sfr__memory_decommit(block->mem + block->committed, block->want - block->committed);
+	(void)sfr__memory_decommit(&pool->range, block->mem + block->committed,
+				   block->want - block->committed);
 	sfr__lock(&pool->mu);
 	maker->block = block;
 }

@@ -12,6 +12,7 @@ struct sfr_engine_opts {
 	uint64_t block_bytes;   /* multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
+	uint32_t shared_memory; /* other processes can map the pool: sfr_snapshot_file */
 };
 
 struct sfr_stats {
@@ -28,7 +29,8 @@ struct sfr_stats {
  * subtracted (default caps share one budget). At least one block. */
 uint64_t sfr_default_pool_bytes(uint64_t block_bytes);
 
-/* Makes an engine; starts no thread yet. -EINVAL: an option out of range. */
+/* Makes an engine; starts no thread yet. -EINVAL: an option out of range. With shared memory -errno of
+ * memfd_create, and -EFBIG: RLIMIT_FSIZE is less than the pool. */
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
 /* Waits for the engine's saves and for the process's removes, then stops its
  * threads and gives the pool back. New saves are refused from the first call on.

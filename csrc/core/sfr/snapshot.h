@@ -15,7 +15,9 @@ struct sfr_engine;
  * ended; at the latest with the last reference. */
 struct sfr_snapshot;
 
-#define SFR_SNAPSHOT_SHARED 1u /* children that are forked later have the memory */
+/* Children that are forked later have the memory, as it is at the fork: so not of an engine with
+ * shared memory, whose later bytes they would see (-EINVAL). */
+#define SFR_SNAPSHOT_SHARED 1u
 /* What leaves a device: callers' streams do not wait, so sources on devices stay as they are until
  * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. */
 #define SFR_SNAPSHOT_LEAVES 2u
@@ -53,6 +55,10 @@ void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
  * them), and the offset of each copy in it. Valid after sfr_snapshot_lease. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
 uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
+/* For another process that is to map that range: the file that it is of, and where in it it begins,
+ * a multiple of 4096. The descriptor is the engine's, and stays as long as the memory is leased.
+ * SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
+int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
 /* A view keeps the memory, and so does a hold. While there is a view, a wait for the memory is
  * one that only the caller could end. SFR_ESTATE when the memory has gone back. */
 int sfr_snapshot_view(struct sfr_snapshot *s);

@@ -137,6 +137,18 @@ void sfr_snapshot_unhold(struct sfr_snapshot *s)
 	unuse(s, &s->nr_holds);
 }
 
+int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off)
+{
+	*fd = -1;
+	if (sfr__snapshot_is_foreign(s))
+		return SFR_EFORK;
+	sfr__lock(&s->engine->mu);
+	if (s->lease.runs && s->base)
+		*fd = sfr__pool_file(s->engine->pool, s->base, off);
+	sfr__unlock(&s->engine->mu);
+	return *fd < 0 ? SFR_ESTATE : 0;
+}
+
 int sfr_snapshot_leased(struct sfr_snapshot *s)
 {
 	int leased;

@@ -50,6 +50,8 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 	*out = NULL;
 	if (engine->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
+	if (flags & SFR_SNAPSHOT_SHARED && engine->opts.shared_memory)
+		return -EINVAL;
 	s = sfr_sys.calloc(1, sizeof(*s));
 	if (!s)
 		return -ENOMEM;

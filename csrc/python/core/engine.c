@@ -7,23 +7,25 @@
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "pool_bytes", "block_bytes", "writer_threads", "max_in_flight",
-				 NULL };
+	static char *names[] = { "pool_bytes",    "block_bytes",   "writer_threads",
+				 "max_in_flight", "shared_memory", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	unsigned long long pool_bytes, block_bytes;
 	unsigned int writers, in_flight;
+	int shared = 0;
 	struct sfr_engine *engine;
 	struct sfr_py_engine *self;
 	allocfunc alloc;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII:Engine", names, &pool_bytes,
-					 &block_bytes, &writers, &in_flight))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|p:Engine", names, &pool_bytes,
+					 &block_bytes, &writers, &in_flight, &shared))
 		return NULL;
 	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
-					      .max_in_flight = in_flight };
+					      .max_in_flight = in_flight,
+					      .shared_memory = (uint32_t)shared };
 	/* With the interpreter lock: what it reads is the kernel's, and nothing there waits. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
@@ -215,7 +217,8 @@ static PyType_Slot slots[] = {
 	{ Py_tp_new, engine_new },
 	{ Py_tp_dealloc, engine_dealloc },
 	{ Py_tp_methods, methods },
-	{ Py_tp_doc, "Engine(pool_bytes, block_bytes, writer_threads, max_in_flight)" },
+	{ Py_tp_doc,
+	  "Engine(pool_bytes, block_bytes, writer_threads, max_in_flight, shared_memory=False)" },
 	{ 0, NULL },
 };
 

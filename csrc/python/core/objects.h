@@ -22,6 +22,9 @@ struct sfr_py_snapshot {
 	uint32_t nr_sources;
 };
 
+/* memory.c: an object that takes over the caller's view of a snapshot. NULL with an exception set. */
+PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
+
 #define SFR_PY_MAX_STREAMS 64
 
 /* Reads a tuple of (device, handle of its current stream). Their number, or -1. */

@@ -1,9 +1,4 @@
-/* _core.Snapshot: a handle on struct sfr_snapshot; _core.SnapshotMemory: its bytes.
- *
- * The second exports the memory as a buffer. torch.frombuffer gives the buffer back at once and
- * keeps the object, so the memory's view ends with the object and not with the buffer: tensors,
- * and whatever else refers to the object, keep the memory from going back to the pool.
- */
+/* _core.Snapshot: a handle on struct sfr_snapshot. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/notice.h"
@@ -11,83 +6,10 @@
 
 #include <string.h>
 
-struct sfr_py_memory {
-	PyObject_HEAD
-	struct sfr_snapshot *snapshot; /* a reference and a view */
-	char *base;
-	Py_ssize_t len;
-};
-
 #define ARGS                                                                                       \
 	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
 		PyObject *kwnames
 #define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
-
-/* ---- the memory ---- */
-
-static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
-{
-	struct sfr_py_memory *self = (struct sfr_py_memory *)object;
-
-	return PyBuffer_FillInfo(view, object, self->base, self->len, 0, flags);
-}
-
-static void memory_dealloc(PyObject *object)
-{
-	struct sfr_snapshot *snapshot = ((struct sfr_py_memory *)object)->snapshot;
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
-	if (snapshot) {
-		Py_BEGIN_ALLOW_THREADS
-		sfr_snapshot_unview(snapshot);
-		sfr_snapshot_put(snapshot);
-		Py_END_ALLOW_THREADS
-	}
-	release(object);
-	Py_DECREF(type);
-}
-
-static Py_ssize_t memory_length(PyObject *object)
-{
-	return ((struct sfr_py_memory *)object)->len;
-}
-
-static PyType_Slot memory_slots[] = {
-	{ Py_tp_dealloc, memory_dealloc },
-	{ Py_bf_getbuffer, memory_getbuffer },
-	{ Py_sq_length, memory_length },
-	{ Py_tp_doc,
-	  "The bytes of a snapshot: they stay where they are as long as this object lives" },
-	{ 0, NULL },
-};
-
-static PyType_Spec memory_spec = {
-	.name = "stillframe._core.SnapshotMemory",
-	.basicsize = sizeof(struct sfr_py_memory),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = memory_slots,
-};
-
-/* Takes over the caller's view. */
-static PyObject *make_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
-{
-	allocfunc alloc = (allocfunc)PyType_GetSlot(state->memory_type, Py_tp_alloc);
-	struct sfr_py_memory *self = (struct sfr_py_memory *)alloc(state->memory_type, 0);
-	uint64_t len;
-
-	if (!self) {
-		sfr_snapshot_unview(snapshot);
-		return NULL;
-	}
-	sfr_snapshot_memory(snapshot, &self->base, &len);
-	self->len = (Py_ssize_t)len;
-	sfr_snapshot_get(snapshot);
-	self->snapshot = snapshot;
-	return (PyObject *)self;
-}
-
-/* ---- the snapshot ---- */
 
 static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -160,7 +82,7 @@ static PyObject *snapshot_lease(ARGS)
 	} while (rc == SFR_EAGAIN && left > 0);
 	if (rc == SFR_EAGAIN)
 		rc = SFR_EEXHAUSTED;
-	return rc < 0 ? sfr_py_raise(state, rc) : make_memory(state, s);
+	return rc < 0 ? sfr_py_raise(state, rc) : sfr_py_memory(state, s);
 }
 
 /* start(streams=()): what a device failed with is error()'s to say, and only the end of the copy
@@ -304,6 +226,53 @@ static PyObject *snapshot_unhold(ARGS)
 	Py_RETURN_NONE;
 }
 
+static PyObject *snapshot_view(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	int rc;
+
+	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_snapshot_view(s);
+	Py_END_ALLOW_THREADS
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	Py_RETURN_NONE;
+}
+
+static PyObject *snapshot_unview(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+
+	(void)cls;
+	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	sfr_snapshot_unview(s);
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+/* file() -> (descriptor, offset in it, address, length), or None: no process can map it */
+static PyObject *snapshot_file(ARGS)
+{
+	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	uint64_t off, len;
+	char *base;
+	int rc, fd;
+
+	UNUSED_ARGS;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_snapshot_file(s, &fd, &off);
+	Py_END_ALLOW_THREADS
+	if (rc == SFR_ESTATE)
+		Py_RETURN_NONE;
+	if (rc < 0)
+		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+	sfr_snapshot_memory(s, &base, &len);
+	return Py_BuildValue("iKKK", fd, (unsigned long long)off,
+			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
+}
+
 static PyObject *snapshot_will_return(ARGS)
 {
 	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
@@ -355,6 +324,10 @@ static PyMethodDef methods[] = {
 	       "wait(timeout=None) -> (False when the timeout passed, torn source or -1)."),
 	METHOD("hold", snapshot_hold, "hold() -> bool: False when the memory has gone back."),
 	METHOD("unhold", snapshot_unhold, "unhold(): ends one hold."),
+	METHOD("view", snapshot_view, "view(): the memory is in somebody's hands once more."),
+	METHOD("unview", snapshot_unview, "unview(): ends one view."),
+	METHOD("file", snapshot_file,
+	       "file() -> (descriptor, offset in it, address, length), None: it is private, or gone."),
 	METHOD("will_return", snapshot_will_return,
 	       "will_return(yes): others wait for its memory from now on, or do not any more."),
 	METHOD("leased", snapshot_leased, "leased() -> bool."),
@@ -398,8 +371,7 @@ int sfr_py_add_snapshot(PyObject *module)
 	if (PyModule_AddIntConstant(module, "SNAPSHOT_SHARED", SFR_SNAPSHOT_SHARED) < 0 ||
 	    PyModule_AddIntConstant(module, "SNAPSHOT_LEAVES", SFR_SNAPSHOT_LEAVES) < 0 ||
 	    PyModule_AddIntConstant(module, "APART", SFR_APART) < 0 ||
-	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0 ||
-	    sfr_py_add_type(module, &memory_spec, &state->memory_type) < 0)
+	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0)
 		return -1;
 	return sfr_py_add_type(module, &spec, &state->snapshot_type);
 }

@@ -91,8 +91,6 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
         if create_parents:
             make_directories(parent, durable)
         found = os.stat(parent)
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if durable and not os.access(parent, os.R_OK, effective_ids=True):
             raise PermissionError(
                 errno.EACCES,

@@ -28,6 +28,7 @@ from stillframe._snapshot.snapshot import (
     gate_wait_s,
     is_copied,
     is_leased,
+    recall,
     snapshot_to_write,
     will_return,
 )
@@ -107,6 +108,7 @@ class Staged:
                 if tensor is not None:
                     tensor.set_()  # type: ignore[call-overload]
         if taken is not None:
+            recall(taken)  # an executor's process keeps the last state dict that it has written
             will_return(taken, False)  # what is left of it is in somebody's hands
         self._taken = None
         self._note(uploading=False)

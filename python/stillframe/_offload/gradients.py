@@ -73,14 +73,16 @@ class Gradients:
             for came, each in zip(ticket.tensors(), gradients, strict=True)
         ]
 
-    def join(self, task: int) -> None:
+    def join(self, task: int, succeeded: bool = True) -> None:
         """Returns when all gradients of a backward have been added. Raises what has gone wrong on
-        the way."""
+        the way. Of one that failed, sums that were not complete are dropped, as autograd does."""
         while self._under_way:
             self._under_way.popleft().result()
-        with torch.no_grad():
-            for parameter, total in self._sums.pop(task, {}).items():
-                _add(parameter, total)
+        sums = self._sums.pop(task, {})
+        if succeeded:
+            with torch.no_grad():
+                for parameter, total in sums.items():
+                    _add(parameter, total)
 
     def join_all(self) -> None:
         """Returns when everything sent has been added."""

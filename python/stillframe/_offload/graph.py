@@ -25,21 +25,22 @@ def task() -> int:
 class _AtEnd:
     """What is queued with the engine: runs once, at the end or when it is dropped."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
+    def __init__(self, function: Callable[[bool], None]) -> None:
+        self._function: Callable[[bool], None] | None = function
 
-    def __call__(self) -> None:
+    def __call__(self, succeeded: bool = True) -> None:
         function, self._function = self._function, None
         if function is not None:
-            function()
+            function(succeeded)
 
-    __del__ = __call__
+    def __del__(self) -> None:
+        self(False)
 
 
 class Ends:
-    """Calls `function(task)` at the end of every backward that was joined, however it ends."""
+    """Calls `function(task, succeeded)` at the end of every backward that was joined."""
 
-    def __init__(self, function: Callable[[int], None]) -> None:
+    def __init__(self, function: Callable[[int, bool], None]) -> None:
         self._function = function
         self._joined: set[int] = set()
         self._lock = threading.Lock()
@@ -56,12 +57,17 @@ class Ends:
                 return number
             self._joined.add(number)
 
-        def end() -> None:
+        def end(succeeded: bool) -> None:
             self._joined.discard(number)
-            self._function(number)
+            self._function(number, succeeded)
 
         torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(end))
         return number
+
+
+def comes(node: torch.autograd.graph.Node | None) -> bool:
+    """Whether this backward goes through a node, or has done so."""
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def accumulates(parameter: Tensor) -> bool | None:

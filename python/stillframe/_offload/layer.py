@@ -161,8 +161,12 @@ class Layer:
 
     # ---- what a forward has changed ----
 
-    def write_back(self, group: Group, offloader: Offloader) -> None:
-        """Starts the way back of what a forward has changed on the device."""
+    def write_back(self, group: Group, offloader: Offloader, *, stays: bool) -> None:
+        """Starts the way back of what a forward has changed on the device.
+
+        Args:
+            stays: The group may be written to again, by a checkpoint that runs a forward once more.
+        """
         changed = [
             index
             for index in range(len(self.tensors))
@@ -181,7 +185,10 @@ class Layer:
                 " low precision: such a layer cannot be offloaded with dtype="
             )
         self.volatile.update(changed)
-        ticket = offloader.offload([group.tensors[index] for index in changed])
+        tensors = [group.tensors[index] for index in changed]
+        if stays:
+            tensors = [tensor.detach().clone() for tensor in tensors]
+        ticket = offloader.offload(tensors)
         self._writes.append((ticket, [self.tensors[index] for index in changed]))
         group.note_versions()
 

@@ -14,7 +14,7 @@ forward again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ class _Use:
         self.layer = layer
         self.before = before  # the layer that was used before this one
         self.task = graph.NO_TASK  # the backward that has come through it last
+        self.node: Callable[[], Any] = lambda: None  # where it does so
         self.versions: list[int] = []
         self.values: Sequence[Tensor] = ()  # in the places of the layer's tensors, and
         self.former: Former = []  # what stands there otherwise
@@ -166,8 +167,11 @@ class OffloadedLayers:
         again = graph.task() != graph.NO_TASK  # a checkpoint runs it again
         if self._current is not None and not (again and self._current.layer is layer):
             self._leave()
-        if not again and self._residents.get(layer) is not None:
-            self._residents.give_up(layer)  # weights of an earlier forward
+        if not again:
+            if self._begins_anew(layer):
+                self._residents.give_up_coming()  # for a pass that did not come to them
+            if self._residents.get(layer) is not None:
+                self._residents.give_up(layer)  # weights of an earlier forward
         use = _Use(self, layer, self._last)
         group = self._residents.bring(layer, anew=not again)
         self._open.append(use)
@@ -180,7 +184,7 @@ class OffloadedLayers:
         if not again:
             if torch.is_grad_enabled():
                 self._last = layer
-            self._residents.prefetch(self._follower(layer), anew=True)
+            self._residents.prefetch(self._follower(), anew=True)
 
     def _on_device(self, use: _Use, group: Group) -> list[Tensor]:
         """What stands in the places of a layer's tensors in a forward."""
@@ -191,6 +195,7 @@ class OffloadedLayers:
             made = _Onload.apply(  # type: ignore[no-untyped-call]
                 use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
+            use.node = weakref.ref(made[0].grad_fn)  # which refers to the use
         else:
             made = [values[i].requires_grad_() for i in indices]
         for index, value in zip(indices, made, strict=True):
@@ -209,16 +214,17 @@ class OffloadedLayers:
         weights.drop(group.tensors)
         moved = use.take_back()
         self._adopt(layer, moved)
-        layer.write_back(group, self._offloader)
-        use.versions = [tensor._version for tensor in layer.tensors]
         with_gradients = torch.is_grad_enabled()
+        stays = graph.task() != graph.NO_TASK or (with_gradients and layer in self._kept)
+        layer.write_back(group, self._offloader, stays=stays)
+        use.versions = [tensor._version for tensor in layer.tensors]
         if with_gradients:
             _tell_of_backward(use, output)
         else:
             layer.settle()
             if layer is self._order[-1]:
                 self._offloader.wait_read()  # the caller may write to the weights now
-        if graph.task() == graph.NO_TASK and not (with_gradients and layer in self._kept):
+        if not stays:
             self._residents.give_up(layer)
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
@@ -232,14 +238,19 @@ class OffloadedLayers:
                 )
             place.entries[place.name] = found.detach().to("cpu")
 
-    def _follower(self, layer: Layer) -> Layer | None:
-        """The layer that comes after this one."""
-        order = self._order
+    def _begins_anew(self, layer: Layer) -> bool:
+        """Notes where in the order forward is; whether it is another pass than before."""
+        order, before = self._order, self._place
         for step in range(1, len(order) + 1):
-            place = (self._place + step) % len(order)
+            place = (before + step) % len(order)
             if order[place] is layer:
                 self._place = place
                 break
+        return self._place <= before
+
+    def _follower(self) -> Layer | None:
+        """The layer that comes after the one that forward is at."""
+        order = self._order
         following = order[self._place + 1 : self._place + 2]
         return following[0] if following and not following[0].partners else None
 
@@ -282,7 +293,7 @@ class OffloadedLayers:
         use.take_back()
         group = self._residents.get(use.layer)
         if group is not None:
-            use.layer.write_back(group, self._offloader)
+            use.layer.write_back(group, self._offloader, stays=False)
         self._residents.give_up(use.layer)
 
     def _gradients_out(
@@ -313,18 +324,19 @@ class OffloadedLayers:
         return handed
 
     def _is_last(self, use: _Use, parameter: Tensor) -> bool:
+        """Whether this backward gives nothing more to the parameter, in uses that it comes to."""
         return not any(
-            other is not use and other.task != use.task
+            other is not use and other.task != use.task and graph.comes(other.node())
             for layer in self._users.get(parameter, ())
             for other in tuple(layer.uses)
         )
 
-    def _backward_ended(self, task: int) -> None:
+    def _backward_ended(self, task: int, succeeded: bool) -> None:
         if self._current is None or self._current_task == task:  # else it ran inside another one
             self._leave()
             self._residents.give_up_others(())
             self._last = None
-        self._gradients.join(task)
+        self._gradients.join(task, succeeded)
         for layer in self._layers:
             layer.settle()
         self._offloader.wait_read()

@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
-from stillframe._save import steps
+from stillframe._save import keepers, steps
 from stillframe._save.engine import Engine
 
 _MIN_BYTES = 4096  # what is smaller stays where the optimizer made it: step counts
@@ -56,6 +56,37 @@ class _State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
+class _Calm:
+    """Whether nobody writes to the state between steps: then a save may copy it behind its call.
+
+    That is found out by looking, as for what is not offloaded (`_save/ownership.py`): in two
+    intervals from the end of a step to the next one, no version has changed. One that has ends it
+    for good.
+    """
+
+    def __init__(self) -> None:
+        self._intervals = 0
+        self._noted: list[tuple[Tensor, int]] = []
+        self._ended = False
+
+    def note(self, homes: list[Tensor]) -> None:
+        """A step has ended."""
+        self._noted = [(home, home._version) for home in homes]
+
+    def look(self, homes: list[Tensor]) -> None:
+        """Another one begins."""
+        noted, self._noted = self._noted, []
+        if any(home._version != version for home, version in noted):
+            self.end()
+        self._intervals += bool(noted)
+
+    def is_known(self) -> bool:
+        return self._intervals >= 2 and not self._ended
+
+    def end(self) -> None:
+        self._ended = True
+
+
 class OffloadedOptimizerState:
     """Made by `offload_optimizer_state`. A context manager: leaving it calls `remove()`."""
 
@@ -70,6 +101,7 @@ class OffloadedOptimizerState:
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
         self._removed = False
+        self._calm = _Calm()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -78,6 +110,7 @@ class OffloadedOptimizerState:
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
         self._take_over()
+        keepers.keep(self)
 
     def __enter__(self) -> OffloadedOptimizerState:
         return self
@@ -111,9 +144,34 @@ class OffloadedOptimizerState:
         """What went each way so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
+    # ---- saves ----
+
+    def defer(
+        self,
+        numbers: dict[int, int],
+        rows: bytearray,
+        indices: list[int],
+        owners: list[int],
+        tensors: list[Tensor],
+        versions: list[int],
+    ) -> None:
+        """Has saves copy the state from where it is, behind their call: see `keepers.Keeper`."""
+        if self._removed or self._here is not None or self._leaving or not self._calm.is_known():
+            return
+        for home in self._all_homes():
+            keepers.defer_one(home, numbers, rows, indices, owners, tensors, versions)
+
+    def distrust(self, why: str) -> None:
+        """Has saves copy the state in their call, from now on."""
+        self._calm.end()
+
+    def _all_homes(self) -> list[Tensor]:
+        return [home for group in self._homes.values() for _, home in group]
+
     # ---- hooks of the optimizer ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._calm.look(self._all_homes())
         self._come_home()  # a step before may have ended in an error
         if type(optimizer.state) is not _State:
             self._take_over()
@@ -122,6 +180,7 @@ class OffloadedOptimizerState:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._come_home()
+        self._calm.note(self._all_homes())
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._come_home()
@@ -146,6 +205,7 @@ class OffloadedOptimizerState:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         loading, self._loading = self._loading, []
+        self._calm = _Calm()
         self._take_over()
         for number in range(len(optimizer.param_groups)):
             own = [each for each in loading if self._group_of[each[0]] == number]

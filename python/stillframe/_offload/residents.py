@@ -65,7 +65,7 @@ class Residents:
                 what = layer.sources(anew)
             # Tensors made in inference mode could never be saved for a backward.
             with torch.inference_mode(False), torch.no_grad():
-                group = self._groups[layer] = Group(self._offloader.onload(what))
+                group = self._groups[layer] = Group(self._onload(what))
             self._coming.pop(layer, None)
         return group
 
@@ -77,7 +77,7 @@ class Residents:
             return
         what = layer.sources(anew)
         with torch.inference_mode(False), torch.no_grad():
-            if self._offloader.prefetch(what):
+            if _has_bytes(what) and self._offloader.prefetch(what):
                 self._coming[layer] = what
 
     def give_up(self, layer: Source) -> None:
@@ -86,8 +86,14 @@ class Residents:
         if what is not None:
             self._offloader.release(what)
         group = self._groups.pop(layer, None)
-        if group is not None:
+        if group is not None and _has_bytes(group.tensors):
             self._offloader.release(group.tensors)
+
+    def give_up_coming(self) -> None:
+        """What was brought ahead of need may have been written to since, and nobody has counted
+        it: fused optimizers do not."""
+        for layer in list(self._coming):
+            self.give_up(layer)
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
@@ -95,6 +101,16 @@ class Residents:
             if layer not in kept:
                 self.give_up(layer)
 
+    def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
+        if _has_bytes(what):
+            return self._offloader.onload(what)
+        return [tensor.to(self._offloader.device, copy=True) for tensor in what]
+
     def _make_room(self, nr: int) -> None:
         while len(self._groups) + len(self._coming) > self._slots - nr:
             self.give_up(next(iter(self._coming or self._groups)))
+
+
+def _has_bytes(tensors: Sequence[Tensor]) -> bool:
+    """Whether there is anything to bring: an activation between layers has no tensors."""
+    return any(tensor.numel() for tensor in tensors)

@@ -90,8 +90,8 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
     Args:
         **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
-            `max_in_flight`, `when_busy`. Options left out have `Engine`'s defaults, even if an
-            earlier call set them.
+            `max_in_flight`, `when_busy`, `shared_memory`. Options left out have `Engine`'s
+            defaults, even if an earlier call set them.
 
     Raises:
         StillframeError: The default engine is in use already.

@@ -10,6 +10,7 @@ submit(engine, obj, path, options)
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -56,9 +57,13 @@ class Engine:
         max_in_flight: Saves that may be not yet durable.
         when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
             "skipped"), or "raise" `BusyError`. `save` always waits.
+        shared_memory: Make the pool of memory that processes which are not forked can map, for
+            `snapshot(tree, shared="spawn")`. Most systems give such memory small pages only.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
+        OSError: With `shared_memory`: the system has no such memory (`memfd_create`), or allows
+            the process no file of that size or no descriptor more.
 
     Use it as a context manager, or call `close()`. It belongs to the process that made it.
     """
@@ -71,21 +76,32 @@ class Engine:
         writer_threads: int | None = None,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
         when_busy: WhenBusy = "wait",
+        shared_memory: bool = False,
     ) -> None:
-        limits = Limits.of(pool_bytes, block_bytes, writer_threads, max_in_flight, when_busy)
+        limits = Limits.of(
+            pool_bytes, block_bytes, writer_threads, max_in_flight, when_busy, shared_memory
+        )
         self._birth = Birth("this Engine")
         self._limits = limits
         self._closed = False
         self._used = False
         try:
             self._core = _core.Engine(
-                limits.pool_bytes, limits.block_bytes, limits.writer_threads, limits.max_in_flight
+                limits.pool_bytes,
+                limits.block_bytes,
+                limits.writer_threads,
+                limits.max_in_flight,
+                limits.shared_memory,
             )
         except MemoryError:
             raise MemoryError(
                 "the system has no address space for a pool of"
                 f" {limits.pool_bytes or limits.block_bytes} bytes: give a smaller pool_bytes"
             ) from None
+        except OSError as error:
+            if not shared_memory:
+                raise
+            raise OSError(error.errno, _no_shared_memory(error)) from None
 
     def __enter__(self) -> Engine:
         return self
@@ -233,6 +249,19 @@ def usage(engine: Engine) -> str:
         f" {sizes.binary(by_saves)}. Release snapshots (and the tensors of their trees), or give"
         " the pool more memory: Engine(pool_bytes=...), or STILLFRAME_POOL_BYTES for the default"
         " engine."
+    )
+
+
+def _no_shared_memory(error: OSError) -> str:
+    if error.errno == errno.EFBIG:
+        return (
+            "shared_memory=True: the pool would be a file longer than the process may have"
+            " (RLIMIT_FSIZE, ulimit -f): give a smaller pool_bytes"
+        )
+    return (
+        f"shared_memory=True: the system gives no memory that processes can share"
+        f" ({error.strerror}). It needs memfd_create, which kernels have since 3.17, and one"
+        " descriptor"
     )
 
 

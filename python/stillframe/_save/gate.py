@@ -38,7 +38,8 @@ from torch.optim.optimizer import (
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import ownership, steps
+from stillframe._save import keepers, ownership, steps
+from stillframe._save.keepers import Keeper
 from stillframe._save.ownership import Owner, bookkeeping
 from stillframe._save.steps import register_optimizer
 
@@ -118,7 +119,7 @@ class Deferral:
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner]] = []  # end in `indices`, whose they are
+        self._parts: list[tuple[int, Owner | Keeper]] = []  # end in `indices`, whose they are
         self._overtaken = False
 
     def torn(self) -> int:
@@ -157,7 +158,7 @@ class Deferral:
         """The call is over: its save is tracked, or there is none. Idempotent."""
         _calls.pop(id(self), None)
 
-    def _add(self, owner: Owner, numbers: dict[int, int], rows: bytearray) -> None:
+    def _add(self, owner: Owner | Keeper, numbers: dict[int, int], rows: bytearray) -> None:
         before = len(self.indices)
         owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
         if len(self.indices) > before:
@@ -194,6 +195,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
                 owners = list(ownership.living())
                 for owner in owners:
                     deferral._add(owner, numbers, skeleton.rows)
+                for keeper in list(keepers.known):
+                    deferral._add(keeper, numbers, skeleton.rows)
                 deferral._identities = skeleton.identities
                 deferral._explain(owners, numbers)
     except BaseException:

@@ -35,6 +35,7 @@ class EngineOptions(TypedDict, total=False):
     writer_threads: int | None
     max_in_flight: int
     when_busy: WhenBusy
+    shared_memory: bool
 
 
 class EngineStats(TypedDict):
@@ -67,6 +68,7 @@ class Limits:
     writer_threads: int
     max_in_flight: int
     when_busy: WhenBusy
+    shared_memory: bool
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class Limits:
         writer_threads: int | None,
         max_in_flight: int,
         when_busy: WhenBusy,
+        shared_memory: bool,
     ) -> Limits:
         """
         Raises:
@@ -100,6 +103,8 @@ class Limits:
                 f"when_busy has to be one of {', '.join(map(repr, get_args(WhenBusy)))}, not"
                 f" {when_busy!r}"
             )
+        if not isinstance(shared_memory, bool):
+            raise TypeError(f"shared_memory has to be True or False, not {shared_memory!r}")
         writers = _DEFAULT_WRITERS if writer_threads is None else writer_threads
         return cls(
             pool,
@@ -107,6 +112,7 @@ class Limits:
             _count(writers, "writer_threads", _MOST_WRITERS),
             _count(max_in_flight, "max_in_flight", _MOST_IN_FLIGHT),
             when_busy,
+            shared_memory,
         )
 
 

@@ -40,14 +40,14 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
             end = os.dup(of.sentinel)
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
-        _in_thread(lambda: _wait_readable(end), function)
+        in_thread(lambda: _wait_readable(end), function)
         return
     if isinstance(of, subprocess.Popen):
         process = of
         if process.poll() is not None:
             function()
             return
-        _in_thread(lambda: _wait_child(process), function)
+        in_thread(lambda: _wait_child(process), function)
         return
     raise TypeError(
         "expected a multiprocessing.Process, a subprocess.Popen or a future (with"
@@ -77,7 +77,9 @@ def _wait_child(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
+def in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
+    """Calls `wait()` and then, whatever came of it, `function()`, on a thread of their own."""
+
     def run() -> None:
         try:
             wait()

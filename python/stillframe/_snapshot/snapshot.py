@@ -22,7 +22,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -34,7 +34,8 @@ from stillframe._base.dtensor import memory_of
 from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
-from stillframe._save.engine import Engine, core_of, note_use, usage
+from stillframe._save.engine import Engine, core_of, limits_of, note_use, usage
+from stillframe._snapshot import lent
 from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.holds import call_at_end, has_memory_of_its_own
 from stillframe._tree.walk import Tree, paths
@@ -43,6 +44,7 @@ from stillframe.errors import ForkError, PoolExhaustedError, StillframeError
 log = logging.getLogger("stillframe")
 
 T = TypeVar("T")
+Shared = Literal[False, True, "spawn"]
 
 _INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
 
@@ -54,11 +56,19 @@ class Snapshot(Generic[T]):
     in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
     """
 
-    def __init__(self, copy: Copy, tree: T, identities: list[int], shared: bool) -> None:
+    def __init__(
+        self,
+        copy: Copy,
+        tree: T,
+        identities: list[int],
+        shared: bool,
+        lender: lent.Lender | None = None,
+    ) -> None:
         self._copy = copy
         self._tree: T | None = tree
         self._identities = identities  # of the new storages, by number
         self._shared = shared
+        self._lender = lender
         self._birth = Birth("this Snapshot")
         self._released = False
         self.num_tensors = 0  # for the callback
@@ -67,6 +77,9 @@ class Snapshot(Generic[T]):
 
     def __enter__(self) -> Snapshot[T]:
         return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Snapshot belongs to the process that made it: hand over its .tree")
 
     def __exit__(
         self,
@@ -150,7 +163,8 @@ class Snapshot(Generic[T]):
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
                 future (anything with `add_done_callback`). A process that was spawned has
-                copies of its own and needs nothing of the pool.
+                copies of its own and needs nothing of the pool, but for `shared="spawn"`: what was
+                pickled for it and never arrived is taken back when it has ended.
 
         Raises:
             TypeError, ValueError: It is none of these, or has not been started.
@@ -164,10 +178,13 @@ class Snapshot(Generic[T]):
             if has_memory_of_its_own(process_or_future):
                 return
             raise StillframeError("the snapshot's memory has gone back to the pool already")
+        held = [core.unhold]
+        if self._lender is not None:
+            held.append(self._lender.reader())
         try:
-            call_at_end(process_or_future, functools.partial(_unhold_once, [core]))
+            call_at_end(process_or_future, functools.partial(_end_once, held))
         except BaseException:
-            core.unhold()
+            _end_once(held)
             raise
 
     def _names(self, index: int) -> list[str]:
@@ -191,17 +208,18 @@ def is_copied(taken: Snapshot[Any]) -> bool:
     return copied and taken._copy.error is None
 
 
-def _unhold_once(held: list[_core.Snapshot]) -> None:
+def _end_once(held: list[Callable[[], None]]) -> None:
     """Ends a hold, however often a future calls back."""
-    try:
-        core = held.pop()
-    except IndexError:
-        return
-    core.unhold()
+    while held:
+        try:
+            end = held.pop()
+        except IndexError:
+            return
+        end()
 
 
 def snapshot(
-    tree: T, *, overlap: bool = False, shared: bool = False, engine: Engine | None = None
+    tree: T, *, overlap: bool = False, shared: Shared = False, engine: Engine | None = None
 ) -> Snapshot[T]:
     """Copies the tensors of `tree` into memory of the pool and returns the same tree over the
     copies.
@@ -216,8 +234,13 @@ def snapshot(
         tree: Containers with tensors, such as a checkpoint.
         overlap: Copy what only an optimizer's step changes under the next forward and backward, as
             `async_save` does. The next step waits for it; so do `.wait()` and `.tree`.
-        shared: Let processes that are forked from now on read the memory. Without it, reading a
-            tensor of the tree in a forked child crashes the child.
+        shared: True lets processes that are forked from now on read the memory. Without it,
+            reading a tensor of the tree in a forked child crashes the child. "spawn" lets
+            processes that are not forked map it: whatever multiprocessing pickles of the tree (the
+            arguments of a Process, a Queue, a Pipe) is no copy, and the memory is kept until the
+            tensors over there are gone too, or the process is. What a process writes into the
+            tensors, only it sees, either way. It needs an `Engine(shared_memory=True)`, and True
+            one without.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
@@ -231,6 +254,7 @@ def snapshot(
             saves happens here; waiting for snapshots is the caller's business.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
+        ValueError: `shared` is none of these, or the engine's memory is not of that kind.
         StillframeError: The engine is closed; the tensors of a CUDA device cannot be copied (no
             usable driver, a device that is dead); a CUDA graph is being captured.
         Exception: What a tensor of an unusual kind raises when it is asked what it is made of, as
@@ -242,7 +266,7 @@ def snapshot(
     until then. Tensors on other devices are copied by torch during the call.
     """
     with inside():
-        return _take(tree, overlap, shared, engine_or_default(engine))
+        return _take(tree, overlap, shared, _able(engine_or_default(engine), shared))
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
@@ -259,7 +283,34 @@ def snapshot_to_write(tree: T, *, overlap: bool, engine: Engine | None) -> Snaps
     """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
     as they are at the call."""
     with inside():
-        return _take(tree, overlap, False, engine_or_default(engine), own_objects=True)
+        used = engine_or_default(engine)
+        shared: Shared = "spawn" if limits_of(used).shared_memory else False
+        # The writer's end is known: until then others wait, however long it takes.
+        return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
+
+
+def recall(taken: Snapshot[Any]) -> None:
+    """No other process reads its memory any more, whatever tensors it has left."""
+    if taken._lender is not None:
+        taken._lender.recall()
+
+
+def _able(engine: Engine, shared: Shared) -> Engine:
+    if not (isinstance(shared, bool) or shared == "spawn"):
+        raise ValueError(f"shared has to be False, True or 'spawn', not {shared!r}")
+    if shared == "spawn" and not limits_of(engine).shared_memory:
+        raise ValueError(
+            "shared='spawn' needs an engine whose memory other processes can map: give"
+            " engine=stillframe.Engine(shared_memory=True), or call"
+            " stillframe.configure(shared_memory=True) first"
+        )
+    if shared is True and limits_of(engine).shared_memory:
+        raise ValueError(
+            "shared=True is for forked processes, which see an engine's memory as it is at the"
+            " fork; of an Engine(shared_memory=True) they would see what it holds later. Use"
+            " another engine for them, or shared='spawn' for processes that are spawned"
+        )
+    return engine
 
 
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
@@ -291,11 +342,12 @@ def is_leased(taken: Snapshot[Any]) -> bool:
 def _take(
     tree: T,
     overlap: bool,
-    shared: bool,
+    shared: Shared,
     engine: Engine,
     *,
     wait: bool = True,
     own_objects: bool = False,
+    patience_s: float | None = lent.PATIENCE_S,
 ) -> Snapshot[T]:
     engine_core = core_of(engine)
     source = Tree(tree)
@@ -304,9 +356,11 @@ def _take(
     # At exit nobody would come to give the verdict.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
-        core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if shared else 0)
+        forks = shared is True
+        core = _core.Snapshot(engine_core, source.rows, _core.SNAPSHOT_SHARED if forks else 0)
         memory = _lease(core, source, engine, _most_s() if wait else 0.0)
-        copy = Copy(core, source, deferral, shared=shared)
+        lender = lent.lend(core, memory, patience_s) if shared == "spawn" else None
+        copy = Copy(core, source, deferral, shared=forks)
         copy.start()
     except BaseException:
         deferral.close()
@@ -323,7 +377,7 @@ def _take(
         identities=bool(deferral.indices),  # for names in an error
         objects=objects,
     )
-    taken = Snapshot(copy, built, identities, shared)
+    taken = Snapshot(copy, built, identities, forks, lender)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
     if deferral.indices:
         nbytes = [nbytes for _, nbytes in source.sources()]
@@ -355,7 +409,7 @@ def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | N
             raise  # a signal handler's, whose snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
-            f" {usage(engine)}"
+            f" {usage(engine)}{lent.sentence()}"
         ) from None
     note_use(engine)
     return memory

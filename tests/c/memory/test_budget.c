@@ -190,7 +190,7 @@ static void what_pools_hold_is_not_counted_twice(void)
 	uint64_t taken;
 
 	tell_8_gib_are_available();
-	CHECK_EQ(sfr__pool_new(64 * MIB, 16 * MIB, &pool), 0);
+	CHECK_EQ(sfr__pool_new(64 * MIB, 16 * MIB, false, &pool), 0);
 	taken = sfr__budget_take(16 * MIB);
 	CHECK_EQ(sfr__pool_warm_up(pool, 64 * MIB), 0);
 	tell("/proc/meminfo", "MemAvailable:    8323072 kB\n"); /* 64 MiB less */

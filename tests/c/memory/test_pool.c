@@ -7,11 +7,11 @@ static void a_pool_smaller_than_one_block_is_refused(void)
 {
 	struct sfr__pool *pool = NULL;
 
-	CHECK_EQ(sfr__pool_new(MIB - 1, MIB, &pool), -EINVAL);
-	CHECK_EQ(sfr__pool_new(0, MIB, &pool), -EINVAL);
-	CHECK_EQ(sfr__pool_new(MIB, 0, &pool), -EINVAL);
-	CHECK_EQ(sfr__pool_new(MIB, 5000, &pool), -EINVAL);
-	CHECK_EQ(sfr__pool_new(UINT64_MAX, SFR_PAGE, &pool), -EINVAL);
+	CHECK_EQ(sfr__pool_new(MIB - 1, MIB, false, &pool), -EINVAL);
+	CHECK_EQ(sfr__pool_new(0, MIB, false, &pool), -EINVAL);
+	CHECK_EQ(sfr__pool_new(MIB, 0, false, &pool), -EINVAL);
+	CHECK_EQ(sfr__pool_new(MIB, 5000, false, &pool), -EINVAL);
+	CHECK_EQ(sfr__pool_new(UINT64_MAX, SFR_PAGE, false, &pool), -EINVAL);
 	CHECK(pool == NULL);
 	sfr__pool_free(NULL);
 	pool = make(3 * MIB + 4096, MIB);

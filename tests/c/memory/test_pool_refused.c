@@ -168,7 +168,7 @@ static void live(struct check_runs *run)
 	uint64_t leased = 0;
 	int rc;
 
-	rc = sfr__pool_new(12 * MIB, 4 * MIB, &pool);
+	rc = sfr__pool_new(12 * MIB, 4 * MIB, false, &pool);
 	CHECK(rc == 0 || (rc == -run->err && check_acted(run)) || rc == -ENOMEM);
 	CHECK((rc == 0) == (pool != NULL));
 	if (pool == NULL)

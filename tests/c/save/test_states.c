@@ -136,6 +136,23 @@ static void an_engine_of_another_process_is_refused(void)
 	free_engine(engine);
 }
 
+/* By another clock than its deadlines' a thread would never sleep. */
+static void the_conditions_of_an_engine_know_the_clock_of_deadlines(void)
+{
+	struct sfr_engine *engine = new_engine(); /* without threads yet: nobody wakes anybody */
+	pthread_cond_t *all[] = { &engine->cv_lane, &engine->cv_writer, &engine->cv_state };
+
+	sfr__lock(&engine->mu);
+	for (int i = 0; i < 3; i++) {
+		uint64_t until = sfr__now_ns() + 2000000;
+
+		CHECK_EQ(sfr__cond_wait(all[i], &engine->mu, until), SFR_EAGAIN);
+		CHECK(sfr__now_ns() >= until);
+	}
+	sfr__unlock(&engine->mu);
+	free_engine(engine);
+}
+
 static void a_storage_of_several_pieces_is_copied_whole(void)
 {
 	enum { LEN = (9 << 20) + 5 };
@@ -182,6 +199,7 @@ int main(void)
 	RUN(a_file_system_that_syncs_no_directory_is_told_of);
 	RUN(a_lane_that_finds_no_block_for_a_while_goes_on);
 	RUN(an_engine_of_another_process_is_refused);
+	RUN(the_conditions_of_an_engine_know_the_clock_of_deadlines);
 	RUN(a_storage_of_several_pieces_is_copied_whole);
 	saving_rmdir(dir);
 	return check_done();

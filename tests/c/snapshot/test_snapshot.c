@@ -199,6 +199,52 @@ static void only_shared_memory_is_there_in_a_child(void)
 	sfr_engine_put(engine);
 }
 
+static void memory_that_is_a_file_is_given_to_whoever_has_the_descriptor(void)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = NR_BLOCKS * BLOCK,
+					      .block_bytes = BLOCK,
+					      .nr_writers = 1,
+					      .max_in_flight = 1,
+					      .shared_memory = 1 };
+	struct sfr_source sources[NR], big = { .nbytes = 3 * BLOCK };
+	struct sfr_snapshot *first, *s, *refused;
+	struct sfr_engine *engine = NULL;
+	uint64_t len, off = 0;
+	char *base, *seen;
+	int fd;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	fill(5);
+	describe(sources, false);
+	CHECK_EQ(sfr_snapshot_new(engine, sources, NR, SFR_SNAPSHOT_SHARED, &refused), -EINVAL);
+	CHECK_EQ(take(engine, &big, 1, 0, &first), 0); /* so that the next does not begin at 0 */
+	CHECK_EQ(sfr_snapshot_new(engine, sources, NR, 0, &s), 0);
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE);
+	CHECK_EQ(sfr_snapshot_lease(s, 0), 0);
+	CHECK_EQ(sfr_snapshot_start(s), 0);
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), 0);
+	CHECK(off == 3 * BLOCK);
+	sfr_snapshot_memory(s, &base, &len);
+	seen = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, (off_t)off);
+	if (!CHECK(seen != MAP_FAILED))
+		return;
+	CHECK_EQ(memcmp(seen, base, len), 0);
+	memset(seen, 77, LEN); /* what is written there is nobody else's */
+	CHECK(holds(s, sources, 5));
+	CHECK_EQ(exit_of_child(s, sources), 0); /* and a forked child has none of it */
+	CHECK_EQ(munmap(seen, len), 0);
+	sfr_snapshot_unview(s);
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* it has gone back */
+	sfr_snapshot_put(s);
+	drop(first);
+	sfr_engine_put(engine);
+	engine = make_engine(NR_BLOCKS);
+	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
+	CHECK_EQ(sfr_snapshot_file(s, &fd, &off), SFR_ESTATE); /* private */
+	drop(s);
+	sfr_engine_put(engine);
+}
+
 /* ---- the end ------------------------------------------------------------------ */
 
 static void a_closed_engine_keeps_the_pool_for_its_snapshots(void)
@@ -302,6 +348,7 @@ int main(void)
 	RUN(memory_stays_for_views_and_holds);
 	RUN(the_last_reference_gives_back_what_is_left);
 	RUN(only_shared_memory_is_there_in_a_child);
+	RUN(memory_that_is_a_file_is_given_to_whoever_has_the_descriptor);
 	RUN(a_closed_engine_keeps_the_pool_for_its_snapshots);
 	RUN(a_snapshot_begun_before_the_close_is_copied_at_once);
 	RUN(every_failure_leaves_the_pool_whole);

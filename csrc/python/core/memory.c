@@ -1,0 +1,94 @@
+/* _core.SnapshotMemory: the bytes of a snapshot.
+ *
+ * It exports the memory as a buffer. torch.frombuffer gives the buffer back at once and keeps the
+ * object, so the memory's view ends with the object and not with the buffer: tensors, and whatever
+ * else refers to the object, keep the memory from going back to the pool.
+ */
+#include "module.h"
+#include "core/objects.h"
+#include "sfr/snapshot.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+struct sfr_py_memory {
+	PyObject_HEAD
+	struct sfr_snapshot *snapshot; /* a reference and a view */
+	char *base;
+	Py_ssize_t len;
+	PyObject *weak_references;
+};
+
+static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+	struct sfr_py_memory *self = (struct sfr_py_memory *)object;
+
+	return PyBuffer_FillInfo(view, object, self->base, self->len, 0, flags);
+}
+
+static void memory_dealloc(PyObject *object)
+{
+	struct sfr_snapshot *snapshot = ((struct sfr_py_memory *)object)->snapshot;
+	PyTypeObject *type = Py_TYPE(object);
+	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+
+	PyObject_ClearWeakRefs(object);
+	if (snapshot) {
+		Py_BEGIN_ALLOW_THREADS
+		sfr_snapshot_unview(snapshot);
+		sfr_snapshot_put(snapshot);
+		Py_END_ALLOW_THREADS
+	}
+	release(object);
+	Py_DECREF(type);
+}
+
+static Py_ssize_t memory_length(PyObject *object)
+{
+	return ((struct sfr_py_memory *)object)->len;
+}
+
+static PyMemberDef memory_members[] = {
+	{ "__weaklistoffset__", T_PYSSIZET, offsetof(struct sfr_py_memory, weak_references),
+	  READONLY, NULL },
+	{ NULL, 0, 0, 0, NULL },
+};
+
+static PyType_Slot memory_slots[] = {
+	{ Py_tp_members, memory_members },
+	{ Py_tp_dealloc, memory_dealloc },
+	{ Py_bf_getbuffer, memory_getbuffer },
+	{ Py_sq_length, memory_length },
+	{ Py_tp_doc,
+	  "The bytes of a snapshot: they stay where they are as long as this object lives" },
+	{ 0, NULL },
+};
+
+static PyType_Spec memory_spec = {
+	.name = "stillframe._core.SnapshotMemory",
+	.basicsize = sizeof(struct sfr_py_memory),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+	.slots = memory_slots,
+};
+
+PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
+{
+	allocfunc alloc = (allocfunc)PyType_GetSlot(state->memory_type, Py_tp_alloc);
+	struct sfr_py_memory *self = (struct sfr_py_memory *)alloc(state->memory_type, 0);
+	uint64_t len;
+
+	if (!self) {
+		sfr_snapshot_unview(snapshot);
+		return NULL;
+	}
+	sfr_snapshot_memory(snapshot, &self->base, &len);
+	self->len = (Py_ssize_t)len;
+	sfr_snapshot_get(snapshot);
+	self->snapshot = snapshot;
+	return (PyObject *)self;
+}
+
+int sfr_py_add_memory(PyObject *module)
+{
+	return sfr_py_add_type(module, &memory_spec, &sfr_py_state(module)->memory_type);
+}

@@ -1,0 +1,263 @@
+/* Bringing a group to a device: what is refused, what fails, and that nothing is left of it. */
+#include <errno.h>
+#include <sys/wait.h>
+
+#include "cuda/fake.h"
+#include "offload/offload.h"
+#include "snapshot/snapshot.h"
+
+enum { PARTS = 3, PART = 3 * SAVING_BLOCK / 2 };
+
+static unsigned char device[PARTS][PART] __attribute__((aligned(64)));
+static struct sfr_engine *engine;
+static struct sfr_snapshot *ticket;
+static void *stream;
+
+static void begin(void)
+{
+	struct sfr_source sources[PARTS];
+
+	fake.fake_cuda_reset();
+	memset(device, 0, sizeof(device));
+	engine = fake_engine(12, 1);
+	for (unsigned i = 0; i < PARTS; i++)
+		sources[i] = (struct sfr_source){ .addr = (uint64_t)(uintptr_t)device[i],
+						  .nbytes = PART };
+	for (unsigned i = 0; i < PARTS; i++)
+		memset(device[i], (int)i + 1, PART);
+	CHECK_EQ(sfr_snapshot_new(engine, sources, PARTS, SFR_SNAPSHOT_LEAVES, &ticket), 0);
+	CHECK_EQ(sfr_snapshot_lease(ticket, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_start(ticket), 0);
+	memset(device, 0, sizeof(device));
+}
+
+static int bring(struct sfr_onload **out)
+{
+	struct sfr_onload_copy copies[PARTS];
+	char *base;
+	uint64_t len;
+
+	sfr_snapshot_memory(ticket, &base, &len);
+	for (unsigned i = 0; i < PARTS; i++)
+		copies[i] = (struct sfr_onload_copy){
+			.src = (uint64_t)(uintptr_t)base + sfr_snapshot_offset(ticket, i),
+			.dst = (uint64_t)(uintptr_t)device[i] | FAKE_CUDA_DEVICE,
+			.nbytes = PART,
+		};
+	return sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, PARTS, ticket, out);
+}
+
+static bool has_come(void)
+{
+	for (unsigned i = 0; i < PARTS; i++)
+		for (unsigned k = 0; k < PART; k++)
+			if (device[i][k] != i + 1)
+				return false;
+	return true;
+}
+
+static void works(void)
+{
+	struct sfr_onload *onload;
+	struct sfr_err err;
+
+	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+	sfr_onload_error(onload, &err);
+	CHECK_EQ(err.code, 0);
+	CHECK(has_come());
+	sfr_onload_put(onload);
+}
+
+/* The pool has all of its memory back, and the driver nothing. */
+static void end(void)
+{
+	struct sfr_notice notice;
+	struct sfr_stats stats;
+
+	sfr_snapshot_unview(ticket);
+	sfr_snapshot_put(ticket);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	fake_engine_end(engine);
+	while (sfr_notice_wait(&notice, 0) == 0)
+		if (notice.snapshot)
+			sfr_snapshot_put(notice.snapshot);
+	fake_check();
+	fake_check_nothing_left();
+}
+
+/* ---- what fails ---------------------------------------------------------------------- */
+
+static void without_memory_nothing_is_queued_and_nothing_left(void)
+{
+	begin();
+	works();
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
+		struct sfr_onload *onload = NULL;
+		struct sfr_err err = { .code = 0 };
+		int rc = bring(&onload);
+
+		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
+		check_heal(&run);
+		if (rc == 0)
+			sfr_onload_error(onload, &err);
+		CHECK(err.code == 0 || check_acted(&run));
+		sfr_onload_put(onload);
+	}
+	works();
+	end();
+}
+
+static void a_call_of_the_driver_that_fails_is_told_and_leaves_nothing(void)
+{
+	unsigned nr = 0;
+
+	begin();
+	works();
+	for (uint64_t nth = 1;; nth++) {
+		struct sfr_onload *onload;
+		struct sfr_err err;
+		uint64_t before = fake.fake_cuda_hits();
+
+		fake.fake_cuda_fail("*", nth, 0, CUDA_ERROR_OUT_OF_MEMORY);
+		CHECK_EQ(bring(&onload), 0);
+		(void)sfr_onload_order(onload, (uint64_t)(uintptr_t)stream);
+		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+		sfr_onload_error(onload, &err);
+		nr += err.code != 0;
+		sfr_onload_put(onload);
+		if (fake.fake_cuda_hits() == before)
+			break;
+	}
+	CHECK(nr > 2);
+	fake.fake_cuda_reset();
+	works();
+	end();
+}
+
+static void behind_a_call_that_failed_nothing_is_copied(void)
+{
+	struct sfr_onload *onload;
+	struct sfr_err err;
+	uint64_t before;
+
+	begin();
+	works();
+	before = fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
+		 fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
+	fake.fake_cuda_fail("cuStreamWaitEvent", 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
+	CHECK_EQ(bring(&onload), 0);
+	sfr_onload_error(onload, &err);
+	CHECK(err.code != 0);
+	CHECK_EQ(fake.fake_cuda_calls("cuMemcpyHtoDAsync_v2") +
+			 fake.fake_cuda_calls("cuMemcpyBatchAsync_v2"),
+		 before);
+	sfr_onload_put(onload);
+	works();
+	end();
+}
+
+/* ---- what is refused ------------------------------------------------------------------- */
+
+static void a_closed_engine_is_told(void)
+{
+	struct sfr_onload *onload;
+
+	begin();
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	CHECK(onload == NULL);
+	end();
+}
+
+static void a_child_of_fork_is_refused(void)
+{
+	struct sfr_onload *onload;
+	pid_t child;
+	int status = 0;
+
+	begin();
+	works();
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(bring(&onload), 0);
+	child = fork();
+	if (child == 0) {
+		struct sfr_onload *other;
+		uint64_t ns;
+
+		(void)alarm(20);
+		_exit(bring(&other) == SFR_EFORK &&
+				      sfr_onload_wait(onload, SFR_FOREVER) == SFR_EFORK &&
+				      sfr_onload_order(onload, 0) == SFR_EFORK &&
+				      sfr_onload_times(onload, &ns, &ns) == SFR_EFORK ?
+			      0 :
+			      1);
+	}
+	CHECK_EQ(waitpid(child, &status, 0), child);
+	CHECK_EQ(status, 0);
+	fake.fake_cuda_hold(0);
+	sfr_onload_put(onload);
+	end();
+}
+
+/* ---- waiting ----------------------------------------------------------------------------- */
+
+static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
+{
+	struct sfr_onload *onload;
+	uint64_t copying, waited;
+
+	begin();
+	works();
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(bring(&onload), 0);
+	CHECK_EQ(sfr_onload_wait(onload, 0), SFR_EAGAIN);
+	CHECK_EQ(sfr_onload_wait(onload, 1000000), SFR_EAGAIN);
+	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
+	for (unsigned i = 0; i < 3; i++)
+		CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+	fake.fake_cuda_drain(stream);
+	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
+	CHECK(copying > 0);
+	CHECK(waited > 0);
+	/* What has come is waited for by nobody. */
+	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);
+	sfr_onload_put(onload);
+	end();
+}
+
+static void a_group_let_go_while_it_comes_is_waited_for(void)
+{
+	struct sfr_onload *onload;
+
+	begin();
+	works();
+	memset(device, 0, sizeof(device));
+	fake.fake_cuda_delay(3000000, 1);
+	CHECK_EQ(bring(&onload), 0);
+	sfr_onload_put(onload);
+	CHECK(has_come());
+	fake.fake_cuda_delay(0, 1);
+	end();
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	stream = fake.fake_cuda_stream(0);
+	RUN(without_memory_nothing_is_queued_and_nothing_left);
+	RUN(a_call_of_the_driver_that_fails_is_told_and_leaves_nothing);
+	RUN(behind_a_call_that_failed_nothing_is_copied);
+	RUN(a_closed_engine_is_told);
+	RUN(a_child_of_fork_is_refused);
+	RUN(who_waits_for_a_while_is_told_that_it_has_not_come);
+	RUN(a_group_let_go_while_it_comes_is_waited_for);
+	return check_done();
+}

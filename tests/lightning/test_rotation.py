@@ -1,0 +1,320 @@
+"""What becomes of files once saves have ended, asked of the plugin's parts one by one."""
+
+import os
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+from stillframe import _core
+from stillframe._base import paths
+from stillframe._lightning import links, pending, publish, rotation
+from stillframe._lightning.rotation import Rotation
+from stillframe._save import ordered
+from stillframe._save.engine import is_closed
+from stillframe._save.handle import SkippedSave
+
+
+class Telling:
+    """A call that waits for a save."""
+
+    def __init__(self, path, calls, due=True, error=None):
+        self.path, self.calls, self.is_due, self.error = path, calls, due, error
+
+    def due(self):
+        return self.is_due
+
+    def deliver(self):
+        self.calls.append(os.path.basename(self.path))
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def files():
+    return Rotation(lambda name: None, durable=True)
+
+
+@pytest.fixture
+def place(tmp_path):
+    """`place(name)`: the path of a file that is there."""
+
+    def made(name):
+        (tmp_path / name).write_text(name)
+        return str(tmp_path / name)
+
+    return made
+
+
+def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path):
+    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.remove(old)
+    files.wait()
+    assert os.path.exists(link)
+    assert not files.will_exist(old, os.path.exists)  # it is going to go
+    files.remove(link)
+    files.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, place, tmp_path):
+    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.remove(old)
+    files.make_room(link)
+    stillframe.async_save({"n": 1}, link).result()
+    files.release()
+    files.wait()
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, place, tmp_path):
+    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.remove(old)
+    files.make_room(old)
+    assert not files.held
+    files.wait()
+    place("old.ckpt")
+    assert files.finish() is None
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
+
+
+def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place, tmp_path):
+    old, newer = place("old.ckpt"), place("newer.ckpt")
+    link = str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.wait()
+    os.unlink(link)
+    os.symlink(newer, link)  # by somebody else
+    files.remove(old)
+    files.remove(newer)
+    assert os.path.exists(old)
+    assert files.finish() is None
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt"]
+
+
+def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
+    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.remove(old)
+    assert files.finish() is None
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
+
+
+def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        links, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
+    )
+    for durable in (True, False):
+        files = Rotation(lambda name: None, durable=durable)
+        files.link(place("a.ckpt"), str(tmp_path / "last.ckpt"))
+        files.finish()
+    assert asked == [True, False]
+
+
+def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
+    calls = []
+    first, second = (Telling(place(name), calls, due=False) for name in "ab")
+    files.publications += [first, second]
+    files.remove(first.path)
+    second.is_due = True
+    files.tell()
+    assert calls == [] and os.path.exists(first.path)
+    first.is_due = True
+    files.tell()
+    files.wait()
+    assert calls == ["a", "b"]
+    assert not os.path.exists(first.path) and os.path.exists(second.path)
+
+
+def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
+    calls = []
+    files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
+    with pytest.raises(RuntimeError, match="no network"):
+        files.tell()
+    assert not files.publications
+    files.remove(str(place("a")))
+    files.wait()
+    assert not files.held
+
+
+def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
+    calls, errors = [], [RuntimeError("first"), None, RuntimeError("last")]
+    files.publications += [
+        Telling(place(name), calls, error=error) for name, error in zip("abc", errors, strict=True)
+    ]
+    assert files.finish() is errors[0]
+    assert calls == ["a", "b", "c"]
+
+
+def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
+    """As a signal handler does, in the middle of it."""
+    waited, wait_for_key = [], ordered.wait_for_key
+
+    def wait(key):
+        waited.append(key)
+        if len(waited) == 1:
+            files.remove(place("b"))
+        wait_for_key(key)
+
+    monkeypatch.setattr(ordered, "wait_for_key", wait)
+    files.remove(place("a"))
+    files.wait()
+    assert [os.path.basename(each) for each in waited] == [b"a", b"b"]
+    assert not files.under_way()
+
+
+def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
+    link, newer = place("last.ckpt"), place("newer.ckpt")
+    files.publications.append(Telling(link, [], due=False))
+    files.remove(link)
+    assert files.held
+    files.link(newer, link)
+    assert files.finish() is None
+    assert os.readlink(link) == "newer.ckpt"
+
+
+# ---- whose error, whose engine ----
+
+
+@pytest.fixture
+def work(files):
+    return pending.Work(files)
+
+
+def test_an_engine_that_a_handler_made_meanwhile_serves_and_the_other_one_is_closed(work):
+    first, second = stillframe.Engine(), stillframe.Engine()
+    assert work.use(first) is first
+    assert work.use(second) is first
+    assert is_closed(second) and not is_closed(first)
+    assert work.drain(close=True) is None
+    assert is_closed(first)
+
+
+def test_a_save_is_taken_off_the_list_once(work, tmp_path):
+    handle = SkippedSave("a")
+    work.pending.append(handle)
+    assert work.discard(handle)
+    assert not work.discard(handle)
+
+
+def over(error=None, cancelled=None):
+    """A save that has ended so."""
+
+    def exception():
+        if cancelled is not None:
+            raise cancelled
+        return error
+
+    outcome = SimpleNamespace(is_collected=lambda: False)
+    return SimpleNamespace(done=lambda: True, exception=exception, _outcome=outcome)
+
+
+def test_errors_are_those_of_earlier_saves_and_of_links_and_cancelled_ones_count(work):
+    earlier, own, cancelled = OSError("earlier"), OSError("own"), CancelledError()
+    of_link = OSError("of a link")
+    work.pending += [over(earlier), over(cancelled=cancelled), over(own)]
+    work.rotation.errors.append(of_link)
+    newest = work.pending[-1]
+    work.collect_ended(but=newest)
+    assert work.errors == [earlier, cancelled, of_link]
+    assert work.pending == [newest]
+    work.newest = newest
+    work.forget_newest()  # it was raised
+    assert work.pending == []
+    assert work.take_error() is earlier
+    assert len(earlier.__notes__) == 2 and work.next_error() is None
+
+
+def test_anything_at_all_is_under_way(work, place):
+    assert not work.under_way()
+    work.engine = stillframe.Engine()
+    assert work.under_way()
+    work.drain(close=True)
+    work.pending.append(SkippedSave("a"))
+    assert work.under_way()
+    work.drain(close=True)
+    work.rotation.remove(place("a"))
+    assert work.under_way()
+    work.drain(close=True)
+    assert not work.under_way()
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (stillframe.BusyError("busy"), True),
+        (OSError(28, "full"), True),
+        (TypeError("no path"), False),
+        (AttributeError("cannot be pickled"), False),
+    ],
+)
+def test_a_mistake_in_how_a_save_is_asked_for_is_no_failure(error, failure):
+    assert pending.is_failure(error) is failure
+
+
+def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO(on_error="warn")
+    with pytest.raises((AttributeError, TypeError)):
+        plugin.save_checkpoint({"x": lambda: None}, tmp_path / "a.ckpt")
+    plugin.teardown()
+
+
+# ---- who is told, and what of ----
+
+
+def ended(report):
+    return SimpleNamespace(_outcome=SimpleNamespace(report=report), done=lambda: True)
+
+
+def test_a_call_is_made_once_and_not_for_a_save_that_failed(caplog):
+    calls = []
+    publication = publish.Publication(ended("report"), "a.ckpt", calls.append)
+    publication.deliver()
+    publication.deliver()
+    publish.Publication(ended(None), "b.ckpt", calls.append).deliver()
+    assert calls == ["report"]
+    assert "not told of b.ckpt" in caplog.text
+
+
+def test_a_callback_is_told_as_it_was_at_the_save_and_is_then_as_it_is_now():
+    callback = SimpleNamespace(best_model_path="a", best_k_models={"a": 1}, other=1)
+    seen = []
+
+    def tell(callback):
+        seen.append((callback.best_model_path, dict(callback.best_k_models), callback.other))
+        raise RuntimeError("no network")
+
+    call = publish.logger_call(tell, callback)
+    callback.best_k_models["b"] = 2
+    callback.best_model_path, callback.other = "b", 2
+    with pytest.raises(RuntimeError):
+        call("report")
+    assert seen == [("a", {"a": 1}, 2)]
+    assert vars(callback) == {"best_model_path": "b", "best_k_models": {"a": 1, "b": 2}, "other": 2}
+
+
+def test_metrics_have_the_units_of_their_names_and_the_step_of_the_trainer():
+    logged = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((metrics, step)))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=7))
+    report = SimpleNamespace(
+        blocked_s=0.5, gate_wait_s=0.25, backpressure_s=9.0, durable_after_s=3.0, nbytes=10
+    )
+    publish.metrics_call(SimpleNamespace(fit_loop=loop, loggers=[logger]))(report)
+    metrics = {"call_ms": 500.0, "gate_ms": 250.0, "durable_s": 3.0, "bytes": 10.0}
+    assert logged == [({f"checkpoint/{name}": each for name, each in metrics.items()}, 7)]
+
+
+def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):
+    assert files.will_exist("memory://nowhere/a.ckpt", lambda path: True)
+    assert not files.will_exist("memory://nowhere/a.ckpt", lambda path: False)
+    name = rotation.key("memory://nowhere/b.ckpt")
+    entry = ordered.submit(name, _core.WORK_SAVE, lambda after_good: True)
+    assert entry is not None
+    assert files.will_exist("memory://nowhere/b.ckpt", lambda path: True)
+    ordered.wait_for_key(name)
+    assert paths.is_remote("memory://nowhere/b.ckpt")

@@ -1,0 +1,32 @@
+"""Random trainings agree with the plain ones in every bit, and saves hold what was at their call.
+
+STILLFRAME_TRAININGS=2000         how many, 24 otherwise
+STILLFRAME_FIRST_TRAINING=4711    the first one's seed, to see one again
+STILLFRAME_TRAININGS_S=600        begin none after that time
+"""
+
+import gc
+import os
+import shutil
+import time
+
+from fix_trainings import differences, plan
+
+TRAININGS = int(os.environ.get("STILLFRAME_TRAININGS", "24"))
+FIRST = int(os.environ.get("STILLFRAME_FIRST_TRAINING", "1"))
+SECONDS = float(os.environ.get("STILLFRAME_TRAININGS_S", "600"))
+
+
+def test_random_trainings_agree_with_plain_ones(fake, tmp_path):
+    wrong, end, nr = [], time.monotonic() + SECONDS, 0
+    for seed in range(FIRST, FIRST + TRAININGS):
+        if time.monotonic() > end or len(wrong) > 5:
+            break
+        nr += 1
+        wrong += [f"{each} in {plan(seed)}" for each in differences(seed, tmp_path / "s", fake)]
+        shutil.rmtree(tmp_path / "s")
+        if seed % 20 == 0:
+            gc.collect()
+    if TRAININGS > 24:
+        print(f"{nr} trainings, {len(wrong)} wrong")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,322 @@
+"""`shared="spawn"`: other processes map the memory, and the pool waits for them.
+
+What pickles and what comes of it is the same in one process, which lends to itself; the last tests
+have processes of their own.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_lent import seen, work
+from fix_snapshots import MIB, leased
+from stillframe._snapshot import lent
+from stillframe.testing import fault
+
+Tree = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def engine() -> Iterator[stillframe.Engine]:
+    """A pool that has room for two of `state()`."""
+    with stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB, shared_memory=True) as engine:
+        yield engine
+
+
+def state(value: float) -> Tree:
+    return {name: torch.full((MIB // 4,), float(value)) for name in ("w", "x")}
+
+
+def take(engine: stillframe.Engine, tree: Any) -> stillframe.Snapshot[Any]:
+    return stillframe.snapshot(tree, shared="spawn", engine=engine)
+
+
+def dumps(tree: Any) -> bytes:
+    return bytes(ForkingPickler.dumps(tree))
+
+
+def eventually(engine: stillframe.Engine, nbytes: int) -> bool:
+    end = time.monotonic() + 20
+    while leased(engine) != nbytes and time.monotonic() < end:
+        time.sleep(0.001)
+    return leased(engine) == nbytes
+
+
+@pytest.fixture
+def torchs_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that go to shared memory of torch's."""
+    moved: list[int] = []
+    share = torch.UntypedStorage._share_fd_cpu_
+
+    def counted(storage: torch.UntypedStorage) -> Any:
+        moved.append(storage.nbytes())
+        return share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", counted)
+    return moved
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- what arrives ----
+
+
+def test_tensors_arrive_as_they_are_and_none_is_copied(
+    engine: stillframe.Engine, torchs_memory: list[int]
+) -> None:
+    weight = torch.randn(40, 30)
+    number = torch.randn(7, dtype=torch.complex64)
+    parameter = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64).conj(), False)
+    tree = {
+        "weight": weight,
+        "transposed": weight.t(),
+        "part": weight[3:5, ::2],
+        "bytes": torch.arange(9, dtype=torch.uint8),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "conj": number.conj(),
+        "neg": number.conj().imag,
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        "strange": parameter,
+        "object": {"step": 3, "name": "x"},
+    }
+    taken = take(engine, tree)
+    new = pickle.loads(dumps(taken.tree))
+    assert torchs_memory == []
+    assert new["object"] == tree["object"]
+    for name, tensor in tree.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        other = new[name]
+        assert type(other) is type(tensor) and other.dtype is tensor.dtype
+        assert torch.equal(other, tensor) and other.stride() == tensor.stride()
+        assert other.storage_offset() == tensor.storage_offset()
+        assert other.is_conj() is tensor.is_conj() and other.is_neg() is tensor.is_neg()
+        assert other.requires_grad is tensor.requires_grad
+    assert new["conj"].is_conj() and new["neg"].is_neg() and new["strange"].is_conj()
+    ties = {new[name].untyped_storage().data_ptr() for name in ("weight", "transposed", "part")}
+    assert len(ties) == 1
+    new["weight"][3, 0] = 5
+    assert new["part"][0, 0] == 5 and new["transposed"][0, 3] == 5
+    # What is written there stays there.
+    assert torch.equal(taken.tree["weight"], weight)
+
+
+def test_a_pickle_takes_one_descriptor_however_many_tensors_it_has(
+    engine: stillframe.Engine,
+) -> None:
+    taken = take(engine, [torch.full((10,), float(value)) for value in range(300)])
+    pickle.loads(dumps(taken.tree))  # starts multiprocessing's own thread
+    gc.collect()
+    assert eventually(engine, MIB)
+    before = descriptors()
+    data = dumps(taken.tree)
+    assert descriptors() - before == 2  # both ends of the channel
+    new = pickle.loads(data)
+    # The channel's ends, and what Python's mmap keeps.
+    assert descriptors() - before <= 3
+    assert all(tensor.eq(value).all() for value, tensor in enumerate(new))
+
+
+def test_memory_goes_back_when_it_is_let_go_here_and_there(engine: stillframe.Engine) -> None:
+    taken = take(engine, state(1))
+    borrowed = [pickle.loads(dumps(taken.tree)) for _ in range(2)]
+    borrowed[1] = borrowed[1]["x"][5:]
+    taken.release()
+    while borrowed:
+        assert leased(engine) == 2 * MIB
+        take(engine, state(2)).release()  # has other blocks
+        assert borrowed[-1].eq(1).all()
+        del borrowed[0]
+    assert eventually(engine, 0)
+
+
+def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
+    engine: stillframe.Engine,
+) -> None:
+    small = [take(engine, [torch.full((MIB // 4,), float(value))]) for value in range(4)]
+    middle = small[1]
+    small[0].release()
+    small[2].release()
+    apart = take(engine, state(7))  # in the blocks beside the middle one
+    lender = lent._lender_of(apart.tree["w"].untyped_storage())
+    assert lender is not None and lender.nbytes > 2 * MIB
+    assert lent._lender_of(middle.tree[0].untyped_storage()) is not lender
+    new = pickle.loads(dumps([apart.tree, middle.tree]))
+    assert seen(new[0]) == [7] * 4 and float(new[1][0][-1]) == 1
+
+
+def test_what_is_not_lent_goes_torchs_way(
+    engine: stillframe.Engine, torchs_memory: list[int]
+) -> None:
+    take(engine, state(1))
+    private = stillframe.snapshot({"w": torch.ones(5)}, engine=engine)
+    new = pickle.loads(dumps([private.tree, torch.ones(3), torch.zeros(0)]))
+    assert torchs_memory == [20, 12]
+    assert new[0]["w"].eq(1).all() and new[1].eq(1).all() and new[2].shape == (0,)
+
+
+def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillframe.Engine) -> None:
+    taken = take(engine, state(3))
+    new = pickle.loads(pickle.dumps(taken.tree))
+    taken.release()
+    assert leased(engine) == 0 and seen(new) == [3] * 4
+    with pytest.raises(TypeError, match=r"hand over its \.tree"):
+        pickle.dumps(taken)
+    with pytest.raises(TypeError, match="multiprocessing only"):
+        pickle.dumps(lent.Lender.__new__(lent.Lender))
+
+
+# ---- what never arrives ----
+
+
+def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(
+    engine: stillframe.Engine,
+) -> None:
+    taken = take(engine, state(1))
+    readers = [concurrent.futures.Future[None]() for _ in range(2)]
+    lost, arrived = dumps(taken.tree), dumps(taken.tree)
+    for reader in readers:
+        taken.hold_until(reader)
+    taken.release()
+    readers[0].set_result(None)
+    new = pickle.loads(arrived)  # the other may still come for it
+    readers[1].set_result(None)
+    with pytest.raises(stillframe.StillframeError, match="not lent any more"):
+        pickle.loads(lost)
+    assert leased(engine) == 2 * MIB and seen(new) == [1] * 4
+    del new
+    assert eventually(engine, 0)
+
+
+def test_what_could_not_be_pickled_whole_goes_back_too(engine: stillframe.Engine) -> None:
+    taken = take(engine, {**state(1), "z": threading.Lock()})
+    with pytest.raises(TypeError, match="lock"):
+        dumps(taken.tree)
+    reader: concurrent.futures.Future[None] = concurrent.futures.Future()
+    taken.hold_until(reader)
+    taken.release()
+    assert leased(engine) == 2 * MIB
+    reader.set_result(None)
+    assert eventually(engine, 0)
+
+
+def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
+    engine: stillframe.Engine,
+) -> None:
+    first, second = take(engine, state(1)), take(engine, state(2))
+    new = [pickle.loads(dumps(first.tree))]
+    first.release()
+    timer = threading.Timer(0.1, new.clear)
+    timer.start()
+    third = take(engine, state(3))
+    assert not new and seen(third.tree) == [3] * 4
+    timer.join()
+    third.release()
+    patient = take(engine, state(4))
+    lender = lent._lender_of(patient.tree["w"].untyped_storage())
+    assert lender is not None
+    lender.patience_s = 0.05
+    new = [pickle.loads(dumps(patient.tree))]
+    patient.release()
+    with pytest.raises(stillframe.PoolExhaustedError, match="lent"):
+        take(engine, state(5))
+    assert seen(new[0]) == [4] * 4  # it is there for all that
+    new.clear()
+    second.release()
+    assert eventually(engine, 0)
+
+
+# ---- what is refused ----
+
+
+def test_each_kind_of_memory_says_which_engine_it_needs(engine: stillframe.Engine) -> None:
+    with (
+        stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB) as private,
+        pytest.raises(ValueError, match=r"Engine\(shared_memory=True\)"),
+    ):
+        stillframe.snapshot(state(1), shared="spawn", engine=private)
+    with pytest.raises(ValueError, match="forked"):
+        stillframe.snapshot(state(1), shared=True, engine=engine)
+    with pytest.raises(ValueError, match="'spawn'"):
+        stillframe.snapshot(state(1), shared="fork", engine=engine)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shared_memory"):
+        stillframe.Engine(shared_memory=1)  # type: ignore[arg-type]
+    assert leased(engine) == 0
+
+
+def test_a_system_without_such_memory_is_named() -> None:
+    for number, text in ((errno.ENOSYS, "memfd_create"), (errno.EMFILE, "one descriptor")):
+        with (
+            fault("memfd", nth=1, err=number),
+            pytest.raises(OSError, match=text) as raised,
+        ):
+            stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB, shared_memory=True)
+        assert raised.value.errno == number
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB - 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="ulimit -f"):
+            stillframe.Engine(pool_bytes=4 * MIB, block_bytes=MIB, shared_memory=True)
+        with stillframe.Engine(block_bytes=MIB, shared_memory=True) as fitting:  # a default cap
+            assert fitting.stats()["pool_bytes"] < 4 * MIB
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+# ---- other processes ----
+
+
+def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(
+    engine: stillframe.Engine, torchs_memory: list[int]
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    (link, theirs), (grandchild, its) = context.Pipe(), context.Pipe()
+    trained = state(1)
+    taken = take(engine, trained)
+    process = context.Process(target=work, args=(taken.tree, theirs, its), daemon=True)
+    process.start()
+    taken.hold_until(process)
+    taken.release()
+
+    def ask(item: Any) -> Any:
+        link.send(item)
+        assert link.poll(30)
+        return link.recv()
+
+    for value in (2, 3):
+        for tensor in trained.values():
+            tensor.fill_(value)
+        again = take(engine, trained)
+        answers = ask(again.tree)
+        again.release()
+        assert answers == [[1] * 4, [value] * 4]
+        assert leased(engine) == 4 * MIB
+        if value == 2:
+            assert ask("write") == [[1] * 4, [99] * 4]
+            assert ask("forget the last") == [[1] * 4]
+            assert eventually(engine, 2 * MIB)
+    assert torchs_memory == []
+    assert ask("leave a grandchild") == [[1] * 4, [3] * 4]
+    process.kill()
+    process.join()
+    assert leased(engine) == 4 * MIB  # it reads on
+    grandchild.send("look")
+    assert grandchild.poll(30) and grandchild.recv() == [[1] * 4, [3] * 4]
+    assert eventually(engine, 0)

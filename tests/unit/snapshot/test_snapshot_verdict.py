@@ -1,0 +1,313 @@
+"""The verdict of a snapshot's copy, and who hears of it: over a core that does as it is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_snapshots import MIB, engine, state_of, trained
+from stillframe._save import completion, gate
+from stillframe._save.engine import is_used
+from stillframe._snapshot import copy as copies
+from stillframe._snapshot.copy import Copy
+from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write
+
+__all__ = ["engine"]  # a fixture
+
+
+class Core:
+    number = -7
+
+    def __init__(self) -> None:
+        self.ended, self.torn, self.failed = False, -1, None
+        self.gates: list[bool] = []
+        self.holds = 0
+        self.started: BaseException | None = None
+
+    def wait(self, timeout: float | None) -> tuple[bool, int]:
+        return self.ended, self.torn
+
+    def gate(self, streams: object) -> bool:
+        return self.gates.pop(0)
+
+    def error(self) -> str | None:
+        return self.failed
+
+    def start(self, streams: object) -> None:
+        if self.started is not None:
+            raise self.started
+
+    def hold(self) -> bool:
+        self.holds += 1
+        return True
+
+    def unhold(self) -> None:
+        self.holds -= 1
+
+
+class Deferral(gate.Deferral):
+    """Says one after the other what it is given."""
+
+    def __init__(self, *torn: int) -> None:
+        super().__init__()
+        self.indices, self.says = [0], list(torn)
+        self.distrusted: list[int] = []
+        self.nr_released = self.nr_closed = 0
+
+    def torn(self) -> int:
+        return self.says.pop(0)
+
+    def distrust(self, index: int) -> None:
+        self.distrusted.append(index)
+
+    def release(self) -> None:
+        self.nr_released += 1
+
+    def close(self) -> None:
+        self.nr_closed += 1
+        super().close()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`made(deferral, devices)`: a copy that has been started."""
+    monkeypatch.setattr(copies._device, "streams", lambda devices: ())
+    found: list[Copy] = []
+
+    def make(deferral: Deferral, devices: tuple[int, ...] = ()) -> Any:
+        tree: Any = SimpleNamespace(storages=["its memory"], devices=devices)
+        core: Any = Core()
+        found.append(Copy(core, tree, deferral, shared=False))
+        found[-1].start()
+        return found[-1]
+
+    yield make
+    completion.copying.pop(Core.number, None)
+    for each in found:
+        gate.untrack(each)
+
+
+def ended(copy: Any) -> Any:
+    copy.core.ended = True
+    copy.settle()
+    return copy
+
+
+def test_a_step_that_does_not_wait_asks_before_it_writes_and_not_again(
+    made: Callable[..., Any],
+) -> None:
+    deferral = Deferral(-1, 0, 0)
+    copy = made(deferral, devices=(0,))
+    copy.core.gates = [False, False]
+    assert not copy.gate() and not copy.gate()
+    assert ended(copy).error is None  # what it says by now is the step's own doing
+    assert copy.gate_wait_s > 0
+
+
+def test_a_write_before_a_step_that_does_not_wait_is_told(made: Callable[..., Any]) -> None:
+    deferral = Deferral(0)
+    copy = made(deferral, devices=(0,))
+    copy.core.gates = [False]
+    assert not copy.gate()
+    deferral.says = [-1]
+    assert isinstance(ended(copy).error, stillframe.TornSnapshotError)
+    assert deferral.distrusted == [0]
+
+
+def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(
+    made: Callable[..., Any],
+) -> None:
+    torn, failed = made(Deferral()), made(Deferral())
+    torn.core.torn = 0
+    assert isinstance(ended(torn).error, stillframe.TornSnapshotError)
+    failed.core.failed, failed.core.torn = "the device died", 0
+    assert not isinstance(ended(failed).error, stillframe.TornSnapshotError)
+    assert "the device died" in str(failed.error)
+    assert failed.deferral.distrusted == []
+
+
+def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made: Callable[..., Any]) -> None:
+    copy = made(Deferral(-1))
+    copy.settle()
+    assert not copy.is_settled() and copy.sources and id(copy) in gate._pendings
+    ended(copy)
+    copy.settle()
+    assert copy.deferral.nr_released == 1
+    assert copy.sources == [] and id(copy) not in gate._pendings
+
+
+def test_who_wants_the_verdict_is_told_once_before_or_after(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    copy = made(Deferral(-1))
+    copy.tell("before")
+    assert told == []
+    ended(copy)
+    copy.tell("after")
+    assert told == ["before", "after"]
+
+
+def test_a_copy_that_broke_off_keeps_its_sources_as_long_as_it_runs(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Core, "start", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        made(Deferral(), devices=(0,))
+    assert Core.number in completion.copying
+    monkeypatch.setattr(Core, "wait", lambda *given: (True, -1))
+    with pytest.raises(KeyboardInterrupt):
+        made(Deferral(), devices=(0,))
+    assert Core.number not in completion.copying
+
+
+def test_a_copy_made_in_the_call_is_over_with_it(made: Callable[..., Any]) -> None:
+    deferral = Deferral(-1)
+    deferral.indices = []
+    core: Any = Core()
+    core.ended = True
+    tree: Any = SimpleNamespace(storages=[1], devices=())
+    copy = Copy(core, tree, deferral, shared=False)
+    copy.start()
+    assert copy.is_settled() and deferral.nr_closed == 1
+    assert Core.number not in completion.copying
+
+
+def test_a_damage_that_only_tensors_can_have_is_logged(
+    made: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = made(Deferral(0))
+    copy.owner = lambda: None
+    ended(copy)
+    assert "a snapshot that is in use is damaged" in caplog.text
+
+
+# ---- the snapshot over it ----
+
+
+def over(**copy: Any) -> Any:
+    made: Any = SimpleNamespace(
+        core=Core(), error=None, seen=False, settle=lambda: None, **{**copy, "is_fake": True}
+    )
+    return Snapshot(made, {"a": 1}, [], False)
+
+
+def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = stillframe.StillframeError("torn")
+    for seen, foreign in ((True, False), (False, True)):
+        snapshot = over()
+        snapshot._copy.error, snapshot._copy.seen = error, seen
+        if foreign:
+            snapshot._birth = SimpleNamespace(foreign=lambda: True)
+        del snapshot
+    assert caplog.text == ""
+    snapshot = over()
+    snapshot._copy.error = error
+    del snapshot
+    assert "nobody asked: torn" in caplog.text
+    assert [each.levelno for each in caplog.records] == [logging.ERROR]
+
+
+def test_a_failed_snapshot_is_of_no_use_and_its_error_seen() -> None:
+    snapshot = over()
+    snapshot._copy.core.ended = True
+    snapshot._copy.error = stillframe.StillframeError("torn")
+    with pytest.raises(stillframe.StillframeError, match="torn"):
+        snapshot.wait()
+    assert snapshot._copy.seen and snapshot._tree is None
+
+
+def test_a_future_that_calls_back_twice_ends_its_own_hold_alone() -> None:
+    class Twice:
+        def add_done_callback(self, function: Callable[[object], object]) -> None:
+            function(self)
+            function(self)
+
+    snapshot = over()
+    snapshot._copy.core.holds = 1  # somebody else's
+    snapshot.hold_until(Twice())
+    assert snapshot._copy.core.holds == 1
+    with pytest.raises(TypeError):
+        snapshot.hold_until(7)
+    assert snapshot._copy.core.holds == 1
+
+
+def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy() -> None:
+    snapshot = over()
+    snapshot._copy.core.hold = lambda: False
+    for method in ("spawn", "forkserver"):
+        snapshot.hold_until(multiprocessing.get_context(method).Process(target=print))
+    with pytest.raises(stillframe.StillframeError, match="gone back"):
+        snapshot.hold_until(multiprocessing.get_context("fork").Process(target=print))
+
+
+def test_a_forked_child_reads_what_is_shared_and_nothing_else() -> None:
+    private, shared = over(), over()
+    shared._shared = True
+    for each in (private, shared):
+        each._birth = SimpleNamespace(foreign=lambda: True)
+    assert shared.tree == {"a": 1}
+    with pytest.raises(stillframe.ForkError, match="shared=True"):
+        _ = private.tree
+
+
+# ---- the call ----
+
+
+def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up() -> None:
+    model, optimizer = trained()
+    with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB) as small:
+        # What was raised keeps the call's frames, and these what the call had.
+        with pytest.raises(stillframe.PoolExhaustedError) as refused:
+            stillframe.snapshot(
+                {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
+            )
+        assert refused.tb is not None
+        assert not gate._calls and not is_used(small)
+
+
+def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine: stillframe.Engine) -> None:
+    source = torch.ones(1000)
+    gone = weakref.ref(source)
+    assert not is_used(engine)
+    snapshot = stillframe.snapshot({"x": source}, engine=engine)
+    del source
+    gc.collect()
+    assert is_used(engine) and gone() is None
+    assert torch.equal(snapshot.tree["x"], torch.ones(1000))
+
+
+def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(
+    engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Copy.start
+
+    def torn(copy: Copy) -> None:
+        start(copy)
+        copy.error = stillframe.TornSnapshotError("too late", [])
+
+    monkeypatch.setattr(Copy, "start", torn)
+    with pytest.raises(stillframe.TornSnapshotError, match="too late"):
+        stillframe.snapshot({"x": torch.ones(1000)}, engine=engine)
+
+
+def test_a_module_is_warned_of_where_it_is_left_and_not_where_it_is_copied(
+    engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree = {"module": torch.nn.Linear(2, 2)}
+    taken = snapshot_to_write(tree, overlap=False, engine=engine)
+    assert taken.tree["module"] is not tree["module"]
+    assert caplog.text == ""
+    assert stillframe.snapshot(tree, engine=engine).tree["module"] is tree["module"]
+    assert "a Linear is left as it is" in caplog.text
