@@ -9,7 +9,7 @@ import stillframe
 import torch
 from fix_lightning import at, every_steps, load, loader, trainer
 from stillframe._save.ordered import wait_for_path
-from stillframe.testing import fault, slow
+from stillframe.testing import fault, held, slow
 
 
 class Boom(Exception):
@@ -250,12 +250,12 @@ def test_rotation_after_saves_that_were_refused_keeps_the_last_good_one(lit, tmp
 
     def rotate(trainer):
         stillframe.wait_all()
-        with slow("fdatasync", 2):
+        with held("fdatasync"):
             trainer.save_checkpoint(slow_one)
             with pytest.warns(UserWarning, match="max_in_flight"):
                 trainer.save_checkpoint(refused)
             trainer.strategy.remove_checkpoint(good)
-            stillframe.wait_all()
+        stillframe.wait_all()
         assert good.exists()
         trainer.save_checkpoint(newer)
         trainer.strategy.remove_checkpoint(good)

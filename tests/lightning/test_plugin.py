@@ -6,7 +6,6 @@ import pickle
 import queue
 import signal
 import sys
-import time
 
 import pytest
 import stillframe
@@ -316,15 +315,13 @@ def test_removing_a_link_leaves_its_target(lit, tmp_path):
 
 
 def test_on_durable_is_called_with_the_path_as_given(lit, tmp_path):
-    calls = []
+    calls = queue.SimpleQueue()
     path = tmp_path / "a.ckpt"
-    plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: calls.append(each))
+    plugin = lit.AsyncCheckpointIO(on_durable=lambda *each: calls.put(each))
     plugin.save_checkpoint(STATE, path)
     plugin.teardown()
-    deadline = time.monotonic() + 5  # it runs on a thread of its own
-    while not calls and time.monotonic() < deadline:
-        time.sleep(0.01)
-    ((given, report),) = calls
+    given, report = calls.get(timeout=60)  # it runs on a thread of its own
+    assert calls.empty()
     assert given == path
     assert report.nbytes == path.stat().st_size
 

@@ -181,6 +181,26 @@ def test_layers_without_tensors_or_with_empty_ones_stand_between_others(either):
         assert agree(*twice(copy.deepcopy(model), offloaded={"keep": keep}))
 
 
+@pytest.mark.parametrize("nth", range(3))
+def test_what_came_ahead_for_a_forward_that_failed_is_brought_anew(either, nth):
+    """Nobody counts a write of a fused optimizer, or through `.data`."""
+    model = mlp(depth=4)
+    plain = copy.deepcopy(model)
+
+    def fail(module, args, output):
+        raise ArithmeticError("in forward")
+
+    with offload_layers(model, device="cpu"):
+        hook = model[nth][0].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(numbers(0))
+        hook.remove()
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.data.mul_(2)
+        assert torch.equal(model(numbers(1)), plain(numbers(1)))
+
+
 class Reentrant(nn.Linear):
     """It has a backward of its own, inside the one around."""
 

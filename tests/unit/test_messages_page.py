@@ -59,7 +59,7 @@ def _listed() -> set[str]:
 
 
 def _is_of(quoted: str, text: str) -> bool:
-    return re.search(".*?".join(map(re.escape, quoted.split("…"))), text) is not None
+    return re.search(".*?".join(map(re.escape, quoted.strip("…").split("…"))), text) is not None
 
 
 def test_every_message_of_an_error_or_warning_is_on_the_page() -> None:

@@ -167,8 +167,11 @@ class OffloadedLayers:
         again = graph.task() != graph.NO_TASK  # a checkpoint runs it again
         if self._current is not None and not (again and self._current.layer is layer):
             self._leave()
-        if not again and self._residents.get(layer) is not None:
-            self._residents.give_up(layer)  # weights of an earlier forward
+        if not again:
+            if self._begins_anew(layer):
+                self._residents.give_up_coming()  # for a pass that did not come to them
+            if self._residents.get(layer) is not None:
+                self._residents.give_up(layer)  # weights of an earlier forward
         use = _Use(self, layer, self._last)
         group = self._residents.bring(layer, anew=not again)
         self._open.append(use)
@@ -181,7 +184,7 @@ class OffloadedLayers:
         if not again:
             if torch.is_grad_enabled():
                 self._last = layer
-            self._residents.prefetch(self._follower(layer), anew=True)
+            self._residents.prefetch(self._follower(), anew=True)
 
     def _on_device(self, use: _Use, group: Group) -> list[Tensor]:
         """What stands in the places of a layer's tensors in a forward."""
@@ -235,14 +238,19 @@ class OffloadedLayers:
                 )
             place.entries[place.name] = found.detach().to("cpu")
 
-    def _follower(self, layer: Layer) -> Layer | None:
-        """The layer that comes after this one."""
-        order = self._order
+    def _begins_anew(self, layer: Layer) -> bool:
+        """Notes where in the order forward is; whether it is another pass than before."""
+        order, before = self._order, self._place
         for step in range(1, len(order) + 1):
-            place = (self._place + step) % len(order)
+            place = (before + step) % len(order)
             if order[place] is layer:
                 self._place = place
                 break
+        return self._place <= before
+
+    def _follower(self) -> Layer | None:
+        """The layer that comes after the one that forward is at."""
+        order = self._order
         following = order[self._place + 1 : self._place + 2]
         return following[0] if following and not following[0].partners else None
 

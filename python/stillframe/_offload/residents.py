@@ -89,6 +89,12 @@ class Residents:
         if group is not None and _has_bytes(group.tensors):
             self._offloader.release(group.tensors)
 
+    def give_up_coming(self) -> None:
+        """What was brought ahead of need may have been written to since, and nobody has counted
+        it: fused optimizers do not."""
+        for layer in list(self._coming):
+            self.give_up(layer)
+
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
         for layer in [*self._coming, *self._groups]:

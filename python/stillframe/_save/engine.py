@@ -58,7 +58,7 @@ class Engine:
         when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
             "skipped"), or "raise" `BusyError`. `save` always waits.
         shared_memory: Make the pool of memory that processes which are not forked can map, for
-            `snapshot(tree, shared="spawn")`. The first touch of such memory costs more.
+            `snapshot(tree, shared="spawn")`. Most systems give such memory small pages only.
 
     Raises:
         TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
