@@ -151,10 +151,11 @@ def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
     engine: stillframe.Engine,
 ) -> None:
     small = [take(engine, [torch.full((MIB // 4,), float(value))]) for value in range(4)]
-    middle = small[1]
     small[0].release()
     small[2].release()
     apart = take(engine, state(7))  # in the blocks beside the middle one
+    small[1].release()
+    middle = take(engine, [torch.ones(MIB // 4)])  # known after it, so looked at after it
     lender = lent._lender_of(apart.tree["w"].untyped_storage())
     assert lender is not None and lender.nbytes > 2 * MIB
     assert lent._lender_of(middle.tree[0].untyped_storage()) is not lender
