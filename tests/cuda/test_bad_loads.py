@@ -212,4 +212,5 @@ def test_ctrl_c_at_any_line_leaves_nothing(way: Way, tmp_path: Path, fake: FakeD
         with contextlib.suppress(KeyboardInterrupt), Interrupt(nth):
             small(file)
         assert living(fake) == before, nth
+        assert torch.is_grad_enabled(), nth
     assert len(small(file)) == 2

@@ -101,9 +101,8 @@ def _words(tensor: Tensor) -> str:
 
 def copy(plan: Plan) -> None:
     """Fills the targets from tensors that were loaded."""
-    with torch.no_grad():
-        for target, found in plan.tensors:
-            target.copy_(found)
+    for target, found in plan.tensors:
+        _copy(target, found)
     plan.set_values()
 
 
@@ -193,9 +192,14 @@ class Fill:
             storage, pairs = target.untyped_storage(), pairs[1:]
         else:
             storage = self._on_their_way.pop(index)
-        with torch.no_grad():
-            for target, found in pairs:
-                target.copy_(_over(storage, found))
+        for target, found in pairs:
+            _copy(target, _over(storage, found))
+
+
+def _copy(target: Tensor, found: Tensor) -> None:
+    """Without a trace in the graph. Not under `torch.no_grad()`: a Ctrl-C as that ends would leave
+    it on for good."""
+    target.detach().copy_(found.detach())
 
 
 def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:

@@ -12,10 +12,10 @@ import json
 import os
 import pickle
 import stat
-import sys
 import zipfile
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import IO, Any
 
 from stillframe import _core
@@ -25,6 +25,8 @@ from stillframe._tree.contents import Tensor, Value
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name
+_MOST_FOLDED = 1000  # rows of a table; folding them to the terminal takes 0.5 ms each
+_COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
 @dataclass(slots=True)
@@ -56,12 +58,13 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         totals = self.totals()
+        names = [each.name for each in fields(Tensor)]
         return {
             "path": self.path,
             "error": self.error,
             "nbytes": self.nbytes,
             "format": self.format,
-            "tensors": [asdict(each) for each in self.tensors],
+            "tensors": [{name: getattr(each, name) for name in names} for each in self.tensors],
             "totals": {prefix: totals[prefix] for prefix in self.prefixes()},
             "others": dict(self.others),
         }
@@ -143,6 +146,7 @@ def _show(found: Found, *, as_tree: bool) -> None:
     from stillframe._shell.console import Console
 
     console = Console()
+    folds = console.is_terminal and len(found.tensors) <= _MOST_FOLDED
     if not console.is_terminal:  # a file or a pipe has no width
         paths = [found.path, found.error or "", *(each.path for each in found.tensors)]
         console = Console(width=100 + 2 * max(map(len, paths)))
@@ -150,7 +154,11 @@ def _show(found: Found, *, as_tree: bool) -> None:
         word = "damaged: " if found.status == DAMAGED else ""
         console.print(_printable(f"{found.path}: {word}{found.error}"), markup=False)
     if found.tensors:
-        console.print(_tree(found) if as_tree else _table(found))
+        if as_tree or folds:
+            console.print(_tree(found) if as_tree else _table(found))
+        else:
+            for line in _lines(found):
+                print(line)
         totals = found.totals()
         total = f"{len(found.tensors)} tensors, {decimal(totals[''])} of storages"
         console.print(f"{total} in a file of {decimal(found.nbytes)}", highlight=False)
@@ -162,17 +170,36 @@ def _show(found: Found, *, as_tree: bool) -> None:
         console.print(f"other values: {others}", markup=False, highlight=False)
 
 
-def _table(found: Found) -> Any:
+def _rows(found: Found) -> Iterator[list[str]]:
     from rich.filesize import decimal
+
+    for each in found.tensors:
+        cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
+        yield [_printable(cell) for cell in (*cells, each.kind)]
+
+
+def _lines(found: Found) -> Iterator[str]:
+    """The table as wide as it is."""
+    rows = [[*_COLUMNS], *_rows(found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    row_format = "  ".join(
+        f"{{:{'>' if name == 'bytes' else ''}{width}}}"
+        for name, width in zip(_COLUMNS, widths, strict=True)
+    )
+    for row in rows:
+        yield row_format.format(*row).rstrip()
+
+
+def _table(found: Found) -> Any:
+    """Folded to the terminal."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for name in ("tensor", "shape", "dtype", "device", "bytes", "kind"):
+    for name in _COLUMNS:
         table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for each in found.tensors:
-        cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
-        table.add_row(*(Text(_printable(cell)) for cell in (*cells, each.kind)))
+    for row in _rows(found):
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -201,8 +228,7 @@ def run(options: argparse.Namespace) -> int:
     """The command."""
     found = look(options.path)
     if options.json:
-        json.dump(found.as_json(), sys.stdout, indent=2)
-        print()
+        print(json.dumps(found.as_json()))  # one line: the quick encoder knows no other
     else:
         _show(found, as_tree=options.tree)
     return found.status

@@ -272,7 +272,7 @@ def test_a_path_that_cannot_be_written_is_an_error_at_entry(tmp_path, name, erro
 
 @pytest.mark.parametrize("path", ["", "a\0b"])
 def test_what_is_no_path_is_refused(path):
-    with pytest.raises(ValueError, match="no path"):
+    with pytest.raises(ValueError, match="cannot be the path of a trace"):
         stillframe.trace(path)
 
 
