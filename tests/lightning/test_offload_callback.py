@@ -264,7 +264,7 @@ def test_the_end_tells_the_totals(offload, caplog):
 
 def test_the_docstring_says_what_the_totals_mean(offload):
     text = " ".join(offload.__doc__.split())
-    assert "`total_time_saved` (the seconds spent in offloading" in text
+    assert "`total_time_saved` (seconds spent offloading" in text
 
 
 def test_a_save_logs_one_line_and_the_rest_at_debug(offload, caplog):
