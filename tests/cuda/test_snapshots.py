@@ -13,6 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_training import adamw
+from stillframe._save import completion
 from stillframe._snapshot.ordinary import ordinary_copy
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, warmed_up
@@ -55,6 +56,17 @@ def test_small_tensors_of_a_tree_are_one_batch_and_its_copy_is_the_state_at_the_
     # One of what is small; what is large is a single tensor.
     assert fake.calls("cuMemcpyBatchAsync_v2") == 1
     assert fake.calls("cuMemcpyDtoHAsync_v2") == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_snapshot_of_tensors_without_bytes_leaves_nothing_behind(
+    fake: FakeDriver, engine: stillframe.Engine, overlap: bool
+) -> None:
+    before = dict(completion.copying)
+    snap = stillframe.snapshot({"a": torch.zeros(0, 3)}, overlap=overlap, engine=engine)
+    assert dict(completion.copying) == before  # nobody would take it out
+    snap.wait(timeout=0)
+    assert snap.tree["a"].shape == (0, 3)
 
 
 def test_a_snapshot_nobody_wants_gives_its_memory_back_once_the_copy_is_through(

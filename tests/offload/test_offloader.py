@@ -7,6 +7,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import testing
+from stillframe._save import completion
 from stillframe.offload import Offloader
 
 MIB = 1 << 20
@@ -34,6 +35,17 @@ def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engi
         assert ticket.nbytes == 4 * 5000 + 2 * 77 + 8 * 13
         assert same(offloader.onload(ticket), group(1))
         assert same(ticket.tensors(), group(1))
+
+
+def test_a_group_without_bytes_leaves_nothing_behind(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        before = dict(completion.copying)
+        ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
+        assert dict(completion.copying) == before  # nobody would take it out
+        assert ticket.done() and ticket.nbytes == 0
+        assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
 
 def test_views_come_back_as_views_and_nothing_is_copied_twice(

@@ -67,12 +67,12 @@ class Leaving:
         completion.copying[self.core.number] = self
         try:
             self.core.start((self.stream,))
-        except BaseException:
+        finally:
             # Ctrl-C may come just after: what is being copied keeps its sources until that has
-            # ended.
+            # ended. Of a group without bytes nobody tells the end.
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
-            raise
+        self.settle()
         if completion.completion.exiting:
             self.core.wait(None)
             self.settle()

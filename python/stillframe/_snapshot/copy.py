@@ -65,19 +65,18 @@ class Copy:
             completion.copying[self.core.number] = self
         try:
             self.core.start(_device.streams(self.devices))
-        except BaseException:
+        finally:
             # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
-            if self.core.wait(0)[0]:
+            # Where there are no bytes to copy, nobody tells the end.
+            if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
-            raise
         if deferral.indices:
             gate.track(self, deferral)
             if self.is_settled():  # by the completion thread, before this line
                 gate.untrack(self)
         else:
             deferral.close()
-            if not later:
-                self.settle()
+        self.settle()
 
     def gate(self) -> bool:
         """Returns when no host memory of the tree is read any more and the calling thread's
