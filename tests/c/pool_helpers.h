@@ -24,11 +24,11 @@
 
 /* ---- a system that can be told to refuse ------------------------------------- */
 
-static int refuse_populate, refuse_dontneed; /* errno, or 0 */
-static bool populate_first;                  /* and refuse with the memory already there */
-static void (*during_populate)(void);
-static char *populated; /* where it was last asked for */
-static int live_maps;   /* mmap calls that no munmap has undone */
+static int refuse_populate, refuse_dontneed;  /* errno, or 0 */
+static bool populate_first;                   /* and refuse with the memory already there */
+static void (*_Atomic during_populate)(void); /* set beside idle threads that populate */
+static char *populated;                       /* where it was last asked for */
+static int live_maps;                         /* mmap calls that no munmap has undone */
 
 static inline int odd_madvise(void *addr, size_t len, int advice)
 {
@@ -37,10 +37,12 @@ static inline int odd_madvise(void *addr, size_t len, int advice)
 	if (advice == MADV_DONTNEED)
 		err = __atomic_load_n(&refuse_dontneed, __ATOMIC_SEQ_CST);
 	if (advice == MADV_POPULATE_WRITE) {
+		void (*during)(void) = during_populate;
+
 		if (populate_first)
 			(void)madvise(populated = addr, len, advice);
-		if (during_populate != NULL)
-			during_populate();
+		if (during != NULL)
+			during();
 		err = __atomic_load_n(&refuse_populate, __ATOMIC_SEQ_CST);
 	}
 	if (err != 0) {
