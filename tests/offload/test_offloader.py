@@ -44,7 +44,7 @@ def test_a_group_without_bytes_leaves_nothing_behind(
         before = dict(completion.copying)
         ticket = offloader.offload([torch.zeros(0, 3), torch.zeros(0)])
         assert dict(completion.copying) == before  # nobody would take it out
-        assert ticket.done() and ticket.nbytes == 0
+        assert ticket.done() and ticket._leaving.over and ticket.nbytes == 0
         assert [each.shape for each in offloader.onload(ticket)] == [(0, 3), (0,)]
 
 

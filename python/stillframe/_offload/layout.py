@@ -16,9 +16,9 @@ import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._tree.skeleton import SOURCE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_ROW = struct.Struct("=QQII")  # struct sfr_source
 _COPY = struct.Struct("=QQQ")  # struct sfr_onload_copy
 
 
@@ -83,7 +83,7 @@ class Layout:
         out = bytearray()
         for source in self.sources:
             address = source.device_address() if place else source.address()
-            out += _ROW.pack(address, source.nbytes, 0, place)
+            out += SOURCE.pack(address, source.nbytes, 0, place)
         return out
 
     def let_go(self) -> None:

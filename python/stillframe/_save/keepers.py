@@ -6,13 +6,13 @@ of it could be known of the next. Who put it there says itself what a save may c
 
 from __future__ import annotations
 
-import struct
 import weakref
 from typing import Protocol
 
 import torch
 
-_ROW = struct.Struct("=QQII")  # struct sfr_source: address, length, lane, device
+from stillframe._tree.skeleton import SOURCE
+
 _CAPTURED, _LATE = 0, 1  # lanes
 _LATE_NBYTES = 65536  # what is smaller is copied in the call: that is quicker than to watch it
 
@@ -59,11 +59,11 @@ def defer_one(
     number = numbers.get(tensor.untyped_storage()._cdata)
     if number is None:
         return
-    row = _ROW.unpack_from(rows, number * _ROW.size)
+    row = SOURCE.unpack_from(rows, number * SOURCE.size)
     if row[2] != _CAPTURED or row[1] <= _LATE_NBYTES:
         return
     owners.append(number)
     tensors.append(tensor)
     versions.append(tensor._version)
     indices.append(number)
-    _ROW.pack_into(rows, number * _ROW.size, row[0], row[1], _LATE, row[3])
+    SOURCE.pack_into(rows, number * SOURCE.size, row[0], row[1], _LATE, row[3])

@@ -27,7 +27,7 @@ from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
-_SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
+SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
 # The pickle of a plain tensor is written without asking the tensor, which is right as long as
 # these are torch's own.
@@ -247,7 +247,7 @@ def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]
         device = str(storages[index].device)
         copy = storages[index].cpu()  # type: ignore[no-untyped-call]
         storages[index] = copy
-        _SOURCE.pack_into(rows, index * _SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
+        SOURCE.pack_into(rows, index * SOURCE.size, copy.data_ptr(), copy.nbytes(), 0, 0)
         counts[device] = counts.get(device, 0) + 1
     return [
         f"{count} storage{'s' if count > 1 else ''} on {device} copied to host memory by torch "
