@@ -79,7 +79,7 @@ static void end(void)
 	sfr_snapshot_put(ticket);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
-	fake_engine_end(engine);
+	saving_end(engine);
 	while (sfr_notice_wait(&notice, 0) == 0)
 		if (notice.snapshot)
 			sfr_snapshot_put(notice.snapshot);
