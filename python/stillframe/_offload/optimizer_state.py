@@ -98,6 +98,7 @@ class OffloadedOptimizerState:
         self._group_of: dict[Any, int] = {}
         self._here: int | None = None  # the group that is on the device
         self._brought: list[Tensor] = []  # its tensors there
+        self._ahead: list[Tensor] = []  # those of the group that was sent for
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
@@ -243,8 +244,8 @@ class OffloadedOptimizerState:
         self._brought = self._bring(number)
         self._here = number
         following = self._sources(number + 1)
-        if following:
-            self._offloader.prefetch(following)
+        if following and self._offloader.prefetch(following):
+            self._ahead = following
 
     def _sources(self, number: int) -> list[Tensor]:
         return [home for _, home in self._homes.get(number, [])]
@@ -253,10 +254,19 @@ class OffloadedOptimizerState:
         homes = self._homes.get(number, [])
         if not homes:
             return []
-        tensors = self._offloader.onload([home for _, home in homes])
+        sources = self._sources(number)
+        if list(map(id, sources)) != list(map(id, self._ahead)):
+            self._give_up_ahead()
+        tensors = self._offloader.onload(sources)
+        self._ahead = []
         for (item, _), tensor in zip(homes, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
+
+    def _give_up_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, []
+        if ahead:
+            self._offloader.give_up(ahead)
 
     def _leave(self) -> None:
         """Sends the group that is on the device home."""
@@ -306,8 +316,11 @@ class OffloadedOptimizerState:
         """Returns when the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        for number in list(self._leaving):
-            self._land(number)
+        self._give_up_ahead()  # for a step that broke off: the next one is another
+        if self._leaving:  # who reads the state next asks nobody
+            with self._offloader.waiting():
+                for number in list(self._leaving):
+                    self._land(number)
 
 
 def _is_big(value: Any) -> bool:
