@@ -120,7 +120,7 @@ def _names(found: Any) -> list[str]:
 
 
 def _colour(peer: str) -> str:
-    return WAY_COLOURS[peer]
+    return WAY_COLOURS.get(peer, MACHINE)
 
 
 def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:

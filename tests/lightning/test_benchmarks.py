@@ -53,6 +53,15 @@ def test_loads_are_measured(scripts, tmp_path):
     assert verify > 0
 
 
+def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
+    import pictures
+    import restore
+
+    ways = [pictures._colour(way) for way in restore.WAYS]
+    assert len(set(ways)) == len(ways)
+    assert {pictures._colour(each) for each in (restore.RAW, restore.MEMCPY)} == {pictures.MACHINE}
+
+
 def test_a_restart_is_measured(scripts, tmp_path, lit):
     import restart
 
