@@ -22,6 +22,7 @@ MISSING = (
     "pip install -r benchmarks/requirements.txt, then python benchmarks/pictures.py {json}"
 )
 COLOURS = ("#7f9c6d", "#c3cad2", "#e0a458", "#7c98b3", "#52708f", "#c8352b")
+MACHINE = "#9aa5b1"  # what no way of saving is: memcpy, raw reads and writes
 WAY_COLOURS = {  # ours stands out
     TORCH: COLOURS[0],
     TORCH_NO_CRC: COLOURS[1],
@@ -37,8 +38,9 @@ WAY_COLOURS = {  # ours stands out
     "DCP load": COLOURS[3],
     "safetensors": "#8d7bb0",
     "stillframe.load": COLOURS[5],
+    "memcpy": "#5d6873",
+    "O_DIRECT reads, four threads": MACHINE,
 }
-MACHINE = "#9aa5b1"  # what no way of saving is: memcpy, raw reads and writes
 LOOPS = {
     "loop": "a training loop",
     "loop_large": "a training loop",
@@ -120,7 +122,7 @@ def _names(found: Any) -> list[str]:
 
 
 def _colour(peer: str) -> str:
-    return WAY_COLOURS.get(peer, MACHINE)
+    return WAY_COLOURS[peer]
 
 
 def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> None:
@@ -334,10 +336,12 @@ def _rates(axes: Any, seconds: dict[str, Any], nbytes: float) -> None:
 def _loads(axes: Any, states: dict[str, Any]) -> None:
     """A bar for each way, in each state and situation."""
     labels: list[str] = []
+    named: set[str] = set()
     for state, figures in states.items():
         for situation, series in figures["loads"].items():
             for number, (way, found) in enumerate(series.items()):
-                label = way if situation == "cold" and len(labels) < 3 else "_" + way  # once
+                label = "_" + way if way in named else way  # once in the legend
+                named.add(way)
                 height = 0.8 / len(series)
                 place = len(labels) + height * (number + 0.5) - 0.4
                 rate = figures["nbytes"] / found["median"] / 1e9

@@ -72,17 +72,17 @@ class _Session:
         computing: so many threads want the interpreter lock all the time, until the save has
         ended.
         """
+        self._state.step(SAVE_BATCH)  # before them: a step beside them takes half a minute
+        tree = self._state.tree()
         with _computing(computing):
-            figures, tree, path = self._timed_save(busy)
+            figures, path = self._timed_save(tree, busy)
         if check:
             self._check(tree, path)
         _remove(path)
         return figures
 
-    def _timed_save(self, busy: bool) -> tuple[Answer, Any, Path]:
-        state = self._state
-        state.step(SAVE_BATCH)
-        tree, path, stamp = state.tree(), self._next_path(), Stamp()
+    def _timed_save(self, tree: Any, busy: bool) -> tuple[Answer, Path]:
+        state, path, stamp = self._state, self._next_path(), Stamp()
         time.sleep(0.2)
         begin = time.perf_counter_ns()
         others = Others()
@@ -116,7 +116,7 @@ class _Session:
                 "stall_s": max(beside.worst_ns, tail.worst_ns) / 1e9,
                 "stall_alone_s": alone.worst_ns / 1e9,
             }
-        return figures, tree, path
+        return figures, path
 
     def _check(self, tree: Any, path: Path) -> None:
         import torch

@@ -17,13 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import format_size, format_times
+import restore_process
+from common import Series, format_size, format_times
 from peers import LIGHTNING, OURS, TORCH
+from restore import SITUATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLACES = ("README.md", "docs/figures.md", "docs/quickstart.md")
 WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
+LOADS = {
+    restore_process.OURS: "`stillframe.load`",
+    restore_process.TORCH: "`torch.load`",
+    restore_process.MMAP: "`torch.load(mmap=True)`",
+    restore_process.DCP: "DCP",
+}
 ENDS = {TORCH: ", not synced", LIGHTNING: ", not synced", OURS: ", durable"}
 
 
@@ -40,7 +48,7 @@ def memory(figure: dict[str, Any]) -> str:
 
 
 def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
-    """What a save costs, beside a busy main thread and an idle one."""
+    """What a save costs: the main thread busy or idle, or others that want the interpreter."""
     facts, settings, time = document["facts"], document["settings"], time_of(spread)
     rows = [
         ("busy", "call_s", "main thread busy: the call blocks", time),
@@ -48,6 +56,8 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
         ("busy", "stall_s", "longest stall of the main thread", time),
         ("idle", "call_s", "main thread idle: the call blocks", time),
         ("idle", "finished_s", "finished after", time),
+        ("beside", "call_s", "a Python thread computes as well: the call blocks", time),
+        ("beside_two", "call_s", "two of them: the call blocks", time),
         ("idle", "extra_rss", "extra memory", memory),
     ]
     lines = [
@@ -69,6 +79,29 @@ def saves(document: dict[str, Any], *, spread: bool) -> list[str]:
             cells.append(f"**{cell}**" if way == OURS and not spread else cell)
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return lines
+
+
+def loads(document: dict[str, Any]) -> list[str]:
+    """Seconds until every byte of a load has been used."""
+    lines = [f"| | {' | '.join(LOADS.values())} |", "|---|" + "---|" * len(LOADS)]
+    for state, figures in document["states"].items():
+        for situation, title in SITUATIONS.items():
+            found = figures["loads"][situation]
+            cells = [time_of(True)(found[way]) if way in found else "-" for way in LOADS]
+            lines.append(f"| {state}: {title} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def lost_time(document: dict[str, Any]) -> list[str]:
+    """Lost time a save in a training loop, with the standard error of its median."""
+    found = document["figures"]["loop"]
+    cells, ways = [], sorted(found, key=[*WAYS, *found].index)
+    for way in ways:
+        lost = found[way]["lost_s"]
+        error = Series.of(lost["values"]).error
+        cells.append(f"{lost['median'] * 1e3:.0f} ± {error * 1e3:.0f} ms")
+    titles = [WAYS.get(way, way) for way in ways]
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
 
 PICTURES = {  # a file of results, and what its picture shows
@@ -97,6 +130,8 @@ MADE = {"pictures": pictures, "recording": recording}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "saves": ("saves.json", lambda document: saves(document, spread=False)),
     "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),
+    "loads": ("restore.json", loads),
+    "lost time": ("lost_time.json", lost_time),
 }
 
 

@@ -57,9 +57,8 @@ def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
     import pictures
     import restore
 
-    ways = [pictures._colour(way) for way in restore.WAYS]
-    assert len(set(ways)) == len(ways)
-    assert {pictures._colour(each) for each in (restore.RAW, restore.MEMCPY)} == {pictures.MACHINE}
+    shown = [pictures._colour(each) for each in (*restore.WAYS, restore.RAW, restore.MEMCPY)]
+    assert len(set(shown)) == len(shown)
 
 
 def test_a_restart_is_measured(scripts, tmp_path, lit):

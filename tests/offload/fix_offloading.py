@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import stillframe
 import torch
+from stillframe.offload import offload_layers
 from torch import Tensor, nn
 
 WIDTH = 16
@@ -106,6 +108,20 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> l
     return [tensor.detach().clone() for tensor in seen]
 
 
+def group(seed: int, numel: int = 5000) -> list[Tensor]:
+    """Tensors of several types and sizes."""
+    made = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(numel, generator=made),
+        torch.randn(7, 11, generator=made).to(torch.bfloat16),
+        torch.arange(13, dtype=torch.int64) + seed,
+    ]
+
+
+def leased(engine: stillframe.Engine) -> int:
+    return engine.stats()["leased_bytes"]
+
+
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(one) == len(other) and all(
         a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
@@ -148,3 +164,17 @@ def train(
 
 def agree(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def twice(
+    model: nn.Module,
+    layers: Callable[[Any], Any] = list,
+    *,
+    offloaded: dict[str, Any] | None = None,
+    **how: Any,
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """The model's training, plain and with its layers offloaded."""
+    other = copy.deepcopy(model)
+    plain = train(model, **how)
+    with offload_layers(layers(other), device="cpu", **(offloaded or {})):
+        return plain, train(other, **how)

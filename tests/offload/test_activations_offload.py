@@ -157,7 +157,7 @@ def test_who_decides_what_leaves(either):
         loss = (x**2).sum()
     assert bool(context.stats()) == (either == "fake")  # a CPU's tensors have nowhere to go
     loss.backward()
-    with pytest.raises(ValueError, match="count from 0"):
+    with pytest.raises(ValueError, match="keep_last counts from 0"):
         offload_activations(keep_last=-1)
 
 
@@ -263,6 +263,63 @@ def test_memory_that_is_given_out_again_is_saved_again(either):
             time.sleep(0.001)
     torch.stack(parts).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach() * sum(f * f for f in range(1, 30)))
+
+
+class Bang(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the middle")
+
+
+def test_a_backward_that_broke_off_leaves_nothing_on_the_device(either):
+    context = away(keep_last=0)
+    with context:
+        loss = squares(mlp(depth=3), Bang.apply(mlp(depth=6)(numbers(0))))
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    assert counts(context)["slots_in_use"] > 0  # it has sent for what comes before
+    del loss
+    gc.collect()
+    assert counts(context)["slots_in_use"] == 0
+
+
+def test_small_ones_share_the_pools_blocks(either):
+    """200 of 16 KiB: in blocks of their own they would take 1.6 GiB."""
+    with stillframe.Engine(pool_bytes=1 << 26, block_bytes=1 << 23) as engine:
+        context = away(engine=engine, keep_last=0)
+        x = torch.randn(4096, requires_grad=True)
+        for _ in range(2):
+            with context:
+                y = x
+                for _ in range(201):
+                    y = y.sin()
+            assert counts(context)["groups_offloaded"] % 200 == 0
+            assert engine.stats()["leased_bytes"] == 1 << 23
+            y.sum().backward()
+            del y
+        expected = x.detach().clone().requires_grad_()
+        y = expected
+        for _ in range(201):
+            y = y.sin()
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * expected.grad)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"min_bytes": "lots"}, "min_bytes takes a number, not a str"),
+        ({"keep_last": 1.5}, "keep_last takes a number, not a float"),
+        ({"predicate": 3}, "predicate takes a function, not a int"),
+    ],
+)
+def test_what_is_no_such_option_is_named(option, text):
+    with pytest.raises(TypeError, match=text):
+        offload_activations(**option)
 
 
 def test_left_more_often_than_entered():

@@ -6,19 +6,10 @@ import functools
 import pytest
 import stillframe
 import torch
-from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, same, squares, train
+from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, same, squares, train, twice
 from stillframe.offload import offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
-def twice(model, layers=list, *, offloaded=None, **how):
-    """The model's training, plain and with its layers offloaded."""
-    other = copy.deepcopy(model)
-    plain = train(model, **how)
-    with offload_layers(layers(other), device="cpu", **(offloaded or {})):
-        return plain, train(other, **how)
-
 
 # ---- what goes where ----------------------------------------------------------------------
 

@@ -2,10 +2,6 @@
 
 import copy
 import functools
-import io
-import itertools
-import runpy
-from pathlib import Path
 
 import pytest
 import stillframe
@@ -25,21 +21,13 @@ from fix_offloading import (
     state,
     tokens,
     train,
+    twice,
 )
 from stillframe.offload import offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).parents[2]
 TEXT = {"loss": next_token, "batch": tokens}
-
-
-def twice(model, layers=list, *, offloaded=None, **how):
-    """The model's training, plain and with its layers offloaded."""
-    other = copy.deepcopy(model)
-    plain = train(model, **how)
-    with offload_layers(layers(other), device="cpu", **(offloaded or {})):
-        return plain, train(other, **how)
 
 
 class Frozen(nn.Sequential):
@@ -379,223 +367,6 @@ def test_two_models_at_once(either):
 
     with offload_layers(others[0], device="cpu"), offload_layers(others[1], device="cpu"):
         assert same(steps(*models), steps(*others))
-
-
-def test_a_layer_that_is_skipped_costs_nothing_but_its_place(either):
-    class Skips(nn.Sequential):
-        def forward(self, x):
-            for number, layer in enumerate(self):
-                if (number + int(x[0, 0] > 0)) % 2:
-                    x = layer(x)
-            return x
-
-    plain, offloaded = twice(Skips(*mlp(depth=6)), steps=6)
-    assert agree(plain, offloaded)
-
-
-def test_no_weight_stays_on_the_device_between_forward_and_backward(either):
-    model = mlp(nn.BatchNorm1d(WIDTH))
-    with offload_layers(model, device="cpu") as handle:
-        loss = squares(model, numbers(0))
-        assert handle.resident() == []
-        loss.backward()
-        assert handle.resident() == []
-
-
-def test_a_kept_layer_is_brought_anew_where_no_backward_came(either):
-    """Nobody counts a write through `.data`."""
-    model = mlp()
-    plain = copy.deepcopy(model)
-    with offload_layers(model, device="cpu", keep=2) as handle:
-        squares(model, numbers(0))
-        assert handle.resident() != []
-        for each in (model, plain):
-            for parameter in each.parameters():
-                parameter.data.mul_(2)
-        assert torch.equal(model(numbers(1)), plain(numbers(1)))
-
-
-def test_the_next_layer_is_brought_in_ahead_both_ways(either):
-    model = mlp(depth=5)
-    forward, backward = [], []
-    with offload_layers(model, device="cpu") as handle:
-
-        def look(module, args, output):
-            forward.append(handle.resident())
-            output.register_hook(lambda grad: backward.append(handle.resident()))
-
-        for layer in model:
-            layer[0].register_forward_hook(look)
-        squares(model, numbers(0)).backward()
-    pairs = [[f"layers[{i}]", f"layers[{i + 1}]"] for i in range(4)]
-    assert forward == [*pairs, ["layers[4]"]]
-    assert backward == [*pairs[::-1], ["layers[0]"]]
-
-
-def test_removed_it_is_the_module_that_it_was(either):
-    model = mlp(nn.BatchNorm1d(WIDTH))
-    before, entries = state(model), [dict(m.__dict__) for m in model.modules()]
-    parameters = list(model.parameters())
-    handle = offload_layers(model, device="cpu")
-    handle.remove()
-    handle.remove()
-    assert same(before, state(model))
-    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    for module, entry in zip(model.modules(), entries, strict=True):
-        assert module.__dict__.keys() == entry.keys()
-        assert not module._forward_hooks and not module._forward_pre_hooks
-        assert not module._forward_hooks_always_called and not module._state_dict_pre_hooks
-    offload_layers(model, device="cpu").remove()
-
-
-def test_a_copy_of_a_module_is_no_offloaded_one(either):
-    model = mlp()
-    with offload_layers(model, device="cpu"):
-        other = copy.deepcopy(model)
-        assert agree(train(other), train(model))
-
-
-def test_a_model_that_is_moved_leaves_its_offloaded_layers_where_they_are(either):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *mlp(depth=2))
-    other = copy.deepcopy(model)
-    with offload_layers(list(other)[1:], device="cpu"):
-        other.to("meta")
-        assert other[0].weight.is_meta and not other[1][0].weight.is_meta
-        other[0].to_empty(device="cpu").load_state_dict(model[0].state_dict())
-        assert agree(train(model), train(other))
-        with pytest.raises(stillframe.StillframeError, match=r"cannot be made torch.float64"):
-            other[1].double()
-        pickled = torch.load(io.BytesIO(dumped(other)), weights_only=False)
-    for each in (pickled, copy.deepcopy(other), other):
-        assert agree(train(copy.deepcopy(model)), train(each))
-        assert each.double()[1][0].weight.dtype is torch.float64
-
-
-def dumped(tree):
-    file = io.BytesIO()
-    torch.save(tree, file)
-    return file.getvalue()
-
-
-def test_the_example_trains_eight_times_what_the_slots_hold(fake, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "examples/offload.py"))
-    assert capsys.readouterr().out.splitlines() == [
-        "weights of the blocks: 8 times what the slots hold",
-        "brought ahead of need: 94%",
-        "the loss falls: True",
-    ]
-
-
-# torch's, on looking at what stands in the place of a parameter
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["layers", "the model"])
-def test_what_is_compiled_trains_as_ever(what):
-    model = mlp(depth=2)
-    other = copy.deepcopy(model)
-    layers = list(other)
-    if what == "layers":
-        layers = [torch.compile(layer, backend="aot_eager") for layer in layers]
-        other = nn.Sequential(*layers)
-    else:
-        other = torch.compile(other, backend="aot_eager")
-    with offload_layers(layers, device="cpu") as handle:
-        assert agree(train(model, steps=2), train(other, steps=2))
-        assert handle.stats()["bytes_lingering"] == 0
-
-
-# ---- what cannot be served ----
-
-
-def test_what_is_given_is_looked_at():
-    model = mlp()
-    with pytest.raises(ValueError, match="no modules"):
-        offload_layers([], device="cpu")
-    with pytest.raises(ValueError, match="keep"):
-        offload_layers(model, device="cpu", keep=5)
-    with pytest.raises(ValueError, match="dtype"):
-        offload_layers(model, device="cpu", dtype=torch.int8)
-    with pytest.raises(TypeError, match="got a str"):
-        offload_layers(["layer"], device="cpu")
-    with pytest.raises(ValueError, match="is inside a Sequential"):
-        offload_layers([model[0], model[0][0]], device="cpu")
-    with pytest.raises(TypeError, match="no shape yet"):
-        offload_layers([nn.LazyLinear(3)], device="cpu")
-    with pytest.raises(stillframe.StillframeError, match="is on meta"):
-        offload_layers([nn.Linear(2, 2, device="meta")], device="cpu")
-    with offload_layers(model, device="cpu"), pytest.raises(ValueError, match="offloaded already"):
-        offload_layers(model[0], device="cpu")
-
-
-def test_a_module_that_moves_its_parameters_is_told(either):
-    class Moves(nn.Linear):
-        moves = False
-
-        def forward(self, x):
-            if self.moves:
-                self.weight = nn.Parameter(self.weight.detach().clone())
-            return super().forward(x)
-
-    model = nn.Sequential(Moves(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    weight, before = model[0].weight, model[0].weight.detach().clone()
-    with offload_layers(model, device="cpu"):
-        model[0].moves = True
-        with pytest.raises(
-            stillframe.StillframeError, match=r"layers\[0\].weight was replaced or moved"
-        ):
-            model(numbers(0))
-        assert model[0].weight is weight
-        model[0].moves = False
-        assert torch.equal(weight, before)
-        squares(model, numbers(0)).backward()
-
-
-def test_a_module_that_was_moved_is_told(either):
-    model = mlp(depth=2)
-    with offload_layers(model, device="cpu"):
-        model[1][0].to("meta")
-        with pytest.raises(stillframe.StillframeError, match="is on meta"):
-            model(numbers(0))
-
-
-def test_weights_that_change_before_their_backward_are_told(either):
-    model = mlp()
-    with offload_layers(model, device="cpu"):
-        loss = squares(model, numbers(0))
-        with torch.no_grad():
-            model[2][0].weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"layers\[2\].0.weight has been modified"):
-            loss.backward()
-
-
-def test_a_backward_behind_remove_is_told(either):
-    model = mlp()
-    with offload_layers(model, device="cpu"):
-        loss = squares(model, numbers(0))
-    with pytest.raises(stillframe.StillframeError, match="after remove"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("nth", range(8))
-def test_a_device_without_room_leaves_everything_on_the_cpu(either, nth, monkeypatch):
-    model = mlp()
-    other = copy.deepcopy(model)
-    with offload_layers(other, device="cpu") as handle:
-        count = itertools.count()
-        real = handle._offloader.onload
-
-        def onload(what):
-            if next(count) == nth:
-                raise torch.OutOfMemoryError("no room")
-            return real(what)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(handle._offloader, "onload", onload)
-            with pytest.raises(torch.OutOfMemoryError):
-                squares(other, numbers(0)).backward()
-        assert all(isinstance(p, nn.Parameter) for p in other.parameters())
-        assert agree(train(model), train(other))
 
 
 # ---- saves ----

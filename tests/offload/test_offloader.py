@@ -6,27 +6,12 @@ import time
 import pytest
 import stillframe
 import torch
+from fix_offloading import group, same
 from stillframe import testing
 from stillframe._save import completion
 from stillframe.offload import Offloader
 
 MIB = 1 << 20
-
-
-def group(seed: int, *, numel: int = 5000) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(numel, generator=made),
-        torch.randn(7, 11, generator=made).to(torch.bfloat16),
-        torch.arange(13, dtype=torch.int64) + seed,
-    ]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def test_what_leaves_comes_back_bit_for_bit(either: str, engine: stillframe.Engine) -> None:

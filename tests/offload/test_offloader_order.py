@@ -9,21 +9,13 @@ import weakref
 import pytest
 import stillframe
 import torch
+from fix_offloading import group, same
 from stillframe import testing
 from stillframe._base import device as _device
 from stillframe.offload import Offloader
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MIB = 1 << 20
-
-
-def group(seed: int, numel: int = 5000) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=made), torch.randn(3, 5, generator=made)]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 # ---- who waits ----------------------------------------------------------------------------
@@ -154,6 +146,29 @@ def test_of_what_was_prefetched_the_latest_gives_way(
         assert same(offloader.onload(tickets[2]), group(2))
         offloader.onload(tickets[0])
         assert offloader.stats()["groups_prefetched"] == 1
+
+
+def test_what_has_given_way_may_be_given_up(either: str, engine: stillframe.Engine) -> None:
+    with Offloader("cpu", slots=1, engine=engine) as offloader:
+        tickets = [offloader.adopt(group(i)) for i in range(2)]
+        assert offloader.prefetch(tickets[0])
+        offloader.give_up(tickets[0])
+        assert offloader.stats()["slots_in_use"] == 0
+        assert offloader.prefetch(tickets[0])
+        back = offloader.onload(tickets[1])
+        offloader.give_up(tickets[0])
+        offloader.give_up(tickets[1])  # is in use
+        assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
+
+
+def test_memory_that_was_put_under_a_tensor_after_its_prefetch_is_brought(
+    either: str, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        given = [torch.zeros(5000)]
+        assert offloader.prefetch(given)
+        given[0].data = torch.ones(5000)  # no version tells
+        assert bool((offloader.onload(given)[0] == 1).all())
 
 
 def test_what_was_prefetched_gives_way_where_the_device_has_no_room(

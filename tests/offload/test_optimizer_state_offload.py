@@ -296,6 +296,36 @@ def test_an_error_in_the_step_leaves_the_state_whole(either):
         opt.step()
 
 
+def test_a_group_sent_for_by_a_step_that_broke_off_comes_again_for_the_next(either):
+    def run(model, opt):
+        steps(model, opt, 2)
+        momenta = [opt.state[p]["momentum_buffer"] for p in model[1].parameters()]
+        opt.param_groups[0]["lr"] = "much"
+        with pytest.raises(TypeError):
+            opt.step()
+        opt.param_groups[0]["lr"] = 0.1
+        for momentum in momenta:
+            momentum.data.mul_(2)  # no version tells
+        return steps(model, opt, 2, 2)
+
+    model = network()
+    other = copy.deepcopy(model)
+    opt, away = KINDS["SGD"](groups(model)), KINDS["SGD"](groups(other))
+    with offload_optimizer_state(away):
+        assert same(run(model, opt), run(other, away))
+
+
+def test_the_host_waits_once_for_a_step(either):
+    model = network()
+    opt = KINDS["Adam"](groups(model))
+    with offload_optimizer_state(opt) as handle:
+        steps(model, opt, 1)
+        before = handle.stats()["host_waits"]
+        steps(model, opt, 2, 1)
+        # Once a step, and once for the state that the test looks at.
+        assert handle.stats()["host_waits"] == before + 2
+
+
 def test_a_save_holds_the_state_at_the_call(either, tmp_path):
     model = network()
     opt = KINDS["AdamW"](groups(model))

@@ -10,6 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def test_each_way_of_a_comparison_has_its_colour(tables):
+    import peers
+    import pictures
+    import restore
+    import restore_process
+
+    ways = {*peers.PEERS, *restore_process.WAYS, restore.RAW, restore.MEMCPY, *pictures.FITS}
+    assert ways <= pictures.WAY_COLOURS.keys()
+
+
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

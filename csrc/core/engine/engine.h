@@ -62,6 +62,7 @@ struct sfr_engine {
 	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
+	struct sfr__lot *common_lot;     /* that small ones are cut out of; NULL: none has users */
 	uint32_t nr_in_flight, nr_apart; /* the latter among the former */
 	uint32_t nr_pool_users;          /* threads in warm_up or trim */
 	uint64_t next_seq, nr_saves;

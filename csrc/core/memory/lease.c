@@ -312,10 +312,11 @@ void sfr__pool_unplace(struct sfr__pool *pool, struct sfr__lease *lease)
 	*lease = (struct sfr__lease){ 0 };
 }
 
-void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
+bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__block **blocks = sfr_sys.malloc(lease->nr_blocks * sizeof(struct sfr__block *));
 	uint32_t nr = 0;
+	bool all = true;
 
 	/* The blocks are ours, and so are their pieces: no lock. */
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -335,6 +336,9 @@ void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 		sfr__pin_in_place(&pool->pin, blocks + i, len, pool->block_bytes);
 	}
 	sfr_sys.free(blocks);
+	FOR_EACH_BLOCK(pool, lease, run, i)
+	all = all && pool->blocks[run->first + i].piece != NULL;
+	return all;
 }
 
 int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off)

@@ -26,11 +26,12 @@ enum sfr__block_state {
 };
 
 struct sfr__block {
-	char *mem;                /* page aligned, pool's block_bytes of address space */
-	struct sfr__block *next;  /* owner's use while leased */
-	struct sfr__piece *piece; /* how the CUDA driver knows it, NULL = not at all; owner's */
-	size_t committed;         /* bytes that have memory, from mem on; written under pool->mu */
-	size_t want;              /* what it is to have: less memory than that is unfinished */
+	char *mem;               /* page aligned, pool's block_bytes of address space */
+	struct sfr__block *next; /* owner's use while leased */
+	/* How the CUDA driver knows it, NULL = not at all; the owner's, or one of several owners'. */
+	_Atomic(struct sfr__piece *) piece;
+	size_t committed; /* bytes that have memory, from mem on; written under pool->mu */
+	size_t want;      /* what it is to have: less memory than that is unfinished */
 	uint32_t index;
 	enum sfr__block_state state; /* guarded by pool->mu, as is the next */
 	bool held; /* part of a run that only a caller can give back: see sfr__pool_hold */
@@ -113,8 +114,8 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, u
 int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr,
 			  uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
- * pageable is noted. Needs a context. */
-void sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
+ * pageable is noted. Needs a context. By one thread at a time. Whether all are. */
+bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);
 /* The file that the pool's memory is of, and where in it `mem` is; -1: its memory is private. */
 int sfr__pool_file(const struct sfr__pool *pool, const char *mem, uint64_t *off);
 /* Whether the address is one of the pool's. */

@@ -175,7 +175,7 @@ static void pin(struct sfr_onload *onload)
 	if (sfr__pin_on(with, onload->lane->cu, onload->lane->device, why, sizeof(why)) < 0)
 		sfr__pin_failed(with, why);
 	else if (onload->from)
-		sfr__pool_pin_lease(pool, &onload->from->lease); /* held: it stays as it is */
+		sfr__lot_pin(onload->from); /* held: it stays as it is */
 }
 
 /* In the device's context. 0, or a code and nothing is queued; the device's failures are in *err. */

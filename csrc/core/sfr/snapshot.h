@@ -19,7 +19,8 @@ struct sfr_snapshot;
  * shared memory, whose later bytes they would see (-EINVAL). */
 #define SFR_SNAPSHOT_SHARED 1u
 /* What leaves a device: callers' streams do not wait, so sources on devices stay as they are until
- * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. */
+ * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. Small ones share
+ * blocks. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 

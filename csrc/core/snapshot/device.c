@@ -191,7 +191,7 @@ static int start_part(struct sfr__snapshot_part *part, struct sfr_err *err)
 		return SFR_ECAPTURING;
 	}
 	if (sfr__pin_on(pin, part->lane->cu, part->device, why, sizeof(why)) == 0)
-		sfr__pool_pin_lease(s->engine->pool, &s->lease);
+		sfr__lot_pin(s);
 	else
 		sfr__pin_failed(pin, why);
 	ret = plan_make(part, &plan);
@@ -280,7 +280,7 @@ void sfr__snapshot_pin(struct sfr_snapshot *s)
 	if (!sfr__pin_is_on(sfr__pool_pin(s->engine->pool)))
 		return;
 	if (sfr__cuda_enter(&scope, pin->cu, pin->context) == CUDA_SUCCESS)
-		sfr__pool_pin_lease(s->engine->pool, &s->lease);
+		sfr__lot_pin(s);
 	sfr__cuda_leave(&scope);
 }
 

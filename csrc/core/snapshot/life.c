@@ -16,36 +16,26 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 	pthread_cond_broadcast(&s->engine->cv_state);
 }
 
-/* Gives back what was taken out of the snapshot under the lock. */
-void sfr__snapshot_give_back(struct sfr_snapshot *s, struct sfr__lease *lease)
-{
-	/* Where the system refuses (a process has a limited number of mappings), later children
-	 * have these pages too: that costs them memory, and harms nobody. */
-	if (s->shared)
-		(void)sfr__pool_share(s->engine->pool, lease, false);
-	sfr__pool_unplace(s->engine->pool, lease);
-	sfr__engine_snapshot_gone(s->engine);
-}
-
 /* Asks whether the memory goes back, and lets go of the lock. */
-void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s)
+static void settle_and_unlock(struct sfr_snapshot *s)
 {
-	struct sfr__lease lease = { 0 };
+	struct sfr__lot *lot = NULL;
+	bool goes = false;
 
 	/* Before it is known that nobody has it any more: who waits for memory has to see that this
 	 * comes back. The pool's lock stands in the order after the engine's. */
-	if (s->nr_views == 0 && s->lease.runs)
-		sfr__pool_hold(s->engine->pool, &s->lease, false);
+	if (s->nr_views == 0 && s->lot)
+		sfr__lot_hold_locked(s, false);
 	if (s->nr_views == 0 && s->nr_holds == 0) {
 		s->abandoned = true;
-		if (s->state != SFR__SNAPSHOT_COPYING) {
-			lease = s->lease;
-			s->lease = (struct sfr__lease){ 0 };
-		}
+		goes = s->state != SFR__SNAPSHOT_COPYING && s->lot;
+		if (goes)
+			lot = sfr__lot_drop_locked(s);
 	}
 	sfr__unlock(&s->engine->mu);
-	if (lease.runs)
-		sfr__snapshot_give_back(s, &lease);
+	sfr__lot_free(s, lot);
+	if (goes)
+		sfr__engine_snapshot_gone(s->engine);
 }
 
 void sfr__snapshot_out(struct sfr_snapshot *s)
@@ -58,7 +48,7 @@ void sfr__snapshot_out(struct sfr_snapshot *s)
 void sfr__snapshot_lost(struct sfr_snapshot *s)
 {
 	sfr__lock(&s->engine->mu);
-	s->lease.retired = true;
+	sfr__lot_retire_locked(s);
 	sfr__unlock(&s->engine->mu);
 }
 
@@ -77,7 +67,7 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	}
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	sfr__snapshot_settle_and_unlock(s);
+	settle_and_unlock(s);
 	sfr__notice_post(&s->notice); /* with the reference of those who copy */
 }
 
@@ -90,7 +80,7 @@ static int use(struct sfr_snapshot *s, uint32_t *count)
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
-	if (s->lease.runs)
+	if (s->lot)
 		++*count;
 	else
 		rc = SFR_ESTATE;
@@ -104,7 +94,7 @@ static void unuse(struct sfr_snapshot *s, uint32_t *count)
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
-	sfr__snapshot_settle_and_unlock(s);
+	settle_and_unlock(s);
 }
 
 int sfr_snapshot_view(struct sfr_snapshot *s)
@@ -122,8 +112,8 @@ void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes)
 	if (sfr__snapshot_is_foreign(s))
 		return;
 	sfr__lock(&s->engine->mu);
-	if (s->lease.runs)
-		sfr__pool_hold(s->engine->pool, &s->lease, !yes && s->nr_views > 0);
+	if (s->lot)
+		sfr__lot_hold_locked(s, !yes && s->nr_views > 0);
 	sfr__unlock(&s->engine->mu);
 }
 
@@ -143,7 +133,7 @@ int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off)
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
-	if (s->lease.runs && s->base)
+	if (s->lot && s->base)
 		*fd = sfr__pool_file(s->engine->pool, s->base, off);
 	sfr__unlock(&s->engine->mu);
 	return *fd < 0 ? SFR_ESTATE : 0;
@@ -156,7 +146,7 @@ int sfr_snapshot_leased(struct sfr_snapshot *s)
 	if (sfr__snapshot_is_foreign(s))
 		return SFR_EFORK;
 	sfr__lock(&s->engine->mu);
-	leased = s->lease.runs != NULL;
+	leased = s->lot != NULL;
 	sfr__unlock(&s->engine->mu);
 	return leased;
 }

@@ -10,7 +10,8 @@
  *     LEASED   COPYING  sfr_snapshot_start
  *     COPYING  COPIED   sfr__snapshot_in, by the last of those who copy
  *
- * When the memory goes back is a question of its own, asked after each of these events: the copy
+ * The memory is in lot.c's hands: a snapshot has a lot to itself, or a small one some of a common one.
+ * When it goes back is a question of its own, asked after each of these events: the copy
  * has ended, a view is closed, a hold has ended, the last reference is dropped. It goes when none
  * of the first three is left, or with the last reference.
  *
@@ -111,7 +112,6 @@ static void set_range(struct sfr_snapshot *s)
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = s->engine;
-	struct sfr__lease lease;
 	uint64_t *lens;
 	uint32_t nr_own;
 	int rc = 0;
@@ -135,25 +135,13 @@ int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns)
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		goto out;
-	rc = s->nr_parts == 0 && !s->leaves ?
-		     sfr__pool_place(engine->pool, lens, s->nr_sources, nr_own, slice_ns, s->copies,
-				     &lease) :
-		     sfr__pool_place_whole(engine->pool, lens, s->nr_sources, nr_own, slice_ns,
-					   s->copies, &lease);
-	if (rc == 0 && s->shared) {
-		rc = sfr__pool_share(engine->pool, &lease, true);
-		if (rc < 0) {
-			(void)sfr__pool_share(engine->pool, &lease, false); /* what it can */
-			sfr__pool_unplace(engine->pool, &lease);
-		}
-	}
+	rc = sfr__lot_get(s, lens, nr_own, slice_ns);
 	if (rc < 0) {
 		sfr__engine_snapshot_gone(engine);
 		goto out;
 	}
 	set_range(s);
 	sfr__lock(&engine->mu);
-	s->lease = lease;
 	s->nr_views = 1;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_LEASED);
 	sfr__unlock(&engine->mu);
@@ -378,14 +366,20 @@ void sfr_snapshot_get(struct sfr_snapshot *s)
 void sfr_snapshot_put(struct sfr_snapshot *s)
 {
 	struct sfr_engine *engine;
+	struct sfr__lot *lot;
 
 	if (!s || sfr__snapshot_is_foreign(s))
 		return;
 	if (atomic_fetch_sub_explicit(&s->refs, 1, memory_order_acq_rel) != 1)
 		return;
 	engine = s->engine;
-	if (s->lease.runs)
-		sfr__snapshot_give_back(s, &s->lease);
+	if (s->lot) {
+		sfr__lock(&engine->mu);
+		lot = sfr__lot_drop_locked(s);
+		sfr__unlock(&engine->mu);
+		sfr__lot_free(s, lot);
+		sfr__engine_snapshot_gone(engine);
+	}
 	sfr_sys.free(s->parts);
 	sfr_sys.free(s->samples);
 	sfr_sys.free(s->copies);

@@ -6,6 +6,7 @@
 #include "engine/engine.h"
 
 struct sfr__snapshot_part;
+struct sfr__lot;
 
 enum sfr__snapshot_state {
 	SFR__SNAPSHOT_NEW,
@@ -28,7 +29,8 @@ struct sfr_snapshot {
 
 	/* the rest is guarded by engine->mu */
 	_Atomic enum sfr__snapshot_state state; /* read without the lock, too */
-	struct sfr__lease lease;                /* empty: not leased, or gone back */
+	struct sfr__lot *lot;                   /* its memory, NULL: not leased, or gone back */
+	bool held;      /* of the lot: only its callers can end that; lot.c's */
 	bool abandoned; /* nobody can read the copy any more: the lane stops */
 	uint32_t nr_views, nr_holds;
 	uint32_t nr_out;    /* of those who copy: the call, the host's lane, parts in devices */
@@ -50,17 +52,23 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 	return (const char *)(uintptr_t)source->addr;
 }
 
-static inline bool sfr__is_deferred(const struct sfr_source *source)
-{
-	return source->lane != SFR_CAPTURED && source->nbytes != 0;
-}
+/* ---- lot.c ---- */
+/* Gets memory for copies of `lens` bytes, multiples of SFR_APART where they leave; fills s->copies. Held
+ * from then on. As sfr__pool_place. */
+int sfr__lot_get(struct sfr_snapshot *s, const uint64_t *lens, uint32_t nr_own, uint64_t slice_ns);
+/* Whether a wait for the memory is one that only a caller could end. Idempotent. */
+void sfr__lot_hold_locked(struct sfr_snapshot *s, bool held);
+/* It is nobody's again. */
+void sfr__lot_retire_locked(struct sfr_snapshot *s);
+/* Pins it as far as that goes. Needs a context. The snapshot keeps its memory meanwhile. */
+void sfr__lot_pin(const struct sfr_snapshot *s);
+/* The snapshot has no memory any more. What is returned is to be freed without the lock: the last
+ * user's; or NULL. */
+struct sfr__lot *sfr__lot_drop_locked(struct sfr_snapshot *s);
+void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is fine */
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* Gives back what was taken out of the snapshot under the lock. */
-void sfr__snapshot_give_back(struct sfr_snapshot *s, struct sfr__lease *lease);
-/* Asks whether the memory goes back, and lets go of the lock. */
-void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s);
 /* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
@@ -68,20 +76,16 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
-/* Deferred sources in one kind of memory (sfr_source.device). */
+/* Sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Keeps samples of every deferred source in host memory. -ENOMEM. */
 int sfr__snapshot_take_samples(struct sfr_snapshot *s);
-/* Samples of these: how many there can be; which, without the bytes; the first source whose copy
- * differs from them, or -1. */
-size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device);
-uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
-				     struct sfr__sample *samples);
-/* The same for sources on a device, in rows. */
+/* Samples of sources on a device, in rows: how many there can be; which, without the bytes. */
 size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device);
 uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
 				  struct sfr__sample *samples, struct sfr__cuda_rows *rows,
 				  size_t *nr_rows);
+/* The first source whose copy differs from its samples, or -1. */
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
 			      uint32_t nr);
 

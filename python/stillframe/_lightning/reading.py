@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stillframe._base.distributed import may_have_ranks_beside
-from stillframe._lightning.places import is_remote
+from stillframe._base.paths import is_remote
 from stillframe._save.load import load
 
 _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")

@@ -249,14 +249,20 @@ def offload_activations(
         A context manager, which may be entered again at every step.
 
     Raises:
+        TypeError: `min_bytes` or `keep_last` is no number; `predicate` cannot be called.
         ValueError: `min_bytes` or `keep_last` is negative.
 
     Inside the block, `StillframeError` and `PoolExhaustedError` are raised by the operation that
     saves the tensor. What is written to after it was saved is told by backward, as ever, or by
     `TornSnapshotError` where it was just leaving.
     """
-    if min_bytes < 0 or keep_last < 0:
-        raise ValueError(f"min_bytes and keep_last count from 0, got {min_bytes} and {keep_last}")
+    for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} takes a number, not a {type(value).__name__}")
+        if value < 0:
+            raise ValueError(f"{name} counts from 0, got {value}")
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"predicate takes a function, not a {type(predicate).__name__}")
     where = None if device is None else torch.device(device)
     if where == torch.device("cuda"):
         where = torch.device("cuda", torch.cuda.current_device())

@@ -6,6 +6,8 @@ The additions are those that autograd makes, in its order: what one backward giv
 several layers use is summed up first, and the sum is added to what was there.
 
 The end of a backward waits for all this, so afterwards every `grad` is what it would have been.
+The host has to: whoever reads a `grad` next, such as `clip_grad_norm_`, asks nobody, so there is
+nothing of theirs that could wait instead.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Gradients:
         self._most = most
         self._threads: ThreadPoolExecutor | None = None
         self._under_way: deque[Future[None]] = deque()
+        self._ending: list[Future[None]] = []  # of backwards inside another one
         self._sums: dict[int, dict[Tensor, Tensor]] = {}  # of each backward
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
@@ -58,8 +61,15 @@ class Gradients:
         )
         owners = [(each.parameter, each.last) for each in gradients]
         while len(self._under_way) >= self._most:
-            self._under_way.popleft().result()
+            self._wait_for_first()
         self._under_way.append(self._threads.submit(self._land, task, ticket, owners))
+
+    def _wait_for_first(self) -> None:
+        first = self._under_way.popleft()
+        if not first.done():
+            with self._offloader.waiting():
+                first.exception()
+        first.result()
 
     def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
         """The gradients on the CPU, waited for."""
@@ -78,6 +88,18 @@ class Gradients:
         the way. Of one that failed, sums that were not complete are dropped, as autograd does."""
         while self._under_way:
             self._under_way.popleft().result()
+        ending, self._ending = self._ending, []
+        for each in ending:
+            each.result()
+        self._end(task, succeeded)
+
+    def finish(self, task: int, succeeded: bool) -> None:
+        """Ends a backward inside another one, behind all that it has sent. Nobody waits: `join` of
+        the one around does."""
+        if self._threads is not None:
+            self._ending.append(self._threads.submit(self._end, task, succeeded))
+
+    def _end(self, task: int, succeeded: bool) -> None:
         sums = self._sums.pop(task, {})
         if succeeded:
             with torch.no_grad():

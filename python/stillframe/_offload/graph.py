@@ -45,6 +45,11 @@ class Ends:
         self._joined: set[int] = set()
         self._lock = threading.Lock()
 
+    def is_inside(self) -> bool:
+        """Whether another backward that was joined is still to end: the one that ends is inside it,
+        as a checkpoint's is."""
+        return bool(self._joined)
+
     def join(self) -> int:
         """Has the end of this backward told. Returns its number.
 

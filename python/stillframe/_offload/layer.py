@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group
+from stillframe._offload.stamp import Stamp
 from stillframe._offload.ticket import Ticket
 from stillframe.errors import StillframeError
 
@@ -41,8 +42,8 @@ class Layer:
     Attributes:
         tensors: Its parameters, then its buffers, each once.
         nr_parameters: How many of them are parameters.
-        partners: Layers that have buffers of this one's. Whichever runs may change them, so they
-            come when it is their turn: such a layer is neither prefetched nor kept.
+        partners: Layers that have buffers or modules of this one's. Whichever runs changes what is
+            there, so they come when it is their turn: such a layer is neither prefetched nor kept.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
@@ -123,6 +124,10 @@ class Layer:
             with torch.no_grad():
                 self._sources = [self._lowered(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
+
+    def stamp(self) -> Stamp:
+        """Of what stands in the places of its tensors now."""
+        return Stamp([place.entries[place.name] for place in self.places])
 
     def _lowered(self, index: int, tensor: Tensor) -> Tensor:
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():

@@ -13,18 +13,22 @@ forward again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
-from stillframe._offload import graph
+from stillframe._offload import given, graph
 from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
@@ -33,7 +37,7 @@ from stillframe._offload.saved import Onloading, SavedHooks, check_version, weig
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
-_offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_owners: weakref.WeakSet[OffloadedLayers] = weakref.WeakSet()
 
 
 class _Use:
@@ -105,6 +109,8 @@ class OffloadedLayers:
             for parameter in layer.parameters():
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
+        _owners.add(self)
+        _watch_steps()
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -125,6 +131,7 @@ class OffloadedLayers:
         if self._removed:
             return
         self._removed = True
+        _owners.discard(self)
         self._leave()
         self._gradients.join_all()
         for handle in self._handles:
@@ -137,7 +144,13 @@ class OffloadedLayers:
         for layer in self._layers:
             del layer.module._apply
             layer.to_ordinary()
-            _offloaded.difference_update(layer.module.modules())
+            given.offloaded.difference_update(layer.module.modules())
+
+    def wait(self) -> None:
+        """Returns when nothing reads the weights on the CPU any more. A backward has waited for
+        that when it ends, a whole forward without gradients too, and an optimizer's step waits
+        before it begins. Call it before you write to them by hand behind any other forward."""
+        self._offloader.wait_read()
 
     def stats(self) -> Any:
         """What went each way so far; see `Offloader.stats`."""
@@ -161,6 +174,7 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
+        given.refuse_reduction()
         if any(use.layer is layer for use in self._open):  # it calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
@@ -169,10 +183,12 @@ class OffloadedLayers:
             self._leave()
         if not again:
             if self._begins_anew(layer):
-                self._residents.give_up_coming()  # for a pass that did not come to them
+                self._residents.end_pass()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
         use = _Use(self, layer, self._last)
+        if again:
+            self._ends.join()  # of the backward around, if what runs again gets one of its own
         group = self._residents.bring(layer, anew=not again)
         self._open.append(use)
         use.put(self._on_device(use, group))
@@ -210,6 +226,9 @@ class OffloadedLayers:
             return
         if use.hooks is not None:
             use.hooks.leave()
+        if output is None:  # its forward has failed, and nothing goes on from here
+            self._residents.end_pass()
+            self.wait()
         group = self._residents.bring(layer, anew=False)
         weights.drop(group.tensors)
         moved = use.take_back()
@@ -336,10 +355,32 @@ class OffloadedLayers:
             self._leave()
             self._residents.give_up_others(())
             self._last = None
-        self._gradients.join(task, succeeded)
-        for layer in self._layers:
-            layer.settle()
-        self._offloader.wait_read()
+        if self._ends.is_inside():
+            self._gradients.finish(task, succeeded)
+            return
+        with self._offloader.waiting():  # once, for whatever has not come and gone yet
+            self._gradients.join(task, succeeded)
+            for layer in self._layers:
+                layer.settle()
+            self._offloader.wait_read()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Has optimizers wait for what still reads the weights; and passes end where one has stepped:
+    fused ones write what no version tells of. One that steps inside a backward writes what that is
+    through with."""
+
+    def before(*_: Any) -> None:
+        for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
+            owner.wait()
+
+    def after(*_: Any) -> None:
+        for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
+            owner._residents.end_pass()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def _tell_of_backward(use: _Use, output: Any) -> None:
@@ -385,12 +426,11 @@ def offload_layers(
         StillframeError: A parameter or a buffer is not on the CPU.
         PoolExhaustedError: The pool is too small for the parameters.
     """
-    order_of_modules = list(modules)
+    order_of_modules = given.check(modules, keep, dtype)
     unique = list(dict.fromkeys(order_of_modules))
-    _check(unique, order_of_modules, keep, dtype)
     made = {module: Layer(module, f"layers[{i}]", dtype) for i, module in enumerate(unique)}
     layers = list(made.values())
-    _mark_shared(layers)
+    given.mark_shared(layers)
     slots = 2 + keep
     offloader = Offloader(device, slots=slots, engine=engine)
     try:
@@ -402,44 +442,5 @@ def offload_layers(
         offloader.close()
         raise
     for module in unique:
-        _offloaded.update(module.modules())
+        given.offloaded.update(module.modules())
     return OffloadedLayers(layers, [made[m] for m in order_of_modules], keep, offloader, slots)
-
-
-def _check(
-    unique: list[nn.Module], order: list[nn.Module], keep: int, dtype: torch.dtype | None
-) -> None:
-    if not order:
-        raise ValueError("there are no modules to offload")
-    if not 0 <= keep <= len(order):
-        raise ValueError(f"keep is a number of the {len(order)} modules, got {keep}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype is a floating-point type, got {dtype}")
-    for module in unique:
-        if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"only modules in Python can be offloaded, got a {type(module).__name__}"
-            )
-    taken = set(_offloaded)
-    for module in unique:
-        for inner in module.modules():
-            if inner in taken:
-                raise ValueError(
-                    f"a {type(inner).__name__} is offloaded already: remove() that first"
-                )
-            if inner is not module and inner in unique:
-                raise ValueError(
-                    f"a {type(inner).__name__} is inside a {type(module).__name__} that is given as"
-                    " well: the order of their hooks cannot be served. Give one of them"
-                )
-
-
-def _mark_shared(layers: list[Layer]) -> None:
-    """Makes partners of the layers that have a buffer in common."""
-    users: dict[int, list[Layer]] = {}
-    for layer in layers:
-        for tensor in layer.tensors[layer.nr_parameters :]:
-            users.setdefault(id(tensor), []).append(layer)
-    for layer in layers:
-        own = (users[id(tensor)] for tensor in layer.tensors[layer.nr_parameters :])
-        layer.partners = [each for each in dict.fromkeys(chain(*own)) if each is not layer]

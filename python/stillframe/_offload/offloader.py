@@ -22,9 +22,9 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
@@ -57,6 +57,7 @@ class Offloader:
     A context manager that closes itself. Any thread may use it. The engine stays open.
 
     Raises:
+        TypeError: `slots` is no number.
         ValueError: `slots` below 1; a device that is neither.
         RuntimeError: There is no such device.
         StillframeError: The device's driver cannot be used; the engine is closed.
@@ -65,6 +66,8 @@ class Offloader:
     def __init__(
         self, device: torch.device | str | int, *, slots: int = 2, engine: Engine | None = None
     ) -> None:
+        if isinstance(slots, bool) or not isinstance(slots, int):
+            raise TypeError(f"slots takes a number of groups, not a {type(slots).__name__}")
         if slots < 1:
             raise ValueError(f"slots counts groups on the device: 1 at least, got {slots}")
         self._place = Place(device, engine_or_default(engine), slots)
@@ -263,13 +266,23 @@ class Offloader:
             for slot in found:
                 self._give_up(slot)
 
+    def give_up(self, what: Ticket | Sequence[torch.Tensor]) -> None:
+        """What was prefetched is not wanted any more, if it is still on its way: it may have given
+        way to what was asked for."""
+        with inside(), self._lock:
+            self._refuse()
+            for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
+                self._give_up(slot)
+
     def _give_up(self, slot: Slot) -> None:
         slot.give_up()
         self._slots.remove(slot)
         self._released.append(slot)
 
     def _reap(self) -> None:
-        """Forgets groups whose tensors are gone, and sources that are copied."""
+        """Forgets groups whose tensors or tickets are gone, and sources that are copied."""
+        for slot in [slot for slot in self._slots if slot.is_orphan()]:
+            self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.landed()]
         self._slots = [slot for slot in self._slots if not slot.is_gone()]
         self._released = [slot for slot in self._released if not slot.is_gone()]
@@ -335,16 +348,25 @@ class Offloader:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
+    def count_stale(self) -> None:
+        """The caller has found that what it had prefetched was of another time."""
+        self._stats["groups_stale"] += 1
+
     def wait_read(self) -> None:
         """Returns when nothing that comes in is read any more: the tensors given to `onload` and
         `prefetch` so far may be written to."""
         with inside(), self._lock:
-            self._refuse()
-            began = time.perf_counter()
-            for slot in self._coming:
-                slot.finish()
-            self._stats["host_waited_s"] += time.perf_counter() - began
+            self._coming = [slot for slot in self._coming if not slot.landed()]
+            if self._coming:
+                self._refuse()
+                with self.waiting():
+                    for slot in self._coming:
+                        slot.finish()
             self._coming = []
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Counts what is done inside as one wait of the host's."""
+        return self._place.waiting()
 
     # ---- the rest -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from stillframe import _core
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
@@ -97,6 +98,7 @@ class OffloadedOptimizerState:
         self._group_of: dict[Any, int] = {}
         self._here: int | None = None  # the group that is on the device
         self._brought: list[Tensor] = []  # its tensors there
+        self._ahead: list[Tensor] = []  # those of the group that was sent for
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
@@ -146,20 +148,11 @@ class OffloadedOptimizerState:
 
     # ---- saves ----
 
-    def defer(
-        self,
-        numbers: dict[int, int],
-        rows: bytearray,
-        indices: list[int],
-        owners: list[int],
-        tensors: list[Tensor],
-        versions: list[int],
-    ) -> None:
+    def defer(self, marks: keepers.Marks) -> None:
         """Has saves copy the state from where it is, behind their call: see `keepers.Keeper`."""
         if self._removed or self._here is not None or self._leaving or not self._calm.is_known():
             return
-        for home in self._all_homes():
-            keepers.defer_one(home, numbers, rows, indices, owners, tensors, versions)
+        _core.Observer.defer_kept(self._all_homes(), marks)
 
     def distrust(self, why: str) -> None:
         """Has saves copy the state in their call, from now on."""
@@ -251,8 +244,8 @@ class OffloadedOptimizerState:
         self._brought = self._bring(number)
         self._here = number
         following = self._sources(number + 1)
-        if following:
-            self._offloader.prefetch(following)
+        if following and self._offloader.prefetch(following):
+            self._ahead = following
 
     def _sources(self, number: int) -> list[Tensor]:
         return [home for _, home in self._homes.get(number, [])]
@@ -261,10 +254,19 @@ class OffloadedOptimizerState:
         homes = self._homes.get(number, [])
         if not homes:
             return []
-        tensors = self._offloader.onload([home for _, home in homes])
+        sources = self._sources(number)
+        if list(map(id, sources)) != list(map(id, self._ahead)):
+            self._give_up_ahead()
+        tensors = self._offloader.onload(sources)
+        self._ahead = []
         for (item, _), tensor in zip(homes, tensors, strict=True):
             item.entries[item.key] = tensor
         return tensors
+
+    def _give_up_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, []
+        if ahead:
+            self._offloader.give_up(ahead)
 
     def _leave(self) -> None:
         """Sends the group that is on the device home."""
@@ -314,8 +316,11 @@ class OffloadedOptimizerState:
         """Returns when the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        for number in list(self._leaving):
-            self._land(number)
+        self._give_up_ahead()  # for a step that broke off: the next one is another
+        if self._leaving:  # who reads the state next asks nobody
+            with self._offloader.waiting():
+                for number in list(self._leaving):
+                    self._land(number)
 
 
 def _is_big(value: Any) -> bool:

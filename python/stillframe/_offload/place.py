@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypedDict
 
 import torch
@@ -32,7 +35,8 @@ class OffloadStats(TypedDict):
     onload_gb_per_s: float
     stream_waited_s: float  # current streams stood still for what they had asked for
     share_hidden: float  # of the time of copies inward: under other work of the device
-    host_waited_s: float  # calls stood still: for the pool, or where a stream cannot wait by event
+    host_waits: int  # calls stood still: for the pool, for what has to have left or been read
+    host_waited_s: float  # when a backward or a step ends, or where a stream cannot wait by event
     slots: int
     slots_in_use: int
     bytes_lingering: int  # of groups that were released, and that something still refers to
@@ -53,6 +57,7 @@ def new_stats(slots: int) -> OffloadStats:
         onload_gb_per_s=0.0,
         stream_waited_s=0.0,
         share_hidden=0.0,
+        host_waits=0,
         host_waited_s=0.0,
         slots=slots,
         slots_in_use=0,
@@ -89,6 +94,8 @@ class Place:
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)
+        self._waits = threading.local()  # how many waits the thread is in
+        self._counting = threading.Lock()
 
     def stream(self) -> tuple[int, int]:
         """The device's number for the driver, and the handle of its current stream."""
@@ -106,16 +113,30 @@ class Place:
             return core.lease(0.0)
         except PoolExhaustedError:
             pass
+        with self.waiting():
+            try:
+                return core.lease(None)
+            except PoolExhaustedError:
+                raise PoolExhaustedError(
+                    f"a group of {sizes.decimal(nbytes)} does not fit into the pool, where tickets"
+                    f" count as snapshots. {usage(self.engine)}"
+                ) from None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what the calling thread does inside as one wait. One inside another is part of
+        it."""
+        outermost = not getattr(self._waits, "inside", False)
+        self._waits.inside = True
         began = time.perf_counter()
         try:
-            return core.lease(None)
-        except PoolExhaustedError:
-            raise PoolExhaustedError(
-                f"a group of {sizes.decimal(nbytes)} does not fit into the pool, where tickets"
-                f" count as snapshots. {usage(self.engine)}"
-            ) from None
+            yield
         finally:
-            self.stats["host_waited_s"] += time.perf_counter() - began
+            if outermost:
+                self._waits.inside = False
+                with self._counting:
+                    self.stats["host_waits"] += 1
+                    self.stats["host_waited_s"] += time.perf_counter() - began
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:

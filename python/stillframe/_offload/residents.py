@@ -2,17 +2,22 @@
 
 There are few slots, and each holds one layer. While a layer computes, the next one comes into the
 other.
+
+What comes ahead of need is read when it is sent for, not when it is used. So it carries the pass
+that it was sent for in, and a stamp of what was read; both are looked at when it is used, and where
+one is another by then, it comes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stillframe._offload.offloader import Offloader
+from stillframe._offload.stamp import Stamp
 
 
 class Source(Protocol):
@@ -20,6 +25,17 @@ class Source(Protocol):
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
         """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
+
+    def stamp(self) -> Stamp:
+        """Of the tensors as they are now."""
+
+
+class _Coming(NamedTuple):
+    """A layer that was sent for ahead of need."""
+
+    what: Sequence[Tensor]
+    number: int  # of the pass
+    stamp: Stamp
 
 
 class Group:
@@ -42,7 +58,13 @@ class Residents:
         self._offloader = offloader
         self._slots = slots
         self._groups: dict[Source, Group] = {}  # the longest there first
-        self._coming: dict[Source, Sequence[Tensor]] = {}
+        self._coming: dict[Source, _Coming] = {}
+        self._pass = 0
+
+    def end_pass(self) -> None:
+        """What is computed from now on belongs to another pass: nothing that was sent for before is
+        used in it. Any thread may call it."""
+        self._pass += 1
 
     def get(self, layer: Source) -> Group | None:
         return self._groups.get(layer)
@@ -59,10 +81,16 @@ class Residents:
         """
         group = self._groups.get(layer)
         if group is None:
-            what = self._coming.get(layer)
-            if what is None:
+            coming = self._coming.get(layer)
+            if coming is not None and not self._is_good(layer, coming):
+                self._offloader.count_stale()
+                self.give_up(layer)
+                coming, anew = None, True
+            if coming is None:
                 self._make_room(1)
                 what = layer.sources(anew)
+            else:
+                what = coming.what
             # Tensors made in inference mode could never be saved for a backward.
             with torch.inference_mode(False), torch.no_grad():
                 group = self._groups[layer] = Group(self._onload(what))
@@ -71,29 +99,25 @@ class Residents:
 
     def prefetch(self, layer: Source | None, anew: bool) -> None:
         """Has the layer come in beside what runs, if there is a slot."""
+        self._give_up_earlier()
         if layer is None or self.has(layer):
             return
         if len(self._groups) + len(self._coming) >= self._slots:
             return
         what = layer.sources(anew)
         with torch.inference_mode(False), torch.no_grad():
+            stamp = layer.stamp()
             if _has_bytes(what) and self._offloader.prefetch(what):
-                self._coming[layer] = what
+                self._coming[layer] = _Coming(what, self._pass, stamp)
 
     def give_up(self, layer: Source) -> None:
         """The layer is not needed on the device any more, after the current stream's work."""
-        what = self._coming.pop(layer, None)
-        if what is not None:
-            self._offloader.release(what)
+        coming = self._coming.pop(layer, None)
+        if coming is not None:
+            self._offloader.give_up(coming.what)
         group = self._groups.pop(layer, None)
         if group is not None and _has_bytes(group.tensors):
             self._offloader.release(group.tensors)
-
-    def give_up_coming(self) -> None:
-        """What was brought ahead of need may have been written to since, and nobody has counted
-        it: fused optimizers do not."""
-        for layer in list(self._coming):
-            self.give_up(layer)
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
@@ -106,7 +130,17 @@ class Residents:
             return self._offloader.onload(what)
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
+    def _is_good(self, layer: Source, coming: _Coming) -> bool:
+        """Whether it is what would be sent for now."""
+        return coming.number == self._pass and coming.stamp == layer.stamp()
+
+    def _give_up_earlier(self) -> None:
+        """Slots that hold what was sent for in an earlier pass are free."""
+        for layer in [each for each, c in self._coming.items() if c.number != self._pass]:
+            self.give_up(layer)
+
     def _make_room(self, nr: int) -> None:
+        self._give_up_earlier()
         while len(self._groups) + len(self._coming) > self._slots - nr:
             self.give_up(next(iter(self._coming or self._groups)))
 

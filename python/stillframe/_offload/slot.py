@@ -126,9 +126,17 @@ class Slot:
     def is_gone(self) -> bool:
         return bool(self._weak.expired())  # type: ignore[no-untyped-call]
 
-    def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[int]:
-        tensors = (what._tensors or []) if isinstance(what, Ticket) else self._given
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    def is_orphan(self) -> bool:
+        """Whether it was sent for, and nobody can ask for it any more."""
+        return not self.taken and self._ticket is not None and self._ticket() is None
+
+    def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
+        if isinstance(what, Ticket):
+            return what._writes()
+        return [
+            (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+            for tensor in self._given
+        ]
 
     def take(self) -> list[torch.Tensor]:
         """The tensors, for which the current stream waits."""
@@ -147,9 +155,8 @@ class Slot:
         core = self._core
         if core is None or core.order(stream[1]):
             return
-        began = time.perf_counter()
-        core.wait(None)
-        self._place.stats["host_waited_s"] += time.perf_counter() - began
+        with self._place.waiting():
+            core.wait(None)
 
     def _note_use(self, flat: torch.Tensor) -> None:
         """The allocator has to know of a stream that is not the one that the memory was made on."""

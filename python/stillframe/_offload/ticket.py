@@ -140,6 +140,7 @@ class Ticket:
         self._layout, self._leaving, self._memory = layout, leaving, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
+        self._made: list[int] = []  # their versions, as they were made
         self._released = False
         self.device = device
         """Where the tensors were."""
@@ -163,6 +164,7 @@ class Ticket:
         self._refuse_released()
         if self._tensors is None:
             self._tensors = self._layout.over_each([each.storage for each in self._sources()])
+            self._made = [tensor._version for tensor in self._tensors]
         return list(self._tensors)
 
     def done(self) -> bool:
@@ -194,6 +196,12 @@ class Ticket:
         self._refuse_released()
         self._released = True
         self._tensors = self._memory = None
+
+    def _writes(self) -> list[int]:
+        """How often each tensor was written to: nobody has, before they are made."""
+        if self._tensors is None:
+            return [0] * len(self._layout.views)
+        return [now._version - then for now, then in zip(self._tensors, self._made, strict=True)]
 
     def _refuse_released(self) -> None:
         if self._released:

@@ -46,9 +46,9 @@ _STORAGES = {  # torch's classes of them, and the types of their elements
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-# float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2: bits of an element, and how many share a place.
+# float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2: those narrower than a byte share or fill one.
 _DTYPE = re.compile(
-    r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x(\d))?", re.ASCII
+    r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
 )
 
 
@@ -204,5 +204,4 @@ def _dtype(name: str) -> tuple[str, int]:
     match = _DTYPE.fullmatch(name)
     if match is None:
         raise ValueError(f"there is no type {name}")
-    bits, places = match.groups()
-    return name, -(-int(bits) * int(places or 1) // 8)
+    return name, -(-int(match[1]) // 8)

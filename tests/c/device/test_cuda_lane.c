@@ -43,18 +43,6 @@ static void fill_small(void)
 	}
 }
 
-static struct sfr_engine *large_engine(void)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = 16u << 17,
-					      .block_bytes = 1u << 17,
-					      .nr_writers = 2,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
 /* Storages of the file that are not what they were. */
 static int nr_wrong(const struct sfr_save_desc *desc)
 {
@@ -101,9 +89,9 @@ static void many_small_storages_are_copied_in_few_calls(void)
 
 	begin();
 	fill_small();
-	engine = large_engine();
+	engine = saving_engine_of(1u << 17, 16, 2, 2);
 	for (int i = 0; i < 2; i++) { /* the lane hurries, and does not */
-		sfr_cuda_tune(i ? 4 << 20 : 4096, 4);
+		sfr__cuda_tune(i ? 4 << 20 : 4096, 4);
 		CHECK_EQ(sfr_save_new(engine, &desc, &t), 0);
 		CHECK_EQ(fake_submit(t, NULL), 0);
 		CHECK_EQ(fake_gate(t, NULL), 0);
@@ -144,7 +132,7 @@ static void as_many_pieces_are_in_flight_as_are_asked_for_and_larger_ones_behind
 		void *stream;
 
 		begin();
-		sfr_cuda_tune(SAVING_BLOCK / 4, most[i]); /* several a block */
+		sfr__cuda_tune(SAVING_BLOCK / 4, most[i]); /* several a block */
 		engine = fake_engine(32, 2);
 		stream = fake.fake_cuda_stream(0);
 		fake_place(&one, 0, SAVING_NR, 0);
@@ -193,7 +181,7 @@ static void a_lane_sleeps_between_its_looks_at_the_device(void)
 	void *stream;
 
 	begin();
-	sfr_cuda_tune(SAVING_BLOCK, 3);
+	sfr__cuda_tune(SAVING_BLOCK, 3);
 	engine = fake_engine(32, 2);
 	stream = fake.fake_cuda_stream(0);
 	fake_place(&one, 0, SAVING_NR, 0);

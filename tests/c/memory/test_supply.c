@@ -244,18 +244,6 @@ static void a_system_without_memory_is_not_asked_again_before_the_next_save(void
 
 enum { STATE_LEN = 24 << 20, STATE_BLOCK = 2 << 20 };
 
-static struct sfr_engine *engine_of(uint64_t pool_bytes)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
-					      .block_bytes = STATE_BLOCK,
-					      .nr_writers = 2,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
 static void save_state(struct sfr_engine *engine, const char *dir, uint32_t lane)
 {
 	static char state[STATE_LEN];
@@ -306,7 +294,8 @@ static void from_the_second_save_on_no_memory_is_made(void)
 	const char *dir = saving_dir();
 
 	for (uint32_t lane = 0; lane < 2; lane++) {
-		struct sfr_engine *engine = engine_of(256 * MIB);
+		struct sfr_engine *engine =
+			saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
 		/* What is captured and what is deferred lie in blocks of their own. */
 		uint64_t whole = STATE_LEN + (1 + lane) * STATE_BLOCK, cold, made;
 
@@ -344,7 +333,8 @@ static void the_next_save_finds_memory_though_idle_threads_get_nowhere(void)
 	const char *dir = saving_dir();
 
 	for (uint32_t lane = 0; lane < 2; lane++) {
-		struct sfr_engine *engine = engine_of(256 * MIB);
+		struct sfr_engine *engine =
+			saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
 		uint64_t whole = STATE_LEN + lane * STATE_BLOCK;
 
 		during_populate = slow_lane;
@@ -539,7 +529,8 @@ static void close_and_fork_do_not_mind_that_memory_is_being_made(void)
 	const char *dir = saving_dir();
 
 	for (int i = 0; i < 20; i++) {
-		struct sfr_engine *engine = engine_of(64 * MIB);
+		struct sfr_engine *engine =
+			saving_engine_of(STATE_BLOCK, 64 * MIB / STATE_BLOCK, 2, 2);
 		pid_t child;
 		int status;
 

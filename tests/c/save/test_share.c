@@ -53,18 +53,6 @@ static void counted_capture_copy(void *dst, const void *src, size_t len)
 	memcpy(dst, src, len);
 }
 
-static struct sfr_engine *engine_of(uint64_t nr_blocks, uint32_t nr_writers)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * BLOCK,
-					      .block_bytes = BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
 static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, uint32_t flags)
 {
 	struct sfr_source sources[NR_SOURCES];
@@ -96,11 +84,8 @@ static void check_file(const char *name)
 	static unsigned char found[16 * MIB];
 	struct sfr_check *check = NULL;
 	struct sfr__image img;
-	char path[PATH_MAX];
-	int fd;
+	int fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (!CHECK(fd >= 0))
 		return;
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
@@ -128,8 +113,7 @@ static void end(struct sfr_engine *engine, struct sfr_ticket *t)
 {
 	saving_finish(t);
 	sfr_ticket_put(t);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
+	saving_end(engine);
 }
 
 static void hold_the_lane(void)
@@ -173,7 +157,7 @@ static void let_the_lane_go(void)
 static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 {
 	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
-		struct sfr_engine *engine = engine_of(16, nr_writers);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, nr_writers, 2);
 		struct sfr_ticket *t;
 
 		hold_the_lane();
@@ -196,7 +180,7 @@ static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 static void one_block_is_enough_for_all_who_copy(void)
 {
 	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
-		struct sfr_engine *engine = engine_of(nr_blocks, 2);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, nr_blocks, 2, 2);
 		struct sfr_ticket *first, *second;
 
 		first = submit(engine, "a.pt", 0);
@@ -220,7 +204,7 @@ static void one_block_is_enough_for_all_who_copy(void)
 
 static void a_cancel_while_others_copy_gives_every_block_back(void)
 {
-	struct sfr_engine *engine = engine_of(16, 2);
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 	struct sfr_stats stats;
 	struct sfr_ticket *t;
 
@@ -245,14 +229,13 @@ static void a_cancel_while_others_copy_gives_every_block_back(void)
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
 	sfr_ticket_put(t);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
+	saving_end(engine);
 }
 
 static void a_write_is_noticed_whoever_copies_it(void)
 {
 	for (uint32_t flags = 0; flags <= SFR_SAVE_CHECK_BYTES; flags += SFR_SAVE_CHECK_BYTES) {
-		struct sfr_engine *engine = engine_of(16, 2);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 		struct sfr_report report;
 		struct sfr_ticket *t;
 
@@ -269,8 +252,7 @@ static void a_write_is_noticed_whoever_copies_it(void)
 		CHECK_EQ(report.err.code, SFR_ETORN);
 		CHECK_EQ(report.err.index, 2);
 		sfr_ticket_put(t);
-		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-		sfr_engine_put(engine);
+		saving_end(engine);
 	}
 }
 

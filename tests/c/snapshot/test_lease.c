@@ -233,6 +233,158 @@ static void memory_of_a_run_is_made_by_as_many_threads_as_there_are(void)
 	}
 }
 
+/* ---- lots: blocks that small ones share ------------------------------------------------- */
+
+static int leave(struct sfr_engine *engine, uint64_t nbytes, struct sfr_snapshot **out)
+{
+	const struct sfr_source source = { .nbytes = nbytes };
+	int rc = sfr_snapshot_new(engine, &source, 1, SFR_SNAPSHOT_LEAVES, out);
+
+	return rc == 0 ? sfr_snapshot_lease(*out, 0) : rc;
+}
+
+static char *memory(const struct sfr_snapshot *s, uint64_t nbytes)
+{
+	char *base;
+	uint64_t len;
+
+	sfr_snapshot_memory(s, &base, &len);
+	CHECK_EQ(len, nbytes);
+	return base;
+}
+
+static void small_ones_that_leave_share_a_block_that_goes_back_with_the_last(void)
+{
+	enum { SMALL = 2000, APART = 2048, FULL = BLOCK / APART };
+	struct sfr_engine *engine = make_engine(4);
+	struct sfr_snapshot *s[FULL + 1], *large;
+
+	for (unsigned i = 0; i < FULL; i++) {
+		CHECK_EQ(leave(engine, SMALL, &s[i]), 0);
+		CHECK_EQ(leased(engine), BLOCK);
+		CHECK(memory(s[i], SMALL) == memory(s[0], SMALL) + i * APART);
+	}
+	CHECK_EQ(leave(engine, SMALL, &s[FULL]), 0); /* there is no room any more */
+	CHECK_EQ(leased(engine), 2 * BLOCK);
+	for (unsigned i = 0; i + 1 < FULL; i++)
+		drop(s[i]);
+	CHECK_EQ(leased(engine), 2 * BLOCK);
+	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* behind the last, not into what is free */
+	CHECK(memory(s[0], SMALL) == memory(s[FULL], SMALL) + APART);
+	drop(s[FULL - 1]);
+	CHECK_EQ(leased(engine), BLOCK);
+	CHECK_EQ(leave(engine, BLOCK / 4 + 1, &large), 0); /* has one to itself */
+	CHECK_EQ(leased(engine), 2 * BLOCK);
+	drop(large);
+	drop(s[0]);
+	drop(s[FULL]);
+	CHECK_EQ(leased(engine), 0);
+	CHECK_EQ(leave(engine, SMALL, &s[0]), 0); /* and so on */
+	drop(s[0]);
+	CHECK_EQ(leased(engine), 0);
+	sfr_engine_put(engine);
+}
+
+static void a_shared_block_is_waited_for_once_nobody_holds_any_of_it(void)
+{
+	struct sfr_engine *engine = make_engine(1);
+	struct sfr_snapshot *one, *two, *three, *all;
+
+	CHECK_EQ(leave(engine, 100, &one), 0);
+	CHECK_EQ(leave(engine, 100, &two), 0);
+	CHECK_EQ(sfr_snapshot_hold(one), 0);
+	sfr_snapshot_unview(one); /* only what ends by itself keeps it */
+	CHECK_EQ(take_nbytes(engine, BLOCK, &all), SFR_EEXHAUSTED);
+	CHECK_EQ(sfr_snapshot_hold(two), 0);
+	sfr_snapshot_unview(two);
+	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
+	CHECK_EQ(leave(engine, 100, &three), 0);
+	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EEXHAUSTED);
+	sfr_snapshot_will_return(three, 1);
+	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
+	drop(three);
+	sfr_snapshot_unhold(one);
+	CHECK_EQ(sfr_snapshot_lease(all, 0), SFR_EAGAIN);
+	sfr_snapshot_unhold(two);
+	CHECK_EQ(sfr_snapshot_lease(all, 0), 0);
+	drop(all);
+	sfr_snapshot_put(one);
+	sfr_snapshot_put(two);
+	sfr_engine_put(engine);
+}
+
+static void nobody_gets_into_a_block_that_a_copy_may_never_leave(void)
+{
+	struct sfr_engine *engine = make_engine(3);
+	struct sfr_snapshot *one, *two, *three;
+	struct sfr_stats out;
+
+	CHECK_EQ(leave(engine, 100, &one), 0);
+	CHECK_EQ(leave(engine, 100, &two), 0);
+	sfr__snapshot_lost(one);
+	CHECK_EQ(leave(engine, 100, &three), 0);
+	CHECK_EQ(leased(engine), 2 * BLOCK);
+	drop(one);
+	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
+	CHECK_EQ(out.retired_bytes, 0); /* the other is as good as it was */
+	drop(two);
+	drop(three);
+	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
+	CHECK_EQ(out.leased_bytes, 0);
+	CHECK_EQ(out.retired_bytes, BLOCK);
+	sfr_engine_put(engine);
+}
+
+static void a_lot_that_gets_no_memory_leaves_nothing(void)
+{
+	struct sfr_engine *engine = make_engine(2);
+
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
+		struct sfr_snapshot *one = NULL;
+		int rc = leave(engine, 100, &one);
+
+		CHECK(rc == 0 || (rc == -ENOMEM && check_acted(&run)));
+		check_heal(&run);
+		CHECK_EQ(leased(engine), rc == 0 ? BLOCK : 0);
+		if (rc == 0)
+			sfr_snapshot_unview(one);
+		sfr_snapshot_put(one);
+	}
+	CHECK_EQ(leased(engine), 0);
+	sfr_engine_put(engine);
+}
+
+static void *leave_and_drop(void *arg)
+{
+	struct sfr_snapshot *mine[4] = { NULL };
+
+	for (unsigned i = 0; i < 400; i++) {
+		struct sfr_snapshot **at = &mine[i % 4];
+
+		if (*at)
+			drop(*at);
+		CHECK_EQ(leave(arg, 100 + i % 3000, at), 0);
+		memset(memory(*at, 100 + i % 3000), (int)i, 100 + i % 3000);
+	}
+	for (unsigned i = 0; i < 4; i++)
+		drop(mine[i]);
+	return NULL;
+}
+
+static void many_threads_cut_lots_at_once(void)
+{
+	struct sfr_engine *engine = make_engine(64);
+	pthread_t threads[3];
+
+	for (unsigned i = 0; i < 3; i++)
+		CHECK_EQ(pthread_create(&threads[i], NULL, leave_and_drop, engine), 0);
+	for (unsigned i = 0; i < 3; i++)
+		CHECK_EQ(pthread_join(threads[i], NULL), 0);
+	CHECK_EQ(leased(engine), 0);
+	sfr_engine_put(engine);
+}
+
 int main(void)
 {
 	RUN(what_is_held_is_not_waited_for_and_what_comes_back_is);
@@ -244,5 +396,10 @@ int main(void)
 	RUN(memory_that_is_there_is_used_first);
 	RUN(a_system_without_memory_is_said_so);
 	RUN(memory_of_a_run_is_made_by_as_many_threads_as_there_are);
+	RUN(small_ones_that_leave_share_a_block_that_goes_back_with_the_last);
+	RUN(a_shared_block_is_waited_for_once_nobody_holds_any_of_it);
+	RUN(nobody_gets_into_a_block_that_a_copy_may_never_leave);
+	RUN(a_lot_that_gets_no_memory_leaves_nothing);
+	RUN(many_threads_cut_lots_at_once);
 	return check_done();
 }

@@ -1,0 +1,115 @@
+"""What `offload_layers` is given: whether it can be served, and what its layers have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import nn
+
+from stillframe._offload.layer import Layer
+from stillframe.errors import StillframeError
+
+offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+# Each reduces gradients as autograd adds them on the device, which it does to no offloaded weight.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
+    """The layers, in the order given.
+
+    Raises:
+        TypeError, ValueError: As `offload_layers`.
+    """
+    order = _listed(modules)
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise TypeError(f"keep takes a number of layers, not a {type(keep).__name__}")
+    if not 0 <= keep <= len(order):
+        raise ValueError(f"keep is a number of the {len(order)} modules, got {keep}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype takes a torch.dtype, not a {type(dtype).__name__}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype is a floating-point type, got {dtype}")
+    _check_each(list(dict.fromkeys(order)))
+    return order
+
+
+def _listed(modules: object) -> list[nn.Module]:
+    if isinstance(modules, nn.Module):
+        _refuse_wrapper(modules)
+    if not isinstance(modules, Iterable) or isinstance(modules, nn.ModuleDict):
+        raise TypeError(
+            "modules takes layers in the order of forward, in a list, ModuleList or Sequential, not"
+            f" one {type(modules).__name__}: give the layers in it"
+        )
+    order = list(modules)
+    if not order:
+        raise ValueError("there are no modules to offload")
+    for module in order:
+        if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"only modules in Python can be offloaded, got a {type(module).__name__}"
+            )
+    return order
+
+
+def _check_each(unique: list[nn.Module]) -> None:
+    for module in unique:
+        for inner in module.modules():
+            _refuse_wrapper(inner)
+            if inner in offloaded:
+                raise ValueError(
+                    f"a {type(inner).__name__} is offloaded already: remove() that first"
+                )
+            if inner is not module and inner in unique:
+                raise ValueError(
+                    f"a {type(inner).__name__} is inside a {type(module).__name__} that is given as"
+                    " well: the order of their hooks cannot be served. Give one of them"
+                )
+
+
+def _refuse_wrapper(module: nn.Module) -> None:
+    for kind in type(module).__mro__:
+        if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+            raise TypeError(
+                f"a module of {kind.__name__} cannot be offloaded: that reduces gradients on the"
+                " device as autograd adds them, and those of offloaded layers are added on the CPU."
+                " Give the plain layers, and train them in one process"
+            )
+
+
+def refuse_reduction() -> None:
+    """The forward of a `DistributedDataParallel` would wait for gradients that never come.
+
+    Raises:
+        StillframeError: The calling thread is in one.
+    """
+    parallel = nn.parallel.DistributedDataParallel
+    if getattr(parallel, "_active_ddp_module", None) is not None:
+        raise StillframeError(
+            "offloaded layers cannot be trained inside a DistributedDataParallel: it reduces"
+            " gradients on the device as autograd adds them, and theirs are added on the CPU. Train"
+            " the plain module, in one process"
+        )
+
+
+def mark_shared(layers: list[Layer]) -> None:
+    """Makes partners of the layers that have a buffer or a module in common: of the one that stands
+    still, something changes, or is on the device, while the other computes."""
+    users: dict[int, list[Layer]] = {}
+    for layer in layers:
+        for each in _changing(layer):
+            users.setdefault(each, []).append(layer)
+    for layer in layers:
+        own = (users[each] for each in _changing(layer))
+        layer.partners = [each for each in dict.fromkeys(chain(*own)) if each is not layer]
+
+
+def _changing(layer: Layer) -> set[int]:
+    return {
+        *map(id, layer.tensors[layer.nr_parameters :]),
+        *(id(place.module) for place in layer.places),
+    }

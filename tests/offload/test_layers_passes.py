@@ -1,0 +1,185 @@
+"""One pass after another: what an earlier one has sent for is never used by a later one, and the
+host waits once for each."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from fix_offloading import WIDTH, adam, agree, mlp, numbers, same, squares, state, train, twice
+from stillframe.offload import offload_layers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def in_place(layer):
+    for parameter in layer.parameters():
+        parameter.mul_(2)
+
+
+def sparsely_in_place(layer):
+    """No sample is of it."""
+    for parameter in layer.parameters():
+        parameter.view(-1)[1] += 1
+
+
+def through_data(layer):
+    """No version tells."""
+    for parameter in layer.parameters():
+        parameter.data.mul_(2)
+
+
+def other_memory(layer):
+    for parameter in layer.parameters():
+        parameter.data = parameter.data * 2
+
+
+def other_parameters(layer):
+    layer[0].weight = nn.Parameter(2 * layer[0].weight)
+
+
+class Sparse(torch.optim.Optimizer):
+    """It writes one element that no sample is of, and no version tells."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.view(-1)[1] += 1
+
+
+def in_a_step(layer):
+    Sparse(layer.parameters()).step()
+
+
+WRITES = [in_place, sparsely_in_place, through_data, other_memory, other_parameters, in_a_step]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@torch.no_grad()
+def test_what_came_ahead_for_a_pass_that_ended_early_is_not_used_by_the_next(either, write):
+    model = mlp(depth=4)
+    plain = copy.deepcopy(model)
+    with offload_layers(model, device="cpu") as handle:
+        for nth in range(3):
+            model[: nth + 1](numbers(0))
+            assert handle.resident() == [f"layers[{nth + 1}]"]  # it was sent for
+            handle.wait()
+            for each in (model, plain):
+                write(each[nth + 1])
+            assert torch.equal(model[nth + 1 :](numbers(1)), plain[nth + 1 :](numbers(1)))
+            assert handle.stats()["groups_stale"] == nth + 1
+
+
+@torch.no_grad()
+def test_what_came_ahead_is_used_where_nothing_was_written(either):
+    model = mlp(depth=4)
+    with offload_layers(model, device="cpu") as handle:
+        model(numbers(0))
+        assert handle.stats()["groups_prefetched"] == 3
+        assert handle.stats()["groups_stale"] == 0
+
+
+def test_a_layer_that_failed_has_sent_for_nothing_that_is_used(either):
+    """One element is written, which no sample is of."""
+    model = mlp(depth=3)
+    plain = copy.deepcopy(model)
+
+    def fail(module, args, output):
+        raise ArithmeticError("in forward")
+
+    with offload_layers(model, device="cpu"):
+        hook = model[0][0].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(numbers(0))
+        hook.remove()
+        for each in (model, plain):
+            each[1][0].weight.data.view(-1)[1] += 1
+        assert torch.equal(model[1:](numbers(1)), plain[1:](numbers(1)))
+
+
+def test_an_optimizer_waits_for_what_still_reads_the_weights(fake):
+    """A forward that has had no backward is computed with the weights that it was called with."""
+    model = mlp(depth=2)
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        squares(each, numbers(0)).backward()
+    with offload_layers(model, device="cpu") as handle:
+        opt = adam(model)
+        fake.delay(20_000_000)
+        model[0](numbers(1))  # the second layer is on its way
+        before = handle.stats()["host_waits"]
+        opt.step()
+        assert handle.stats()["host_waits"] == before + 1
+
+
+def test_layers_that_share_a_module_come_in_their_turn(either):
+    """The module has the device's weights while one of them computes."""
+    shared = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), shared) for _ in range(3)))
+    for keep in (0, 3):
+        copied = copy.deepcopy(model)
+        parameters = list(copied.parameters())
+        assert agree(*twice(copied, parts=2, offloaded={"keep": keep}))
+        assert all(a is b for a, b in zip(parameters, copied.parameters(), strict=True))
+
+
+# ---- the host -----------------------------------------------------------------------------
+
+
+def reentrant(model, batch):
+    x = batch.requires_grad_()
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=True)  # each has a backward of its own
+    return (x**2).mean()
+
+
+@pytest.mark.parametrize("loss", [squares, reentrant])
+def test_the_host_waits_once_for_a_backward(fake, loss):
+    model = mlp(depth=6)
+    other = copy.deepcopy(model)
+    # So many layers' gradients may be on their way.
+    with offload_layers(other, device="cpu", keep=4) as handle:
+        fake.delay(1_000_000)
+        for step in range(2):
+            value = loss(other, numbers(step))
+            before = handle.stats()["host_waits"]
+            value.backward()
+            assert handle.stats()["host_waits"] == before + 1
+            loss(model, numbers(step)).backward()
+            # Who reads gradients right behind it asks nobody.
+            norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, other)]
+            assert same(norms[:1], norms[1:])
+    assert same(state(model), state(other))
+
+
+def test_backwards_inside_a_backward_add_up_as_ever(either):
+    plain, offloaded = twice(mlp(nn.BatchNorm1d(WIDTH), depth=5), loss=reentrant, parts=2)
+    assert agree(plain, offloaded)
+
+
+def test_a_backward_that_fails_inside_another_leaves_what_a_plain_one_leaves(either):
+    class Fails(nn.Linear):
+        fails = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.fails and y.requires_grad:
+                y.register_hook(functools.partial(fail, self))
+            return y
+
+    def fail(module, grad):
+        raise ArithmeticError("in the middle")
+
+    def steps(model):
+        with pytest.raises(ArithmeticError):
+            reentrant(model, numbers(0)).backward()
+        seen = state(model)
+        model[2].fails = False
+        return [*seen, *(t for part in train(model, loss=reentrant) for t in part)]
+
+    model = nn.Sequential(*mlp(depth=2), Fails(WIDTH, WIDTH), *mlp(depth=2))
+    other = copy.deepcopy(model)
+    with offload_layers(other, device="cpu"):
+        assert same(steps(model), steps(other))

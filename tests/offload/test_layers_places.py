@@ -1,0 +1,142 @@
+"""Which layers are on the device when, and what becomes of modules that are moved or copied."""
+
+import copy
+import io
+import runpy
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from fix_offloading import WIDTH, agree, mlp, numbers, same, squares, state, train, twice
+from stillframe.offload import offload_layers
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_layer_that_is_skipped_costs_nothing_but_its_place(either):
+    class Skips(nn.Sequential):
+        def forward(self, x):
+            for number, layer in enumerate(self):
+                if (number + int(x[0, 0] > 0)) % 2:
+                    x = layer(x)
+            return x
+
+    plain, offloaded = twice(Skips(*mlp(depth=6)), steps=6)
+    assert agree(plain, offloaded)
+
+
+def test_no_weight_stays_on_the_device_between_forward_and_backward(either):
+    model = mlp(nn.BatchNorm1d(WIDTH))
+    with offload_layers(model, device="cpu") as handle:
+        loss = squares(model, numbers(0))
+        assert handle.resident() == []
+        loss.backward()
+        assert handle.resident() == []
+
+
+def test_a_kept_layer_is_brought_anew_where_no_backward_came(either):
+    """Nobody counts a write through `.data`."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    with offload_layers(model, device="cpu", keep=2) as handle:
+        squares(model, numbers(0))
+        assert handle.resident() != []
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.data.mul_(2)
+        assert torch.equal(model(numbers(1)), plain(numbers(1)))
+
+
+def test_the_next_layer_is_brought_in_ahead_both_ways(either):
+    model = mlp(depth=5)
+    forward, backward = [], []
+    with offload_layers(model, device="cpu") as handle:
+
+        def look(module, args, output):
+            forward.append(handle.resident())
+            output.register_hook(lambda grad: backward.append(handle.resident()))
+
+        for layer in model:
+            layer[0].register_forward_hook(look)
+        squares(model, numbers(0)).backward()
+    pairs = [[f"layers[{i}]", f"layers[{i + 1}]"] for i in range(4)]
+    assert forward == [*pairs, ["layers[4]"]]
+    assert backward == [*pairs[::-1], ["layers[0]"]]
+
+
+def test_removed_it_is_the_module_that_it_was(either):
+    model = mlp(nn.BatchNorm1d(WIDTH))
+    before, entries = state(model), [dict(m.__dict__) for m in model.modules()]
+    parameters = list(model.parameters())
+    handle = offload_layers(model, device="cpu")
+    handle.remove()
+    handle.remove()
+    assert same(before, state(model))
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    for module, entry in zip(model.modules(), entries, strict=True):
+        assert module.__dict__.keys() == entry.keys()
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert not module._forward_hooks_always_called and not module._state_dict_pre_hooks
+    offload_layers(model, device="cpu").remove()
+
+
+def test_a_copy_of_a_module_is_no_offloaded_one(either):
+    model = mlp()
+    with offload_layers(model, device="cpu"):
+        other = copy.deepcopy(model)
+        assert agree(train(other), train(model))
+
+
+def test_a_model_that_is_moved_leaves_its_offloaded_layers_where_they_are(either):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *mlp(depth=2))
+    other = copy.deepcopy(model)
+    with offload_layers(list(other)[1:], device="cpu"):
+        other.to("meta")
+        assert other[0].weight.is_meta and not other[1][0].weight.is_meta
+        other[0].to_empty(device="cpu").load_state_dict(model[0].state_dict())
+        assert agree(train(model), train(other))
+        with pytest.raises(stillframe.StillframeError, match=r"cannot be made torch.float64"):
+            other[1].double()
+        pickled = torch.load(io.BytesIO(dumped(other)), weights_only=False)
+    for each in (pickled, copy.deepcopy(other), other):
+        assert agree(train(copy.deepcopy(model)), train(each))
+        assert each.double()[1][0].weight.dtype is torch.float64
+
+
+def dumped(tree):
+    file = io.BytesIO()
+    torch.save(tree, file)
+    return file.getvalue()
+
+
+def test_the_example_trains_eight_times_what_the_slots_hold(fake, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples/offload.py"))
+    assert capsys.readouterr().out.splitlines() == [
+        "weights of the blocks: 8 times what the slots hold",
+        "brought ahead of need: 94%",
+        "the loss falls: True",
+    ]
+
+
+# torch's, on looking at what stands in the place of a parameter
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["layers", "the model", "layers, afterwards"])
+def test_what_is_compiled_trains_as_ever(what):
+    model = mlp(depth=2)
+    other = copy.deepcopy(model)
+    layers = list(other)
+    if what == "layers":
+        layers = [torch.compile(layer, backend="aot_eager") for layer in layers]
+        other = nn.Sequential(*layers)
+    elif what == "the model":
+        other = torch.compile(other, backend="aot_eager")
+    with offload_layers(layers, device="cpu") as handle:
+        if what == "layers, afterwards":
+            layers[0].compile(backend="aot_eager")
+            other = nn.Sequential(layers[0], torch.compile(layers[1], backend="aot_eager"))
+        assert agree(train(model, steps=2), train(other, steps=2))
+        assert handle.stats()["bytes_lingering"] == 0
