@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -194,6 +195,9 @@ class Saver:
         self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
         self._last: Upload | None = None
         self._stages = Stages()
+        # Of saves that have ended, and empty. A tensor's end lets go of the interpreter lock, so
+        # they end in the next call and not beside a main thread that computes.
+        self._spent: list[torch.Tensor] = []
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
@@ -223,8 +227,10 @@ class Saver:
         response = SaveResponse(Future(), cast(Any, upload))
         work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
         work.begins, work.beside, work.give_up = asked.begins, asked.beside, self._give_up
+        work.spent = self._spent
         try:
             waited_s = self._wait_for_last(work)
+            self._spent.clear()
             tree = self._stage(work, _of_stateful(state_dict), asked)
             completion.completion.start()
             if not completion.completion.over and asked.begins is None:
@@ -251,9 +257,17 @@ class Saver:
     def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> Copied:
         """Copies, where there is memory for that. Returns what is copied."""
         content = None if asked.beside is None else asked.beside.content
-        tree: Copied = (taken_apart(state_dict), content)
+        tree: Copied = (state_dict, content)
+        stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
         try:
-            work.staged = self._stages.stage(tree, overlap=asked.overlap, engine=asked.engine)
+            try:
+                work.staged = stage(tree)
+            except TypeError:  # mostly there is none to be looked for
+                tree = (taken_apart(state_dict), content)
+                if tree[0] is state_dict:
+                    raise
+                work.is_apart = True
+                work.staged = stage(tree)
         except PoolExhaustedError:
             if not asked.live_if_full:
                 raise
@@ -303,9 +317,15 @@ def _place(
 
 def _of_stateful(state_dict: StateDict) -> StateDict:
     return {
-        name: value.state_dict() if isinstance(value, Stateful) else value
+        name: value.state_dict() if _is_stateful(value) else value
         for name, value in state_dict.items()
     }
+
+
+def _is_stateful(value: Any) -> bool:
+    """Asking a protocol takes longer than copying a tensor."""
+    plain = type(value) is dict or isinstance(value, torch.Tensor)
+    return not plain and isinstance(value, Stateful)
 
 
 class _Costs:
