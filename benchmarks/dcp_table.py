@@ -113,8 +113,8 @@ def page(document: dict[str, Any]) -> list[str]:
     facts, settings, figures = document["facts"], document["settings"], figures_of(document)
     ways = ways_of(figures)
     lines = [
-        f"{format_size(settings['state'])} of model and AdamW in {6 * settings['layers']:,} DTensors on"
-        f" {settings['ranks']} ranks; {facts['cores']} cores ({facts['cpu']}),"
+        f"{format_size(settings['state'])} of model and AdamW in {6 * settings['layers']:,}"
+        f" DTensors on {settings['ranks']} ranks; {facts['cores']} cores ({facts['cpu']}),"
         f" {facts['filesystem']}, no GPU; torch {facts['torch'].split('+')[0]}; medians"
         f" (smallest..largest) over rounds and ranks, {facts['date'][:10]}:",
         "",
