@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import signal
 import sys
 import time
 from pathlib import Path
@@ -154,8 +155,13 @@ class Run:
         except KeyboardInterrupt:
             self.failed["the run"] = "interrupted"
         finally:
+            # Whoever stops it may say so twice, and there is still a table.
+            calls = (signal.SIGINT, signal.SIGTERM)
+            before = [(each, signal.signal(each, signal.SIG_IGN)) for each in calls]
             for way in self._ways.values():
                 way.end()
+            for each, handler in before:
+                signal.signal(each, handler)
 
     def _turn(self, name: str, number: int) -> None:
         way, text = self._ways[name], f"round {number + 1} of {self._options.rounds}: {name}"

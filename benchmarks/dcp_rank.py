@@ -21,7 +21,7 @@ from peers import OURS
 
 SAVES = 2  # of a turn, beside an idle main thread and beside a busy one, if there is time
 LOOP_SAVES = 3  # of a turn, if there is time
-MANY = 1200  # DTensors, of 16 kB each
+MANY = 1200  # DTensors of 256 bytes each: a larger one of an optimizer is not copied in the call
 LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
 UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
 GIVE_UP_NS = 100 * 10**9
@@ -176,7 +176,7 @@ class Rank:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         shard = [Shard(0)]
         state = {
-            f"w{number}": DTensor.from_local(torch.ones(64, 64), mesh, shard, run_check=False)
+            f"w{number}": DTensor.from_local(torch.ones(8, 8), mesh, shard, run_check=False)
             for number in range(MANY)
         }
         found = []
