@@ -337,9 +337,7 @@ def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
 
     loss(contextlib.nullcontext(), model).backward()
     value = loss(context, other)
-    assert (
-        counts(context)["groups_offloaded"] == 2 * 7
-    )  # the input, and what each layer puts out
+    assert counts(context)["groups_offloaded"] == 2 * 7  # the input, and what each layer puts out
     value.backward()
     assert same(state(model), state(other))
 
