@@ -7,6 +7,7 @@ only the processes that save pay for torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,6 +198,24 @@ class Spec:
 
 
 # ---- output --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """One line on stderr that is drawn between measurements only, never while one runs."""
+    start = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def show(text: str) -> None:
+        line = f"[{time.monotonic() - start:5.0f} s] {text}"
+        sys.stderr.write(f"\r\x1b[K{line}" if terminal else line + "\n")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            sys.stderr.write("\r\x1b[K")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:

@@ -12,19 +12,26 @@ reads on two threads. README.md says how each figure is counted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, Series, Spec, format_times, print_table, write_json
+from common import (
+    BenchError,
+    Series,
+    Spec,
+    format_times,
+    print_table,
+    progress_line,
+    write_json,
+)
 from limits import CALL_BYTES
 from machine import (
     add_directory_options,
@@ -280,21 +287,6 @@ def show(found: dict[str, Any], rounds: int) -> None:
     print_table(f"Reading every byte from the disk, {3 * rounds} rounds", columns, rows)
 
 
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None]]:
-    terminal = sys.stderr.isatty()
-
-    def progress(text: str) -> None:
-        if terminal:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield progress
-    finally:
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -317,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
             scratch_directory(
                 args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=5 * largest
             ) as directory,
-            _progress_line() as progress,
+            progress_line() as progress,
         ):
             facts = machine_facts(directory)
             found = measure(directory, chosen, rounds, progress)

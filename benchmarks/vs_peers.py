@@ -15,13 +15,12 @@ import importlib.util
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, format_size, parse_size, turned, write_json
+from common import BenchError, format_size, parse_size, progress_line, turned, write_json
 from figures import print_results
 from goals import GOALS
 from limits import PAGE_BYTES, RawDisk, measure_copy
@@ -232,24 +231,6 @@ def _need_memory(settings: Settings, names: list[str], nr_peers: int) -> int:
     return most
 
 
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None]]:
-    """One line on stderr that is drawn between measurements only, never while one runs."""
-    start = time.monotonic()
-    terminal = sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        line = f"[{time.monotonic() - start:5.0f} s] {text}"
-        sys.stderr.write(f"\r\x1b[K{line}" if terminal else line + "\n")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        if terminal:
-            sys.stderr.write("\r\x1b[K")
-
-
 def _settings(args: argparse.Namespace) -> Settings:
     return Settings(
         state=args.state,
@@ -311,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             scratch_directory(
                 args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=int(2.5 * largest)
             ) as directory,
-            _progress_line() as progress,
+            progress_line() as progress,
         ):
             facts = machine_facts(directory)
             run = Run(settings, peers, directory, progress)

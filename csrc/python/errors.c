@@ -1,7 +1,7 @@
 /* From the core's codes to Python's exceptions: the only place that does it.
  *
  * A failed save is not raised here: its error belongs to the handle, which builds it from the
- * report (handle.py) with path, phase and errno.
+ * report (core_save.py) with path, phase and errno.
  */
 #include "module.h"
 

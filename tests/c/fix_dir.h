@@ -44,11 +44,12 @@ static inline void dir_remove(const char *path)
 	CHECK(nftw(path, dir__remove_one, 32, FTW_DEPTH | FTW_PHYS) == 0);
 }
 
-/* "dir/name" in one of a few static buffers. */
-static inline const char *dir_path(const char *dir, const char *name)
+/* "dir/name" in one of a few static buffers of the thread's. Not inlined: gcc takes a directory that is
+ * such a path itself for one that overlaps. */
+__attribute__((noinline, unused)) static const char *dir_path(const char *dir, const char *name)
 {
-	static char paths[8][PATH_MAX];
-	static unsigned next;
+	static _Thread_local char paths[8][PATH_MAX];
+	static _Thread_local unsigned next;
 	char *path = paths[next++ % 8];
 
 	CHECK(snprintf(path, PATH_MAX, "%s/%s", dir, name) < PATH_MAX);

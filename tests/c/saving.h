@@ -2,16 +2,12 @@
 #ifndef SAVING_H
 #define SAVING_H
 
-#include <fcntl.h>
-#include <limits.h>
-#include <string.h>
-
 #include "sfr.h"
 #include "check/check.h"
 #include "check/records.h"
 #include "memory/pool_int.h"
 #include "save/save.h"
-#include "check.h"
+#include "fix_dir.h"
 
 enum {
 	SAVING_BLOCK = 8192,
@@ -34,6 +30,43 @@ static inline void saving_fill(struct saving_state *s, unsigned char value)
 			.nbytes = SAVING_LEN - i, /* no two the same */
 			.lane = i < 2 ? SFR_CAPTURED : SFR_LANE_HOST,
 		};
+}
+
+static inline struct sfr_engine *saving_engine_of(uint64_t block_bytes, uint64_t nr_blocks,
+						  uint32_t nr_writers, uint32_t max_in_flight)
+{
+	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * block_bytes,
+					      .block_bytes = block_bytes,
+					      .nr_writers = nr_writers,
+					      .max_in_flight = max_in_flight };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	return engine;
+}
+
+static inline struct sfr_engine *saving_engine(uint64_t nr_blocks, uint32_t nr_writers,
+					       uint32_t max_in_flight)
+{
+	return saving_engine_of(SAVING_BLOCK, nr_blocks, nr_writers, max_in_flight);
+}
+
+/* No thread of the core runs any more. */
+static inline void saving_end(struct sfr_engine *engine)
+{
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	CHECK_EQ(sfr_log_stop(), 0);
+}
+
+/* Has each such call of the system take that long. */
+static inline void saving_slow(const char *call, uint64_t delay_ns)
+{
+	const struct sfr_fault fault = {
+		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
+	};
+
+	CHECK_EQ(sfr_inject_set(&fault), 0);
 }
 
 static const char saving_skeleton[] = "skeleton";
@@ -86,7 +119,6 @@ static inline unsigned saving_notice(void)
 /* Verdict and end; takes the save's notices. */
 static inline void saving_finish(struct sfr_ticket *t)
 {
-
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	(void)sfr_save_confirm(t, -1); /* refused where the save has failed already */
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
@@ -94,24 +126,38 @@ static inline void saving_finish(struct sfr_ticket *t)
 		;
 }
 
+static inline enum sfr_state saving_state_of(struct sfr_ticket *t)
+{
+	struct sfr_report report;
+
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	return report.state;
+}
+
+/* Takes a launched save to its end; the code it ended with. */
+static inline int saving_end_of(struct sfr_ticket *t)
+{
+	struct sfr_report report;
+
+	saving_finish(t);
+	CHECK_EQ(sfr_save_report(t, &report), 0);
+	CHECK((report.state == SFR_DURABLE) == (report.err.code == 0));
+	CHECK(report.err.code != 0 || report.err.index == -1);
+	return report.err.code;
+}
+
 /* One whole save; the code it ended with. */
 static inline int saving_save(struct sfr_engine *engine, const char *dir, const char *name,
 			      const struct saving_state *s, uint32_t flags)
 {
-	struct sfr_report report;
 	struct sfr_ticket *t;
 	int rc = saving_new(engine, dir, name, s, flags, &t);
 
 	if (rc < 0)
 		return rc;
 	rc = saving_submit(t);
-	if (rc == 0) {
-		saving_finish(t);
-		CHECK_EQ(sfr_save_report(t, &report), 0);
-		CHECK((report.state == SFR_DURABLE) == (report.err.code == 0));
-		CHECK(report.err.code != 0 || report.err.index == -1);
-		rc = report.err.code;
-	}
+	if (rc == 0)
+		rc = saving_end_of(t);
 	sfr_ticket_put(t);
 	return rc;
 }
@@ -160,12 +206,8 @@ static inline int saving_look_in(int fd, const struct saving_state *layout)
 static inline int saving_look_as(const char *dir, const char *name,
 				 const struct saving_state *layout)
 {
-	char path[PATH_MAX];
-	int found, fd;
+	int found, fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 
-	if (!CHECK(snprintf(path, sizeof(path), "%s/%s", dir, name) < PATH_MAX))
-		return -1;
-	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
 		return -1;
 	found = saving_look_in(fd, layout);
@@ -229,13 +271,10 @@ static inline void saving_padding_is_zero(const char *dir, const char *name,
 					    .skeleton_len = sizeof(saving_skeleton),
 					    .sources = layout->sources,
 					    .nr_sources = SAVING_NR };
-	char path[PATH_MAX];
 	struct sfr__image img;
 	uint64_t nr = 0, nr_dirty = 0;
-	int fd;
+	int fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (!CHECK(fd >= 0) || !CHECK_EQ(sfr__image_init(&img, &desc, SAVING_BLOCK), 0))
 		return;
 	for (const struct sfr__run *run = img.runs; run < img.runs + img.nr_runs; run++)
@@ -245,20 +284,6 @@ static inline void saving_padding_is_zero(const char *dir, const char *name,
 	CHECK_EQ(nr_dirty, 0);
 	sfr__image_fini(&img);
 	(void)close(fd);
-}
-
-/* Temporaries of ours in a directory. */
-static inline int saving_nr_temporaries(const char *dir)
-{
-	DIR *d = opendir(dir);
-	int nr = 0;
-
-	if (!d)
-		return -1;
-	for (const struct dirent *e; (e = readdir(d));)
-		nr += strncmp(e->d_name, ".stillframe-", 12) == 0;
-	(void)closedir(d);
-	return nr;
 }
 
 static inline const char *saving_dir(void)

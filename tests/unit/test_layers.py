@@ -8,6 +8,7 @@ list of layers.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -83,41 +84,54 @@ def upwards(graph: Graph, layers: list[str]) -> list[str]:
     ]
 
 
-def calls() -> Graph:
-    """Which file of the core calls which, by the symbols of its objects."""
-    built = [ROOT / "build" / variant / "core" for variant in ("asan", "plain", "tsan")]
-    newest = max(
-        (each for each in built if each.is_dir()),
-        key=lambda each: each.stat().st_mtime,
-        default=None,
-    )
+@functools.cache
+def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Which file of the core has each symbol that others can see, and which file needs which."""
     sources = [source.relative_to(CORE) for source in CORE.rglob("*.c")]
-    if newest is None or not all(
-        (newest / source).with_suffix(".o").exists() for source in sources
-    ):
+
+    def objects(variant: str) -> list[Path]:
+        built = ROOT / "build" / variant / "core"
+        found = [(built / source).with_suffix(".o") for source in sources]
+        return found if all(each.exists() for each in found) else []
+
+    compiled = [each for each in map(objects, ("asan", "plain", "tsan")) if each]
+    if not compiled:
         pytest.skip("the C tests are not built (make asan)")
+    newest = max(compiled, key=lambda each: max(file.stat().st_mtime for file in each))
     listing = subprocess.run(
-        ["nm", "-P", "-A", *(str((newest / source).with_suffix(".o")) for source in sources)],
+        ["nm", "-P", "-A", *map(str, newest)],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     home: dict[str, str] = {}
-    uses: list[tuple[str, str]] = []
+    needs: list[tuple[str, str]] = []
     for line in listing.splitlines():
         file, symbol, kind = line.split()[:3]
-        name = Path(file.rstrip(":")).relative_to(newest).with_suffix(".c").as_posix()
+        name = file.rstrip(":").rpartition("/core/")[2].removesuffix(".o") + ".c"
         if not symbol.startswith("sfr"):
             continue
         if kind == "U":
-            uses.append((name, symbol))
+            needs.append((name, symbol))
         elif kind.isupper():
             home[symbol] = name
+    return home, needs
+
+
+def calls() -> Graph:
+    """Which file of the core calls which, by the symbols of its objects."""
+    home, needs = symbols()
     graph: Graph = {}
-    for name, symbol in uses:
+    for name, symbol in needs:
         if home.get(symbol, name) != name:
             graph.setdefault(name, set()).add(home[symbol])
     return graph
+
+
+def words(*files: Path) -> set[str]:
+    """What sources say outside their comments."""
+    text = "\n".join(file.read_text() for file in files)
+    return set(re.findall(r"\bsfr\w+", re.sub(r"/\*.*?\*/", "", text, flags=re.S)))
 
 
 def includes(top: Path, *paths: Path) -> Graph:
@@ -173,6 +187,23 @@ def test_no_two_files_of_the_core_call_each_other_and_no_folder_calls_upwards():
     graph = calls()
     assert circles(graph) == []
     assert upwards(graph, CORE_LAYERS) == []
+
+
+def test_what_one_file_alone_needs_is_static_there():
+    home, needs = symbols()
+    others = (CORE / "sfr", BINDING, ROOT / "tests")
+    needed = {symbol for _, symbol in needs}
+    needed |= words(*(file for folder in others for file in folder.rglob("*.[ch]")))
+    assert {f"{file}: {symbol}" for symbol, file in home.items() if symbol not in needed} == set()
+    said = [words(file) for file in BINDING.rglob("*.c")]
+    declared = re.compile(r"(?m)^\w[^;{}()]*?\b(sfr_py_\w+)\([^;{}]*\);")
+    lone = {
+        name
+        for header in BINDING.rglob("*.h")
+        for name in declared.findall(header.read_text())
+        if sum(name in each for each in said) < 2
+    }
+    assert lone == set()
 
 
 def test_includes_only_go_down():

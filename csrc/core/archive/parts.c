@@ -108,7 +108,8 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1;
 }
 
-char *sfr__parts_glue(struct sfr_parts *p, size_t len)
+/* `len` more bytes of glue, to be filled by the caller; NULL where the parts have failed. */
+static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
 
@@ -133,7 +134,7 @@ char *sfr__parts_glue(struct sfr_parts *p, size_t len)
 
 int sfr_parts_bytes(struct sfr_parts *p, const void *bytes, size_t len)
 {
-	char *at = sfr__parts_glue(p, len);
+	char *at = add_glue(p, len);
 
 	if (at != NULL && len != 0)
 		memcpy(at, bytes, len);
@@ -254,7 +255,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes };
-	if (rc == 0 && sfr__parts_glue(p, 1) == NULL) /* so that there is always some */
+	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there is always some */
 		rc = p->rc;
 	if (rc != 0)
 		return rc;

@@ -11,8 +11,6 @@
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
 /* Sources so far: the number that the next one gets. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
-/* `len` more bytes of glue, to be filled by the caller; NULL where the parts have failed. */
-char *sfr__parts_glue(struct sfr_parts *parts, size_t len);
 /* Has a source's CRC put over bytes of glue at `off` of the file; ascending. 0, or what failed. */
 int sfr__parts_field(struct sfr_parts *parts, uint64_t off, uint32_t source);
 

@@ -11,24 +11,20 @@
 #include <string.h>
 
 #include "base/base.h"
+#include "base/queue.h"
 
 static struct {
 	struct sfr__mutex mu; /* guards all of this; a leaf: nothing is taken under it */
 	pthread_cond_t cv;
 	bool cv_ready;
-	struct sfr__notice *head, *tail;
+	SFR__QUEUE(struct sfr__notice) queue;
 	unsigned stops;
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
 void sfr__notice_post(struct sfr__notice *notice)
 {
 	sfr__lock(&notices.mu);
-	notice->next = NULL;
-	if (notices.tail)
-		notices.tail->next = notice;
-	else
-		notices.head = notice;
-	notices.tail = notice;
+	sfr__queue_push(&notices.queue, notice);
 	pthread_cond_signal(&notices.cv);
 	sfr__unlock(&notices.mu);
 }
@@ -77,14 +73,10 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	/* CLOCK_MONOTONIC, which no static initializer gives. Before anybody waits nobody is woken. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
-	while (!notices.head && !notices.stops && rc == 0)
+	while (!notices.queue.head && !notices.stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
-	notice = notices.head;
-	if (notice) {
-		notices.head = notice->next;
-		if (!notices.head)
-			notices.tail = NULL;
-	} else if (notices.stops) {
+	notice = sfr__queue_pop(&notices.queue);
+	if (!notice && notices.stops) {
 		notices.stops--;
 		out->what = SFR_NOTICE_STOP;
 	}

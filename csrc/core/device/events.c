@@ -44,7 +44,8 @@ bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)
 	return true;
 }
 
-CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane)
+/* An event, new or used before; NULL when the driver has none to give. */
+static CUevent event_get(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
 	CUresult rc;
@@ -78,14 +79,15 @@ void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
 	sfr__unlock(&lane->mu);
 }
 
-bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, CUresult rc, uint32_t *failed)
+bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			  uint32_t *failed)
 {
 	if (rc == CUDA_SUCCESS)
 		return true;
 	*failed = rc == CUDA_ERROR_NOT_READY ? 0 : *failed + 1;
 	if (!sfr__cuda_is_sticky(rc) && *failed < SFR__CUDA_QUERIES)
 		return false;
-	sfr__cuda_die(lane, "cuEventQuery", rc);
+	sfr__cuda_die(lane, call, rc);
 	return true;
 }
 
@@ -130,7 +132,7 @@ void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *pi
 
 CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err)
 {
-	CUevent event = sfr__cuda_event_get(lane);
+	CUevent event = event_get(lane);
 	CUresult rc = event ? lane->cu->event_record(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
 
 	if (rc == CUDA_SUCCESS)

@@ -28,20 +28,24 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "sfr/engine.h"
 #include "base/base.h"
 #include "device/lane.h"
 
 #define POLL_NS UINT64_C(50000)
 
-uint64_t sfr__cuda_piece_bytes = 4 << 20, sfr__cuda_nr_in_flight = 4;
+/* How much is asked of a device at a time as long as nobody hurries, and how many such pieces: copies
+ * queued on other streams stand in line behind what is queued here. Chosen so that the line is at
+ * most 0.3 ms long at 55 GB/s; tests and the benchmark's sweep change them while no save is in
+ * flight. */
+uint64_t sfr__cuda_piece_bytes = 4 << 20;
+static uint64_t most_in_flight = 4;
 
-void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
+void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
 {
 	if (piece_bytes)
 		sfr__cuda_piece_bytes = piece_bytes;
 	if (nr_in_flight)
-		sfr__cuda_nr_in_flight = nr_in_flight;
+		most_in_flight = nr_in_flight;
 }
 
 /* ---- the turn ----------------------------------------------------------------- */
@@ -68,13 +72,8 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err)
 {
 	piece->landed = sfr__cuda_record(lane, lane->stream, err);
-	piece->next = NULL;
 	sfr__lock(&lane->mu);
-	if (lane->tail)
-		lane->tail->next = piece;
-	else
-		lane->head = piece;
-	lane->tail = piece;
+	sfr__queue_push(&lane->in_flight, piece);
 	lane->nr_in_flight++;
 	pthread_cond_signal(&lane->cv);
 	sfr__unlock(&lane->mu);
@@ -84,13 +83,15 @@ void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, s
  * this thread takes pieces off, so it stays where it is meanwhile. */
 static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
-	CUresult rc;
+	const struct sfr__cuda *cu = lane->cu;
 
 	if (sfr__cuda_is_dead(lane))
 		return true;
-	rc = piece->landed ? lane->cu->event_query(piece->landed) :
-			     lane->cu->stream_query(lane->stream);
-	return sfr__cuda_is_through(lane, rc, &piece->failed);
+	if (piece->landed)
+		return sfr__cuda_is_through(lane, "cuEventQuery", cu->event_query(piece->landed),
+					    &piece->failed);
+	return sfr__cuda_is_through(lane, "cuStreamQuery", cu->stream_query(lane->stream),
+				    &piece->failed);
 }
 
 /* The oldest piece in flight, if it is to be taken off. */
@@ -99,14 +100,12 @@ static struct sfr__cuda_piece *take_due(struct sfr__cuda_lane *lane, bool *lande
 	struct sfr__cuda_piece *piece;
 
 	sfr__lock(&lane->mu);
-	piece = lane->head;
+	piece = lane->in_flight.head;
 	sfr__unlock(&lane->mu);
 	if (!piece || !is_due(lane, piece))
 		return NULL;
 	sfr__lock(&lane->mu);
-	lane->head = piece->next;
-	if (!lane->head)
-		lane->tail = NULL;
+	(void)sfr__queue_pop(&lane->in_flight); /* piece */
 	lane->nr_in_flight--;
 	*landed = !lane->dead;
 	sfr__cuda_event_put_locked(lane, piece->landed);
@@ -132,8 +131,7 @@ void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq)
 	while (full) {
 		sfr__cuda_poll(lane);
 		sfr__lock(&lane->mu);
-		full = lane->nr_in_flight >= sfr__cuda_nr_in_flight && seq > lane->rush_seq &&
-		       !lane->dead;
+		full = lane->nr_in_flight >= most_in_flight && seq > lane->rush_seq && !lane->dead;
 		if (full)
 			(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		sfr__unlock(&lane->mu);
@@ -180,14 +178,14 @@ void *sfr__cuda_lane_main(void *arg)
 	sfr__lock(&lane->mu);
 	for (;;) {
 		task = sfr__queue_pop(&lane->tasks);
-		if (task || lane->head) {
+		if (task || lane->in_flight.head) {
 			sfr__unlock(&lane->mu);
 			if (task)
 				task->run(task);
 			else
 				sfr__cuda_poll(lane);
 			sfr__lock(&lane->mu);
-			if (!task && lane->head && !lane->tasks.head)
+			if (!task && lane->in_flight.head && !lane->tasks.head)
 				(void)sfr__cond_wait(&lane->cv, &lane->mu, sfr__deadline(POLL_NS));
 		} else if (lane->stopping) {
 			break;

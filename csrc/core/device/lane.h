@@ -23,10 +23,11 @@ enum {
 	SFR__CUDA_QUERIES = 64, /* that fail in a row: nothing is expected of the device then */
 };
 
-/* How much is asked of a device at a time as long as nobody hurries: copies queued on other streams
- * stand in line behind what is queued here. Chosen so that the line is at most 0.3 ms long at
- * 55 GB/s; tests and the benchmark's sweep change them while no save is in flight. */
-extern uint64_t sfr__cuda_piece_bytes, sfr__cuda_nr_in_flight;
+/* How much is asked of a device at a time as long as nobody hurries; see lane.c. */
+extern uint64_t sfr__cuda_piece_bytes;
+/* Other bounds: bytes of a piece, pieces in flight (0 = as they are). For measurements and tests, while
+ * no save is in flight. */
+void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 
 struct sfr__cuda_piece;
 
@@ -83,9 +84,9 @@ struct sfr__cuda_lane {
 	struct sfr__mutex mu; /* guards what follows */
 	pthread_cond_t cv;    /* for the thread */
 	pthread_cond_t cv_turn;
-	bool queueing;                       /* somebody has the turn */
-	struct sfr__cuda_piece *head, *tail; /* in flight, in the stream's order */
-	struct sfr__cuda_piece *free_pieces; /* to be used again */
+	bool queueing;                                /* somebody has the turn */
+	SFR__QUEUE(struct sfr__cuda_piece) in_flight; /* in the stream's order */
+	struct sfr__cuda_piece *free_pieces;          /* to be used again */
 	SFR__QUEUE(struct sfr__task) tasks;
 	uint64_t nr_in_flight;
 	uint64_t rush_seq; /* a gate waits for saves up to this one: no bound on what is queued */
@@ -117,16 +118,17 @@ void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */
-/* An event, new or used before; NULL when the driver has none to give. And back. */
-CUevent sfr__cuda_event_get(struct sfr__cuda_lane *lane);
+/* An event behind what is on the stream; NULL with `err` set where none can be had. And back. */
+CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
 /* Notes that a call failed. True when the device is dead from now on, or was before. */
 bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 		      struct sfr_err *err);
-/* Whether nothing has to be waited for any more: a query's answer says that it is done, or is the
- * last of so many that failed (*failed in a row) that the device is given up. */
-bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, CUresult rc, uint32_t *failed);
+/* Whether nothing has to be waited for any more: the answer of a query, `call`, says that it is done,
+ * or is the last of so many that failed (*failed in a row) that the device is given up. */
+bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
+			  uint32_t *failed);
 /* Gives the device up: nothing of it works any more, or nobody can tell. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
@@ -135,8 +137,6 @@ bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
 /* A piece, all zero, new or used before (NULL without memory), and back. */
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
-/* An event behind what is on the stream; NULL with `err` set where none can be had. */
-CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 
 /* ---- lane.c ---- */
 /* The thread of a lane. */

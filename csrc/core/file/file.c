@@ -123,8 +123,8 @@ uint64_t sfr__file_asked_since(const struct sfr__file *f)
 static void go_buffered(struct sfr__file *f, const char *why)
 {
 	f->io_mode = SFR_IO_BUFFERED;
-	(void)snprintf(f->fallback[0], sizeof(f->fallback[0]), "written through the page cache: %s",
-		       why);
+	(void)snprintf(f->why_buffered, sizeof(f->why_buffered),
+		       "written through the page cache: %s", why);
 }
 
 /* Can this write error mean that O_DIRECT does not work here, and nothing worse? */
@@ -336,7 +336,7 @@ static int sync_directory(struct sfr__file *f)
 	int rc = sfr_sys.fsync(f->dir_fd) < 0 ? -errno : 0;
 
 	if (rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS) {
-		(void)snprintf(f->fallback[1], sizeof(f->fallback[1]),
+		(void)snprintf(f->why_unsynced, sizeof(f->why_unsynced),
 			       "the file system cannot sync a directory (%s): when the new name "
 			       "reaches the disk is its own affair",
 			       sfr_code_name(rc));

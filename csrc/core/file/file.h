@@ -60,7 +60,7 @@ struct sfr__file {
 	/* calls to the file system that have not returned, and when the last one was made or did */
 	atomic_uint nr_asked;
 	_Atomic uint64_t asked_ns;
-	char fallback[2][160]; /* why buffered; why the directory was not synced; "" = unused */
+	char why_buffered[160], why_unsynced[160]; /* the directory; "" = it was not so */
 	enum sfr__file_state state;
 	uint64_t fork_generation;
 	struct sfr__tmp tmp; /* the file may not be moved in memory between open and fini */

@@ -12,7 +12,6 @@
  * A device that fails a call fails the save; what it had been given before is still watched.
  */
 #include <errno.h>
-#include <string.h>
 
 #include "sfr/crc.h"
 #include "save/parts.h"
@@ -172,22 +171,12 @@ void sfr__cuda_fill_block(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr_
 		return;
 	}
 	sfr__seg_iter_init(&it, &t->img, fill->run, blk);
-	while (sfr__seg_next(&it, &seg)) {
-		switch (seg.kind) {
-		case SFR__SEG_HEADER:
-			sfr__image_put_header(&t->img, seg.entry, seg.off, seg.len,
-					      block->mem + seg.pos);
-			break;
-		case SFR__SEG_DATA:
+	while (sfr__seg_next(&it, &seg))
+		if (seg.kind == SFR__SEG_DATA)
 			add_extent(fill, block->mem + seg.pos,
 				   t->img.entries[seg.entry].src + seg.off, seg.len);
-			break;
-		case SFR__SEG_DESC:
-		case SFR__SEG_PAD:
-			memset(block->mem + seg.pos, 0, seg.len); /* as stage.c does */
-			break;
-		}
-	}
+		else
+			sfr__stage_rest(t, &seg, block->mem + seg.pos);
 	if (fill->slowly || fill->nr_blocks == BLOCKS_A_PIECE || fill->err.code)
 		send_blocks(fill);
 }
@@ -292,7 +281,8 @@ static void drain(struct sfr__cuda_lane *lane, pthread_cond_t *never)
 	uint32_t failed = 0;
 
 	while (!sfr__cuda_is_dead(lane) &&
-	       !sfr__cuda_is_through(lane, lane->cu->stream_query(lane->stream), &failed))
+	       !sfr__cuda_is_through(lane, "cuStreamQuery", lane->cu->stream_query(lane->stream),
+				     &failed))
 		pause_a_little(lane, never);
 }
 
@@ -301,19 +291,22 @@ static int fetch(struct sfr__cuda_part *part, const char *src, size_t len, pthre
 		 struct sfr_err *err)
 {
 	struct sfr__cuda_lane *lane = part->lane;
+	const char *call = "cuMemcpyDtoHAsync";
 	CUevent event = NULL;
 	CUresult rc;
 
 	sfr__cuda_turn_begin(lane);
 	rc = lane->cu->copy(part->store.mem, (CUdeviceptr)(uintptr_t)src, len, lane->stream);
-	if (rc == CUDA_SUCCESS)
+	if (rc == CUDA_SUCCESS) {
 		event = sfr__cuda_record(lane, lane->stream, err);
+		call = "cuEventQuery";
+	}
 	sfr__cuda_turn_end(lane);
 	while (event && (rc = lane->cu->event_query(event)) == CUDA_ERROR_NOT_READY &&
 	       !sfr__cuda_is_dead(lane))
 		pause_a_little(lane, never);
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane, "cuMemcpyDtoHAsync", rc, err);
+		(void)sfr__cuda_failed(lane, call, rc, err);
 	if (err->code)
 		drain(lane, never);
 	if (event)

@@ -8,7 +8,7 @@
  * another thread may free the ticket.
  */
 #include <errno.h>
-#include <stdio.h>
+#include <string.h>
 
 #include "save/parts.h"
 
@@ -73,15 +73,16 @@ static bool is_over_locked(struct sfr__cuda_part *part)
 static void settle(struct sfr__cuda_part *part)
 {
 	struct sfr_ticket *t = part->ticket;
-	char note[sizeof(t->fallback[3])] = "";
+	char note[sizeof(t->fallback[0])] = "";
 
 	sfr__cuda_copies_note(part->lane, note, sizeof(note));
 	sfr__cuda_store_put(part->lane, &part->store);
 	sfr__lock(&t->engine->mu);
 	t->cuda_out--;
-	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->fallback[2], sizeof(t->fallback[2]));
+	sfr__pin_note(sfr__pool_pin(t->engine->pool), t->fallback[SFR_FALLBACK_PAGEABLE],
+		      sizeof(t->fallback[0]));
 	if (note[0])
-		(void)snprintf(t->fallback[3], sizeof(t->fallback[3]), "%s", note);
+		memcpy(t->fallback[SFR_FALLBACK_COPIES], note, sizeof(note));
 	sfr__ticket_released_locked(t);
 	sfr__ticket_step_locked(t);
 	sfr__unlock(&t->engine->mu);

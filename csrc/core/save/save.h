@@ -96,7 +96,7 @@ struct sfr_ticket {
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
 	uint32_t io_mode;
 	bool over_slots;
-	char fallback[4][160];
+	char fallback[SFR_NR_FALLBACKS][160];
 
 	struct sfr__shared copying;
 	struct sfr__flight flight;
@@ -196,12 +196,8 @@ void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
-/* How many lines of each deferred source are sampled, and of a whole run, at most. */
+/* How many lines of each deferred source are sampled, at most. */
 uint64_t sfr__samples_per_entry(const struct sfr_ticket *t);
-/* Says which lines of a run's sources are sampled: fills all but the bytes of nr_entries *
- * sfr__samples_per_entry items. */
-void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
-			struct sfr__samples *samples);
 /* Compares what was staged of an entry with the samples. The index of a torn source, or -1. */
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			 uint32_t entry, uint64_t off, const char *staged, size_t len);

@@ -37,8 +37,10 @@ uint64_t sfr__samples_per_entry(const struct sfr_ticket *t)
 	return sfr__samples_each(nr);
 }
 
-void sfr__place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
-			struct sfr__samples *samples)
+/* Says which lines of a run's sources are sampled: fills all but the bytes of nr_entries *
+ * sfr__samples_per_entry items. */
+static void place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
+			  struct sfr__samples *samples)
 {
 	uint64_t random = t->seq + t->created_ns, per_entry = sfr__samples_per_entry(t);
 	uint32_t k = 0;
@@ -66,7 +68,7 @@ int sfr__take_samples(struct sfr_ticket *t)
 					sizeof(*samples->items));
 	if (!samples->items)
 		return -ENOMEM;
-	sfr__place_samples(t, run, samples);
+	place_samples(t, run, samples);
 	/* Each line is a cache miss; asked for ahead of time they overlap. */
 	for (uint32_t k = 0; k < samples->nr; k++) {
 		if (k + PREFETCH_AHEAD < samples->nr)

@@ -219,8 +219,8 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err)
 	if (err && err->code && t->err.code == 0)
 		t->err = *err;
 	ok = t->err.code == 0;
-	if (t->file.fallback[1][0])
-		memcpy(t->fallback[1], t->file.fallback[1], sizeof(t->fallback[1]));
+	memcpy(t->fallback[SFR_FALLBACK_UNSYNCED], t->file.why_unsynced,
+	       sizeof(t->file.why_unsynced));
 	t->ended_ns = sfr__now_ns();
 	leave_pool_locked(t);
 	sfr__engine_wake_idle_locked(engine);

@@ -46,7 +46,8 @@ static void do_open(struct sfr_ticket *t, struct sfr_err *err)
 	sfr__lock(&t->engine->mu);
 	t->opened = true;
 	t->io_mode = t->file.io_mode;
-	memcpy(t->fallback[0], t->file.fallback[0], sizeof(t->fallback[0]));
+	memcpy(t->fallback[SFR_FALLBACK_BUFFERED], t->file.why_buffered,
+	       sizeof(t->file.why_buffered));
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr__unlock(&t->engine->mu);
 }

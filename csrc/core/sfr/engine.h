@@ -47,8 +47,5 @@ int sfr_engine_trim(struct sfr_engine *engine);
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
 /* A sentence on the CUDA driver and on devices that are dead. Loads the driver, never starts it. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
-/* Bounds of what a lane queues on a device: bytes of a piece, pieces in flight (0 = as they are).
- * For measurements and tests, while no save is in flight. */
-void sfr_cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 
 #endif

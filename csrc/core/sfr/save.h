@@ -71,6 +71,15 @@ int sfr_save_confirm(struct sfr_ticket *t, int64_t torn_index);
 /* 1: the save will end as cancelled (or already has); 0: too late. */
 int sfr_save_cancel(struct sfr_ticket *t);
 
+/* What a report has a sentence on. */
+enum sfr_fallback {
+	SFR_FALLBACK_BUFFERED, /* why the file went through the page cache */
+	SFR_FALLBACK_UNSYNCED, /* why its directory was not synced */
+	SFR_FALLBACK_PAGEABLE, /* why memory of the pool was not pinned */
+	SFR_FALLBACK_COPIES,   /* why copies from a device did not go the best way */
+	SFR_NR_FALLBACKS
+};
+
 struct sfr_report {
 	enum sfr_state state;
 	struct sfr_err err;
@@ -82,8 +91,8 @@ struct sfr_report {
 	uint64_t block_wait_ns; /* in sfr_save_capture, for blocks */
 	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns; /* 0 = not yet */
 	uint32_t io_mode;                                                 /* SFR_IO_* */
-	uint32_t over_slots;   /* 1: a nested save beyond max_in_flight */
-	char fallback[4][160]; /* sentences, "" when unused */
+	uint32_t over_slots;                  /* 1: a nested save beyond max_in_flight */
+	char fallback[SFR_NR_FALLBACKS][160]; /* sentences, "" when unused */
 };
 int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out);
 /* These two never wait, not even for a lock. 0 or SFR_EFORK. `staged`: it is, and has not failed. */

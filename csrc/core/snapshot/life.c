@@ -17,7 +17,7 @@ void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_s
 }
 
 /* Asks whether the memory goes back, and lets go of the lock. */
-void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s)
+static void settle_and_unlock(struct sfr_snapshot *s)
 {
 	struct sfr__lot *lot = NULL;
 	bool goes = false;
@@ -67,7 +67,7 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 	}
 	engine->nr_copying--;
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
-	sfr__snapshot_settle_and_unlock(s);
+	settle_and_unlock(s);
 	sfr__notice_post(&s->notice); /* with the reference of those who copy */
 }
 
@@ -94,7 +94,7 @@ static void unuse(struct sfr_snapshot *s, uint32_t *count)
 		return;
 	sfr__lock(&s->engine->mu);
 	--*count;
-	sfr__snapshot_settle_and_unlock(s);
+	settle_and_unlock(s);
 }
 
 int sfr_snapshot_view(struct sfr_snapshot *s)

@@ -8,12 +8,23 @@
 
 #include "snapshot/snapshot.h"
 
+static bool is_deferred(const struct sfr_source *source)
+{
+	return source->lane != SFR_CAPTURED && source->nbytes != 0;
+}
+
+/* In one kind of memory (sfr_source.device). */
+static bool is_deferred_on(const struct sfr_source *source, uint32_t device)
+{
+	return is_deferred(source) && source->device == device;
+}
+
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device)
 {
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += sfr__is_deferred(&s->sources[i]) && s->sources[i].device == device;
+		nr += is_deferred_on(&s->sources[i], device);
 	return nr;
 }
 
@@ -23,29 +34,8 @@ static uint64_t samples_per_source(const struct sfr_snapshot *s)
 	uint32_t nr = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		nr += sfr__is_deferred(&s->sources[i]);
+		nr += is_deferred(&s->sources[i]);
 	return sfr__samples_each(nr);
-}
-
-size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device)
-{
-	return (size_t)(sfr__snapshot_nr_deferred(s, device) * samples_per_source(s));
-}
-
-uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
-				     struct sfr__sample *samples)
-{
-	uint64_t per_source = samples_per_source(s), random = sfr__now_ns();
-	uint32_t nr = 0;
-
-	for (uint32_t i = 0; i < s->nr_sources; i++) {
-		const struct sfr_source *source = &s->sources[i];
-
-		if (sfr__is_deferred(source) && source->device == device)
-			nr += sfr__samples_place(samples + nr, i, source->nbytes, per_source,
-						 &random);
-	}
-	return nr;
 }
 
 size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device)
@@ -53,7 +43,7 @@ size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device)
 	uint64_t per_source = samples_per_source(s), most = 0;
 
 	for (uint32_t i = 0; i < s->nr_sources; i++)
-		if (sfr__is_deferred(&s->sources[i]) && s->sources[i].device == device)
+		if (is_deferred_on(&s->sources[i], device))
 			most += sfr__samples_rows_most(s->sources[i].nbytes, per_source);
 	return (size_t)most;
 }
@@ -71,7 +61,7 @@ uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
 		struct sfr__sample *first = samples + nr;
 		uint32_t n;
 
-		if (!sfr__is_deferred(source) || source->device != device)
+		if (!is_deferred_on(source, device))
 			continue;
 		n = sfr__samples_rows(first, i, source->nbytes, per_source, &random, &pitch);
 		rows[(*nr_rows)++] = (struct sfr__cuda_rows){ .dst = first->bytes,
@@ -86,10 +76,19 @@ uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
 
 int sfr__snapshot_take_samples(struct sfr_snapshot *s)
 {
-	s->samples = sfr_sys.malloc(sfr__snapshot_samples_most(s, 0) * sizeof(*s->samples));
+	uint64_t each = samples_per_source(s), random = sfr__now_ns();
+
+	s->samples = sfr_sys.malloc((size_t)(sfr__snapshot_nr_deferred(s, 0) * each) *
+				    sizeof(*s->samples));
 	if (!s->samples)
 		return -ENOMEM;
-	s->nr_samples = sfr__snapshot_place_samples(s, 0, s->samples);
+	for (uint32_t i = 0; i < s->nr_sources; i++) {
+		const struct sfr_source *source = &s->sources[i];
+
+		if (is_deferred_on(source, 0))
+			s->nr_samples += sfr__samples_place(s->samples + s->nr_samples, i,
+							    source->nbytes, each, &random);
+	}
 	for (uint32_t k = 0; k < s->nr_samples; k++) {
 		struct sfr__sample *sample = &s->samples[k];
 

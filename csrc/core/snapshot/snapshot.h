@@ -52,11 +52,6 @@ static inline const char *sfr__bytes_of(const struct sfr_source *source)
 	return (const char *)(uintptr_t)source->addr;
 }
 
-static inline bool sfr__is_deferred(const struct sfr_source *source)
-{
-	return source->lane != SFR_CAPTURED && source->nbytes != 0;
-}
-
 /* ---- lot.c ---- */
 /* Gets memory for copies of `lens` bytes, multiples of SFR_APART where they leave; fills s->copies. Held
  * from then on. As sfr__pool_place. */
@@ -74,8 +69,6 @@ void sfr__lot_free(struct sfr_snapshot *s, struct sfr__lot *lot); /* NULL is fin
 
 /* ---- life.c ---- */
 void sfr__snapshot_set_state_locked(struct sfr_snapshot *s, enum sfr__snapshot_state state);
-/* Asks whether the memory goes back, and lets go of the lock. */
-void sfr__snapshot_settle_and_unlock(struct sfr_snapshot *s);
 /* One more, and one less, of those who copy; what it found. The last one settles the snapshot. */
 void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
@@ -83,20 +76,16 @@ void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err
 void sfr__snapshot_lost(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
-/* Deferred sources in one kind of memory (sfr_source.device). */
+/* Sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
 /* Keeps samples of every deferred source in host memory. -ENOMEM. */
 int sfr__snapshot_take_samples(struct sfr_snapshot *s);
-/* Samples of these: how many there can be; which, without the bytes; the first source whose copy
- * differs from them, or -1. */
-size_t sfr__snapshot_samples_most(const struct sfr_snapshot *s, uint32_t device);
-uint32_t sfr__snapshot_place_samples(const struct sfr_snapshot *s, uint32_t device,
-				     struct sfr__sample *samples);
-/* The same for sources on a device, in rows. */
+/* Samples of sources on a device, in rows: how many there can be; which, without the bytes. */
 size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device);
 uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
 				  struct sfr__sample *samples, struct sfr__cuda_rows *rows,
 				  size_t *nr_rows);
+/* The first source whose copy differs from its samples, or -1. */
 int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
 			      uint32_t nr);
 

@@ -8,7 +8,7 @@
 #include <errno.h>
 
 #include "base/sys.h"
-#include "sfr/engine.h"
+#include "device/lane.h"
 #include "sfr/log.h"
 
 PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
@@ -127,7 +127,7 @@ static PyObject *tune(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &piece_bytes, &nr_in_flight))
 		return NULL;
-	sfr_cuda_tune(piece_bytes, nr_in_flight);
+	sfr__cuda_tune(piece_bytes, nr_in_flight);
 	Py_RETURN_NONE;
 }
 

@@ -14,8 +14,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 {
 	PyObject *list = PyList_New(0);
 
-	for (size_t i = 0; list && i < sizeof(report->fallback) / sizeof(report->fallback[0]);
-	     i++) {
+	for (size_t i = 0; list && i < SFR_NR_FALLBACKS; i++) {
 		PyObject *text;
 
 		if (!report->fallback[i][0])

@@ -1,7 +1,8 @@
 /* Observer: the storages of a save that may be copied behind its call.
  *
- * A storage is deferred when its verdict says so and the optimizer still owns it as it did at the
- * enrolment: each of the tensors over it is met by a walk of now, and its memory is where it was.
+ * What an optimizer owns is deferred when a storage's verdict says so and it still owns it as it did at
+ * the enrolment: each of the tensors over it is met by a walk of now, and its memory is where it was.
+ * What a keeper has is deferred because it says so.
  */
 #include "observer/observer.h"
 #include "sfr/source.h"
@@ -48,35 +49,33 @@ static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *w
 		self->wanted = 1;
 }
 
-/* Defers one storage of the save: writes its lane and appends to the four lists. 0 or -1. */
-static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
-		     struct sfr_source *row, PyObject *index, PyObject *const lists[4])
+/* Notes a tensor that is looked at when the save has been copied. 0 or -1. */
+static int add_tensor(const struct sfr_py_marks *marks, PyObject *index, PyObject *tensor)
 {
-	PyObject *tensor, *version;
-	Py_ssize_t start = PyList_Size(lists[1]);
+	PyObject *version;
 	uint64_t count = 0;
-	uint32_t i;
 	int ret = 0;
 
-	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
-		tensor = sfr_py_referent(t->claims[i].ref);
-		if (!tensor)
-			return -1;
-		Py_INCREF(tensor);
-		version = sfr_py_version_of(tensor, &count) ? NULL :
-							      PyLong_FromUnsignedLongLong(count);
-		if (!version || PyList_Append(lists[1], index) || PyList_Append(lists[2], tensor) ||
-		    PyList_Append(lists[3], version))
-			ret = -1;
-		Py_XDECREF(version);
-		Py_DECREF(tensor);
-	}
-	if (!ret && !PyList_Append(lists[0], index)) {
+	version = sfr_py_version_of(tensor, &count) ? NULL : PyLong_FromUnsignedLongLong(count);
+	if (!version || PyList_Append(marks->owners, index) ||
+	    PyList_Append(marks->tensors, tensor) || PyList_Append(marks->versions, version))
+		ret = -1;
+	Py_XDECREF(version);
+	return ret;
+}
+
+/* Defers a storage whose tensors are noted from `start` on, unless noting them has failed (`ret`). */
+static int defer_one(const struct sfr_py_marks *marks, PyObject *index, struct sfr_source *row,
+		     Py_ssize_t start, int ret)
+{
+	PyObject *const lists[] = { marks->owners, marks->tensors, marks->versions };
+
+	if (!ret && !PyList_Append(marks->indices, index)) {
 		row->lane = SFR_LANE_HOST;
 		return 0;
 	}
 	/* What stands in the lists without a lane is only looked at in vain. */
-	for (i = 1; i < 4; i++) {
+	for (int i = 0; i < 3; i++) {
 		PyObject *type, *value, *trace;
 
 		PyErr_Fetch(&type, &value, &trace);
@@ -86,18 +85,42 @@ static int defer_one(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	return -1;
 }
 
-/* The number that a storage has in the save; `nr_rows` where it is in none. 0, or -1 with an
- * exception set. */
-static int number_of(const struct sfr_py_watch *watch, PyObject *numbers, size_t nr_rows,
-		     PyObject **index, size_t *number)
+static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
+		       struct sfr_source *row, PyObject *index, const struct sfr_py_marks *marks)
 {
-	*number = nr_rows;
-	*index = PyDict_GetItemWithError(numbers, watch->ident);
+	Py_ssize_t start = PyList_Size(marks->owners);
+	PyObject *tensor;
+	uint32_t i;
+	int ret = 0;
+
+	for (i = watch->first_claim; i != SFR_PY_NONE && !ret; i = t->claims[i].next) {
+		tensor = sfr_py_referent(t->claims[i].ref);
+		if (!tensor)
+			return -1;
+		Py_INCREF(tensor);
+		ret = add_tensor(marks, index, tensor);
+		Py_DECREF(tensor);
+	}
+	return defer_one(marks, index, row, start, ret);
+}
+
+/* The row of a storage in the save, NULL where it is in none. 0, or -1 with an exception set. Asked
+ * for anew each time: what the lists let go of may run code that resizes the array. */
+static int find_row(const struct sfr_py_marks *marks, PyObject *ident, PyObject **index,
+		    struct sfr_source **row)
+{
+	const size_t nr_rows = (size_t)PyByteArray_Size(marks->rows) / sizeof(**row);
+	size_t number;
+
+	*row = NULL;
+	*index = PyDict_GetItemWithError(marks->numbers, ident);
 	if (!*index)
 		return PyErr_Occurred() ? -1 : 0;
-	*number = PyLong_AsSize_t(*index);
-	if (*number < nr_rows)
+	number = PyLong_AsSize_t(*index);
+	if (number < nr_rows) {
+		*row = (struct sfr_source *)(void *)PyByteArray_AsString(marks->rows) + number;
 		return 0;
+	}
 	if (!PyErr_Occurred())
 		PyErr_SetString(PyExc_IndexError, "a storage's number lies beyond the rows");
 	return -1;
@@ -115,13 +138,10 @@ static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *
 	return row->device == 0 || watch->nbytes > SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-static int defer_all(struct sfr_py_observer *self, PyObject *numbers, PyObject *rows,
-		     PyObject *const lists[4])
+static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)
 {
-	const size_t nr_rows = (size_t)PyByteArray_Size(rows) / sizeof(struct sfr_source);
 	struct sfr_py_table *t = &self->table;
 	PyObject *index;
-	size_t number;
 	uint32_t i;
 
 	for (i = 0; i < t->nr_watches; i++) {
@@ -131,28 +151,50 @@ static int defer_all(struct sfr_py_observer *self, PyObject *numbers, PyObject *
 		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
 		    watch->nr_marked != watch->nr_claims)
 			continue;
-		if (number_of(watch, numbers, nr_rows, &index, &number))
+		if (find_row(marks, watch->ident, &index, &row))
 			return -1;
-		if (number == nr_rows)
-			continue;
-		/* Anew each time: what the lists let go of may run code that resizes the array. */
-		row = (struct sfr_source *)(void *)PyByteArray_AsString(rows) + number;
-		if (is_deferred(self, watch, row) && defer_one(t, watch, row, index, lists))
+		if (row && is_deferred(self, watch, row) &&
+		    defer_watch(t, watch, row, index, marks))
 			return -1;
 	}
 	return 0;
 }
 
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
-			  PyObject *numbers, PyObject *rows, PyObject *const lists[4])
+			  const struct sfr_py_marks *marks)
 {
 	struct sfr_py_walk walk = { 0 };
 	int ret = sfr_py_walk(groups, state, &walk);
 
 	if (!ret) {
 		defer_mark(self, &walk);
-		ret = defer_all(self, numbers, rows, lists);
+		ret = defer_all(self, marks);
 	}
 	sfr_py_walk_fini(&walk);
 	return ret;
+}
+
+int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks)
+{
+	const struct sfr_py_torch *torch = &sfr_py_torch;
+	Py_ssize_t i;
+
+	for (i = 0; i < PyList_Size(tensors); i++) {
+		PyObject *tensor = PyList_GetItem(tensors, i), *index = NULL;
+		PyObject *storage = sfr_py_storage_of(tensor);
+		PyObject *ident = storage ? sfr_py_read(&torch->cdata, storage) : NULL;
+		Py_ssize_t start = PyList_Size(marks->owners);
+		struct sfr_source *row = NULL;
+		int ret = ident ? find_row(marks, ident, &index, &row) : -1;
+
+		Py_XDECREF(ident);
+		Py_XDECREF(storage);
+		if (ret)
+			return -1;
+		if (!row || row->lane != SFR_CAPTURED || row->nbytes <= SFR_PY_KEPT_MIN_NBYTES)
+			continue;
+		if (defer_one(marks, index, row, start, add_tensor(marks, index, tensor)))
+			return -1;
+	}
+	return 0;
 }

@@ -33,13 +33,15 @@
  */
 #include "observer/observer.h"
 
-void sfr_py_observer_enter(struct sfr_py_observer *self)
+/* No second entry until leave(), and no garbage collection: what allocates in between runs no
+ * Python code then, and the collections that a thousand small objects would start come later. */
+static void enter(struct sfr_py_observer *self)
 {
 	self->busy = 1;
 	self->gc_was_on = PyGC_Disable();
 }
 
-void sfr_py_observer_leave(struct sfr_py_observer *self)
+static void leave(struct sfr_py_observer *self)
 {
 	if (self->gc_was_on)
 		(void)PyGC_Enable();
@@ -72,12 +74,12 @@ static PyObject *observer_enrol(struct sfr_py_observer *self, PyObject *args)
 	clashes = PyList_New(0);
 	if (!clashes || self->busy)
 		return clashes;
-	sfr_py_observer_enter(self);
+	enter(self);
 	if (sfr_py_observer_enrol(self, groups, state, clashes))
 		Py_CLEAR(clashes);
 	else
 		sfr_py_observer_record_all(self);
-	sfr_py_observer_leave(self);
+	leave(self);
 	return clashes;
 }
 
@@ -122,9 +124,9 @@ static PyObject *observer_stepped(struct sfr_py_observer *self, PyObject *args)
 	if (wants_enrolment(self, groups, state))
 		Py_RETURN_TRUE;
 	if (self->nr_undecided) {
-		sfr_py_observer_enter(self);
+		enter(self);
 		sfr_py_observer_record(self);
-		sfr_py_observer_leave(self);
+		leave(self);
 	}
 	Py_RETURN_FALSE;
 }
@@ -138,9 +140,9 @@ static PyObject *observer_compare(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
 	if (!self->busy && !self->forget && (self->nr_armed || self->nr_eyes)) {
-		sfr_py_observer_enter(self);
+		enter(self);
 		sfr_py_observer_compare(self);
-		sfr_py_observer_leave(self);
+		leave(self);
 	}
 	Py_RETURN_NONE;
 }
@@ -215,31 +217,53 @@ static PyObject *observer_see_through(PyObject *type, PyObject *args)
 /* ---- deferring ---------------------------------------------------------- */
 
 PyDoc_STRVAR(observer_defer_doc,
-"defer(param_groups, state, numbers, rows, indices, owners, tensors, versions, /)\n--\n\n"
+"defer(param_groups, state, marks, /)\n--\n\n"
 "Marks the storages of a save that the optimizer still owns and that were found to change in its\n"
-"steps only. `numbers` maps a storage's address to its number in the save, `rows` is the array\n"
-"of struct sfr_source. Appends to `indices` the numbers deferred, and to the other three lists\n"
-"one item for each tensor over them: the number, the tensor, its version.");
+"steps only. `marks`: a `keepers.Marks`.");
+
+static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
+{
+	if (!PyArg_ParseTuple(tuple, "O!O!O!O!O!O!:marks", &PyDict_Type, &m->numbers,
+			      &PyByteArray_Type, &m->rows, &PyList_Type, &m->indices, &PyList_Type,
+			      &m->owners, &PyList_Type, &m->tensors, &PyList_Type, &m->versions))
+		return -1;
+	return 0;
+}
 
 static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)
 {
-	PyObject *groups, *state, *numbers, *rows, *lists[4];
+	PyObject *groups, *state, *tuple;
+	struct sfr_py_marks marks;
 	int ret;
 
-	if (!PyArg_ParseTuple(args, "OOOOOOOO:defer", &groups, &state, &numbers, &rows, &lists[0],
-			      &lists[1], &lists[2], &lists[3]))
+	if (!PyArg_ParseTuple(args, "OOO!:defer", &groups, &state, &PyTuple_Type, &tuple) ||
+	    read_marks(tuple, &marks))
 		return NULL;
-	if (!PyByteArray_Check(rows) || !PyDict_Check(numbers)) {
-		PyErr_SetString(PyExc_TypeError, "rows is a bytearray, numbers a dict");
-		return NULL;
-	}
 	if (self->busy || self->forget || !self->table.nr_watches)
 		Py_RETURN_NONE;
-	sfr_py_observer_enter(self);
+	enter(self);
 	sfr_py_eyes_harvest(self);
-	ret = sfr_py_observer_defer(self, groups, state, numbers, rows, lists);
-	sfr_py_observer_leave(self);
+	ret = sfr_py_observer_defer(self, groups, state, &marks);
+	leave(self);
 	if (ret)
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(observer_defer_kept_doc,
+"defer_kept(tensors, marks, /)\n--\n\n"
+"Marks the storages under a keeper's tensors that the save has, that are worth it and that nobody\n"
+"else has marked.");
+
+static PyObject *observer_defer_kept(PyObject *type, PyObject *args)
+{
+	PyObject *tensors, *tuple;
+	struct sfr_py_marks marks;
+
+	(void)type;
+	if (!PyArg_ParseTuple(args, "O!O!:defer_kept", &PyList_Type, &tensors, &PyTuple_Type,
+			      &tuple) ||
+	    read_marks(tuple, &marks) || sfr_py_torch_init() || sfr_py_defer_kept(tensors, &marks))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -285,11 +309,11 @@ PyDoc_STRVAR(observer_capture_doc,
 static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 {
 	uint64_t cdata = PyLong_AsUnsignedLongLong(arg);
-	uint32_t *place;
+	const uint64_t *place;
 
 	if (PyErr_Occurred())
 		return NULL;
-	place = sfr_py_index_find(&self->table.by_storage, (uintptr_t)cdata);
+	place = sfr_py_map_find(&self->table.by_storage, cdata);
 	if (place)
 		sfr_py_observer_decide(self, &self->table.watches[*place], SFR_PY_CAPTURED);
 	Py_RETURN_NONE;
@@ -370,6 +394,7 @@ static PyMethodDef observer_methods[] = {
 	METHOD(look, METH_O),
 	METHOD(present, METH_VARARGS | METH_STATIC),
 	METHOD(defer, METH_VARARGS),
+	METHOD(defer_kept, METH_VARARGS | METH_STATIC),
 	METHOD(changed, METH_VARARGS | METH_STATIC),
 	METHOD(capture, METH_O),
 	METHOD(forget, METH_NOARGS),

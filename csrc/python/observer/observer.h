@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "module.h"
+#include "torch/map.h"
 
 /* What a weak reference refers to, borrowed: Py_None once it is gone, NULL with an exception set for
  * what is no weak reference. CPython 3.13 deprecates the function; the one in its place is not in
@@ -69,23 +70,7 @@ PyObject *sfr_py_storage_of(PyObject *tensor);
  * set: it has no memory, or (inference tensors) counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);
 
-/* ---- a map from an address to a small number ---------------------------- */
-
 #define SFR_PY_NONE UINT32_MAX
-
-struct sfr_py_index {
-	uintptr_t *keys; /* 0 = free */
-	uint32_t *values;
-	size_t mask, nr;
-};
-
-/* Makes room for `nr` keys; whatever was in the map is gone. 0 or -1 (no exception set). */
-int sfr_py_index_init(struct sfr_py_index *map, size_t nr);
-void sfr_py_index_fini(struct sfr_py_index *map);
-/* The value's place, NULL when absent. */
-uint32_t *sfr_py_index_find(const struct sfr_py_index *map, uintptr_t key);
-/* `key` must be absent and the map must have been made for as many keys. */
-void sfr_py_index_add(struct sfr_py_index *map, uintptr_t key, uint32_t value);
 
 /* ---- what an optimizer owns -------------------------------------------- */
 
@@ -112,6 +97,7 @@ uint64_t sfr_py_walk_size(PyObject *groups, PyObject *state);
 /* ---- the observer's data (observer.c has the states) -------------------- */
 
 #define SFR_PY_DEVICE_MIN_NBYTES 65536 /* storages on a device up to this size are captured */
+#define SFR_PY_KEPT_MIN_NBYTES 65536   /* the same of what a keeper has, wherever it lies */
 #define SFR_PY_LINE 64                 /* bytes of a cache line */
 #define SFR_PY_NR_CYCLES 2             /* without a change until a storage may be deferred */
 #define SFR_PY_NR_LINES 3              /* looked at in each storage: start, middle, end */
@@ -146,7 +132,7 @@ struct sfr_py_table {
 	struct sfr_py_watch *watches;
 	struct sfr_py_claim *claims;
 	uint32_t nr_watches, nr_claims;
-	struct sfr_py_index by_storage, by_tensor;
+	struct sfr_py_map by_storage, by_tensor; /* -> their numbers */
 };
 
 /* What is looked at on one device; eyes.c has the states. */
@@ -187,10 +173,6 @@ struct sfr_py_observer {
 	int busy, wanted, forget, gc_was_on;
 };
 
-/* No second entry until leave(), and no garbage collection: what allocates in between runs no
- * Python code then, and the collections that a thousand small objects would start come later. */
-void sfr_py_observer_enter(struct sfr_py_observer *self);
-void sfr_py_observer_leave(struct sfr_py_observer *self);
 /* Gives a storage its verdict. */
 void sfr_py_observer_decide(struct sfr_py_observer *self, struct sfr_py_watch *watch,
 			    enum sfr_py_verdict verdict);
@@ -225,10 +207,17 @@ PyObject *sfr_py_eyes_due(struct sfr_py_observer *self);
 int sfr_py_eyes_look(struct sfr_py_observer *self, PyObject *streams);
 void sfr_py_eyes_fini(struct sfr_py_observer *self);
 
-/* defer.c; between enter() and leave(). Marks the rows of a save that may be copied behind its call,
- * and appends to the lists as Observer.defer() says. 0, or -1 with an exception set. */
+/* What a save consists of, and what of it is copied behind its call: keepers.Marks, borrowed. */
+struct sfr_py_marks {
+	PyObject *numbers, *rows;                        /* of the storages, by their address */
+	PyObject *indices, *owners, *tensors, *versions; /* lists that are appended to */
+};
+
+/* defer.c; the first one between enter() and leave(). Marks what of a save may be copied behind its
+ * call: of what the optimizer owns, or of what a keeper has. 0, or -1 with an exception set. */
 int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObject *state,
-			  PyObject *numbers, PyObject *rows, PyObject *const lists[4]);
+			  const struct sfr_py_marks *marks);
+int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks);
 
 /* look.c; all between enter() and leave(). A step has ended: records undecided storages
  * as far as the budget goes; all of them without looking at the budget after an enrolment. */

@@ -15,12 +15,13 @@ static int table_init(struct sfr_py_table *t, size_t nr)
 	memset(t, 0, sizeof(*t));
 	t->watches = PyMem_Calloc(nr + 1, sizeof(*t->watches));
 	t->claims = PyMem_Calloc(nr + 1, sizeof(*t->claims));
-	if (!t->watches || !t->claims || sfr_py_index_init(&t->by_storage, nr) ||
-	    sfr_py_index_init(&t->by_tensor, nr)) {
+	if (!t->watches || !t->claims) {
 		PyErr_NoMemory();
 		return -1;
 	}
-	return 0;
+	return sfr_py_map_reserve(&t->by_storage, nr) || sfr_py_map_reserve(&t->by_tensor, nr) ?
+		       -1 :
+		       0;
 }
 
 /* Lets a storage go: its name in `owned`, if it is ours and the table in use does not go on with
@@ -32,8 +33,7 @@ static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 	if (!watch->ident)
 		return;
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
-	if (holder == self->serial &&
-	    !sfr_py_index_find(&self->table.by_storage, (uintptr_t)watch->cdata))
+	if (holder == self->serial && !sfr_py_map_find(&self->table.by_storage, watch->cdata))
 		(void)PyDict_DelItem(self->owned, watch->ident); /* can only fail when absent */
 	answer = PyObject_CallFunctionObjArgs(sfr_py_torch.free_weak, watch->ident, NULL);
 	Py_XDECREF(answer);
@@ -41,39 +41,40 @@ static void watch_fini(struct sfr_py_observer *self, struct sfr_py_watch *watch)
 	Py_CLEAR(watch->ident);
 }
 
-/* Gives everything of a table back, which is no longer the one in use. Tolerates one half built. */
+/* Gives everything of a table back, which is no longer the one in use. Tolerates one half built, and
+ * keeps whatever exception is set. */
 static void table_fini(struct sfr_py_observer *self, struct sfr_py_table *t)
 {
+	PyObject *type, *value, *trace;
 	uint32_t i;
 
+	PyErr_Fetch(&type, &value, &trace);
 	for (i = 0; i < t->nr_watches; i++)
 		watch_fini(self, &t->watches[i]);
 	for (i = 0; i < t->nr_claims; i++)
 		Py_XDECREF(t->claims[i].ref);
 	PyMem_Free(t->watches);
 	PyMem_Free(t->claims);
-	sfr_py_index_fini(&t->by_storage);
-	sfr_py_index_fini(&t->by_tensor);
+	sfr_py_map_fini(&t->by_storage);
+	sfr_py_map_fini(&t->by_tensor);
 	memset(t, 0, sizeof(*t));
+	PyErr_Restore(type, value, trace);
 }
 
 void sfr_py_observer_drop(struct sfr_py_observer *self)
 {
 	struct sfr_py_table old = self->table;
-	PyObject *type, *value, *trace;
 
-	PyErr_Fetch(&type, &value, &trace);
 	memset(&self->table, 0, sizeof(self->table));
 	self->nr_armed = self->nr_undecided = 0;
 	sfr_py_eyes_reset(self);
 	table_fini(self, &old);
-	PyErr_Restore(type, value, trace);
 }
 
 /* The claim of this very tensor, or NULL: a dead tensor's address may have a new owner. */
 struct sfr_py_claim *sfr_py_find_claim(const struct sfr_py_table *t, PyObject *tensor)
 {
-	uint32_t *place = sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor);
+	const uint64_t *place = sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor);
 
 	if (!place || sfr_py_referent(t->claims[*place].ref) != tensor)
 		return NULL;
@@ -86,17 +87,18 @@ static int claim_add(struct sfr_py_table *t, PyObject *tensor, uint32_t watch)
 	uint64_t impl = 0;
 
 	claim->ref = PyWeakref_NewRef(tensor, NULL);
-	if (!claim->ref)
+	if (!claim->ref || sfr_py_map_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims)) {
+		Py_CLEAR(claim->ref);
 		return -1;
+	}
 	claim->tensor = (uintptr_t)tensor;
 	if (sfr_py_read_u64(&sfr_py_torch.impl, tensor, &impl))
 		PyErr_Clear();
 	claim->impl = (uintptr_t)impl;
 	claim->watch = watch;
 	claim->next = t->watches[watch].first_claim;
-	t->watches[watch].first_claim = t->nr_claims;
+	t->watches[watch].first_claim = t->nr_claims++;
 	t->watches[watch].nr_claims++;
-	sfr_py_index_add(&t->by_tensor, (uintptr_t)tensor, t->nr_claims++);
 	return 0;
 }
 
@@ -124,8 +126,8 @@ static int watch_place(struct sfr_py_watch *watch, PyObject *tensor, PyObject *s
 	return number < 0 || watch->nbytes <= SFR_PY_DEVICE_MIN_NBYTES;
 }
 
-/* Starts to watch a storage not yet in the table. Returns 1 when it was added, 0 when it can
- * never be deferred, -1 with an exception set. Another observer's storage is captured in both:
+/* Starts to watch a storage not yet in the table. Returns 1 when it is the last one there, 0 when it
+ * can never be deferred, -1 with an exception set. Another observer's storage is captured in both:
  * [the other's serial, storage] goes to `clashes`. */
 static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObject *tensor,
 		     PyObject *storage, uint64_t cdata, PyObject *clashes)
@@ -149,7 +151,8 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	watch->ident = sfr_py_read(&torch->weak_ref, storage);
 	if (!watch->ident)
 		return -1;
-	sfr_py_index_add(&t->by_storage, (uintptr_t)cdata, t->nr_watches++);
+	if (sfr_py_map_add(&t->by_storage, cdata, t->nr_watches++))
+		return -1;
 	holder = PyDict_GetItemWithError(self->owned, watch->ident);
 	if (!holder)
 		return PyErr_Occurred() || PyDict_SetItem(self->owned, watch->ident, self->serial) ?
@@ -164,18 +167,32 @@ static int watch_add(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	return ret ? -1 : 1;
 }
 
-/* Takes a storage over from the table before, with what is known of it. */
-static uint32_t watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
+/* The same for one of the table before, with what is known of it. 1, or -1 with an exception set. */
+static int watch_move(struct sfr_py_table *t, struct sfr_py_watch *old)
 {
 	struct sfr_py_watch *watch = &t->watches[t->nr_watches];
 
+	if (sfr_py_map_add(&t->by_storage, old->cdata, t->nr_watches))
+		return -1;
+	t->nr_watches++;
 	*watch = *old;
 	watch->first_claim = SFR_PY_NONE;
 	watch->nr_claims = 0;
 	watch->epoch = watch->nr_marked = 0;
 	old->ident = NULL;
-	sfr_py_index_add(&t->by_storage, (uintptr_t)watch->cdata, t->nr_watches);
-	return t->nr_watches++;
+	return 1;
+}
+
+/* Whether a storage's memory is where it was: resize_ and share_memory_ give it other memory. */
+static int is_in_place(const struct sfr_py_watch *watch, PyObject *storage)
+{
+	uint64_t addr, nbytes;
+	int yes = !sfr_py_read_u64(&sfr_py_torch.data_ptr, storage, &addr) &&
+		  !sfr_py_read_u64(&sfr_py_torch.nbytes, storage, &nbytes) && addr == watch->addr &&
+		  nbytes == watch->nbytes;
+
+	PyErr_Clear();
+	return yes;
 }
 
 /* Enrols one tensor. Returns 0, or -1 with an exception set. */
@@ -184,12 +201,14 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 {
 	const struct sfr_py_torch *torch = &sfr_py_torch;
 	struct sfr_py_claim *known = sfr_py_find_claim(&self->table, tensor);
-	uint32_t *place, watch;
+	struct sfr_py_watch *old = NULL;
 	PyObject *storage, *grad;
+	const uint64_t *place;
 	uint64_t cdata;
+	uint32_t watch;
 	int ret = 0;
 
-	if (sfr_py_index_find(&t->by_tensor, (uintptr_t)tensor))
+	if (sfr_py_map_find(&t->by_tensor, (uintptr_t)tensor))
 		return 0; /* state of two parameters */
 	if (stateless && !known) {
 		/* Without state, a gradient at a step is what makes a parameter a trained one. */
@@ -207,29 +226,20 @@ static int enrol_one(struct sfr_py_observer *self, struct sfr_py_table *t, PyObj
 	}
 	if (known && self->table.watches[known->watch].cdata != cdata)
 		known = NULL; /* it has moved to another storage */
-	place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
+	if (known)
+		old = &self->table.watches[known->watch];
+	place = sfr_py_map_find(&t->by_storage, cdata);
 	if (place) {
-		watch = *place;
+		watch = (uint32_t)*place;
 		/* A tensor that was not there while the storage was observed. */
 		if (!known && t->watches[watch].verdict == SFR_PY_DEFERRABLE)
 			t->watches[watch].verdict = SFR_PY_UNDECIDED;
 		if (!known)
 			t->watches[watch].nr_cycles = 0;
-	} else if (known && self->table.watches[known->watch].ident) {
-		struct sfr_py_watch *old = &self->table.watches[known->watch];
-		uint64_t addr, nbytes;
-
-		if (sfr_py_read_u64(&torch->data_ptr, storage, &addr) ||
-		    sfr_py_read_u64(&torch->nbytes, storage, &nbytes) || addr != old->addr ||
-		    nbytes != old->nbytes) {
-			/* resize_ and share_memory_ give a storage other memory. */
-			PyErr_Clear();
-			goto fresh;
-		}
-		watch = watch_move(t, old);
 	} else {
-fresh:
-		ret = watch_add(self, t, tensor, storage, cdata, clashes);
+		ret = old && old->ident && is_in_place(old, storage) ?
+			      watch_move(t, old) :
+			      watch_add(self, t, tensor, storage, cdata, clashes);
 		if (ret == 0)
 			self->nr_passed_over++;
 		if (ret <= 0)
@@ -246,11 +256,11 @@ out:
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
 	PyObject *storage = sfr_py_storage_of(tensor);
+	const uint64_t *place;
 	uint64_t cdata;
-	uint32_t *place;
 
 	if (storage && !sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
-		place = sfr_py_index_find(&t->by_storage, (uintptr_t)cdata);
+		place = sfr_py_map_find(&t->by_storage, cdata);
 		if (place)
 			t->watches[*place].verdict = SFR_PY_CAPTURED;
 	}
@@ -304,13 +314,7 @@ int sfr_py_observer_enrol(struct sfr_py_observer *self, PyObject *groups, PyObje
 out:
 	old = self->table;
 	self->table = fresh;
-	{
-		PyObject *type, *value, *trace;
-
-		PyErr_Fetch(&type, &value, &trace);
-		table_fini(self, &old);
-		PyErr_Restore(type, value, trace);
-	}
+	table_fini(self, &old);
 	if (ret)
 		sfr_py_observer_drop(self);
 	sfr_py_walk_fini(&walk);

@@ -1,4 +1,4 @@
-/* What an optimizer owns: walking param_groups and state, and the map that numbers what is found.
+/* What an optimizer owns: walking param_groups and state.
  *
  * An optimizer of 400 parameters has 1,600 tensors, and the walk over them happens inside saves
  * and steps, so it avoids the interpreter: containers are read through the C API.
@@ -9,63 +9,6 @@
 #include "observer/observer.h"
 
 #include <string.h>
-
-/* ---- the map ------------------------------------------------------------ */
-
-static size_t map_slot(const struct sfr_py_index *map, uintptr_t key)
-{
-	/* Fibonacci hashing; objects are at least 16 bytes apart. */
-	return (size_t)(((uint64_t)(key >> 4) * 0x9e3779b97f4a7c15u) >> 32) & map->mask;
-}
-
-int sfr_py_index_init(struct sfr_py_index *map, size_t nr)
-{
-	size_t len = 16;
-
-	while (len < nr * 2)
-		len *= 2;
-	map->mask = len - 1;
-	map->nr = 0;
-	map->keys = PyMem_Calloc(len, sizeof(*map->keys));
-	map->values = PyMem_Malloc(len * sizeof(*map->values));
-	if (map->keys && map->values)
-		return 0;
-	sfr_py_index_fini(map);
-	return -1;
-}
-
-void sfr_py_index_fini(struct sfr_py_index *map)
-{
-	PyMem_Free(map->keys);
-	PyMem_Free(map->values);
-	memset(map, 0, sizeof(*map));
-}
-
-uint32_t *sfr_py_index_find(const struct sfr_py_index *map, uintptr_t key)
-{
-	size_t slot;
-
-	if (!map->keys)
-		return NULL;
-	for (slot = map_slot(map, key); map->keys[slot]; slot = (slot + 1) & map->mask) {
-		if (map->keys[slot] == key)
-			return &map->values[slot];
-	}
-	return NULL;
-}
-
-void sfr_py_index_add(struct sfr_py_index *map, uintptr_t key, uint32_t value)
-{
-	size_t slot = map_slot(map, key);
-
-	while (map->keys[slot])
-		slot = (slot + 1) & map->mask;
-	map->keys[slot] = key;
-	map->values[slot] = value;
-	map->nr++;
-}
-
-/* ---- the walk ----------------------------------------------------------- */
 
 /* State deeper than this is nothing that an optimizer of torch builds; it also ends cycles. */
 #define WALK_DEPTH 8
@@ -176,7 +119,7 @@ static int walk_groups(PyObject *groups, struct sfr_py_refs *params)
 int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 {
 	struct sfr_py_refs params = { 0 };
-	struct sfr_py_index trained = { 0 };
+	struct sfr_py_map trained = { 0 }; /* whether it has state */
 	PyObject *key, *value;
 	Py_ssize_t pos = 0;
 	size_t i;
@@ -186,12 +129,8 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	if (!PyList_Check(groups) || !PyDict_Check(state))
 		return 0;
 	walk->stateless = PyDict_Size(state) == 0;
-	if (walk_groups(groups, &params))
+	if (walk_groups(groups, &params) || sfr_py_map_reserve(&trained, params.nr))
 		goto out;
-	if (sfr_py_index_init(&trained, params.nr)) {
-		PyErr_NoMemory();
-		goto out;
-	}
 	for (i = 0; i < params.nr; i++) {
 		uintptr_t address = (uintptr_t)params.items[i];
 		int flag = sfr_py_is_seen(params.items[i]) ?
@@ -199,11 +138,12 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 				   0;
 
 		PyErr_Clear();
-		if (flag > 0 && !sfr_py_index_find(&trained, address))
-			sfr_py_index_add(&trained, address, 0);
+		if (flag > 0 && !sfr_py_map_find(&trained, address) &&
+		    sfr_py_map_add(&trained, address, 0))
+			goto out;
 	}
 	while (!walk->stateless && PyDict_Next(state, &pos, &key, &value)) {
-		uint32_t *has_state = sfr_py_index_find(&trained, (uintptr_t)key);
+		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)key);
 
 		if (!has_state)
 			continue;
@@ -212,7 +152,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 			goto out;
 	}
 	for (i = 0; i < params.nr; i++) {
-		uint32_t *has_state = sfr_py_index_find(&trained, (uintptr_t)params.items[i]);
+		uint64_t *has_state = sfr_py_map_find(&trained, (uintptr_t)params.items[i]);
 
 		if (has_state && *has_state)
 			continue;
@@ -223,7 +163,7 @@ int sfr_py_walk(PyObject *groups, PyObject *state, struct sfr_py_walk *walk)
 	ret = 0;
 out:
 	refs_fini(&params);
-	sfr_py_index_fini(&trained);
+	sfr_py_map_fini(&trained);
 	return ret;
 }
 

@@ -77,7 +77,7 @@ PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes)
 	/* Asked for anew each time: what is asked of tensors may run Python code. */
 	for (i = 0; i < PySequence_Size(fast); i++) {
 		PyObject *node = PySequence_GetItem(fast, i);
-		uint64_t known = 0;
+		const uint64_t *known;
 		size_t number = 0;
 		bool exact;
 		int rc = 0;
@@ -86,8 +86,9 @@ PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes)
 			goto fail;
 		exact = (PyObject *)Py_TYPE(node) == part[SFR_PY_TENSOR] ||
 			(PyObject *)Py_TYPE(node) == part[SFR_PY_PARAMETER];
-		if (exact && sfr_py_map_get(&c->found_at, (uint64_t)(uintptr_t)node, &known))
-			number = (size_t)known;
+		known = exact ? sfr_py_map_find(&c->found_at, (uintptr_t)node) : NULL;
+		if (known)
+			number = (size_t)*known;
 		else if (exact)
 			rc = sfr_py_enter_tensor(c, node, true, &number);
 		if (rc == 0 && (exact ? !c->found[number].plain : !is_atom(node)))

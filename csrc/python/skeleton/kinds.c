@@ -27,19 +27,27 @@ static const char *const part_names[] = {
 #undef X
 };
 
-PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
 {
+	PyObject *named = kinds->part[part];
+	PyTypeObject *type = kinds->type[part]; /* NULL: there is nothing in C */
 	const PyGetSetDef *def = kinds->getter[part];
 
-	if (def != NULL && PyType_IsSubtype(Py_TYPE(object), kinds->type[part]))
-		return def->get(object, def->closure);
-	return kinds->get[part](kinds->part[part], object, (PyObject *)Py_TYPE(object));
+	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
+		if (def != NULL)
+			return def->get(object, def->closure);
+		if (kinds->method[part] != NULL)
+			return kinds->method[part](object, NULL);
+	}
+	if (part >= SFR_PY_FIRST_GETTER)
+		return kinds->get[part](named, object, (PyObject *)Py_TYPE(object));
+	return PyObject_CallFunctionObjArgs(named, object, NULL);
 }
 
-/* The truth of an attribute: 1, 0, or -1 with an exception set. */
-static int get_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+/* The truth of the answer: 1, 0 (None, too), or -1 with an exception set. */
+static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
 {
-	PyObject *value = sfr_py_get(kinds, part, object);
+	PyObject *value = sfr_py_ask(kinds, part, object);
 	int truth;
 
 	if (value == NULL)
@@ -49,43 +57,10 @@ static int get_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyO
 	return truth;
 }
 
-/* 1 if the attribute is `expected` itself, 0 if not, -1 with an exception set. */
-static int get_is(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
-		  PyObject *expected)
-{
-	PyObject *value = sfr_py_get(kinds, part, object);
-
-	if (value == NULL)
-		return -1;
-	Py_DECREF(value); /* only its address is compared */
-	return value == expected;
-}
-
-PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
-{
-	if (kinds->method[part] != NULL && PyType_IsSubtype(Py_TYPE(object), kinds->type[part]))
-		return kinds->method[part](object, NULL);
-	return PyObject_CallFunctionObjArgs(kinds->part[part], object, NULL);
-}
-
-/* The truth of what a method answers; None is false. */
-static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *tensor)
-{
-	PyObject *value = sfr_py_ask(kinds, part, tensor);
-	int truth;
-
-	if (value == NULL)
-		return -1;
-	truth = value == Py_None ? 0 : PyObject_IsTrue(value);
-	Py_DECREF(value);
-	return truth;
-}
-
 int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out)
 {
-	PyObject *value = part >= SFR_PY_FIRST_GETTER ? sfr_py_get(kinds, part, object) :
-							sfr_py_ask(kinds, part, object);
+	PyObject *value = sfr_py_ask(kinds, part, object);
 
 	if (value == NULL)
 		return -1;
@@ -97,7 +72,7 @@ int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyOb
 /* The dtype's place in the table, nr_dtypes if it has none, -1 with an exception set. */
 static int find_dtype(const struct sfr_py_kinds *kinds, PyObject *tensor)
 {
-	PyObject *dtype = sfr_py_get(kinds, SFR_PY_DTYPE, tensor);
+	PyObject *dtype = sfr_py_ask(kinds, SFR_PY_DTYPE, tensor);
 	uint32_t i;
 
 	if (dtype == NULL)
@@ -112,7 +87,7 @@ static int find_dtype(const struct sfr_py_kinds *kinds, PyObject *tensor)
 /* 1 if plain, 0 if not, -1 with an exception set. */
 static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 {
-	PyObject *tensor = found->object, *metadata;
+	PyObject *tensor = found->object, *layout, *metadata;
 	int dtype, yes;
 
 	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
@@ -121,20 +96,21 @@ static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found
 		return yes < 0 ? -1 : 0;
 	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
 	if (!found->parameter) {
-		yes = get_bool(kinds, SFR_PY_BACKWARD_HOOKS, tensor);
+		yes = ask_bool(kinds, SFR_PY_BACKWARD_HOOKS, tensor);
 		if (yes != 0)
 			return yes < 0 ? -1 : 0;
 	}
-	yes = get_is(kinds, SFR_PY_LAYOUT, tensor, kinds->part[SFR_PY_STRIDED]);
-	if (yes <= 0)
-		return yes;
-	yes = get_bool(kinds, SFR_PY_IS_NESTED, tensor);
+	layout = sfr_py_ask(kinds, SFR_PY_LAYOUT, tensor);
+	Py_XDECREF(layout); /* only its address is compared */
+	if (layout != kinds->part[SFR_PY_STRIDED])
+		return layout == NULL ? -1 : 0;
+	yes = ask_bool(kinds, SFR_PY_IS_NESTED, tensor);
 	if (yes != 0)
 		return yes < 0 ? -1 : 0;
-	yes = get_bool(kinds, SFR_PY_IS_CPU, tensor);
+	yes = ask_bool(kinds, SFR_PY_IS_CPU, tensor);
 	found->on_host = yes > 0;
 	if (yes == 0)
-		yes = get_bool(kinds, SFR_PY_IS_CUDA, tensor);
+		yes = ask_bool(kinds, SFR_PY_IS_CUDA, tensor);
 	if (yes <= 0)
 		return yes;
 	dtype = find_dtype(kinds, tensor);
@@ -152,7 +128,7 @@ static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found
 		if (yes != 0)
 			return yes < 0 ? -1 : 0;
 	}
-	yes = get_bool(kinds, SFR_PY_REQUIRES_GRAD, tensor);
+	yes = ask_bool(kinds, SFR_PY_REQUIRES_GRAD, tensor);
 	found->requires_grad = yes > 0;
 	return yes < 0 ? -1 : 1;
 }

@@ -70,7 +70,7 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	PyObject *const *part = c->kinds->part;
 	bool exact = (PyObject *)type == part[SFR_PY_TENSOR] ||
 		     (PyObject *)type == part[SFR_PY_PARAMETER];
-	uint64_t known;
+	const uint64_t *known;
 	size_t number;
 	int yes;
 
@@ -93,8 +93,9 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	}
 	/* What was plain at its first occurrence stays so, and what was not too: the pickler's
 	 * memo or the splice's keeps the tensor one. */
-	if (sfr_py_map_get(&c->found_at, (uint64_t)(uintptr_t)object, &known))
-		number = (size_t)known;
+	known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
+	if (known)
+		number = (size_t)*known;
 	else if (sfr_py_enter_tensor(c, object, exact, &number) != 0)
 		return NULL;
 	if (!c->found[number].plain)

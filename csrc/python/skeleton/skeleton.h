@@ -7,7 +7,6 @@
  *   scan.c      finds the plain tensors' places in the finished pickle
  *   splice.c    puts their opcodes there
  *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
- *   map.c       numbers by address
  */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
@@ -15,6 +14,7 @@
 #include <stdbool.h>
 
 #include "torch/bridge.h"
+#include "torch/map.h"
 #include "module.h"
 
 /* ---- kinds.c ------------------------------------------------------------ */
@@ -26,7 +26,7 @@
 	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
 	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
 	X(STRIDED, "strided")                 /* torch.strided */                                  \
-	/* methods without arguments, see sfr_py_ask */                                            \
+	/* methods without arguments */                                                            \
 	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
 	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
 	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
@@ -39,7 +39,7 @@
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
 	X(TO_HANDLES, "to_handles")     /* tensors -> capsules, each a handle of torch's C shim */ \
 	X(FROM_HANDLES, "from_handles") /* capsules -> tensors; takes the handles over */          \
-	/* from here on getset descriptors, see sfr_py_get */                                      \
+	/* from here on getset descriptors */                                                      \
 	X(LAYOUT, "layout")                                                                        \
 	X(IS_CPU, "is_cpu")                                                                        \
 	X(IS_CUDA, "is_cuda")                                                                      \
@@ -110,30 +110,14 @@ int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 /* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words: clears the exception.
  * 0, or -1 where it is of the kinds that must come through. */
 int sfr_py_refused(void);
-/* The attribute behind a getset descriptor, without the search for it. A new reference. */
-PyObject *sfr_py_get(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
-/* Calls a method without arguments, without the search for it. A new reference. */
+/* The attribute behind a getset descriptor, or what a method without arguments or a function answers,
+ * without the search for it. A new reference. */
 PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
-/* The same, or sfr_py_get, and takes the answer as a number. 0 or -1. */
+/* The same, as a number. 0 or -1. */
 int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out);
 /* Adds the type Kinds. 0 or -1. */
 int sfr_py_add_kinds(PyObject *module);
-
-/* ---- map.c -------------------------------------------------------------- */
-
-/* Numbers by address; all zero is an empty one. */
-struct sfr_py_map {
-	struct {
-		uint64_t key, value;
-	} *slots;
-	size_t used, room;
-};
-/* True, and *value filled, if the key is there. */
-bool sfr_py_map_get(const struct sfr_py_map *map, uint64_t key, uint64_t *value);
-/* Adds a key that is not there. 0, or -1 with MemoryError set. */
-int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
-void sfr_py_map_fini(struct sfr_py_map *map);
 
 /* ---- storages.c --------------------------------------------------------- */
 

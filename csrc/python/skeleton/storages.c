@@ -32,11 +32,11 @@ int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number)
 {
+	const uint64_t *known = sfr_py_map_find(&c->storage_at, identity);
 	struct sfr_py_storage entry = { 0 };
-	uint64_t known;
 
-	if (sfr_py_map_get(&c->storage_at, identity, &known)) {
-		*number = (size_t)known;
+	if (known) {
+		*number = (size_t)*known;
 		return 0;
 	}
 	entry.identity = identity;
@@ -57,13 +57,14 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 /* Refuses bytes that are seen as two dtypes, in torch's words. 0 or -1. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
 {
-	uint64_t known;
+	const uint64_t *known;
 
 	if (addr == 0 || c->any_dtypes)
 		return 0;
-	if (!sfr_py_map_get(&c->dtype_at, addr, &known))
+	known = sfr_py_map_find(&c->dtype_at, addr);
+	if (!known)
 		return sfr_py_map_add(&c->dtype_at, addr, (uint64_t)(uintptr_t)dtype);
-	if (known == (uint64_t)(uintptr_t)dtype)
+	if (*known == (uint64_t)(uintptr_t)dtype)
 		return 0;
 	PyErr_SetString(PyExc_RuntimeError, "Cannot save multiple tensors or storages that "
 					    "view the same data as different types");
@@ -230,7 +231,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
-	uint64_t identity, known, addr = 0, nbytes = 0;
+	uint64_t identity, addr = 0, nbytes = 0;
 	size_t number = 0;
 	bool is_new;
 	int rc = -1;
@@ -239,7 +240,7 @@ int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 		return -1;
 	if (sfr_py_ask_u64(c->kinds, SFR_PY_CDATA, storage, &identity) != 0)
 		goto end;
-	is_new = !sfr_py_map_get(&c->storage_at, identity, &known);
+	is_new = !sfr_py_map_find(&c->storage_at, identity);
 	if (is_new && ask_memory(c, storage, &addr, &nbytes) != 0) {
 		tensor->plain = false; /* zeros that are nowhere, for one */
 		rc = sfr_py_refused();

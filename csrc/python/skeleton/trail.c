@@ -64,13 +64,7 @@ int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wra
 	if (old != NULL && old->tensor == step.tensor) {
 		step.impl = old->impl;
 	} else {
-		PyObject *answer = sfr_py_get(c->kinds, SFR_PY_IMPL, tensor);
-
-		if (answer == NULL)
-			return -1;
-		impl = PyLong_AsUnsignedLongLong(answer);
-		Py_DECREF(answer);
-		if (impl == UINT64_MAX && PyErr_Occurred())
+		if (sfr_py_ask_u64(c->kinds, SFR_PY_IMPL, tensor, &impl) != 0)
 			return -1;
 		step.impl = (uintptr_t)impl;
 	}

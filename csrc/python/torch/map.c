@@ -1,13 +1,14 @@
-/* A map from numbers to numbers, for the collector.
+/* A map from addresses to numbers, for the collector and for observers.
  *
  * Keys are addresses (of tensors, of StorageImpls, of bytes), never 0, which marks an empty
  * slot. Open addressing in a power of two, at most half full; nothing is ever taken out. A
  * Python dict would do the same with an int object made for each question.
  */
-#include "skeleton/skeleton.h"
+#include "torch/map.h"
 
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 {
+	/* Fibonacci hashing; objects are at least 16 bytes apart. */
 	size_t i = (size_t)((key >> 4) * UINT64_C(0x9e3779b97f4a7c15) >> 20) & (map->room - 1);
 
 	while (map->slots[i].key != 0 && map->slots[i].key != key)
@@ -15,37 +16,40 @@ static size_t map_slot(const struct sfr_py_map *map, uint64_t key)
 	return i;
 }
 
-bool sfr_py_map_get(const struct sfr_py_map *map, uint64_t key, uint64_t *value)
+uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key)
 {
-	size_t i;
+	size_t i = map->room == 0 ? 0 : map_slot(map, key);
 
-	if (map->room == 0)
-		return false;
-	i = map_slot(map, key);
-	if (map->slots[i].key == 0)
-		return false;
-	*value = map->slots[i].value;
-	return true;
+	return map->room == 0 || map->slots[i].key == 0 ? NULL : &map->slots[i].value;
+}
+
+int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr)
+{
+	struct sfr_py_map larger = { NULL, map->used, 64 };
+
+	while (larger.room < 2 * nr)
+		larger.room *= 2;
+	if (larger.room <= map->room)
+		return 0;
+	larger.slots = PyMem_Calloc(larger.room, sizeof(*larger.slots));
+	if (larger.slots == NULL) {
+		(void)PyErr_NoMemory(); /* always NULL */
+		return -1;
+	}
+	for (size_t i = 0; i < map->room; i++)
+		if (map->slots[i].key != 0)
+			larger.slots[map_slot(&larger, map->slots[i].key)] = map->slots[i];
+	PyMem_Free(map->slots);
+	*map = larger;
+	return 0;
 }
 
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value)
 {
-	size_t i;
+	size_t nr = map->used + 1, i;
 
-	if (2 * (map->used + 1) > map->room) {
-		struct sfr_py_map grown = { NULL, map->used, map->room == 0 ? 64 : 4 * map->room };
-
-		grown.slots = PyMem_Calloc(grown.room, sizeof(*grown.slots));
-		if (grown.slots == NULL) {
-			(void)PyErr_NoMemory(); /* always NULL */
-			return -1;
-		}
-		for (i = 0; i < map->room; i++)
-			if (map->slots[i].key != 0)
-				grown.slots[map_slot(&grown, map->slots[i].key)] = map->slots[i];
-		PyMem_Free(map->slots);
-		*map = grown;
-	}
+	if (2 * nr > map->room && sfr_py_map_reserve(map, 2 * nr) != 0)
+		return -1;
 	i = map_slot(map, key);
 	map->slots[i].key = key;
 	map->slots[i].value = value;

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from typing import Any
 
 from stillframe import _core
 from stillframe.errors import SaveError
@@ -23,8 +24,14 @@ class Target:
     file_system: int  # st_dev of the directory
 
 
-def is_remote(path: str) -> bool:
-    return _REMOTE.match(path) is not None
+def is_remote(path: Any) -> bool:
+    return _REMOTE.match(os.fsdecode(path)) is not None
+
+
+def absolute(path: Any) -> str:
+    """The one name of a file that Lightning names: absolute where it is a local one."""
+    text = os.fsdecode(path)
+    return text if is_remote(text) else os.path.abspath(text)
 
 
 def as_text(path: object) -> str:

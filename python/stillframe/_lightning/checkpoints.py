@@ -42,6 +42,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
+from stillframe._base.paths import absolute, is_remote
 from stillframe._lightning import ranks, rotation, sharded_save, strategies
 from stillframe._lightning.caller import inside_signal_handler, meets_others_later
 from stillframe._lightning.options import PluginOptions
@@ -52,7 +53,6 @@ from stillframe._lightning.pending import (
     log_error,
     warn,
 )
-from stillframe._lightning.places import absolute, is_remote
 from stillframe._lightning.publish import Publication, logger_call, metrics_call
 from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.sharded_save import Parts

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
 from stillframe._base import paths
+from stillframe._base.paths import absolute, is_remote
 from stillframe._lightning import links as _links
-from stillframe._lightning.places import absolute, is_remote
 from stillframe._save import ordered as _ordered
 from stillframe._save.api import exists, remove
 from stillframe._save.ordered import submit_remove

@@ -21,11 +21,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from stillframe._base.paths import is_remote
 from stillframe._lightning import ranks
 from stillframe._lightning.caller import Fabric
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.options import PluginOptions
-from stillframe._lightning.places import is_remote
 from stillframe._lightning.sharded_save import META, Parts
 from stillframe._lightning.strategies import sharded_as
 from stillframe._lightning.wraps import Wraps

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from stillframe._base.paths import is_remote
 from stillframe._lightning import rotation
 from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
-from stillframe._lightning.places import is_remote
 from stillframe._lightning.reading import read
 from stillframe._lightning.wrapped import Inner, Slots, wraps_ours
 from stillframe._save.api import engine_or_default

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from stillframe import _core
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.place import OffloadStats
 from stillframe._offload.ticket import Ticket
@@ -147,20 +148,11 @@ class OffloadedOptimizerState:
 
     # ---- saves ----
 
-    def defer(
-        self,
-        numbers: dict[int, int],
-        rows: bytearray,
-        indices: list[int],
-        owners: list[int],
-        tensors: list[Tensor],
-        versions: list[int],
-    ) -> None:
+    def defer(self, marks: keepers.Marks) -> None:
         """Has saves copy the state from where it is, behind their call: see `keepers.Keeper`."""
         if self._removed or self._here is not None or self._leaving or not self._calm.is_known():
             return
-        for home in self._all_homes():
-            keepers.defer_one(home, numbers, rows, indices, owners, tensors, versions)
+        _core.Observer.defer_kept(self._all_homes(), marks)
 
     def distrust(self, why: str) -> None:
         """Has saves copy the state in their call, from now on."""

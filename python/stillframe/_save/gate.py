@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._save import keepers, ownership, steps
-from stillframe._save.keepers import Keeper
+from stillframe._save.keepers import Keeper, Marks
 from stillframe._save.ownership import Owner, bookkeeping
 from stillframe._save.steps import register_optimizer
 
@@ -158,16 +158,19 @@ class Deferral:
         """The call is over: its save is tracked, or there is none. Idempotent."""
         _calls.pop(id(self), None)
 
-    def _add(self, owner: Owner | Keeper, numbers: dict[int, int], rows: bytearray) -> None:
-        before = len(self.indices)
-        owner.defer(numbers, rows, self.indices, self._numbers, self._tensors, self._versions)
-        if len(self.indices) > before:
-            self._parts.append((len(self.indices), owner))
-
-    def _explain(self, owners: Iterable[Owner], numbers: dict[int, int]) -> None:
-        deferred = set(self.indices)
-        for owner in owners:
-            sentence = owner.captured(numbers, deferred)
+    def _ask(self, sources: Sources) -> None:
+        """Asks everybody what of the save may be copied late, and why nothing is."""
+        numbers = dict(zip(sources.identities, range(len(sources.identities)), strict=True))
+        tensors, versions = self._tensors, self._versions
+        marks = Marks(numbers, sources.rows, self.indices, self._numbers, tensors, versions)
+        owners = list(ownership.living())
+        for owner in (*owners, *keepers.known):
+            before = len(self.indices)
+            owner.defer(marks)
+            if len(self.indices) > before:
+                self._parts.append((len(self.indices), owner))
+        self._identities = sources.identities
+        for sentence in (owner.captured(marks) for owner in owners):
             if sentence is not None and sentence not in self.fallbacks:
                 self.fallbacks.append(sentence)
 
@@ -190,15 +193,8 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     # Only now: a step that began before is active, one that begins later sees the call.
     try:
         if not ownership.active():
-            numbers = dict(zip(skeleton.identities, range(len(skeleton.identities)), strict=True))
             with torch._C.DisableTorchFunction():
-                owners = list(ownership.living())
-                for owner in owners:
-                    deferral._add(owner, numbers, skeleton.rows)
-                for keeper in list(keepers.known):
-                    deferral._add(keeper, numbers, skeleton.rows)
-                deferral._identities = skeleton.identities
-                deferral._explain(owners, numbers)
+                deferral._ask(skeleton)
     except BaseException:
         deferral.close()
         raise

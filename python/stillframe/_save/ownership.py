@@ -35,6 +35,7 @@ from stillframe._base import device
 from stillframe._base.dtensor import dtensor, memory_of
 from stillframe._save import steps
 from stillframe._save.guard import guarded
+from stillframe._save.keepers import Marks
 
 log = logging.getLogger("stillframe")
 
@@ -208,37 +209,23 @@ class Owner:
             self.observer.look(device.streams(devices))
 
     @bookkeeping
-    def defer(
-        self,
-        numbers: dict[int, int],
-        rows: bytearray,
-        indices: list[int],
-        owners: list[int],
-        tensors: list[torch.Tensor],
-        versions: list[int],
-    ) -> None:
+    def defer(self, marks: Marks) -> None:
         """Marks what of a save may be copied late; see ``Observer.defer``."""
         optimizer = self.ref()
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
             return  # its last step raised, halfway through who knows what
-        groups, state = optimizer.param_groups, optimizer.state
-        self.observer.defer(groups, state, numbers, rows, indices, owners, tensors, versions)
+        self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
-    def captured(self, numbers: dict[int, int], deferred: set[int]) -> str | None:
+    def captured(self, marks: Marks) -> str | None:
         """Says why nothing of the optimizer is copied late in a save that has something of it;
-        None where it is, or has not.
-
-        Args:
-            numbers: As for `defer`.
-            deferred: What is copied late of the save, whoever owns it.
-        """
+        None where it is, or has not. `marks`: those of everybody."""
         if self._known and not self._why:
             return None
         optimizer = self.ref()
-        if optimizer is None or not self._is_in(optimizer, numbers, deferred):
+        if optimizer is None or not self._is_in(optimizer, marks):
             return None
         name = steps.name_of(self.kind)
         if self._why:
@@ -249,14 +236,14 @@ class Owner:
             f" stillframe.register_optimizer({self.kind.__name__}) and it is copied beside training"
         )
 
-    def _is_in(self, optimizer: Optimizer, numbers: dict[int, int], deferred: set[int]) -> bool:
+    def _is_in(self, optimizer: Optimizer, marks: Marks) -> bool:
         params = (p for group in optimizer.param_groups for p in group["params"])
         for p in map(memory_of, itertools.islice(params, _MOST_LOOKS)):
             if type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 storage = p.untyped_storage()
-                number = numbers.get(storage._cdata)
+                number = marks.numbers.get(storage._cdata)
                 if number is not None and storage.nbytes() > _MIN_NBYTES:
-                    return number not in deferred
+                    return number not in marks.indices
         return False
 
     def bury(self) -> None:

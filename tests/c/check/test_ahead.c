@@ -204,19 +204,6 @@ static void a_failure_comes_with_its_piece_and_stays(void)
 	dir_remove(dir);
 }
 
-static int nr_descriptors(void)
-{
-	int nr = 0;
-	DIR *d = opendir("/proc/self/fd");
-
-	if (!CHECK(d != NULL))
-		return -1;
-	while (readdir(d))
-		nr++;
-	(void)closedir(d);
-	return nr;
-}
-
 /* A check of a file that is long enough for threads, with one record bad. */
 static struct archive long_archive(void)
 {
@@ -239,7 +226,7 @@ static void a_check_finds_what_is_bad_whatever_fails_for_good_or_once(void)
 	a.buf[a.records[a.nr - 3].data_off + 4 * PIECE] ^= 1;
 	file_put(path, a.buf, a.len);
 	fd = open(path, O_RDONLY | O_CLOEXEC);
-	before = nr_descriptors();
+	before = nr_fds();
 	FOR_EVERY_FAILURE(run, "*", EIO)
 	{
 		struct verdict v = check_fd(fd, SFR_CHECK_BYTES | SFR_CHECK_DIRECT);
@@ -247,7 +234,7 @@ static void a_check_finds_what_is_bad_whatever_fails_for_good_or_once(void)
 		/* Without memory, a descriptor or a thread to read ahead, it reads by itself. */
 		CHECK(v.rc == 0 ? v.nr_bad == 1 && v.nr_records == a.nr :
 				  check_acted(&run) && (v.rc == -EIO || v.rc == -ENOMEM));
-		CHECK_EQ(nr_descriptors(), before);
+		CHECK_EQ(nr_fds(), before);
 	}
 	sfr_inject_remove();
 	(void)close(fd);

@@ -115,16 +115,6 @@ static int numbered_lstat(int fd, const char *path, struct stat *st)
 
 /* ---- saves ---- */
 
-static const char *key(const char *name)
-{
-	static char keys[4][PATH_MAX];
-	static unsigned turn;
-	char *out = keys[turn++ % 4];
-
-	(void)snprintf(out, PATH_MAX, "%s/%s", dir, name);
-	return out;
-}
-
 static struct sfr_ticket *submit_in(const char *where, const char *name, uint64_t fs,
 				    const struct saving_state *s)
 {
@@ -261,7 +251,7 @@ static void two_file_systems_may_hang_at_a_time(void)
 	set_door(true, true);
 	sync = submit("a", RAM, &one);
 	until_somebody_hangs();
-	CHECK_EQ(sfr_log_remove(key("nfs/hung"), NULL),
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL),
 		 0); /* waits for that save, and does not hang */
 	hung = submit("hung", NFS, &one);
 	ends_well(submit("b", SSD, &two));
@@ -302,12 +292,12 @@ static void a_save_into_what_is_to_be_removed_does_not_go_past_the_remove(void)
 {
 	struct sfr_ticket *hung, *held;
 
-	(void)mkdir(key("tree"), 0777);
+	(void)mkdir(dir_path(dir, "tree"), 0777);
 	set_door(true, false);
 	hung = submit("hung", NFS, &one);
 	until_somebody_hangs();
-	CHECK_EQ(sfr_log_remove(key("tree"), NULL), 0);
-	held = submit_in(key("tree"), "in it", SSD, &two);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "tree"), NULL), 0);
+	held = submit_in(dir_path(dir, "tree"), "in it", SSD, &two);
 	is_held_up(held);
 	set_door(false, false);
 	ends_well(hung);
@@ -390,7 +380,7 @@ static void a_remove_waits_for_every_save_before_it(void)
 	hung = submit("hung", NFS, &one);
 	until_somebody_hangs();
 	ends_well(submit("new", SSD, &two));
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	ends_well(submit("newer", SSD, &two)); /* goes past the remove as well */
 	CHECK_EQ(saving_look(dir, "old"), 1);
 	set_door(false, false);
@@ -402,16 +392,16 @@ static void a_remove_waits_for_every_save_before_it(void)
 
 static void saves_go_past_a_remove_that_hangs(void)
 {
-	(void)mkdir(key("nfs"), 0777);
-	ends_well(submit_in(key("nfs"), "hung", SSD, &one));
+	(void)mkdir(dir_path(dir, "nfs"), 0777);
+	ends_well(submit_in(dir_path(dir, "nfs"), "hung", SSD, &one));
 	drain();
 	set_door(true, false);
-	CHECK_EQ(sfr_log_remove(key("nfs/hung"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "nfs/hung"), NULL), 0);
 	until_somebody_hangs();
 	ends_well(submit("b", SSD, &two));
 	CHECK_EQ(nr_told("nfs/hung has not answered"), 1);
 	drain();
-	CHECK_EQ(saving_look(key("nfs"), "hung"), -1);
+	CHECK_EQ(saving_look(dir_path(dir, "nfs"), "hung"), -1);
 }
 
 static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
@@ -423,9 +413,9 @@ static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
 	set_door(true, false);
 	hung = submit("hung", NFS, &one);
 	until_somebody_hangs();
-	CHECK_EQ(sfr_log_load_new(key("hung"), &of_hung), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "hung"), &of_hung), 0);
 	ends_well(submit("b", SSD, &two));
-	CHECK_EQ(sfr_log_load_new(key("b"), &late),
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "b"), &late),
 		 0); /* its entry has ended, and is in the list */
 	CHECK_EQ(sfr_log_load_wait(late, UINT64_C(20000000000), &fd), 0);
 	CHECK_EQ(saving_look_fd(fd), 2);
@@ -444,7 +434,7 @@ static void a_load_of_what_went_past_is_opened_though_the_head_hangs(void)
 	set_door(true, true);
 	hung = submit("hung to load", NFS, &two);
 	until_somebody_hangs();
-	CHECK_EQ(sfr_log_load_new(key("hung to load"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "hung to load"), &load), 0);
 	set_door(false, false);
 	set_door(true, false);
 	ends_well(hung);
@@ -496,11 +486,6 @@ static void the_log_stops_with_all_its_threads(void)
 
 int main(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 64 * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 3,
-					      .max_in_flight = 8 };
-
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
@@ -511,7 +496,7 @@ int main(void)
 	sfr_sys.fdatasync = slow_fdatasync;
 	sfr_sys.lstat = numbered_lstat;
 	sfr_log_tune(PATIENCE_NS);
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine(64, 3, 8);
 	RUN(saves_of_other_file_systems_go_past_a_rename_that_hangs);
 	RUN(saves_of_other_file_systems_go_past_a_sync_that_hangs);
 	RUN(saves_go_past_a_remove_that_hangs);
@@ -525,9 +510,7 @@ int main(void)
 	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);
 	RUN(one_file_system_alone_has_one_thread);
 	RUN(the_log_stops_with_all_its_threads);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	saving_end(engine);
 	sfr_sys = real;
 	saving_rmdir(dir);
 	return check_done();

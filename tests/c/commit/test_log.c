@@ -9,16 +9,6 @@ static const char *dir;
 static struct saving_state one, two;
 static struct sfr_engine *engine;
 
-static const char *key(const char *name)
-{
-	static char keys[4][PATH_MAX];
-	static unsigned turn;
-	char *out = keys[turn++ % 4];
-
-	(void)snprintf(out, PATH_MAX, "%s/%s", dir, name);
-	return out;
-}
-
 static struct sfr_ticket *submit(const char *name, const struct saving_state *s)
 {
 	struct sfr_ticket *t = NULL;
@@ -91,17 +81,17 @@ static void a_remove_waits_for_the_save_before_it(void)
 
 	finish(submit("old", &one));
 	a = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
-	CHECK_EQ(sfr_log_exists(key("old")), 0);
-	CHECK_EQ(sfr_log_exists(key("new")), 1);
-	CHECK_EQ(sfr_log_exists(key("other")), -1);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "old")), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "new")), 1);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "other")), -1);
 	CHECK_EQ(saving_look(dir, "old"), 1);
 	finish(a);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), -1);
 	CHECK_EQ(saving_look(dir, "new"), 2);
 	b = submit("new", &one);
-	CHECK_EQ(sfr_log_remove(key("new"), NULL), 0); /* of its own file, too */
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "new"), NULL), 0); /* of its own file, too */
 	finish(b);
 	drain();
 	CHECK_EQ(saving_look(dir, "new"), -1);
@@ -113,25 +103,25 @@ static void a_remove_is_dropped_when_the_last_save_before_it_failed(void)
 
 	finish(submit("old", &one));
 	a = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	confirm(a, 3); /* torn */
 	finish(a);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), 1);
 	/* Literally so: the last save failed, however long ago. */
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	CHECK_EQ(saving_look(dir, "old"), 1);
 	/* A cancelled save is no success either. */
 	b = submit("new", &two);
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_save_cancel(b), 1);
 	finish(b);
 	CHECK(strstr(next_text(), "was not removed") != NULL);
 	CHECK_EQ(saving_look(dir, "old"), 1);
 	finish(submit("new", &two));
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	drain();
 	CHECK_EQ(saving_look(dir, "old"), -1);
 }
@@ -140,10 +130,10 @@ static void a_later_save_survives_an_earlier_remove_of_its_name(void)
 {
 	struct sfr_ticket *a = submit("x", &one), *b;
 
-	CHECK_EQ(sfr_log_remove(key("x"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "x"), NULL), 0);
 	b = submit("x", &two);
 	confirm(b, -1);
-	CHECK_EQ(sfr_log_exists(key("x")), 1);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "x")), 1);
 	finish(a);
 	finish(b);
 	drain();
@@ -155,13 +145,13 @@ static void removing_a_directory_leaves_a_later_save_into_it_alone(void)
 	char path[PATH_MAX];
 	struct sfr_ticket *first, *late = NULL;
 
-	CHECK_EQ(mkdir(key("tree"), 0777), 0);
-	CHECK_EQ(mkdir(key("tree/deep"), 0777), 0);
-	(void)snprintf(path, sizeof(path), "%s", key("tree"));
+	CHECK_EQ(mkdir(dir_path(dir, "tree"), 0777), 0);
+	CHECK_EQ(mkdir(dir_path(dir, "tree/deep"), 0777), 0);
+	(void)snprintf(path, sizeof(path), "%s", dir_path(dir, "tree"));
 	CHECK_EQ(saving_save(engine, path, "inside", &one, 0), 0);
 	first = submit("a", &one);
 	CHECK_EQ(sfr_log_remove(path, NULL), 0);
-	CHECK_EQ(sfr_log_exists(key("tree/inside")), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "tree/inside")), 0);
 	CHECK_EQ(saving_new(engine, path, "late", &two, SFR_SAVE_DURABLE, &late), 0);
 	CHECK_EQ(saving_submit(late), 0);
 	confirm(late, -1);
@@ -169,7 +159,7 @@ static void removing_a_directory_leaves_a_later_save_into_it_alone(void)
 	finish(late);
 	drain();
 	CHECK_EQ(saving_look(path, "inside"), -1);
-	CHECK_EQ(access(key("tree/deep"), F_OK), -1);
+	CHECK_EQ(access(dir_path(dir, "tree/deep"), F_OK), -1);
 	CHECK_EQ(saving_look(path, "late"), 2);
 	CHECK_EQ(sfr_log_remove(path, NULL), 0);
 	drain();
@@ -180,11 +170,11 @@ static void a_missing_name_is_no_error_and_a_refused_one_is_told(void)
 {
 	const struct sfr_fault fault = { .call = "unlink", .nth = 1, .err = EPERM, .limit = -1 };
 
-	CHECK_EQ(sfr_log_remove(key("never"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "never"), NULL), 0);
 	drain();
 	finish(submit("kept", &one));
 	CHECK_EQ(sfr_inject_set(&fault), 0);
-	CHECK_EQ(sfr_log_remove(key("kept"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "kept"), NULL), 0);
 	CHECK(strstr(next_text(), "could not be removed") != NULL);
 	sfr_inject_clear();
 	CHECK_EQ(saving_look(dir, "kept"), 1);
@@ -198,10 +188,10 @@ static void a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later
 	int fd;
 
 	a = submit("l", &one);
-	CHECK_EQ(sfr_log_load_new(key("l"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "l"), &load), 0);
 	b = submit("l", &two);
-	CHECK_EQ(sfr_log_remove(key("l"), NULL), 0);
-	CHECK_EQ(sfr_log_load_new(key("l"), &missing), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "l"), NULL), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "l"), &missing), 0);
 	confirm(other, -1);
 	CHECK_EQ(sfr_log_load_wait(load, 20 * 1000 * 1000, &fd), SFR_EAGAIN);
 	confirm(a, -1);
@@ -228,12 +218,12 @@ static void a_load_of_another_path_waits_for_nobody(void)
 
 	finish(submit("there", &two));
 	a = submit("slow", &one);
-	CHECK_EQ(sfr_log_load_new(key("there"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "there"), &load), 0);
 	/* Not for "slow", which has no verdict; its own save leaves the log a moment after its end. */
 	CHECK_EQ(sfr_log_load_wait(load, UINT64_C(5000000000), &fd), 0);
 	(void)close(fd);
 	sfr_log_load_free(load);
-	CHECK_EQ(sfr_log_load_new(key("slow"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "slow"), &load), 0);
 	sfr_log_load_free(load); /* given up while it waits */
 	finish(a);
 	drain();
@@ -245,7 +235,7 @@ static void a_failed_save_leaves_the_name_to_what_was_before(void)
 
 	confirm(a, 4);
 	CHECK_EQ(sfr_save_wait(a, SFR_WAIT_ENDED, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_log_exists(key("f")), -1);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "f")), -1);
 	finish(a);
 	finish(first);
 }
@@ -259,14 +249,9 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 	pid_t child;
 
 	sfr_log_work_put(NULL); /* as every release */
-	CHECK_EQ(sfr_log_load_new(key("forked"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "forked"), &load), 0);
 	child = fork();
 	if (child == 0) {
-		const struct sfr_engine_opts opts = { .pool_bytes = 8 * SAVING_BLOCK,
-						      .block_bytes = SAVING_BLOCK,
-						      .nr_writers = 1,
-						      .max_in_flight = 1 };
-		struct sfr_engine *own = NULL;
 		struct sfr_report report;
 		struct sfr_stats stats;
 		struct sfr_ticket *u;
@@ -286,14 +271,10 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 		sfr_ticket_put(t);
 		sfr_engine_put(engine);
 #ifndef __SANITIZE_THREAD__ /* it knows no threads after the fork of a threaded process */
-		CHECK_EQ(sfr_engine_new(&opts, &own), 0);
-		CHECK_EQ(saving_save(own, dir, "child", &one, SFR_SAVE_DURABLE), 0);
+		engine = saving_engine(8, 1, 1);
+		CHECK_EQ(saving_save(engine, dir, "child", &one, SFR_SAVE_DURABLE), 0);
 		CHECK_EQ(saving_look(dir, "child"), 1);
-		CHECK_EQ(sfr_engine_close(own, SFR_FOREVER), 0);
-		sfr_engine_put(own);
-		CHECK_EQ(sfr_log_stop(), 0);
-#else
-		(void)opts, (void)own;
+		saving_end(engine);
 #endif
 		_exit(check_done() == 0 ? 0 : 1);
 	}
@@ -305,7 +286,7 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 	(void)close(fd);
 	sfr_log_load_free(load);
 	CHECK_EQ(saving_look(dir, "forked"), 2);
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 static void running_out_of_memory_is_an_error_and_loses_nothing(void)
@@ -314,7 +295,7 @@ static void running_out_of_memory_is_an_error_and_loses_nothing(void)
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
 	{
 		struct sfr_log_load *load = NULL;
-		int rc = sfr_log_load_new(key("m"), &load), fd = -1;
+		int rc = sfr_log_load_new(dir_path(dir, "m"), &load), fd = -1;
 
 		if (rc == 0)
 			rc = sfr_log_load_wait(load, SFR_FOREVER, &fd);
@@ -322,7 +303,7 @@ static void running_out_of_memory_is_an_error_and_loses_nothing(void)
 		if (fd >= 0)
 			(void)close(fd);
 		sfr_log_load_free(load);
-		rc = sfr_log_remove(key("gone"), NULL);
+		rc = sfr_log_remove(dir_path(dir, "gone"), NULL);
 		CHECK(rc == 0 || check_acted(&run));
 		check_heal(&run);
 		drain();
@@ -354,7 +335,8 @@ static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
 	rc = sfr_save_wait(t, SFR_WAIT_ENDED, UINT64_C(20000000000));
 	CHECK_EQ(rc, 0);
 	if (rc < 0)
-		CHECK_EQ(sfr_log_remove(key("none"), NULL), 0); /* has the log run again */
+		CHECK_EQ(sfr_log_remove(dir_path(dir, "none"), NULL),
+			 0); /* has the log run again */
 	finish(t);
 	CHECK_EQ(pthread_join(stopper, NULL), 0);
 	CHECK_EQ(saving_look(dir, "admitted"), 1);
@@ -370,16 +352,11 @@ static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
 
 int main(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 32 * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 2,
-					      .max_in_flight = 4 };
-
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine(32, 2, 4);
 	RUN(renames_take_effect_in_the_order_of_submission_across_paths);
 	RUN(two_saves_of_one_path_land_in_turn);
 	RUN(a_remove_waits_for_the_save_before_it);
@@ -393,9 +370,7 @@ int main(void)
 	RUN(after_a_fork_the_child_is_refused_and_the_parent_goes_on);
 	RUN(running_out_of_memory_is_an_error_and_loses_nothing);
 	RUN(the_log_does_not_stop_between_a_saves_admission_and_its_launch);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	saving_end(engine);
 	saving_rmdir(dir);
 	return check_done();
 }

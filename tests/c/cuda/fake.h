@@ -139,7 +139,6 @@ static inline void fake_freed(const struct saving_state *s, unsigned from)
 static inline int fake_save(struct sfr_engine *engine, const char *dir, const char *name,
 			    const struct saving_state *s, uint32_t flags)
 {
-	struct sfr_report report = { 0 };
 	struct sfr_ticket *t;
 	int rc = saving_new(engine, dir, name, s, flags, &t);
 
@@ -148,10 +147,7 @@ static inline int fake_save(struct sfr_engine *engine, const char *dir, const ch
 	rc = fake_submit(t, NULL);
 	if (rc == 0) {
 		CHECK_EQ(fake_gate(t, NULL), 0);
-		saving_finish(t);
-		CHECK_EQ(sfr_save_report(t, &report), 0);
-		CHECK((report.state == SFR_DURABLE) == (report.err.code == 0));
-		rc = report.err.code;
+		rc = saving_end_of(t);
 	}
 	sfr_ticket_put(t);
 	return rc;
@@ -163,27 +159,13 @@ enum { FAKE_FIRST_DEFERRED = 2, FAKE_GARBAGE = 0xee };
 
 static inline struct sfr_engine *fake_engine(uint64_t nr_blocks, uint32_t nr_writers)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
-static inline void fake_engine_end(struct sfr_engine *engine)
-{
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	return saving_engine(nr_blocks, nr_writers, 2);
 }
 
 /* The end of a test in which every rule of the driver was kept. */
 static inline void fake_end(struct sfr_engine *engine)
 {
-	fake_engine_end(engine);
+	saving_end(engine);
 	fake_check();
 	fake_check_nothing_left();
 }

@@ -13,7 +13,7 @@ static inline void begin(void)
 	fake.fake_cuda_forget(); /* what a device that died left behind */
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
-	sfr_cuda_tune(4 << 20, 4);
+	sfr__cuda_tune(4 << 20, 4);
 }
 
 #endif

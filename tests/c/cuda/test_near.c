@@ -4,21 +4,18 @@
 #include <sys/stat.h>
 
 #include "cuda/fake.h"
+#include "fix_system.h"
 #include "memory/numa.h"
 
-static char root[] = "/tmp/sfr_near_XXXXXX";
 static struct sfr_sys plain;
 static cpu_set_t allowed, wanted[4];
 static unsigned nr_moves;
 
 static int redirected_open(int at, const char *path, int flags, mode_t mode)
 {
-	char other[PATH_MAX];
-
 	if (strncmp(path, "/sys/", 5) != 0)
 		return plain.open(at, path, flags, mode);
-	(void)snprintf(other, sizeof(other), "%s%s", root, path);
-	return openat(at, other, flags, mode);
+	return openat(at, system_path(path), flags, mode);
 }
 
 static int told_affinity(cpu_set_t *cpus)
@@ -32,37 +29,6 @@ static int noted_affinity(const cpu_set_t *cpus)
 	if (CHECK(nr_moves < 4))
 		wanted[nr_moves++] = *cpus;
 	return 0;
-}
-
-/* Writes a file of the system's, with its directories. */
-static void tell(const char *path, const char *text)
-{
-	char full[PATH_MAX];
-	FILE *file;
-
-	(void)snprintf(full, sizeof(full), "%s%s", root, path);
-	for (char *slash = full + strlen(root) + 1; (slash = strchr(slash, '/')) != NULL; slash++) {
-		*slash = '\0';
-		(void)mkdir(full, 0777);
-		*slash = '/';
-	}
-	file = fopen(full, "w");
-	if (!CHECK(file != NULL))
-		return;
-	CHECK(fputs(text, file) >= 0);
-	CHECK_EQ(fclose(file), 0);
-}
-
-static int nr_open(void)
-{
-	DIR *d = opendir("/proc/self/fd");
-	int nr = 0;
-
-	while (d && readdir(d))
-		nr++;
-	if (d)
-		(void)closedir(d);
-	return nr;
 }
 
 /* The kernel's name is in lower case, the driver's is not. */
@@ -92,7 +58,7 @@ static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
 {
 	static char much[3 * 4096];
 	struct sfr__near near;
-	int before = nr_open();
+	int before = nr_fds();
 
 	CPU_ZERO(&allowed);
 	CPU_SET(0, &allowed);
@@ -116,7 +82,7 @@ static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
 		sfr__near_end(&near);
 	}
 	CHECK_EQ(nr_moves, 2);
-	CHECK_EQ(nr_open(), before);
+	CHECK_EQ(nr_fds(), before);
 }
 
 int main(void)

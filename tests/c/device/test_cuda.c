@@ -20,7 +20,7 @@ static void a_save_from_a_device_is_whole_with_any_pool_and_any_number_of_writer
 			CHECK_EQ(saving_look_as(dir, "a", &two), 2);
 			fake_end(engine);
 		}
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 static void a_lane_has_few_pieces_in_flight_until_the_gate_comes(void)
@@ -31,7 +31,7 @@ static void a_lane_has_few_pieces_in_flight_until_the_gate_comes(void)
 	void *stream;
 
 	begin();
-	sfr_cuda_tune(SAVING_BLOCK, 2);
+	sfr__cuda_tune(SAVING_BLOCK, 2);
 	engine = fake_engine(16, 2);
 	stream = fake.fake_cuda_stream(0);
 	fake_place(&one, 0, SAVING_NR, 0);
@@ -103,7 +103,7 @@ static void a_device_that_dies_retires_its_blocks_and_spares_the_others(void)
 	CHECK_EQ(saving_look_as(dir, "b", &two), 2);
 	CHECK_EQ(sfr_engine_driver(engine, text, sizeof(text)), 0);
 	CHECK(strstr(text, "Device 1 is dead") != NULL);
-	fake_engine_end(engine);
+	saving_end(engine);
 	fake_check();
 }
 
@@ -135,7 +135,7 @@ static void the_errors_that_end_a_device_end_it_and_no_others(void)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
 		if (check__nr_failed != before)
 			(void)fprintf(stderr, "  code %d\n", code);
-		fake_engine_end(engine);
+		saving_end(engine);
 		fake_check();
 		fake.fake_cuda_forget();
 	}
@@ -152,7 +152,7 @@ static void a_pool_whose_every_block_is_retired_says_so(void)
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	saving_fill(&two, 2);
 	CHECK_EQ(saving_save(engine, dir, "b", &two, 0), -ENOMEM);
-	fake_engine_end(engine);
+	saving_end(engine);
 	fake_check();
 }
 
@@ -202,15 +202,15 @@ static void whatever_call_fails_the_file_is_old_or_new_and_nothing_hangs(void)
 					(void)fprintf(stderr, "  code %d, call %d%s\n", codes[c],
 						      (int)nth, sticky ? " and later ones" : "");
 				before = check__nr_failed;
-				CHECK_EQ(saving_nr_temporaries(dir), 0);
-				fake_engine_end(engine);
+				CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+				saving_end(engine);
 				fake_check();
 				nr_runs++;
 				fake.fake_cuda_reset();
 				fake.fake_cuda_forget();
 				engine = fake_engine(4, 2);
 				CHECK_EQ(fake_save(engine, dir, "a", &two, 0), 0);
-				fake_engine_end(engine);
+				saving_end(engine);
 				if (!acted)
 					break;
 			}
@@ -264,15 +264,11 @@ static void warm_up_registers_in_pieces_and_trim_takes_them_back(void)
 /* The driver holds locks of its own while it registers: nobody can launch meanwhile. */
 static void no_registration_is_larger_than_128_mib(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 160u << 20,
-					      .block_bytes = 16u << 20,
-					      .nr_writers = 1,
-					      .max_in_flight = 1 };
 	struct sfr_engine *engine;
 	char why[160];
 
 	begin();
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine_of(16u << 20, 10, 1, 1);
 	CHECK_EQ(sfr_engine_use_device(engine, 0, why, sizeof(why)), 0);
 	CHECK_EQ(sfr_engine_warm_up(engine, 160u << 20), 0);
 	CHECK_EQ(fake.fake_cuda_live("registered"), 2);

@@ -453,7 +453,7 @@ static void random_delays_tear_no_snapshot(void)
 		fake.fake_cuda_drain(stream);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);
-		fake_engine_end(engine);
+		saving_end(engine);
 	}
 	fake_check();
 	fake_check_nothing_left();
@@ -488,7 +488,7 @@ static void a_write_between_samples_and_copy_tears_the_snapshot(void)
 		sfr_snapshot_unview(snapshot);
 		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 		sfr_snapshot_put(snapshot);
-		fake_engine_end(engine);
+		saving_end(engine);
 	}
 	CHECK(nr_torn > 0);
 	fake_check();

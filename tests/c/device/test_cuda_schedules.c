@@ -235,12 +235,11 @@ static bool step(struct taken *t, enum step kind)
 /* The file of a save that has ended: the one step, or none. */
 static void look(unsigned number, const struct taken *t)
 {
-	char path[PATH_MAX], name[8];
+	char name[8];
 
 	(void)snprintf(name, sizeof(name), "s%u", number);
 	CHECK_EQ(saving_look_as(dir, name, &training.state), t->wanted ? t->value : -1);
-	if (CHECK(snprintf(path, sizeof(path), "%s/%s", dir, name) < PATH_MAX))
-		(void)unlink(path);
+	(void)unlink(dir_path(dir, name));
 }
 
 static bool is_full_of(const struct sfr_snapshot *snapshot, unsigned char value)
@@ -319,7 +318,7 @@ static void begin_schedule(uint64_t seed, bool roomy)
 	/* Who holds the devices must not have to wait for room. */
 	fake.fake_cuda_depth(roomy || fake_rng(2) ? 0 : 3 + fake_rng(30));
 	fake.fake_cuda_segments(fake_rng(3) ? 0 : 512u << fake_rng(6));
-	sfr_cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));
+	sfr__cuda_tune(256u << fake_rng(7), 1 + fake_rng(4));
 	saving_fill(&tr->state, 0);
 	tr->nr_work = 0;
 	tr->first = fake_rng(2);
@@ -456,7 +455,7 @@ static void random_schedules_tear_nothing(void)
 		(void)fprintf(stderr, "  %llu schedules in %lld s, %u failed\n",
 			      (unsigned long long)(seed - first), (long long)(time(NULL) - start),
 			      nr_failed);
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 int main(void)

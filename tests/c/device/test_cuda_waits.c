@@ -153,7 +153,7 @@ static void starve(struct starved *s)
 	s->stream = fake.fake_cuda_stream(0);
 	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(s->engine, dir, "a", &one, 0, &s->t), 0);
-	sfr_cuda_tune(SAVING_BLOCK, 1); /* nothing deferred is queued before the gate */
+	sfr__cuda_tune(SAVING_BLOCK, 1); /* nothing deferred is queued before the gate */
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(s->t, s->stream), 0);
 	while (s->nr_blocks < NR_BLOCKS &&

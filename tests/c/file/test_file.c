@@ -28,7 +28,7 @@ static void saves(const char *dir)
 		CHECK(memcmp(&err, &none, sizeof(err)) == 0);
 		CHECK_EQ(f.state, SFR__FILE_DONE);
 		CHECK(f.renamed && f.io_mode != SFR_IO_UNKNOWN);
-		CHECK((f.io_mode == SFR_IO_BUFFERED) == (f.fallback[0][0] != 0));
+		CHECK((f.io_mode == SFR_IO_BUFFERED) == (f.why_buffered[0] != 0));
 		CHECK(save_is_new(dir));
 		CHECK_EQ(dir_count(dir, TEMPORARIES, name), 0);
 		save_end(&f);

@@ -129,10 +129,11 @@ static void fails_as_said(const char *dir)
 		CHECK_EQ(dir_count(dir, "", NULL), 1);
 		CHECK_EQ(nr_fds(), fds);
 		CHECK(sfr_inject_calls("fdatasync") <= 1 && sfr_inject_calls("fsync") <= 1);
-		for (int which = 0; which < 2; which++)
-			if (c->fallback == which)
-				CHECK(strstr(f.fallback[which], sfr_code_name(-c->err)));
-		CHECK(c->fallback != 0 || f.io_mode == SFR_IO_BUFFERED);
+		if (c->fallback >= 0)
+			CHECK(strstr(c->fallback == SFR_FALLBACK_BUFFERED ? f.why_buffered :
+									    f.why_unsynced,
+				     sfr_code_name(-c->err)));
+		CHECK(c->fallback != SFR_FALLBACK_BUFFERED || f.io_mode == SFR_IO_BUFFERED);
 		if (check__nr_failed != failed)
 			(void)fprintf(stderr, "  (%s %s, call %d)\n", c->call,
 				      sfr_code_name(-c->err), (int)c->nth);

@@ -12,18 +12,14 @@
 #include "memory/pool.h"
 #include "memory/pool_int.h"
 #include "check.h"
+#include "fix_system.h"
 
 #define MIB (UINT64_C(1) << 20)
 #define GIB (UINT64_C(1) << 30)
 
-static char root[] = "/tmp/sfr_budget_XXXXXX";
-
 static int redirected_open(int dir, const char *path, int flags, mode_t mode)
 {
-	char other[8192];
-
-	(void)snprintf(other, sizeof(other), "%s%s", root, path);
-	return openat(dir, other, flags, mode);
+	return openat(dir, system_path(path), flags, mode);
 }
 
 static void forget_system(void)
@@ -33,25 +29,6 @@ static void forget_system(void)
 	(void)snprintf(command, sizeof(command), "rm -rf %s/proc %s/sys", root, root);
 	CHECK_EQ(system(command), 0);
 	CHECK_EQ(unsetenv("LOCAL_WORLD_SIZE"), 0);
-}
-
-/* Writes a file of the system's, with its directories. */
-static void tell(const char *path, const char *text)
-{
-	char full[512];
-	FILE *file;
-
-	(void)snprintf(full, sizeof(full), "%s%s", root, path);
-	for (char *slash = full + strlen(root) + 1; (slash = strchr(slash, '/')) != NULL; slash++) {
-		*slash = '\0';
-		(void)mkdir(full, 0777);
-		*slash = '/';
-	}
-	file = fopen(full, "w");
-	if (!CHECK(file != NULL))
-		return;
-	CHECK(fputs(text, file) >= 0);
-	CHECK_EQ(fclose(file), 0);
 }
 
 static void tell_8_gib_are_available(void)

@@ -1,11 +1,10 @@
 /* A pool whose memory is a file's: what others see of it, how memory comes and goes, and what a
  * system does that has none. */
-#include <dirent.h>
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include "fix_dir.h"
 #include "pool_helpers.h"
 
 static int file_of(struct sfr__pool *pool, const struct sfr__block *block, uint64_t *off)
@@ -26,17 +25,6 @@ static struct sfr__pool *make_shared(void)
 
 	CHECK_EQ(sfr__pool_new(12 * MIB, 4 * MIB, true, &pool), 0);
 	return pool;
-}
-
-static int nr_descriptors(void)
-{
-	DIR *dir = opendir("/proc/self/fd");
-	int nr = 0;
-
-	while (CHECK(dir != NULL) && readdir(dir) != NULL)
-		nr++;
-	(void)closedir(dir);
-	return nr;
 }
 
 static void what_is_written_to_a_block_is_in_the_file(void)
@@ -168,7 +156,7 @@ static void a_page_that_the_system_has_no_memory_for_is_an_error(void)
 
 static void every_refusal_leaves_neither_descriptor_nor_memory(void)
 {
-	int before = nr_descriptors();
+	int before = nr_fds();
 
 	FOR_EVERY_FAILURE(run, "*", ENOMEM)
 	{
@@ -192,7 +180,7 @@ static void every_refusal_leaves_neither_descriptor_nor_memory(void)
 		}
 		check_heal(&run);
 		sfr__pool_free(pool);
-		CHECK_EQ(nr_descriptors(), before);
+		CHECK_EQ(nr_fds(), before);
 	}
 }
 

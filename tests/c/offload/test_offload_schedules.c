@@ -268,7 +268,7 @@ static void one_schedule(uint64_t seed)
 	for (unsigned i = 0; i < SLOTS; i++)
 		fake.fake_cuda_freed(slots[i].bytes, sizeof(slots[i].bytes));
 	CHECK_EQ(atomic_exchange(&nr_torn, 0), 0);
-	fake_engine_end(engine);
+	saving_end(engine);
 	take_notices();
 	fake_check();
 	fake_check_nothing_left();

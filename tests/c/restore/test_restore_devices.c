@@ -5,27 +5,19 @@
 
 static int open_file(const char *name)
 {
-	char path[PATH_MAX];
-
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	return open(path, O_RDWR | O_CLOEXEC);
+	return open(dir_path(dir, name), O_RDWR | O_CLOEXEC);
 }
 
 static void save_one(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 16 * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 1,
-					      .max_in_flight = 1 };
 	struct sfr_engine *engine;
 
 	begin();
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		memset(one.bytes[i], (int)i + 1, SAVING_LEN);
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine(16, 1, 1);
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
+	saving_end(engine);
 }
 
 /* What a device has in the end; host memory stands for its own. */

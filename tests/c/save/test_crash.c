@@ -15,15 +15,7 @@ static uint64_t nr_states;
 static struct sfr_engine *new_engine(uint32_t max_in_flight)
 {
 	/* Fewer and larger blocks are fewer writes: 5 of a file, or 10. */
-	const uint64_t block_bytes = full ? SAVING_BLOCK : 4 * SAVING_BLOCK;
-	const struct sfr_engine_opts opts = { .pool_bytes = 4 * block_bytes,
-					      .block_bytes = block_bytes,
-					      .nr_writers = 2,
-					      .max_in_flight = max_in_flight };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
+	return saving_engine_of(full ? SAVING_BLOCK : 4 * SAVING_BLOCK, 4, 2, max_in_flight);
 }
 
 static struct sfr_engine *begin(uint32_t max_in_flight)
@@ -38,9 +30,7 @@ static void end(struct sfr_engine *engine)
 	uint64_t seq = 0;
 
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	saving_end(engine);
 	crash_stop();
 }
 
@@ -315,9 +305,8 @@ static void the_next_run_saves_into_what_is_left(void)
 		saving_fill(&s, 3);
 		CHECK_EQ(saving_save(engine, where, "a", &s, SFR_SAVE_DURABLE), 0);
 		CHECK_EQ(saving_look(where, "a"), 3);
-		CHECK_EQ(saving_nr_temporaries(where), 0); /* they bear this boot's name */
-		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-		sfr_engine_put(engine);
+		CHECK_EQ(dir_count(where, TEMPORARIES, NULL), 0); /* they bear this boot's name */
+		saving_end(engine);
 		saving_rmdir(where);
 	}
 	CHECK_EQ(sfr_log_stop(), 0);

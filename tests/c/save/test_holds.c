@@ -11,25 +11,6 @@
 static const char *dir;
 static struct saving_state one, two;
 
-static struct sfr_engine *new_engine(uint32_t nr_writers)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = 16 * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = 3 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
-static void free_engine(struct sfr_engine *engine)
-{
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
-}
-
 static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name,
 				 const struct saving_state *s)
 {
@@ -38,22 +19,6 @@ static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name,
 	CHECK_EQ(saving_new(engine, dir, name, s, SFR_SAVE_DURABLE, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	return t;
-}
-
-static enum sfr_state state_of(struct sfr_ticket *t)
-{
-	struct sfr_report report;
-
-	CHECK_EQ(sfr_save_report(t, &report), 0);
-	return (enum sfr_state)report.state;
-}
-
-static const char *key(const char *name)
-{
-	static char path[PATH_MAX];
-
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	return path;
 }
 
 /* ---- calls that stop ---- */
@@ -95,7 +60,7 @@ __attribute__((noinline, no_sanitize("thread"))) static enum sfr__log_state in_t
 /* The save is ready and cancelled, its clean-up has begun, and the log comes to it. */
 static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
 {
-	struct sfr_engine *engine = new_engine(2);
+	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_ticket *first, *t;
 
 	plain = sfr_sys;
@@ -104,7 +69,7 @@ static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
 	t = submit(engine, "cancelled", &two);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	while (state_of(t) != SFR_READY)
+	while (saving_state_of(t) != SFR_READY)
 		(void)sched_yield();
 	hold_the_next(1);
 	CHECK_EQ(sfr_save_cancel(t), 1);
@@ -118,8 +83,8 @@ static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
 	CHECK_EQ(sfr_save_wait(first, SFR_WAIT_ENDED, SFR_FOREVER), 0);
 	while (sfr_log_pending() != 0)
 		(void)sched_yield();
-	CHECK_EQ(state_of(t), SFR_CANCELLED);
-	CHECK_EQ(state_of(first), SFR_DURABLE);
+	CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
+	CHECK_EQ(saving_state_of(first), SFR_DURABLE);
 	CHECK_EQ(saving_look(dir, "cancelled"), -1);
 	for (int from = 0; from < SFR_NR_STATES; from++)
 		CHECK(from == SFR_READY || sfr__ticket_arrows(from, SFR_COMMITTING) == 0);
@@ -127,22 +92,22 @@ static void a_save_that_was_cancelled_when_it_was_ready_is_never_published(void)
 		nr_ends += saving_notice() == SFR_NOTICE_ENDED;
 	sfr_ticket_put(t);
 	sfr_ticket_put(first);
-	free_engine(engine);
+	saving_end(engine);
 	sfr_sys = plain;
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 /* ---- close and removes ---- */
 
 static void close_waits_for_removes(void)
 {
-	struct sfr_engine *engine = new_engine(1);
+	struct sfr_engine *engine = saving_engine(16, 1, 3);
 
 	CHECK_EQ(saving_save(engine, dir, "gone", &one, 0), 0);
 	plain = sfr_sys;
 	hold_the_next(1);
 	sfr_sys.unlink = held_unlink;
-	CHECK_EQ(sfr_log_remove(key("gone"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "gone"), NULL), 0);
 	(void)sem_wait(&held);
 	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
 	CHECK_EQ(saving_look(dir, "gone"), 1);
@@ -175,7 +140,7 @@ static ssize_t failing_pwrite(int fd, const void *buf, size_t len, off_t off)
 
 static void the_first_error_of_a_save_is_the_one_it_tells(void)
 {
-	struct sfr_engine *engine = new_engine(2);
+	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_report report;
 	struct sfr_ticket *t = NULL;
 
@@ -190,7 +155,7 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 	while (nr_writes < 2)
 		(void)sched_yield();
 	(void)sem_post(&held);
-	while (state_of(t) != SFR_ENDING)
+	while (saving_state_of(t) != SFR_ENDING)
 		(void)sched_yield();
 	(void)sem_post(&may_go);
 	saving_finish(t);
@@ -198,7 +163,7 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 	CHECK_EQ(report.state, SFR_FAILED);
 	CHECK_EQ(report.err.code, -ENOSPC);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 	sfr_sys = plain;
 	CHECK_EQ(saving_look(dir, "a"), 1);
 }
@@ -207,7 +172,7 @@ static void the_first_error_of_a_save_is_the_one_it_tells(void)
 
 static void no_old_byte_of_the_pool_is_in_a_file(void)
 {
-	struct sfr_engine *engine = new_engine(2);
+	struct sfr_engine *engine = saving_engine(16, 2, 3);
 
 	CHECK_EQ(sfr_engine_warm_up(engine, 16 * SAVING_BLOCK), 0);
 	for (int i = 0; i < 3; i++) {
@@ -216,7 +181,7 @@ static void no_old_byte_of_the_pool_is_in_a_file(void)
 		saving_padding_is_zero(dir, "a", &one);
 		CHECK_EQ(saving_look(dir, "a"), 1);
 	}
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* ---- descriptors ---- */
@@ -234,7 +199,7 @@ static int watched_open(int at, const char *name, int flags, mode_t mode)
 
 static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
 {
-	struct sfr_engine *engine = new_engine(2);
+	struct sfr_engine *engine = saving_engine(16, 2, 3);
 	struct sfr_check *check = NULL;
 	struct sfr_log_load *load = NULL;
 	int fd = -1;
@@ -243,7 +208,7 @@ static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
 	nr_opened = nr_inherited = nr_created = nr_not_new = 0;
 	sfr_sys.open = watched_open;
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
-	CHECK_EQ(sfr_log_load_new(key("a"), &load), 0);
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "a"), &load), 0);
 	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
 	CHECK(fcntl(fd, F_GETFD) & FD_CLOEXEC);
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
@@ -251,84 +216,71 @@ static void no_descriptor_goes_to_a_program_that_is_started_meanwhile(void)
 	sfr_check_free(check);
 	(void)close(fd);
 	sfr_log_load_free(load);
-	CHECK_EQ(sfr_log_remove(key("a"), NULL), 0);
-	free_engine(engine);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "a"), NULL), 0);
+	saving_end(engine);
 	sfr_sys = plain;
 	CHECK(nr_opened >= 3 && nr_created >= 1);
 	CHECK_EQ(nr_inherited, 0);
 	CHECK_EQ(nr_not_new, 0);
 }
 
-static int nr_descriptors(void)
-{
-	DIR *d = opendir("/proc/self/fd");
-	int nr = 0;
-
-	if (!CHECK(d != NULL))
-		return -1;
-	while (readdir(d))
-		nr++;
-	(void)closedir(d);
-	return nr;
-}
-
 static void a_handle_that_is_kept_holds_no_descriptor(void)
 {
-	struct sfr_engine *engine = new_engine(1);
+	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *well, *cancelled;
 	int before;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-	before = nr_descriptors();
+	before = nr_fds();
 	well = submit(engine, "a", &two);
 	saving_finish(well);
 	cancelled = submit(engine, "a", &one);
 	CHECK_EQ(sfr_save_cancel(cancelled), 1);
 	saving_finish(cancelled);
-	CHECK_EQ(nr_descriptors(), before);
+	CHECK_EQ(nr_fds(), before);
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(well);
 	sfr_ticket_put(cancelled);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* ---- names that begin alike ---- */
 
 static void a_remove_says_nothing_of_names_that_only_begin_like_its_own(void)
 {
-	struct sfr_engine *engine = new_engine(1);
+	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_ticket *t = submit(engine, "other", &one); /* the log stands */
 
-	CHECK_EQ(sfr_log_remove(key("ep1"), NULL), 0);
-	CHECK_EQ(sfr_log_exists(key("ep1")), 0);
-	CHECK_EQ(sfr_log_exists(key("ep1/shard")), 0);
-	CHECK_EQ(sfr_log_exists(key("ep10")), -1);
-	CHECK_EQ(sfr_log_exists(key("ep")), -1);
-	CHECK_EQ(sfr_log_exists(key("other/shard")), -1);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "ep1"), NULL), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep1")), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep1/shard")), 0);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep10")), -1);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "ep")), -1);
+	CHECK_EQ(sfr_log_exists(dir_path(dir, "other/shard")), -1);
 	saving_finish(t);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* A link that could not be made says nothing of the checkpoints. */
 static void a_remove_behind_a_link_that_failed_is_made(void)
 {
-	struct sfr_engine *engine = new_engine(1);
+	struct sfr_engine *engine = saving_engine(16, 1, 3);
 	struct sfr_log_work *link = NULL;
 	uint64_t number = 0, seq = 0;
 	int after_good = 0;
 
 	CHECK_EQ(saving_save(engine, dir, "old", &one, 0), 0);
-	CHECK_EQ(sfr_log_work_new(key("last"), SFR_WORK_LINK, &link), 0);
+	CHECK_EQ(sfr_log_work_new(dir_path(dir, "last"), SFR_WORK_LINK, &link), 0);
 	CHECK_EQ(sfr_log_work_append(link), 0);
-	CHECK_EQ(sfr_log_remove(key("old"), NULL), 0);
+	CHECK_EQ(sfr_log_remove(dir_path(dir, "old"), NULL), 0);
 	CHECK_EQ(sfr_log_work_next(SFR_FOREVER, &number, &after_good), 0);
 	CHECK_EQ(after_good, 1);
 	sfr_log_work_end(link, 0);
 	sfr_log_work_put(link);
 	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
 	CHECK_EQ(saving_look(dir, "old"), -1);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 int main(void)

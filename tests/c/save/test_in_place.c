@@ -83,25 +83,6 @@ static void add_random(struct list *l, unsigned nr, uint64_t most)
 	}
 }
 
-static struct sfr_engine *engine_of(uint64_t block, uint64_t nr_blocks, uint32_t nr_writers)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * block,
-					      .block_bytes = block,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
-static void free_engine(struct sfr_engine *engine)
-{
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0); /* no thread of the core runs any more */
-}
-
 static int new_save(struct sfr_engine *engine, struct sfr_parts *parts, uint32_t flags,
 		    struct sfr_ticket **t)
 {
@@ -157,7 +138,7 @@ static void any_list_is_its_parts_in_order(void)
 
 	for (unsigned round = 0; round < 12; round++) {
 		struct sfr_engine *engine =
-			engine_of(blocks[round % 4], 1 + round % 3, 1 + round % 2);
+			saving_engine_of(blocks[round % 4], 1 + round % 3, 1 + round % 2, 2);
 		struct list l = { 0 };
 
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
@@ -169,23 +150,14 @@ static void any_list_is_its_parts_in_order(void)
 				      (round / 2 % 2 ? SFR_SAVE_UNORDERED : 0)),
 			 0);
 		check_file(&l);
-		free_engine(engine);
+		saving_end(engine);
 	}
-}
-
-static enum sfr_state state_of(struct sfr_ticket *t)
-{
-	enum sfr_state state;
-	int staged;
-
-	CHECK_EQ(sfr_save_state(t, &state, &staged), 0);
-	return state;
 }
 
 /* What has its turn in the log waits for it, and the saves behind that have all the slots. */
 static void an_unordered_save_waits_for_nothing_in_the_log(void)
 {
-	struct sfr_engine *engine = engine_of(4096, 8, 2);
+	struct sfr_engine *engine = saving_engine_of(4096, 8, 2, 2);
 	struct sfr_ticket *behind[2], *t[2];
 	struct sfr_log_work *work;
 	struct list l = { 0 };
@@ -205,7 +177,7 @@ static void an_unordered_save_waits_for_nothing_in_the_log(void)
 	for (unsigned i = 0; i < 2; i++) {
 		saving_finish(t[i]);
 		CHECK_EQ(sfr_save_wait(behind[i], SFR_WAIT_ENDED, 0), SFR_EAGAIN);
-		CHECK_EQ(state_of(t[i]), SFR_DURABLE);
+		CHECK_EQ(saving_state_of(t[i]), SFR_DURABLE);
 		sfr_ticket_put(t[i]);
 	}
 	CHECK_EQ(sfr_log_pending(), 3);
@@ -215,7 +187,7 @@ static void an_unordered_save_waits_for_nothing_in_the_log(void)
 		sfr_ticket_put(behind[i]);
 	}
 	sfr_log_work_put(work);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* As many as there may be of the others; and one that is given up lets the next one in. */
@@ -228,7 +200,7 @@ static void unordered_saves_are_as_bounded_as_others(void)
 	struct sfr_ticket *t[3];
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	engine = engine_of(4096, 8, 2);
+	engine = saving_engine_of(4096, 8, 2, 2);
 	CHECK_EQ(sfr_inject_set(&slow), 0);
 	for (unsigned i = 0; i < 3; i++) {
 		struct list l = { 0 };
@@ -249,20 +221,20 @@ static void unordered_saves_are_as_bounded_as_others(void)
 	for (unsigned i = 0; i < 3; i++) {
 		if (i < 2) {
 			saving_finish(t[i]);
-			CHECK_EQ(state_of(t[i]), SFR_CANCELLED);
+			CHECK_EQ(saving_state_of(t[i]), SFR_CANCELLED);
 		}
 		sfr_ticket_put(t[i]);
 	}
 	CHECK_EQ(sfr_log_pending(), 0);
-	free_engine(engine);
+	saving_end(engine);
 	sfr_inject_remove();
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 /* A field, of a source of many blocks, at every place about the end of a block. */
 static void a_field_may_straddle_two_blocks(void)
 {
-	struct sfr_engine *engine = engine_of(4096, 2, 2);
+	struct sfr_engine *engine = saving_engine_of(4096, 2, 2, 2);
 
 	for (unsigned place = 4090; place <= 4097; place++) {
 		struct list l = { 0 };
@@ -275,7 +247,7 @@ static void a_field_may_straddle_two_blocks(void)
 		CHECK_EQ(save(engine, &l, 0), 0);
 		check_file(&l);
 	}
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* The writer of the source is slow, the other has the field before it is done. */
@@ -287,7 +259,7 @@ static void a_field_waits_for_its_source(void)
 	struct sfr_engine *engine;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	engine = engine_of(4096, 8, 2);
+	engine = saving_engine_of(4096, 8, 2, 2);
 	for (unsigned nr_blocks = 1; nr_blocks <= 3; nr_blocks++) {
 		struct list l = { 0 };
 
@@ -299,14 +271,14 @@ static void a_field_waits_for_its_source(void)
 		CHECK_EQ(save(engine, &l, 0), 0);
 		check_file(&l);
 	}
-	free_engine(engine);
+	saving_end(engine);
 	sfr_inject_remove();
 }
 
 /* The CRC of four megabytes takes longer than a look at the field behind them. */
 static void a_field_waits_for_a_source_that_is_written_from_where_it_is(void)
 {
-	struct sfr_engine *engine = engine_of(MEMORY, 2, 2);
+	struct sfr_engine *engine = saving_engine_of(MEMORY, 2, 2, 2);
 
 	for (unsigned round = 0; round < 8; round++) {
 		struct list l = { 0 };
@@ -317,7 +289,7 @@ static void a_field_waits_for_a_source_that_is_written_from_where_it_is(void)
 		CHECK_EQ(save(engine, &l, 0), 0);
 		check_file(&l);
 	}
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static uint64_t nr_copied;
@@ -338,7 +310,7 @@ static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
 
 		sfr_sys.lane_copy = counting_copy; /* while no thread of the core runs */
 		nr_copied = 0;
-		engine = engine_of(MIB, 2, 2);
+		engine = saving_engine_of(MIB, 2, 2, 2);
 		CHECK_EQ(sfr_parts_new(&l.parts), 0);
 		add_bytes(&l, memory, 100);
 		align(&l, memory + 200);
@@ -349,14 +321,14 @@ static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
 		check_file(&l);
 		/* But for what is before and behind its whole pages. */
 		CHECK_EQ(nr_copied, shift ? 3 * MIB : SFR_PAGE);
-		free_engine(engine);
+		saving_end(engine);
 		sfr_sys = plain;
 	}
 }
 
 static void few_buffers_are_enough_for_any_length(void)
 {
-	struct sfr_engine *engine = engine_of(64 * KIB, 64, 2);
+	struct sfr_engine *engine = saving_engine_of(64 * KIB, 64, 2, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t = NULL;
 	struct list l = { 0 };
@@ -375,7 +347,7 @@ static void few_buffers_are_enough_for_any_length(void)
 	CHECK_EQ(report.captured_nbytes, 0);
 	sfr_ticket_put(t);
 	check_file(&l);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void sources_are_free_when_they_are_written_and_not_before(void)
@@ -387,7 +359,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 	struct sfr_report report;
 
 	CHECK_EQ(sfr_inject_install(), 0);
-	engine = engine_of(64 * KIB, 2, 2);
+	engine = saving_engine_of(64 * KIB, 2, 2, 2);
 	for (unsigned cancel = 0; cancel < 2; cancel++) {
 		struct sfr_ticket *t = NULL;
 		struct list l = { 0 };
@@ -411,7 +383,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		saving_finish(t);
 		sfr_ticket_put(t);
 	}
-	free_engine(engine);
+	saving_end(engine);
 	sfr_inject_remove();
 }
 
@@ -450,9 +422,9 @@ static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
 			if (rc == 0)
 				check_file(&l);
 			if (engine)
-				free_engine(engine);
+				saving_end(engine);
 		}
-		CHECK_EQ(saving_nr_temporaries(dir), 0);
+		CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	}
 }
 
@@ -462,7 +434,7 @@ static void what_makes_no_file_is_refused_and_stays_so(void)
 	const struct sfr_tensor tensor = {
 		.storage = "FloatStorage", .ndim = 65, .sizes = one, .strides = one
 	};
-	struct sfr_engine *engine = engine_of(4096, 2, 1);
+	struct sfr_engine *engine = saving_engine_of(4096, 2, 1, 2);
 	struct sfr_ticket *t = NULL;
 
 	for (unsigned kind = 0; kind < 4; kind++) {
@@ -484,7 +456,7 @@ static void what_makes_no_file_is_refused_and_stays_so(void)
 		CHECK(t == NULL);
 		sfr_parts_free(parts);
 	}
-	free_engine(engine);
+	saving_end(engine);
 }
 
 int main(void)

@@ -270,9 +270,9 @@ static void every_phase_was_hit_often_enough(void)
 static void the_next_save_clears_the_dead_ones_temporaries_away(void)
 {
 	CHECK(run_child(1, 2, 6, 1, 0));
-	CHECK(saving_nr_temporaries(dir) >= 1);
+	CHECK(dir_count(dir, TEMPORARIES, NULL) >= 1);
 	CHECK(!run_child(1, 1, -1, 0, 0));
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	CHECK_EQ(saving_look(dir, "checkpoint"), 1);
 }
 

@@ -9,53 +9,40 @@
 static const char *dir;
 static struct saving_state one, two;
 
-static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers,
-				     uint32_t max_in_flight)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = max_in_flight };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
-static void free_engine(struct sfr_engine *engine)
-{
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
-}
-
-static void slow(const char *call, uint64_t delay_ns)
-{
-	const struct sfr_fault fault = {
-		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
-	};
-
-	CHECK_EQ(sfr_inject_set(&fault), 0);
-}
-
 static void a_save_is_whole_with_any_pool_and_any_number_of_writers(void)
 {
 	for (uint64_t nr_blocks = 1; nr_blocks <= 8; nr_blocks++)
 		for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers++) {
-			struct sfr_engine *engine = new_engine(nr_blocks, nr_writers, 2);
+			struct sfr_engine *engine = saving_engine(nr_blocks, nr_writers, 2);
 
 			CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 			CHECK_EQ(saving_look(dir, "a"), 1);
 			CHECK_EQ(saving_save(engine, dir, "a", &two, 0), 0);
 			CHECK_EQ(saving_look(dir, "a"), 2);
-			free_engine(engine);
+			saving_end(engine);
 		}
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+}
+
+static void what_a_save_maps_for_itself_it_unmaps(void)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 2);
+	uint64_t nr_mapped, nr_unmapped;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0),
+		 0); /* the pool and the threads are there */
+	nr_mapped = sfr_inject_calls("mmap");
+	nr_unmapped = sfr_inject_calls("munmap");
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	nr_mapped = sfr_inject_calls("mmap") - nr_mapped;
+	CHECK(nr_mapped > 0);
+	CHECK_EQ(sfr_inject_calls("munmap") - nr_unmapped, nr_mapped);
+	saving_end(engine);
 }
 
 static void two_saves_at_a_time_share_a_pool_of_one_block(void)
 {
-	struct sfr_engine *engine = new_engine(1, 2, 2);
+	struct sfr_engine *engine = saving_engine(1, 2, 2);
 	struct sfr_ticket *a, *b;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_DURABLE, &a), 0);
@@ -70,12 +57,12 @@ static void two_saves_at_a_time_share_a_pool_of_one_block(void)
 	CHECK_EQ(saving_look(dir, "b"), 2);
 	sfr_ticket_put(a);
 	sfr_ticket_put(b);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
 {
-	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
@@ -95,12 +82,12 @@ static void the_rename_waits_for_the_verdict_and_a_second_one_is_ignored(void)
 	CHECK_EQ(report.written_nbytes, report.nbytes);
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void a_torn_verdict_fails_the_save_and_leaves_the_old_file(void)
 {
-	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
@@ -115,9 +102,9 @@ static void a_torn_verdict_fails_the_save_and_leaves_the_old_file(void)
 	CHECK_EQ(report.err.code, SFR_ETORN);
 	CHECK_EQ(report.err.index, 4);
 	CHECK_EQ(saving_look(dir, "a"), 1);
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* What users must not do, and what the detectors are for: a race with the lane, on purpose. */
@@ -130,12 +117,12 @@ __attribute__((noinline, no_sanitize("thread"))) static void scribble(unsigned c
 static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at, int64_t *index)
 {
 	static struct saving_state s;
-	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
 	saving_fill(&s, 7);
-	slow("lane_copy", 30 * 1000 * 1000);
+	saving_slow("lane_copy", 30 * 1000 * 1000);
 	CHECK_EQ(saving_new(engine, dir, "torn", &s, flags, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	scribble(&s.bytes[storage][at]); /* the first lane copy still sleeps */
@@ -143,7 +130,7 @@ static int save_with_a_write_behind(uint32_t flags, uint32_t storage, size_t at,
 	sfr_inject_clear();
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 	*index = report.err.index;
 	return report.err.code;
 }
@@ -176,11 +163,11 @@ static void checking_bytes_notices_any_byte(void)
 static void a_write_after_the_copy_is_in_nobodys_way(void)
 {
 	static struct saving_state s;
-	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_ticket *t;
 
 	saving_fill(&s, 5);
-	slow("pwrite", 5 * 1000 * 1000);
+	saving_slow("pwrite", 5 * 1000 * 1000);
 	CHECK_EQ(saving_new(engine, dir, "a", &s, SFR_SAVE_CHECK_BYTES, &t), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	memset(s.bytes[0], 9, sizeof(s.bytes[0])); /* captured */
@@ -191,22 +178,22 @@ static void a_write_after_the_copy_is_in_nobodys_way(void)
 	sfr_inject_clear();
 	CHECK_EQ(saving_look(dir, "a"), 5);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void a_save_can_be_cancelled_until_the_rename(void)
 {
-	struct sfr_engine *engine = new_engine(2, 1, 2);
+	struct sfr_engine *engine = saving_engine(2, 1, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, SFR_SAVE_DURABLE), 0);
 	for (int at = 0; at < 4; at++) {
-		slow(at == 0 ? "open" :
-		     at == 1 ? "lane_copy" :
-		     at == 2 ? "pwrite" :
-			       "fdatasync",
-		     20 * 1000 * 1000);
+		saving_slow(at == 0 ? "open" :
+			    at == 1 ? "lane_copy" :
+			    at == 2 ? "pwrite" :
+				      "fdatasync",
+			    20 * 1000 * 1000);
 		CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
 		CHECK_EQ(sfr_save_cancel(t), 0); /* nothing to cancel yet */
 		CHECK_EQ(saving_submit(t), 0);
@@ -221,7 +208,7 @@ static void a_save_can_be_cancelled_until_the_rename(void)
 		CHECK_EQ(sfr_save_report(t, &report), 0);
 		CHECK_EQ(report.state, SFR_CANCELLED);
 		CHECK_EQ(saving_look(dir, "a"), 1);
-		CHECK_EQ(saving_nr_temporaries(dir), 0);
+		CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 		sfr_ticket_put(t);
 	}
 	CHECK_EQ(saving_new(engine, dir, "a", &two, SFR_SAVE_DURABLE, &t), 0);
@@ -230,12 +217,12 @@ static void a_save_can_be_cancelled_until_the_rename(void)
 	CHECK_EQ(sfr_save_cancel(t), 0); /* too late */
 	CHECK_EQ(saving_look(dir, "a"), 2);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void a_save_may_be_abandoned_in_the_call(void)
 {
-	struct sfr_engine *engine = new_engine(8, 2, 1);
+	struct sfr_engine *engine = saving_engine(8, 2, 1);
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_new(engine, dir, "gone", &two, SFR_SAVE_DURABLE, &t), 0);
@@ -246,14 +233,14 @@ static void a_save_may_be_abandoned_in_the_call(void)
 	saving_finish(t);
 	sfr_ticket_put(t);
 	CHECK_EQ(saving_look(dir, "gone"), -1);
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0); /* its slot is free again */
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *a, *b, *c, *nested;
 	struct sfr_report report;
 
@@ -278,12 +265,12 @@ static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
 	sfr_ticket_put(b);
 	sfr_ticket_put(c);
 	sfr_ticket_put(nested);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_ticket *before, *t;
 	struct sfr_stats stats;
 
@@ -302,12 +289,12 @@ static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.committed_bytes, 0);
 	CHECK_EQ(stats.saves_total, 1);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 2);
+	struct sfr_engine *engine = saving_engine(8, 1, 2);
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_new(engine, dir, "late", &two, 0, &t), 0);
@@ -318,21 +305,26 @@ static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
 	saving_finish(t);
 	CHECK_EQ(saving_look(dir, "late"), 2);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 {
-	struct sfr_engine *engine = new_engine(8, 3, 2);
+	struct sfr_engine *engine = saving_engine(8, 3, 2);
+	uint64_t nr_started = sfr_inject_calls("thread_create");
+	uint64_t nr_ended = sfr_inject_calls("thread_join");
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-	sfr_engine_put(engine); /* LeakSanitizer and TSAN would see what stays */
+	sfr_engine_put(engine);
 	CHECK_EQ(sfr_log_stop(), 0);
+	nr_started = sfr_inject_calls("thread_create") - nr_started;
+	CHECK(nr_started >= 4);
+	CHECK_EQ(sfr_inject_calls("thread_join") - nr_ended, nr_started);
 }
 
 static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct rusage before, after;
 	struct sfr_report report;
 	struct sfr_ticket *t;
@@ -365,13 +357,13 @@ static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
 	CHECK_EQ(report.written_nbytes, nbytes);
 	sfr__unlock(&engine->mu);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* A writer ends it, and the log's thread may be quicker to let go. */
 static void a_failed_save_that_the_log_has_let_go_of_has_ended(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
 
 	for (unsigned i = 0; i < 500; i++) {
 		struct sfr_ticket *t;
@@ -386,7 +378,7 @@ static void a_failed_save_that_the_log_has_let_go_of_has_ended(void)
 			;
 		sfr_ticket_put(t);
 	}
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void bad_options_are_refused(void)
@@ -409,24 +401,11 @@ static void bad_options_are_refused(void)
 	CHECK_EQ(sfr_engine_new(&opts, &engine), -EINVAL);
 }
 
-static int nr_descriptors(void)
-{
-	DIR *d = opendir("/proc/self/fd");
-	int nr = -3; /* ".", "..", and the directory's own */
-
-	if (!d)
-		return -1;
-	while (readdir(d))
-		nr++;
-	(void)closedir(d);
-	return nr;
-}
-
 /* R1 to R4: whatever call fails, the path holds the old file or the new one, the error is the
  * save's, nothing is left over, and the next save works. */
 static void every_call_may_fail(const char *call, int err)
 {
-	int before = nr_descriptors();
+	int before = nr_fds();
 
 	FOR_EVERY_FAILURE(run, call, err)
 	{
@@ -449,10 +428,10 @@ static void every_call_may_fail(const char *call, int err)
 		if (engine) {
 			CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
 			CHECK_EQ(saving_look(dir, "every"), 1);
-			free_engine(engine);
+			saving_end(engine);
 		}
-		CHECK_EQ(saving_nr_temporaries(dir), 0);
-		CHECK_EQ(nr_descriptors(), before);
+		CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
+		CHECK_EQ(nr_fds(), before);
 	}
 }
 
@@ -474,7 +453,7 @@ static void any_file_call_may_fail(void)
 
 static void a_failed_open_is_the_handles_own_error(void)
 {
-	struct sfr_engine *engine = new_engine(1, 1, 2);
+	struct sfr_engine *engine = saving_engine(1, 1, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
@@ -486,7 +465,7 @@ static void a_failed_open_is_the_handles_own_error(void)
 	CHECK_EQ(report.err.code, -ENOENT);
 	CHECK_EQ(report.err.phase, SFR_PHASE_OPEN);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void *close_it(void *engine)
@@ -496,7 +475,7 @@ static void *close_it(void *engine)
 
 static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
 {
-	struct sfr_engine *engine = new_engine(8, 1, 1);
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
 	struct sfr_ticket *a, *b;
 	pthread_t closer;
 	void *rc;
@@ -511,7 +490,7 @@ static void a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes(void)
 	CHECK_EQ((intptr_t)rc, 0);
 	sfr_ticket_put(a);
 	sfr_ticket_put(b);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 static void every_arrow_of_the_diagram_was_taken(void)
@@ -541,6 +520,7 @@ int main(void)
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
+	RUN(what_a_save_maps_for_itself_it_unmaps);
 	RUN(two_saves_at_a_time_share_a_pool_of_one_block);
 	RUN(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored);
 	RUN(a_torn_verdict_fails_the_save_and_leaves_the_old_file);
@@ -559,10 +539,10 @@ int main(void)
 	RUN(a_failed_open_is_the_handles_own_error);
 	RUN(a_save_that_waits_for_a_slot_is_refused_when_the_engine_closes);
 	{
-		struct sfr_engine *engine = new_engine(8, 1, 1);
+		struct sfr_engine *engine = saving_engine(8, 1, 1);
 
 		CHECK_EQ(saving_save(engine, dir, "every", &one, SFR_SAVE_DURABLE), 0);
-		free_engine(engine);
+		saving_end(engine);
 	}
 	RUN(any_call_may_run_out_of_memory);
 	RUN(any_file_call_may_fail);

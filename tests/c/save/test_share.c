@@ -2,6 +2,7 @@
  * the idle writers. */
 #include <pthread.h>
 #include <semaphore.h>
+#include <time.h>
 
 #include "saving.h"
 
@@ -27,6 +28,9 @@ static bool is_lane(void)
 	return strcmp(name, "sfr-lane0") == 0;
 }
 
+/* The waiter stands over its first piece until others have one. */
+static atomic_bool waiter_stands;
+
 static void count(void)
 {
 	if (is_lane()) {
@@ -36,6 +40,9 @@ static void count(void)
 		}
 	} else if (pthread_equal(pthread_self(), waiter)) {
 		nr_by_waiter++;
+		for (int ms = 0; waiter_stands && nr_by_others == 0 && ms < 10000; ms++)
+			(void)usleep(1000);
+		waiter_stands = false;
 	} else {
 		nr_by_others++;
 	}
@@ -51,18 +58,6 @@ static void counted_capture_copy(void *dst, const void *src, size_t len)
 {
 	count();
 	memcpy(dst, src, len);
-}
-
-static struct sfr_engine *engine_of(uint64_t nr_blocks, uint32_t nr_writers)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * BLOCK,
-					      .block_bytes = BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
 }
 
 static struct sfr_ticket *submit(struct sfr_engine *engine, const char *name, uint32_t flags)
@@ -96,11 +91,8 @@ static void check_file(const char *name)
 	static unsigned char found[16 * MIB];
 	struct sfr_check *check = NULL;
 	struct sfr__image img;
-	char path[PATH_MAX];
-	int fd;
+	int fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (!CHECK(fd >= 0))
 		return;
 	CHECK_EQ(sfr_check_new(fd, SFR_CHECK_BYTES, &check), 0);
@@ -128,8 +120,7 @@ static void end(struct sfr_engine *engine, struct sfr_ticket *t)
 {
 	saving_finish(t);
 	sfr_ticket_put(t);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
+	saving_end(engine);
 }
 
 static void hold_the_lane(void)
@@ -173,7 +164,7 @@ static void let_the_lane_go(void)
 static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 {
 	for (uint32_t nr_writers = 1; nr_writers <= 3; nr_writers += 2) {
-		struct sfr_engine *engine = engine_of(16, nr_writers);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, nr_writers, 2);
 		struct sfr_ticket *t;
 
 		hold_the_lane();
@@ -193,10 +184,50 @@ static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 	}
 }
 
+static void idle_writers_copy_too_as_long_as_somebody_waits(void)
+{
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 3, 2);
+	struct sfr_ticket *t;
+
+	hold_the_lane();
+	t = submit(engine, "a.pt", 0);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
+	waiter_stands = true;
+	while (!all_is_handed_out(t))
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
+	CHECK(nr_by_others > 0);
+	let_the_lane_go();
+	end(engine, t);
+	check_file("a.pt");
+}
+
+/* Who makes memory for it finds the work by the way. */
+static void the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking(void)
+{
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 1, 2);
+	struct timespec limit;
+	struct sfr_ticket *t;
+
+	t = submit(engine, "a.pt", 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	while (sfr__pool_lacks(engine->pool))
+		(void)usleep(1000);
+	(void)usleep(20000); /* it sleeps by now, or there is nothing to see */
+	hold_the_lane();
+	t = submit(engine, "a.pt", 0);
+	CHECK_EQ(clock_gettime(CLOCK_REALTIME, &limit), 0);
+	limit.tv_sec += 20;
+	CHECK_EQ(sem_timedwait(&lane_stands, &limit), 0);
+	let_the_lane_go();
+	end(engine, t);
+}
+
 static void one_block_is_enough_for_all_who_copy(void)
 {
 	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
-		struct sfr_engine *engine = engine_of(nr_blocks, 2);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, nr_blocks, 2, 2);
 		struct sfr_ticket *first, *second;
 
 		first = submit(engine, "a.pt", 0);
@@ -220,7 +251,7 @@ static void one_block_is_enough_for_all_who_copy(void)
 
 static void a_cancel_while_others_copy_gives_every_block_back(void)
 {
-	struct sfr_engine *engine = engine_of(16, 2);
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 	struct sfr_stats stats;
 	struct sfr_ticket *t;
 
@@ -245,14 +276,13 @@ static void a_cancel_while_others_copy_gives_every_block_back(void)
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
 	sfr_ticket_put(t);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
+	saving_end(engine);
 }
 
 static void a_write_is_noticed_whoever_copies_it(void)
 {
 	for (uint32_t flags = 0; flags <= SFR_SAVE_CHECK_BYTES; flags += SFR_SAVE_CHECK_BYTES) {
-		struct sfr_engine *engine = engine_of(16, 2);
+		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 2, 2);
 		struct sfr_report report;
 		struct sfr_ticket *t;
 
@@ -269,8 +299,7 @@ static void a_write_is_noticed_whoever_copies_it(void)
 		CHECK_EQ(report.err.code, SFR_ETORN);
 		CHECK_EQ(report.err.index, 2);
 		sfr_ticket_put(t);
-		CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-		sfr_engine_put(engine);
+		saving_end(engine);
 	}
 }
 
@@ -285,6 +314,8 @@ int main(void)
 			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
 	}
 	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
+	RUN(idle_writers_copy_too_as_long_as_somebody_waits);
+	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
 	RUN(one_block_is_enough_for_all_who_copy);
 	RUN(a_cancel_while_others_copy_gives_every_block_back);
 	RUN(a_write_is_noticed_whoever_copies_it);

@@ -21,34 +21,6 @@ enum {
 static const char *dir;
 static struct saving_state one;
 
-static struct sfr_engine *new_engine(uint64_t nr_blocks, uint32_t nr_writers,
-				     uint32_t max_in_flight)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * BLOCK,
-					      .block_bytes = BLOCK,
-					      .nr_writers = nr_writers,
-					      .max_in_flight = max_in_flight };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
-static void free_engine(struct sfr_engine *engine)
-{
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-}
-
-static void slow(const char *call, uint64_t delay_ns)
-{
-	const struct sfr_fault fault = {
-		.call = call, .nth = 1, .sticky = 1, .limit = -1, .delay_ns = delay_ns
-	};
-
-	CHECK_EQ(sfr_inject_set(&fault), 0);
-}
-
 /* ---- any layout, any pool, several threads ---- */
 
 static uint32_t draw(uint64_t *random, uint32_t below)
@@ -88,12 +60,9 @@ static bool holds(const char *name, const struct saver *s, unsigned save,
 	static _Thread_local unsigned char got[MAX_LEN];
 	struct sfr_check *check = NULL;
 	struct sfr__image img;
-	char path[PATH_MAX];
+	int fd = open(dir_path(dir, name), O_RDONLY | O_CLOEXEC);
 	bool ok = false;
-	int fd;
 
-	(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
 	if (fd < 0)
 		return false;
 	if (sfr_check_new(fd, SFR_CHECK_BYTES, &check) == 0 &&
@@ -206,7 +175,7 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 	uint64_t random = seed;
 	uint32_t nr_blocks = 1 + draw(&random, 3), nr_writers = 1 + draw(&random, 3);
 	struct sfr_engine *engine =
-		new_engine(nr_blocks, nr_writers, 1 + draw(&random, NR_THREADS));
+		saving_engine(nr_blocks, nr_writers, 1 + draw(&random, NR_THREADS));
 	int failed = check__nr_failed;
 	pthread_t threads[NR_THREADS];
 
@@ -223,8 +192,8 @@ static void one_round(uint64_t seed, int *durable, int *cancelled)
 		*durable += savers[i].durable;
 		*cancelled += savers[i].cancelled;
 	}
-	free_engine(engine);
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	saving_end(engine);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 	if (check__nr_failed != failed)
 		(void)fprintf(stderr, "  (CHECK_SEED=%llu: %u blocks, %u writers)\n",
 			      (unsigned long long)seed, nr_blocks, nr_writers);
@@ -248,12 +217,12 @@ static void any_layout_goes_through_any_small_pool_whoever_else_saves(void)
 
 static void a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger(void)
 {
-	struct sfr_engine *engine = new_engine(1, 1, 2);
+	struct sfr_engine *engine = saving_engine(1, 1, 2);
 	struct sfr_report report;
 	struct sfr_stats stats;
 	struct sfr_ticket *t;
 
-	slow("pwrite", 2 * 1000 * 1000);
+	saving_slow("pwrite", 2 * 1000 * 1000);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(saving_submit(t), 0); /* 20,000 captured bytes, 8,192 at a time */
 	saving_finish(t);
@@ -267,17 +236,17 @@ static void a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger(void
 	CHECK_EQ(stats.committed_bytes, BLOCK);
 	CHECK_EQ(stats.leased_bytes, 0);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 	CHECK_EQ(saving_look(dir, "a"), 1);
 }
 
 /* A save that a signal handler makes while the interrupted one waits for blocks. */
 static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(void)
 {
-	struct sfr_engine *engine = new_engine(1, 1, 1);
+	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	struct sfr_ticket *outer, *nested;
 
-	slow("pwrite", 5 * 1000 * 1000);
+	saving_slow("pwrite", 5 * 1000 * 1000);
 	CHECK_EQ(saving_new(engine, dir, "outer", &one, 0, &outer), 0);
 	CHECK_EQ(sfr_save_admit(outer, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_save_capture(outer, 0), SFR_EAGAIN); /* it has one block with the writer */
@@ -297,14 +266,14 @@ static void a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for(
 	drain_notices(2);
 	sfr_ticket_put(outer);
 	sfr_ticket_put(nested);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* Work that has its turn in the log may want a snapshot before it ends, and saves behind it wait
  * for just that: with every block written, they leave all of the pool to it. */
 static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snapshot(void)
 {
-	struct sfr_engine *engine = new_engine(1, 1, 1);
+	struct sfr_engine *engine = saving_engine(1, 1, 1);
 	const struct sfr_source source = { .nbytes = BLOCK };
 	char key[PATH_MAX];
 	struct sfr_snapshot *snapshot;
@@ -324,7 +293,7 @@ static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snap
 	sfr_log_work_put(work);
 	saving_finish(t);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 	CHECK_EQ(saving_look(dir, "behind"), 1);
 }
 
@@ -334,7 +303,7 @@ static void a_save_that_waits_for_its_turn_alone_leaves_the_last_block_to_a_snap
  * lock, keeps the save from its end by being counted. */
 static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
 {
-	struct sfr_engine *engine = new_engine(8, 2, 2);
+	struct sfr_engine *engine = saving_engine(8, 2, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
@@ -358,7 +327,7 @@ static void a_save_does_not_end_while_a_writer_is_on_its_way_out_of_it(void)
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK(report.nbytes && report.captured_nbytes && report.deferred_nbytes);
 	sfr_ticket_put(t);
-	free_engine(engine);
+	saving_end(engine);
 }
 
 /* What a thread does to a pool while another closes the engine. */
@@ -377,13 +346,13 @@ static void *use_the_pool(void *engine)
 static void close_waits_for_those_who_warm_and_trim_the_pool(void)
 {
 	for (int i = 0; i < 20; i++) {
-		struct sfr_engine *engine = new_engine(8, 1, 1);
+		struct sfr_engine *engine = saving_engine(8, 1, 1);
 		struct sfr_stats stats;
 		pthread_t user;
 		void *rc;
 
-		slow("mmap", 100 * 1000);
-		slow("madvise", 100 * 1000);
+		saving_slow("mmap", 100 * 1000);
+		saving_slow("madvise", 100 * 1000);
 		CHECK_EQ(pthread_create(&user, NULL, use_the_pool, engine), 0);
 		do
 			CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
@@ -392,7 +361,7 @@ static void close_waits_for_those_who_warm_and_trim_the_pool(void)
 		CHECK_EQ(pthread_join(user, &rc), 0);
 		CHECK_EQ((intptr_t)rc, SFR_ECLOSED);
 		sfr_inject_clear();
-		free_engine(engine);
+		saving_end(engine);
 	}
 }
 

@@ -10,24 +10,10 @@ enum { NR_BLOCKS = 16 };
 static const char *dir;
 static struct saving_state one;
 
-static struct sfr_engine *new_engine(void)
-{
-	const struct sfr_engine_opts opts = { .pool_bytes = NR_BLOCKS * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 1,
-					      .max_in_flight = 2 };
-	struct sfr_engine *engine = NULL;
-
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
-	return engine;
-}
-
 static void free_engine(struct sfr_engine *engine)
 {
 	pool_figures_agree(engine->pool);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	saving_end(engine);
 }
 
 /* No block is written before it is let go of. */
@@ -35,29 +21,21 @@ static const struct sfr_fault stuck = {
 	.call = "pwrite", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
 };
 
-static enum sfr_state state_of(struct sfr_ticket *t)
-{
-	struct sfr_report report;
-
-	CHECK_EQ(sfr_save_report(t, &report), 0);
-	return report.state;
-}
-
 static void it_is_staged_until_every_block_is_written(void)
 {
-	struct sfr_engine *engine = new_engine();
+	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_ticket *t;
 
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	CHECK_EQ(sfr_inject_set(&stuck), 0);
 	CHECK_EQ(saving_submit(t), 0);
 	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
-	CHECK_EQ(state_of(t), SFR_STAGING);
+	CHECK_EQ(saving_state_of(t), SFR_STAGING);
 	CHECK_EQ(sfr_save_confirm(t, -1), 0);
-	CHECK_EQ(state_of(t), SFR_STAGED);
+	CHECK_EQ(saving_state_of(t), SFR_STAGED);
 	CHECK_EQ(sfr_inject_drop(&stuck), 0);
 	saving_finish(t);
-	CHECK_EQ(state_of(t), SFR_DURABLE);
+	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
 	sfr_ticket_put(t);
 	free_engine(engine);
 }
@@ -67,7 +45,7 @@ static void a_file_system_that_syncs_no_directory_is_told_of(void)
 	const struct sfr_fault fault = {
 		.call = "fsync", .nth = 1, .sticky = 1, .err = EINVAL, .limit = -1
 	};
-	struct sfr_engine *engine = new_engine();
+	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_report report;
 	struct sfr_ticket *t;
 
@@ -79,7 +57,8 @@ static void a_file_system_that_syncs_no_directory_is_told_of(void)
 	CHECK_EQ(sfr_save_report(t, &report), 0);
 	CHECK_EQ(report.state, SFR_DURABLE);
 	CHECK_EQ(report.err.index, -1);
-	CHECK(strstr(report.fallback[1], "cannot sync a directory (EINVAL)") != NULL);
+	CHECK(strstr(report.fallback[SFR_FALLBACK_UNSYNCED], "cannot sync a directory (EINVAL)") !=
+	      NULL);
 	sfr_ticket_put(t);
 	free_engine(engine);
 }
@@ -87,7 +66,7 @@ static void a_file_system_that_syncs_no_directory_is_told_of(void)
 /* The lane looks for one in slices: the end of a slice is no failure. */
 static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
 {
-	struct sfr_engine *engine = new_engine();
+	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr__block *blocks[NR_BLOCKS];
 	struct sfr_ticket *t;
 	unsigned nr = 0;
@@ -101,12 +80,12 @@ static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
 	CHECK(nr > 0);
 	CHECK_EQ(sfr_save_launch(t), 0);
 	(void)usleep(120000);
-	CHECK_EQ(state_of(t), SFR_STAGING);
+	CHECK_EQ(saving_state_of(t), SFR_STAGING);
 	while (nr > 0)
 		sfr__pool_put(engine->pool, blocks[--nr]);
 	CHECK_EQ(sfr_inject_drop(&stuck), 0);
 	saving_finish(t);
-	CHECK_EQ(state_of(t), SFR_DURABLE);
+	CHECK_EQ(saving_state_of(t), SFR_DURABLE);
 	CHECK_EQ(saving_look(dir, "a"), 1);
 	sfr_ticket_put(t);
 	free_engine(engine);
@@ -115,7 +94,7 @@ static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
 /* As if it had been made before a fork. */
 static void an_engine_of_another_process_is_refused(void)
 {
-	struct sfr_engine *engine = new_engine();
+	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
 	struct sfr_snapshot *snapshot;
 	struct sfr_stats stats;
 	struct sfr_ticket *t;
@@ -139,7 +118,8 @@ static void an_engine_of_another_process_is_refused(void)
 /* By another clock than its deadlines' a thread would never sleep. */
 static void the_conditions_of_an_engine_know_the_clock_of_deadlines(void)
 {
-	struct sfr_engine *engine = new_engine(); /* without threads yet: nobody wakes anybody */
+	struct sfr_engine *engine =
+		saving_engine(NR_BLOCKS, 1, 2); /* without threads yet: nobody wakes anybody */
 	pthread_cond_t *all[] = { &engine->cv_lane, &engine->cv_writer, &engine->cv_state };
 
 	sfr__lock(&engine->mu);
@@ -157,10 +137,6 @@ static void a_storage_of_several_pieces_is_copied_whole(void)
 {
 	enum { LEN = (9 << 20) + 5 };
 	static unsigned char large[2][LEN];
-	const struct sfr_engine_opts opts = { .pool_bytes = 64u << 20,
-					      .block_bytes = 1u << 20,
-					      .nr_writers = 1,
-					      .max_in_flight = 1 };
 	struct sfr_source sources[2];
 	struct sfr_engine *engine;
 	struct sfr_snapshot *s;
@@ -175,7 +151,7 @@ static void a_storage_of_several_pieces_is_copied_whole(void)
 						  .nbytes = LEN,
 						  .lane = i ? SFR_LANE_HOST : SFR_CAPTURED };
 	}
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine_of(1u << 20, 64, 1, 1);
 	CHECK_EQ(sfr_snapshot_new(engine, sources, 2, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_lease(s, SFR_FOREVER), 0);
 	CHECK_EQ(sfr_snapshot_start(s), 0);

@@ -100,14 +100,13 @@ static void resize(struct actor *me)
 /* A file is what was saved or is not there; while it is replaced it is one or the other. */
 static void look_or_remove(struct actor *me)
 {
-	char name[8], path[PATH_MAX];
+	char name[8];
 	struct sfr_err err;
 	int found;
 
 	name_of(me, name);
 	if (draw(&me->random, 3) == 0) {
-		(void)snprintf(path, sizeof(path), "%s/%s", dir, name);
-		(void)sfr__file_remove(path, NULL, &err);
+		(void)sfr__file_remove(dir_path(dir, name), NULL, &err);
 		return;
 	}
 	found = saving_look(dir, name);
@@ -205,7 +204,7 @@ static void everything_at_once_ends_and_leaves_nothing_behind(void)
 			return;
 		}
 	}
-	CHECK_EQ(saving_nr_temporaries(dir), 0);
+	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
 int main(void)

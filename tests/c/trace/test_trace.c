@@ -314,10 +314,6 @@ static void steps_that_raise_are_forgotten(void)
 
 static void a_save_is_seen_in_every_phase(void)
 {
-	const struct sfr_engine_opts opts = { .pool_bytes = 4 * SAVING_BLOCK,
-					      .block_bytes = SAVING_BLOCK,
-					      .nr_writers = 2,
-					      .max_in_flight = 2 };
 	static const char *const phases[] = { "save",           "admit", "capture",  "samples",
 					      "copy",           "block", "checksum", "write",
 					      "open",           "tail",  "sync",     "commit",
@@ -330,12 +326,10 @@ static void a_save_is_seen_in_every_phase(void)
 
 	saving_fill(&state, 1);
 	CHECK_EQ(sfr_trace_start(path), 0);
-	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	engine = saving_engine(4, 2, 2);
 	CHECK_EQ(saving_save(engine, dir, "a \"b\"\n\377.pt", &state, SFR_SAVE_DURABLE), 0);
 	CHECK_EQ(sfr_log_remove(dir_path(dir, "a \"b\"\n\377.pt"), NULL), 0);
-	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
-	sfr_engine_put(engine);
-	CHECK_EQ(sfr_log_stop(), 0);
+	saving_end(engine);
 	CHECK_EQ(sfr_trace_stop(&result), 0);
 	text = text_of(path);
 	for (size_t i = 0; i < sizeof(phases) / sizeof(phases[0]); i++) {
