@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dcp_table
 import restore_process
 from common import Series, format_size, format_times
 from peers import LIGHTNING, OURS, TORCH
@@ -127,9 +128,18 @@ def recording() -> list[str]:
 
 
 MADE = {"pictures": pictures, "recording": recording}
+
+
+def not_measured(source: str) -> list[str]:
+    script = source.removesuffix(".json")
+    command = f"python benchmarks/{script}.py --dir DIR --json benchmarks/results/{source}"
+    return [f"Not measured since the script was changed: `{command}`, then `make tables`."]
+
+
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "saves": ("saves.json", lambda document: saves(document, spread=False)),
     "saves with their spread": ("saves.json", lambda document: saves(document, spread=True)),
+    "many ranks": ("dcp.json", dcp_table.page),
     "loads": ("restore.json", loads),
     "lost time": ("lost_time.json", lost_time),
 }
@@ -143,7 +153,8 @@ def written(text: str) -> str:
             lines = MADE[found[1]]()
         else:
             source, make = TABLES[found[1]]
-            lines = make(json.loads((RESULTS / source).read_text()))
+            path = RESULTS / source
+            lines = make(json.loads(path.read_text())) if path.exists() else not_measured(source)
         return "\n".join([f"<!-- table {found[1]} -->", *lines, "<!-- end of table -->"])
 
     return re.sub(r"<!-- table ([^\n]+?) -->\n.*?<!-- end of table -->", table, text, flags=re.S)

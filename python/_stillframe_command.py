@@ -1,7 +1,9 @@
-"""The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion.
+"""The command `stillframe`, as far as it needs no torch: help, version, bad usage, completion,
+verify and inspect.
 
 It stands outside the package, whose import takes seconds because torch's does. What it needs of it
-are files that import nothing, which it runs by their paths.
+are files that import nothing, which it runs by their paths; verify and inspect need the core and
+modules beside it, and get the package without its front.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ INTERRUPTED = 130  # what a shell reports for SIGINT,
 NO_READER = 141  # and for SIGPIPE
 
 _PACKAGE = Path(__file__).parent / "stillframe"
+_WITHOUT_TORCH = ("verify", "inspect")
 
 
 def _module_of(path: str) -> ModuleType:
@@ -33,6 +36,22 @@ def _module_of(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _open_without_front() -> None:
+    """Makes the package's modules importable without its `__init__`, which imports torch. Only for
+    a process that does nothing else.
+
+    Raises:
+        ImportError: It cannot run here.
+    """
+    support = _module_of("_base/support")
+    complaint = support.complaint_of_python(sys.platform, support.is_free_threaded())
+    if complaint is not None:
+        raise ImportError(complaint)
+    package = ModuleType("stillframe", "Without its public names.")
+    package.__path__ = [str(_PACKAGE)]
+    sys.modules["stillframe"] = package
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,6 +92,8 @@ def _run(arguments: list[str]) -> int:
     if options.command == "completion":
         print(usage.completion(parser, options.shell), end="")
         return 0
+    if options.command in _WITHOUT_TORCH and "stillframe" not in sys.modules:
+        _open_without_front()
     from stillframe._shell import cli
 
     return cli.run(options)

@@ -141,8 +141,9 @@ def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_come
 ):
     metadata = tmp_path / "c/.metadata"
     with held_commits(monkeypatch) as go:
-        with held("fdatasync", sticky=False):
+        with held("fdatasync", sticky=False) as one:
             first = stillframe.async_save([1], tmp_path / "first")
+            assert eventually(lambda: one.hits == 1)  # and not that of the other
             upload = begin(2, tmp_path / "c")
             assert eventually(lambda: any((tmp_path / "c").glob("*.distcp")))
             last = stillframe.async_save([3], tmp_path / "last")

@@ -218,6 +218,24 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_no_file(tmp_path, call)
     assert equal(loaded(old, tmp_path), old)
 
 
+def test_where_one_of_several_files_fails_none_of_them_stays(tmp_path):
+    state = {"a": torch.zeros(300_000), "b": torch.zeros(300_000)}
+    with (
+        fault("rename", err=errno.ENOSPC, nth=2),
+        pytest.raises(CheckpointException, match="No space"),
+    ):
+        write(state, tmp_path, single_file_per_rank=False)
+    assert files(tmp_path) == []
+
+
+def test_the_metadata_names_the_save(tmp_path):
+    writer = FileSystemWriter(tmp_path)
+    dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    found = dcp.FileSystemReader(tmp_path).read_metadata().storage_meta
+    assert found.save_id == writer.storage_meta().save_id
+    assert found.save_id and found.checkpoint_id == str(tmp_path)
+
+
 KILLED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")

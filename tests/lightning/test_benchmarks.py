@@ -53,6 +53,14 @@ def test_loads_are_measured(scripts, tmp_path):
     assert verify > 0
 
 
+def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
+    import pictures
+    import restore
+
+    shown = [pictures._colour(each) for each in (*restore.WAYS, restore.RAW, restore.MEMCPY)]
+    assert len(set(shown)) == len(shown)
+
+
 def test_a_restart_is_measured(scripts, tmp_path, lit):
     import restart
 

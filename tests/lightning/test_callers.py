@@ -9,13 +9,15 @@ import time
 import pytest
 import stillframe
 import torch
+from fix_holds import held_until_awaited
 from fix_lightning import SLURM, at, load, loader, trainer
 from stillframe.testing import slow
 
 
 def save_and_look(trainer, path, seen):
-    """Saves on a slow disk; notes whether the file is there on return."""
-    with slow("fdatasync", 0.3):
+    """Saves on a disk that stands still until it is waited for; notes whether the file is there on
+    return."""
+    with held_until_awaited("fdatasync"):
         trainer.save_checkpoint(path)
         seen.append(path.exists())
         stillframe.wait_all()
@@ -129,7 +131,7 @@ def test_two_trainers_of_one_plugin_are_told_apart(lit, tmp_path):
 
     run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
     run.fit(lit.Model(), loader())
-    with slow("fdatasync", 0.3):
+    with held_until_awaited("fdatasync"):
         fabric.save(tmp_path / "fabric.ckpt", {"x": torch.ones(3)})
         seen.append((tmp_path / "fabric.ckpt").exists())
         stillframe.wait_all()

@@ -3,6 +3,7 @@
 import pytest
 import stillframe
 import torch
+from fix_holds import held_until_awaited
 from fix_lightning import assert_same, copied
 from stillframe.testing import fault, slow
 from torch import nn
@@ -48,7 +49,7 @@ def test_saves_are_asynchronous_and_loads_wait_for_them(pkg, tmp_path):
         step(fabric, model, optimizer, nr)
     expected = copied(dict(model.state_dict()))
     path = tmp_path / "a.ckpt"
-    with slow("fdatasync", 0.3), slow("lane_copy", 0.01):
+    with held_until_awaited("fdatasync"), slow("lane_copy", 0.01):
         fabric.save(path, {"model": model})
         assert not path.exists()
         step(fabric, model, optimizer, 6)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import stillframe
 import torch
 from fix_checkpoints import flip, offset_of_storage
+from fix_memory import in_a_child, resident
 from stillframe._lightning import reading
 
 STATE = {"x": torch.arange(5000.0), "n": 3}
@@ -46,11 +48,71 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
     assert ends[0] is ends[1]
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_ranks_share_what_the_disk_reads(several, pkg, path, monkeypatch):
+@pytest.mark.parametrize(
+    ("world", "on_the_node", "shared"),
+    [(None, None, False), (1, None, False), (2, None, True), (2, "2", True), (2, "1", False)],
+)
+def test_the_ranks_of_a_node_share_what_its_disk_reads(
+    world, on_the_node, shared, pkg, path, monkeypatch
+):
     asked = []
     monkeypatch.setattr(reading, "load", lambda path, **how: asked.append(how))
-    monkeypatch.setattr(reading, "has_several_ranks", lambda: several)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if on_the_node is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", on_the_node)
     pkg.AsyncCheckpointIO().load_checkpoint(path)
-    assert [how["shared"] for how in asked] == [several]
+    assert [how["shared"] for how in asked] == [shared]
     assert asked[0]["map_location"] == "cpu"
+
+
+# ---- how much memory a training takes that goes on ----
+
+WIDTH, LAYERS = 1024, 8
+STATE_NBYTES = 3 * 4 * WIDTH * WIDTH * LAYERS  # with both moments of AdamW
+FIXED = 20 << 20  # buffers of the readers, Lightning's own: less than another copy of a model
+
+
+def train(pkg, path, *, resumes):
+    """A training of a few steps: the first writes `path`, another goes on from there. Returns the
+    bytes that were resident at most from before its restart to its first step, over its model."""
+    peak = []
+
+    class Wide(pkg.LightningModule):
+        def __init__(self):
+            super().__init__()
+            each = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+            self.layers = torch.nn.ModuleList(each)
+
+        def training_step(self, batch, index):
+            return torch.stack([layer.weight[0].sum() for layer in self.layers]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), foreach=False)
+
+        def on_train_start(self):
+            peak.append(resident("VmHWM") - before)
+
+    trainer = pkg.Trainer(
+        max_steps=2 if resumes else 1,
+        plugins=[pkg.AsyncCheckpointIO()],
+        accelerator="cpu",
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+        enable_model_summary=False,
+    )
+    module = Wide()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    data = torch.utils.data.DataLoader(torch.zeros(2, 1))
+    trainer.fit(module, data, ckpt_path=path if resumes else None)
+    if not resumes:
+        trainer.save_checkpoint(path)
+    return peak[0]
+
+
+def test_a_training_that_goes_on_has_its_state_in_memory_once(lit, tmp_path):
+    path = str(tmp_path / "x.ckpt")
+    in_a_child(lambda: train(lit, path, resumes=False))
+    peak = in_a_child(lambda: train(lit, path, resumes=True))
+    assert 0.9 * STATE_NBYTES <= peak <= 1.05 * STATE_NBYTES + FIXED

@@ -10,10 +10,11 @@ import sys
 import pytest
 import stillframe
 import torch
+from fix_holds import held_until_awaited
 from fix_lightning import VERSION, load
 from lightning.fabric.plugins import TorchCheckpointIO
 from stillframe import _core
-from stillframe.testing import slow
+from stillframe.testing import held, slow
 
 STATE = {"x": torch.arange(12.0), "n": 3}
 
@@ -230,7 +231,7 @@ def test_a_replaced_torch_save_is_called(lit, tmp_path, monkeypatch, caplog):
 
 def test_a_load_waits_for_the_save(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO()
-    with slow("fdatasync", 0.3):
+    with held_until_awaited("fdatasync"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         assert not (tmp_path / "a.ckpt").exists()
         assert plugin.load_checkpoint(tmp_path / "a.ckpt")["n"] == 3
@@ -239,11 +240,11 @@ def test_a_load_waits_for_the_save(lit, tmp_path):
 
 def test_a_remove_never_overtakes_the_save_nor_waits_for_it(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO()
-    with slow("fdatasync", 1.0):
+    with held("fdatasync"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
         plugin.remove_checkpoint(tmp_path / "a.ckpt")
         assert _core.log_pending() == 2  # both calls are back, and neither has ended
-        plugin.teardown()
+    plugin.teardown()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -251,12 +252,12 @@ def test_teardown_waits_for_the_remove_of_a_relative_name(lit, tmp_path, monkeyp
     (tmp_path / "a.ckpt").touch()
     monkeypatch.chdir(tmp_path)
     plugin = lit.AsyncCheckpointIO()
-    with slow("unlink", 0.3):
+    with held("unlink"):
         plugin.remove_checkpoint("a.ckpt")
         monkeypatch.chdir("/")
         assert (tmp_path / "a.ckpt").exists()
-        plugin.teardown()
-        assert not (tmp_path / "a.ckpt").exists()
+    plugin.teardown()
+    assert not (tmp_path / "a.ckpt").exists()
 
 
 def test_directories_are_removed_too_and_a_missing_name_is_no_error(lit, tmp_path):
@@ -399,14 +400,14 @@ def test_an_interrupted_teardown_can_be_called_again(lit, tmp_path):
     plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
     handler = signal.signal(signal.SIGALRM, interrupt)
     try:
-        with slow("fdatasync", 1.5):
+        with held("fdatasync"):
             plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
             plugin.remove_checkpoint(tmp_path / "missing.ckpt")
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
                 plugin.teardown()
             assert not (tmp_path / "a.ckpt").exists()
-            plugin.teardown()
+        plugin.teardown()
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert load(tmp_path / "a.ckpt")["n"] == 3

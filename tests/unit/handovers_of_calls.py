@@ -17,6 +17,7 @@ from fix_handovers import Counter
 from stillframe._lightning.offload import OffloadHooks
 from stillframe._save import gate
 
+MANY_RANKS = "save of many ranks, beside the call"
 LENGTH = 2048  # elements of a parameter: storages up to 4 KiB are copied in the call
 
 
@@ -103,7 +104,34 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
     checkpoint = {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]}
     hook = OffloadHooks().on_save_checkpoint
     counts["callback"], _ = counter.count(lambda: hook(trainer, None, checkpoint))
+    counts[MANY_RANKS] = of_many_ranks(counter, tensors, directory / "ranks")
     return counts
+
+
+def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
+    """Of the thread of stillframe.dcp, for a save whose plan is known."""
+    from stillframe import dcp
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    parts = [DTensor.from_local(torch.randn(8), mesh, [Shard(0)]) for _ in range(tensors)]
+    state = {"model": {f"w{number}": part for number, part in enumerate(parts)}}
+    before = 0
+    for _ in range(3):
+        before = of_thread(counter, "sf-dcp")
+        dcp.save(state, directory)
+        time.sleep(0.2)  # it waits again
+    found = of_thread(counter, "sf-dcp") - before
+    distributed.destroy_process_group()
+    return found
+
+
+def of_thread(counter: Counter, name: str) -> int:
+    """0 where it has not been started."""
+    threads = [each for each in threading.enumerate() if each.name == name]
+    return sum(counter.of(int(each.native_id or 0)) for each in threads)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ static uint32_t state_portable(uint32_t state, const unsigned char *p, size_t le
 #define FOLD_512 0x154442bd4, 0x1c6e41596
 #define FOLD_2048 0x11542778a, 0x1322d1430
 
-#define PCLMUL __attribute__((target("pclmul,sse4.1")))
+#define PCLMUL __attribute__((target("pclmul")))
 
 PCLMUL static inline __m128i constant(long long early, long long late)
 {
@@ -151,7 +151,7 @@ PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size
 
 /* ---- VPCLMULQDQ -------------------------------------------------------------- */
 
-#define VPCLMUL __attribute__((target("vpclmulqdq,avx512f,avx512vl,avx512dq,pclmul,sse4.1")))
+#define VPCLMUL __attribute__((target("vpclmulqdq,avx512f,avx512vl,avx512dq,pclmul")))
 
 VPCLMUL static inline __m512i load_wide(const unsigned char *p)
 {
@@ -335,7 +335,7 @@ __attribute__((constructor)) static void crc_init(void)
 
 #if defined(__x86_64__)
 	__builtin_cpu_init();
-	if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) {
+	if (__builtin_cpu_supports("pclmul")) {
 		best = 1;
 		if (__builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
 		    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))

@@ -101,21 +101,17 @@ static bool is_out_of_order(const struct sfr_check *c)
 }
 
 /* Whether there is room for the record where the directory says it is; its own header may be longer
- * than what is known of it here. */
+ * than what is known of it here. But for its name there is: see sfr__unzip_central_extra. */
 static void place_by_directory(struct sfr_check *c, const char **wrong)
 {
-	const uint64_t limit = c->end.dir_off, least = SFR__UNZIP_LOCAL + c->rec.name_len;
+	const uint64_t end = c->rec.hdr_off + SFR__UNZIP_LOCAL + c->rec.clen;
 
-	if (is_out_of_order(c)) {
+	if (is_out_of_order(c))
 		*wrong = overlaps;
-		return;
-	}
-	if (c->rec.hdr_off > limit || least > limit - c->rec.hdr_off ||
-	    c->rec.clen > limit - c->rec.hdr_off - least) {
+	else if (c->rec.name_len > c->end.dir_off - end)
 		*wrong = reaches_beyond;
-		return;
-	}
-	c->rec_end = c->rec.hdr_off + least + c->rec.clen;
+	else
+		c->rec_end = end + c->rec.name_len;
 }
 
 /* Compares the local header with the directory and finds the data. */

@@ -67,8 +67,8 @@ static void push(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes one name, or puts it on the list. True if the name is gone. */
-static bool remove_one(struct walk *w, const char *path, const char *name)
+/* Removes one name, or puts it on the list. */
+static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
 
@@ -77,34 +77,25 @@ static bool remove_one(struct walk *w, const char *path, const char *name)
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
 		if (errno != ENOENT && errno != ENOTDIR)
 			failed(w, -errno);
-		return false; /* it was not there: nothing has changed */
-	}
-	if (S_ISDIR(st.st_mode)) {
+	} else if (S_ISDIR(st.st_mode)) {
 		push(w, path);
-		return false;
-	}
-	if (name && S_ISREG(st.st_mode) && sfr__tmp_may_be_live(path, name)) {
+	} else if (name && S_ISREG(st.st_mode) && sfr__tmp_may_be_live(path, name)) {
 		w->kept = true;
-		return false;
-	}
-	if (sfr_sys.unlink(AT_FDCWD, path) == 0)
-		return true;
-	if (errno != ENOENT)
+	} else if (sfr_sys.unlink(AT_FDCWD, path) < 0 && errno != ENOENT) {
 		failed(w, -errno);
-	return false;
+	}
 }
 
-/* Removes what is in a directory; subdirectories go on the list. Returns how many names went. */
-static unsigned scan(struct walk *w, const char *dir)
+/* Removes what is in a directory; subdirectories go on the list. */
+static void scan(struct walk *w, const char *dir)
 {
 	DIR *stream = sfr_sys.opendir(dir);
 	struct dirent *entry;
-	unsigned nr_gone = 0;
 
 	if (!stream) {
 		if (errno != ENOENT)
 			failed(w, -errno);
-		return 0;
+		return;
 	}
 	while ((entry = sfr_sys.readdir(stream))) {
 		const char *name = entry->d_name;
@@ -117,11 +108,10 @@ static unsigned scan(struct walk *w, const char *dir)
 			failed(w, -ENOMEM);
 			break;
 		}
-		nr_gone += remove_one(w, path, name);
+		remove_one(w, path, name);
 		sfr_sys.free(path);
 	}
 	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
-	return nr_gone;
 }
 
 /* ---- checkpoints of DCP ---- */
@@ -201,12 +191,11 @@ static bool retract(struct walk *w, const char *dir)
 static void step(struct walk *w)
 {
 	struct node *node = w->todo;
-	unsigned nr_gone = 0;
 	int code;
 
 	if (node->nr_scans++ == 0) {
 		if (retract(w, node->path))
-			(void)scan(w, node->path);
+			scan(w, node->path);
 		return; /* what it has put on the list comes first */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {
@@ -218,11 +207,10 @@ static void step(struct walk *w)
 			if (w->kept || w->err->code)
 				break;
 			if (node->nr_scans++ < NR_SCANS) {
-				nr_gone = scan(w, node->path);
+				scan(w, node->path);
 				if (w->todo != node)
 					return; /* it has found a subdirectory */
-				if (nr_gone || w->kept)
-					continue;
+				continue;
 			}
 		}
 		failed(w, code);
@@ -237,7 +225,7 @@ int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_er
 	struct sfr_err own = { .index = -1 };
 	struct walk walk = { .err = &own, .heard_ns = heard_ns };
 
-	(void)remove_one(&walk, path, NULL); /* `own` holds what it has to say */
+	remove_one(&walk, path, NULL);
 	while (walk.todo)
 		step(&walk);
 	if (own.code)

@@ -221,7 +221,6 @@ static int start(struct sfr_onload *onload, uint32_t device, CUstream stream,
 	if (rc == SFR_ECLOSED)
 		return rc;
 	if (rc < 0) {
-		onload->lane = NULL;
 		sfr__err_set(err, rc, SFR_PHASE_STAGE, why);
 		return 0;
 	}

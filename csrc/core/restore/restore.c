@@ -44,7 +44,7 @@ static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 
 		while (r->next_rec < r->nr && sfr__restore_limit(r, r->next_rec) <= r->next_off)
 			r->next_rec++;
-		if (r->next_rec == r->nr || r->next_off >= r->end)
+		if (r->next_rec == r->nr)
 			return false;
 		to = r->next_off + SFR__RESTORE_PIECE;
 		if (to > r->end)

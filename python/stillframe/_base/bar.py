@@ -20,6 +20,8 @@ def on_terminal() -> bool:
 
 def printable(text: str) -> str:
     """Text that any terminal can take: no control characters, no half characters."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

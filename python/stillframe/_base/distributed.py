@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed
 
 
@@ -11,5 +13,9 @@ def is_initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def has_several_ranks() -> bool:
-    return is_initialized() and torch.distributed.get_world_size() > 1
+def may_have_ranks_beside() -> bool:
+    """Whether other ranks may run on this machine. Nobody is asked: one that has died, or that
+    never comes, would be waited for."""
+    if not is_initialized() or torch.distributed.get_world_size() == 1:
+        return False
+    return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun says it, others say nothing

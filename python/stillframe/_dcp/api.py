@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -87,15 +88,16 @@ def async_save(
         state_dict: As for DCP; `Stateful` values are asked for theirs.
         checkpoint_id: A directory, created with its parents if it is missing. For a remote one
             (`scheme://`), the state is staged here and written by PyTorch's own writer.
-        process_group: The ranks that save, with a backend for the CPU. Nothing else may use the
-            group meanwhile. By default all ranks, in a gloo group that the first call makes.
+        process_group: The ranks that save, with a backend for the CPU. By default all ranks. Where
+            it has all of them, only its timeout is used, for a gloo group that the first call
+            makes. With fewer ranks nothing else may use it meanwhile.
         planner: By default PyTorch's, with plans kept.
         no_dist: This process saves alone, even if there are others.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
         when_busy: While a save is under way: "wait" for it, or "raise" `BusyError`, on all ranks
-            if any of them is still busy.
+            if any of them is still busy, for which the group has to have all ranks.
 
     Returns:
         Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
@@ -194,16 +196,18 @@ class Saver:
         self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
         self._last: Upload | None = None
         self._stages = Stages()
+        # Of saves that have ended, and empty. A tensor's end lets go of the interpreter lock, so
+        # they end in the next call and not beside a main thread that computes.
+        self._spent: list[torch.Tensor] = []
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
     ) -> dist.ProcessGroup | None:
         if no_dist or not is_initialized():
             return None
-        if process_group is None:
-            return self._groups.of_saves()
-        refuse_without_cpu(process_group)
-        return process_group
+        if process_group is not None:
+            refuse_without_cpu(process_group)
+        return self._groups.of_saves(process_group)
 
     def save(
         self, state_dict: StateDict, checkpoint_id: str | os.PathLike[str], asked: Asked
@@ -223,8 +227,10 @@ class Saver:
         response = SaveResponse(Future(), cast(Any, upload))
         work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
         work.begins, work.beside, work.give_up = asked.begins, asked.beside, self._give_up
+        work.spent = self._spent
         try:
             waited_s = self._wait_for_last(work)
+            self._spent.clear()
             tree = self._stage(work, _of_stateful(state_dict), asked)
             completion.completion.start()
             if not completion.completion.over and asked.begins is None:
@@ -251,9 +257,17 @@ class Saver:
     def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> Copied:
         """Copies, where there is memory for that. Returns what is copied."""
         content = None if asked.beside is None else asked.beside.content
-        tree: Copied = (taken_apart(state_dict), content)
+        tree: Copied = (state_dict, content)
+        stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
         try:
-            work.staged = self._stages.stage(tree, overlap=asked.overlap, engine=asked.engine)
+            try:
+                work.staged = stage(tree)
+            except TypeError:  # mostly there is none to be looked for
+                tree = (taken_apart(state_dict), content)
+                if tree[0] is state_dict:
+                    raise
+                work.is_apart = True
+                work.staged = stage(tree)
         except PoolExhaustedError:
             if not asked.live_if_full:
                 raise
@@ -268,7 +282,7 @@ class Saver:
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()
         if group is not None:
-            busy = self._groups.any_rank(busy)
+            busy = self._groups.any_rank(group, busy)
         if busy:
             raise BusyError(
                 "a save is under way: wait for its upload_completion, or give when_busy='wait'"
@@ -303,9 +317,15 @@ def _place(
 
 def _of_stateful(state_dict: StateDict) -> StateDict:
     return {
-        name: value.state_dict() if isinstance(value, Stateful) else value
+        name: value.state_dict() if _is_stateful(value) else value
         for name, value in state_dict.items()
     }
+
+
+def _is_stateful(value: Any) -> bool:
+    """Asking a protocol takes longer than copying a tensor."""
+    plain = type(value) is dict or isinstance(value, torch.Tensor)
+    return not plain and isinstance(value, Stateful)
 
 
 class _Costs:

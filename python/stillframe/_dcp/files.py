@@ -67,10 +67,8 @@ class RankFiles:
 
     def settle(self) -> BaseException | None:
         """Waits for the end of all files; the first error."""
-        failure: BaseException | None = None
-        for file in self._files:
-            failure = file.failure() if failure is None else failure
-        return failure
+        failures = [file.failure() for file in self._files]
+        return next((each for each in failures if each is not None), None)
 
     def _discard(self) -> None:
         for file in self._files:

@@ -21,9 +21,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -134,7 +135,9 @@ class Round:
         turn: Its place in the order of other saves; None where nothing else is under way any more.
         begins: Done when this rank may begin, for who has given it a place there; else None.
         beside: This rank's file that the checkpoint is committed with.
+        is_apart: ShardedTensors of the state dict were taken apart for the copying.
         raised: The call raises the error of the save before.
+        spent: Gets the tensors of the copy when nobody needs them any more.
         ended_well: Called before anybody hears of the end.
         give_up: Called with a group in which a collective has failed.
     """
@@ -150,7 +153,9 @@ class Round:
     turn: Turn | None = None
     begins: Future[None] | None = None
     beside: Beside | None = None
+    is_apart: bool = False
     raised: bool = False
+    spent: list[torch.Tensor] = field(default_factory=list)
     ended_well: Callable[[], object] = int
     give_up: Callable[[dist.ProcessGroup, BaseException], object] | None = None
 
@@ -161,6 +166,7 @@ class Rounds:
     def __init__(self) -> None:
         self._calls = 0
         self._plans = Plans()
+        self._ranks: Ranks | None = None
         self._waiting: queue.SimpleQueue[Round] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -204,7 +210,7 @@ class Rounds:
             self._clean_up(work, failure)
         try:
             if work.staged is not None:
-                work.staged.upload_ended()
+                work.spent.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
         work.copied = Future()
@@ -215,7 +221,7 @@ class Rounds:
     def _clean_up(self, work: Round, failure: BaseException) -> None:
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # the coordinator has said that there is no commit
-        group, work.group = work.group, None
+        group, work.group, self._ranks = work.group, None, None
         known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
         if group is not None and work.give_up is not None and not known:
             work.give_up(group, failure)
@@ -225,7 +231,8 @@ class Rounds:
                 log.error("stillframe: %s: %s", work.path, failure)
 
     def _save(self, work: Round) -> Metadata:
-        ranks, writer = Ranks(work.group), work.writer
+        ranks, writer = self._ranks or Ranks(work.group), work.writer
+        self._ranks = ranks
         joint: JointSave | None = None
         if writer is not None:
             joint = JointSave(ranks, self._plans, work.number, writer, work.planner)
@@ -275,7 +282,7 @@ class Rounds:
         tree, content = copied
         if work.beside is not None:
             work.beside.content = content
-        together: StateDict = put_together(tree)
+        together: StateDict = put_together(tree) if work.is_apart else tree
         return together
 
 

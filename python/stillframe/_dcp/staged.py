@@ -4,8 +4,11 @@
 
 The memory of a snapshot goes back when its tensors are gone. Of DCP's parts some live longer than
 the upload: a planner that is kept has the tensors of its last save, and so have the frames of an
-exception. So the end of an upload empties the tensors that are still there, and nobody keeps
-memory by keeping a planner.
+exception. So the end of an upload empties all of them, and nobody keeps memory by keeping a
+planner.
+
+They are emptied by `tensor.data =`. `set_`, as any operator, lets go of the interpreter lock, and
+so does the end of every tensor: beside a main thread that computes, thousands of them take seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -96,22 +98,24 @@ class Staged:
     def uploads(self, tree: Any) -> None:
         self._tree = tree
 
-    def upload_ended(self) -> None:
-        """Gives the memory back: nothing reads it any more. May be called again."""
+    def upload_ended(self) -> list[torch.Tensor]:
+        """Gives the memory back: nothing reads it any more. May be called again.
+
+        Returns:
+            The tensors, which are empty now, for who knows a better time for their end.
+        """
         taken, tree = self._taken, self._tree
         self._tree = None
-        tensors = [weakref.ref(each) for each in _tensors(tree)]
+        tensors = [each for _, each in paths(tree, lambda node: isinstance(node, torch.Tensor))]
         del tree
-        with torch.no_grad():
-            for reference in tensors if taken is not None and is_leased(taken) else []:
-                tensor = reference()
-                if tensor is not None:
-                    tensor.set_()  # type: ignore[call-overload]
+        if taken is not None and is_leased(taken):
+            _empty(tensors)
         if taken is not None:
             recall(taken)  # an executor's process keeps the last state dict that it has written
             will_return(taken, False)  # what is left of it is in somebody's hands
         self._taken = None
         self._note(uploading=False)
+        return tensors
 
     def _note(self, *, uploading: bool) -> None:
         with self._changed:
@@ -129,9 +133,17 @@ class Staged:
         return taken is not None and is_leased(taken)
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a staged tree that have memory of their own."""
-    for _, tensor in paths(tree, lambda node: isinstance(node, torch.Tensor)):
+def _empty(tensors: list[Any]) -> None:
+    nothing: dict[torch.dtype, torch.Tensor] = {}
+    for tensor in _with_memory(tensors):
+        if tensor.dtype not in nothing:
+            nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = nothing[tensor.dtype]
+
+
+def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:
+    """Those, and those inside of them, that have memory of their own."""
+    for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             inner = (getattr(tensor, name) for name in names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stillframe._base.distributed import has_several_ranks
+from stillframe._base.distributed import may_have_ranks_beside
 from stillframe._base.paths import is_remote
 from stillframe._save.load import load
 
@@ -29,7 +29,7 @@ def read(reader: Callable[..., Any], path: Any, args: Any, kwargs: Any) -> Any:
         return reader(path, *args, **kwargs)
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    return load(path, **how, shared=has_several_ranks())
+    return load(path, **how, shared=may_have_ranks_beside())
 
 
 def _arguments(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import restore
 
 _AHEAD = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
@@ -118,7 +119,7 @@ class Fill:
     """
 
     def __init__(self, core: _core.Restore, plan: Plan) -> None:
-        self.failure: restore.Failure | None = None
+        self.failure: Failure | None = None
         self._core = core
         self._plan = plan
         self._sizes = core.sizes(0, 1 << 62)
@@ -152,14 +153,14 @@ class Fill:
             self._place(self._core.nr)
             self._wait(self._core.nr)
         finally:
-            self.failure = restore.Failure(*self._core.failure())
+            self.failure = Failure(*self._core.failure())
             # First the threads, then the memory that they write to.
             self._core.close()
         self._plan.set_values()
 
     def _wait(self, index: int) -> None:
         if not self._core.wait(index):
-            raise restore.RestoreFailed
+            raise RestoreFailed
 
     def _place(self, least: int) -> None:
         """Gives records their places: `least` of all, and those that may be read ahead."""

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from stillframe import _core
-from stillframe._base import bar, looks, paths
+from stillframe._base import bar, looks, paths, records
 from stillframe._base.calls import no_collection
+from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import gate, ordered, placement, restore
 from stillframe._save.into import Fill, copy, match
 from stillframe._tree import keypaths
@@ -145,7 +146,7 @@ def _load_fd(fd: int, how: _How) -> Any:
         try:
             with bar.watched(core.done, how.path, found["nbytes"]):
                 return archive.load(how.map_location, how.weights_only)
-        except restore.RestoreFailed:
+        except RestoreFailed:
             why = _why_not(archive.failure, fd, how)
         except pickle.UnpicklingError:
             if not how.weights_only:
@@ -176,7 +177,7 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     shapes = None if core is None else restore.Shapes(core)
     try:
         loaded = shapes.load(how.weights_only) if shapes else None
-    except (restore.RestoreFailed, pickle.UnpicklingError) as error:
+    except (RestoreFailed, pickle.UnpicklingError) as error:
         shapes = loaded = None  # the general way says what is wrong
         why = f"its pickle cannot be read ahead: {error!r}"
     if shapes is None:
@@ -193,7 +194,7 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     try:
         with bar.watched(core.done, how.path, found["nbytes"]):
             fill.run()
-    except restore.RestoreFailed:
+    except RestoreFailed:
         _why_not(fill.failure, fd, how, "; what into= names is half written")
     return into
 
@@ -245,7 +246,7 @@ def _torch_load(file: Any, how: _How) -> Any:
 # ---- what is wrong ----
 
 
-def _why_not(failure: restore.Failure | None, fd: int, how: _How, more: str = "") -> str:
+def _why_not(failure: Failure | None, fd: int, how: _How, more: str = "") -> str:
     """Raises what ended a restore; returns why it should be tried in the general way instead.
 
     Args:
@@ -279,7 +280,7 @@ def _tensors_in(fd: int, how: _How, record: str) -> str:
     try:
         core = how.open_again(fd)
         try:
-            (pickled,) = restore.read(core, ("data.pkl",))
+            (pickled,) = records.read(core, ("data.pkl",))
         finally:
             core.close()
         names = keypaths.of_storage(pickled, key)

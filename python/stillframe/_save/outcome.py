@@ -44,10 +44,9 @@ class Failure:
 
     def collect(self) -> None:
         """Somebody has seen it."""
-        if not self.collected:
-            self.collected = True
-            with contextlib.suppress(ValueError):  # taken by wait_all in the meantime
-                _failures.remove(self)
+        with contextlib.suppress(ValueError):  # somebody had
+            _failures.remove(self)
+        self.collected = True
 
     def dropped(self, what: str) -> None:
         """Nobody can ask for it any more: it is logged, unless it was seen or, where the process
@@ -66,9 +65,8 @@ def take_failures(*, first_only: bool) -> list[Failure]:
     taken: list[Failure] = []
     while _failures and not (taken and first_only):
         failure = _failures.pop(0)
-        if not failure.collected:
-            failure.collected = True
-            taken.append(failure)
+        failure.collected = True
+        taken.append(failure)
     return taken
 
 

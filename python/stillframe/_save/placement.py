@@ -19,7 +19,7 @@ from torch import serialization
 
 from stillframe import _core
 from stillframe._base import device as _device
-from stillframe._save import restore
+from stillframe._base import records
 from stillframe._tree import keypaths
 
 _logger = logging.getLogger("stillframe")
@@ -69,7 +69,7 @@ def _rule(map_location: Any) -> Callable[[str], str]:
 
 def _locations(peek: _core.Restore) -> dict[str, str]:
     """Where a pickle's storages were saved; none if their bytes need turning round."""
-    pickle, byteorder = restore.read(peek, ("data.pkl", "byteorder"))
+    pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
     return _Locations(pickle).found if byteorder == _BYTEORDER else {}
 
 

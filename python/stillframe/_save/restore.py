@@ -22,7 +22,6 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import IO, Any, TypeAlias, cast
 
@@ -31,6 +30,7 @@ from torch import _weights_only_unpickler, serialization
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._base.records import Failure, RestoreFailed, read
 from stillframe.errors import StillframeError
 
 _BATCH = 64 << 20  # bytes of memory that are found at a time
@@ -39,20 +39,6 @@ _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
 _AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
-
-
-class RestoreFailed(Exception):
-    """A record is damaged or could not be read: `Archive.failure` says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What went wrong first: `code` is ECORRUPT, for which there is a reason, or -errno."""
-
-    code: int
-    record: str
-    offset: int
-    reason: str | None
 
 
 class _Loaded:
@@ -243,28 +229,6 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
     for number in sorted(numbers):
         if why := core.device(number, _device.current_stream(number)):
             raise StillframeError(f"nothing can be loaded to a device: {why}")
-
-
-def read(core: _core.Restore, names: tuple[str, ...]) -> list[bytes]:
-    """Single records, of a restore that has not begun: empty where there is none.
-
-    What is raised in here closes the restore.
-
-    Raises:
-        RestoreFailed: One is damaged or could not be read.
-    """
-    numbers = [core.find(name) for name in names]
-    wanted = {number: new_storage(core.sizes(number, 1)[0]) for number in numbers if number >= 0}
-    core.into(0, [wanted[i].data_ptr() if i in wanted else 0 for i in range(core.nr)])
-    try:
-        for number in sorted(wanted):
-            core.go(core.reach(number))
-            if not core.wait(number):
-                raise RestoreFailed
-    except BaseException:
-        core.close()  # first the threads, then the memory that they write to
-        raise
-    return [bytes_of(wanted[number]) if number >= 0 else b"" for number in numbers]
 
 
 def _quick(base: Any, archive: Archive, everything: bool) -> Any:

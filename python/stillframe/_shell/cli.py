@@ -115,6 +115,8 @@ def verify_directory(path: str) -> Finding:
         found = check.check(path)
     except CorruptCheckpointError as error:
         return Finding(path, DAMAGED, str(error))
+    except MemoryError:
+        return Finding(path, UNUSABLE, "not enough memory to check it")
     except OSError as error:
         return Finding(path, UNUSABLE, _reason(error))
     return Finding(
@@ -277,12 +279,13 @@ def _total(findings: Sequence[Finding]) -> str:
     return f"{len(findings)} paths, {decimal(nbytes)}: {', '.join(counts)}"
 
 
-def folded(text: str, width: int, indent: str = "    ") -> list[str]:
-    """`text` in lines of at most `width` letters, broken behind spaces and slashes only, so that a
-    path's parts stay whole; one that is wider than a line has a line of its own."""
+def folded(text: str, width: int, indent: str = "    ", behind: str = " /") -> list[str]:
+    """`text` in lines of at most `width` letters, broken behind spaces and slashes only (the
+    letters of `behind`), so that a path's parts stay whole; one that is wider than a line has a
+    line of its own."""
     lines: list[str] = []
     line = ""
-    for part in re.findall(r"[^ /]*(?:/|\s+|$)", text):
+    for part in re.findall(rf"[^{behind}]*(?:[{behind}]\s*|$)", text):
         if line.strip() and len(line) + len(part.rstrip()) > width:
             lines.append(line.rstrip())
             line = indent

@@ -11,21 +11,29 @@ import io
 import json
 import os
 import pickle
+import shutil
 import stat
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stillframe import _core
-from stillframe._base import looks
+from stillframe._base import looks, records
+from stillframe._base.bar import printable
+from stillframe._base.calls import no_collection
+from stillframe._base.sizes import decimal
+from stillframe._shell.cli import folded
 from stillframe._tree import contents
 from stillframe._tree.contents import Tensor, Value
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name
-_MOST_FOLDED = 1000  # rows of a table; folding them to the terminal takes 0.5 ms each
+_INDENT = "  "
+_DEEPEST = 24  # of a tree; what lies deeper has the rest of its path for a name
+_WIDEST = 200  # of a table's column: few longer paths do not widen all its lines
 _COLUMNS = ("tensor", "shape", "dtype", "device", "bytes", "kind")
 
 
@@ -41,14 +49,14 @@ class Found:
     tensors: list[Tensor] = field(default_factory=list)
     others: Counter[str] = field(default_factory=Counter)
 
-    def totals(self) -> dict[str, int]:
-        """Bytes of the storages under each prefix of a tensor's path, ``""`` for all; each storage
-        counts once."""
+    def totals(self, depth: int = 1) -> dict[str, int]:
+        """Bytes of the storages under each prefix of so many parts at most of a tensor's path,
+        ``""`` for all; each storage counts once."""
         under: dict[str, dict[str, int]] = {"": {}}
         for each in self.tensors:
-            parts = each.path.split(".")
-            for depth in range(len(parts) + 1):
-                storages = under.setdefault(".".join(parts[:depth]), {})
+            parts = each.path.split(".", depth)[:depth]
+            for nr in range(len(parts) + 1):
+                storages = under.setdefault(".".join(parts[:nr]), {})
                 storages[each.storage] = each.storage_nbytes
         return {prefix: sum(storages.values()) for prefix, storages in under.items()}
 
@@ -58,13 +66,12 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         totals = self.totals()
-        names = [each.name for each in fields(Tensor)]
         return {
             "path": self.path,
             "error": self.error,
             "nbytes": self.nbytes,
             "format": self.format,
-            "tensors": [{name: getattr(each, name) for name in names} for each in self.tensors],
+            "tensors": [each._asdict() for each in self.tensors],
             "totals": {prefix: totals[prefix] for prefix in self.prefixes()},
             "others": dict(self.others),
         }
@@ -82,7 +89,7 @@ def look(path: str) -> Found:
         os.close(fd)
         found.status, found.error = UNUSABLE, f"it is {looks.directory(path)}"
         return found
-    with os.fdopen(fd, "rb") as file:
+    with os.fdopen(fd, "rb") as file, no_collection():
         try:
             checked = _core.check(fd, False)
             found.nbytes, found.format = checked["nbytes"], checked["format"]
@@ -93,6 +100,8 @@ def look(path: str) -> Found:
             if not checked["ok"]:
                 found.status, found.error = DAMAGED, checked["error"]
             _read(file, found)
+        except MemoryError:
+            found.status, found.error = UNUSABLE, "not enough memory to read its pickle"
         except (OSError, pickle.UnpicklingError) as error:
             found.status = DAMAGED
             found.error = f"{found.error}; {error}" if found.error else str(error)
@@ -100,20 +109,50 @@ def look(path: str) -> Found:
 
 
 def _read(file: IO[bytes], found: Found) -> None:
-    for each in contents.walk(
-        contents.read(_pickle(file, found.format), legacy=found.format == "legacy")
-    ):
-        if isinstance(each, Value):
-            found.others[each.kind] += 1
-        else:
-            found.tensors.append(each)
+    if found.format == "legacy":
+        root = contents.read(file, legacy=True)
+    else:
+        root = contents.read(_pickle(file, found))
+    try:
+        for each in contents.walk(root):
+            if isinstance(each, Value):
+                found.others[each.kind] += 1
+            else:
+                found.tensors.append(each)
+    except (RecursionError, ValueError) as error:  # keys of keys, numbers of many thousand digits
+        raise pickle.UnpicklingError(f"its pickle cannot be shown: {error}") from None
 
 
-def _pickle(file: IO[bytes], kind: str) -> IO[bytes]:
-    """Where the pickle begins; of an archive whose directory is lost, its first record is it."""
+def _pickle(file: IO[bytes], found: Found) -> IO[bytes]:
+    """Where an archive's pickle begins; what is wrong with it is noted."""
+    for verify in (True, False):
+        core = _core.restore(file.fileno(), verify)[1]
+        if core is None:
+            break
+        try:
+            (data,) = records.read(core, ("data.pkl",))
+            core.close()
+        except records.RestoreFailed as error:
+            failure = error.failure
+            if failure is not None and failure.code == _core.ECORRUPT:
+                _note(found, failure)
+            continue
+        if data:
+            return io.BytesIO(data)
+        break
+    return _pickle_elsewhere(file)
+
+
+def _note(found: Found, failure: records.Failure) -> None:
+    """Other records are `verify`'s to find."""
+    if failure.record == "data.pkl" and found.status == GOOD:
+        found.status, found.error = DAMAGED, f"record data.pkl: {failure.reason}"
+
+
+def _pickle_elsewhere(file: IO[bytes]) -> IO[bytes]:
+    """The same of an archive that another program packed; of one whose directory is lost, the
+    first record is it."""
     file.seek(0)
-    if kind == "legacy":
-        return file
     try:
         with zipfile.ZipFile(file) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
@@ -132,56 +171,57 @@ def _pickle(file: IO[bytes], kind: str) -> IO[bytes]:
 # ---- showing ------------------------------------------------------------------------------
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
 def _show(found: Found, *, as_tree: bool) -> None:
-    from rich.filesize import decimal
+    # A file or a pipe has no width.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in _told(found, _tree(found) if as_tree else _table(found, width), as_tree):
+        for part in [line] if width is None or len(line) <= width else _folded(line, width):
+            print(part)
 
-    from stillframe._shell.console import Console
 
-    console = Console()
-    folds = console.is_terminal and len(found.tensors) <= _MOST_FOLDED
-    if not console.is_terminal:  # a file or a pipe has no width
-        paths = [found.path, found.error or "", *(each.path for each in found.tensors)]
-        console = Console(width=100 + 2 * max(map(len, paths)))
+def _told(found: Found, tensors: Iterator[str], as_tree: bool) -> Iterator[str]:
+    """All lines."""
     if found.error:
         word = "damaged: " if found.status == DAMAGED else ""
-        console.print(_printable(f"{found.path}: {word}{found.error}"), markup=False)
+        yield printable(f"{found.path}: {word}{found.error}")
     if found.tensors:
-        if as_tree or folds:
-            console.print(_tree(found) if as_tree else _table(found))
-        else:
-            for line in _lines(found):
-                print(line)
+        yield from tensors
         totals = found.totals()
         total = f"{len(found.tensors)} tensors, {decimal(totals[''])} of storages"
-        console.print(f"{total} in a file of {decimal(found.nbytes)}", highlight=False)
-        for prefix in found.prefixes() if not as_tree and len(found.prefixes()) > 1 else []:
-            nbytes = decimal(totals[prefix])
-            console.print(f"  {_printable(prefix)}: {nbytes}", markup=False, highlight=False)
+        yield f"{total} in a file of {decimal(found.nbytes)}"
+        for prefix in found.prefixes() if not as_tree and len(totals) > 2 else []:
+            yield f"  {printable(prefix)}: {decimal(totals[prefix])}"
     if found.others:
-        others = ", ".join(f"{nr} {_printable(kind)}" for kind, nr in found.others.most_common())
-        console.print(f"other values: {others}", markup=False, highlight=False)
+        others = ", ".join(f"{nr} {printable(kind)}" for kind, nr in found.others.most_common())
+        yield f"other values: {others}"
+
+
+def _folded(line: str, width: int) -> Iterator[str]:
+    """Further lines stand to the right of the first; what is wider than a line is cut."""
+    indent = len(line) - len(line.lstrip()) + 4
+    for part in folded(line, width, " " * min(indent, width // 2), behind=" /."):
+        yield from (part[at : at + width] for at in range(0, len(part), width))
 
 
 def _rows(found: Found) -> Iterator[list[str]]:
-    from rich.filesize import decimal
-
     for each in found.tensors:
         cells = (each.path, _shape(each.shape), each.dtype, each.device, decimal(each.nbytes))
-        yield [_printable(cell) for cell in (*cells, each.kind)]
+        yield [printable(cell) for cell in (*cells, each.kind)]
 
 
-def _lines(found: Found) -> Iterator[str]:
-    """The table as wide as it is."""
+def _table(found: Found, width: int | None) -> Iterator[str]:
+    """A line for each tensor, or two where the terminal is narrower."""
     rows = [[*_COLUMNS], *_rows(found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
+    if width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        for path, *about in rows[1:]:
+            yield path
+            yield f"    {'  '.join(about)}"
+        return
     row_format = "  ".join(
         f"{{:{'>' if name == 'bytes' else ''}{width}}}"
         for name, width in zip(_COLUMNS, widths, strict=True)
@@ -190,38 +230,30 @@ def _lines(found: Found) -> Iterator[str]:
         yield row_format.format(*row).rstrip()
 
 
-def _table(found: Found) -> Any:
-    """Folded to the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for row in _rows(found):
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _tree(found: Found) -> Any:
-    from rich.filesize import decimal
-    from rich.text import Text
-    from rich.tree import Tree
-
-    top = Tree(Text(_printable(found.path)))
-    branches: dict[str, Any] = {"": top}
-    totals = found.totals()
+def _tree(found: Found) -> Iterator[str]:
+    """A line for each prefix and each tensor, as far to the right as it is deep."""
+    totals = found.totals(_DEEPEST)
+    under: dict[str, list[tuple[str, str | None]]] = {"": []}  # lines, and which prefix they are
     for each in found.tensors:
-        parts = each.path.split(".")
-        for depth in range(1, len(parts)):
-            prefix = ".".join(parts[:depth])
-            if prefix not in branches:
-                words = f"{parts[depth - 1]}  {decimal(totals[prefix])}"
-                parent = branches[".".join(parts[: depth - 1])]
-                branches[prefix] = parent.add(Text(_printable(words)))
-        words = f"{parts[-1]}  {_shape(each.shape)} {each.dtype} {each.device}"
-        branches[".".join(parts[:-1])].add(Text(_printable(words)))
-    return top
+        *above, last = each.path.split(".", _DEEPEST)
+        here = ""
+        for depth, part in enumerate(above, 1):
+            prefix = ".".join(above[:depth])
+            if prefix not in under:
+                under[prefix] = []
+                under[here].append((f"{part}  {decimal(totals[prefix])}", prefix))
+            here = prefix
+        under[here].append((f"{last}  {_shape(each.shape)} {each.dtype} {each.device}", None))
+    yield printable(found.path)
+    open_ones = [iter(under[""])]
+    while open_ones:
+        for words, branch in open_ones[-1]:
+            yield _INDENT * len(open_ones) + printable(words)
+            if branch is not None:
+                open_ones.append(iter(under[branch]))
+                break
+        else:
+            open_ones.pop()
 
 
 def run(options: argparse.Namespace) -> int:

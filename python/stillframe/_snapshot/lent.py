@@ -46,6 +46,7 @@ from stillframe.errors import StillframeError
 PATIENCE_S = 120.0  # in which others wait for what is lent
 
 _loans: list[Loan] = []  # under way; changed in one step each, by any thread
+_offering = threading.RLock()  # no process is forked with an end of a channel that nobody closes
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
@@ -77,11 +78,12 @@ class Lender:
 
     def offer(self) -> resource_sharer.DupFd:
         """The channel by which one process can ask for the memory."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            channel = resource_sharer.DupFd(theirs.fileno())
-        loan = Loan(self, ours)
-        _loans.append(loan)
+        with _offering:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                channel = resource_sharer.DupFd(theirs.fileno())
+            loan = Loan(self, ours)
+            _loans.append(loan)
         in_thread(loan.serve, loan.end)
         return channel
 
@@ -162,6 +164,10 @@ class Loan:
                 return
             self.recall()
 
+    def forget(self) -> None:
+        """In a forked child, whose copy of the channel would hide the borrower's end."""
+        self._channel.close()
+
     def recall(self) -> None:
         with self._lock:
             self._over = True
@@ -194,6 +200,22 @@ def sentence() -> str:
         " their tensors are gone, and a loop that waits for its next item keeps the last one until"
         " then, so that the pool needs room for two."
     )
+
+
+def _forked() -> None:
+    """In the child: the loans are the parent's, and so are multiprocessing's copies of channels
+    that nobody has asked for yet. Its own processes let go of them; `os.fork` knows of none."""
+    _offering.release()
+    if _loans:
+        resource_sharer._resource_sharer._afterfork()  # type: ignore[attr-defined]
+    for loan in _loans:
+        loan.forget()
+    _loans.clear()
+
+
+os.register_at_fork(
+    before=_offering.acquire, after_in_parent=_offering.release, after_in_child=_forked
+)
 
 
 # ---- here: what pickles ----

@@ -1,19 +1,22 @@
 """What is in a checkpoint's pickle: its tensors and the other values, by key path.
 
 The pickle is read by `keypaths`' stubs: nothing that it names is imported or called, so it is safe
-on any file and works without the classes.
+on any file and works without the classes. Nor is torch needed: what its types are called says how
+wide they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
 import pickle
+import re
+import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any
-
-import torch
-from torch import serialization
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from stillframe._tree import keypaths
 from stillframe._tree.keypaths import Storage, Stub
@@ -21,10 +24,35 @@ from stillframe._tree.keypaths import Storage, Stub
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None))
+_MOST_BYTES = 1 << 63
+_ALWAYS, _FOR_A_BYTE = 256 << 20, 64  # bytes of memory; a tensor takes a fifth of it
+_STORAGES = {  # torch's classes of them, and the types of their elements
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "BFloat16Storage": "bfloat16",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    "QUInt8Storage": "quint8",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": "uint8",
+}
+# float32, bits2x4, float8_e4m3fn, float4_e2m1fn_x2: those narrower than a byte share or fill one.
+_DTYPE = re.compile(
+    r"(?:b?float|complex|q?u?int|bits)(\d{1,3})(?:_e\d+m\d+[a-z]*)?(?:_?x\d)?", re.ASCII
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor as a pickle describes it; `nbytes` is of its elements, `storage` a record's key."""
 
     path: str
@@ -37,12 +65,13 @@ class Tensor:
     storage_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """Anything else; `kind` is its type's name."""
 
-    path: str
     kind: str
+
+
+_Path: TypeAlias = "tuple[_Path, str] | None"  # the path before, and the part behind it
 
 
 def read(file: IO[bytes], *, legacy: bool = False) -> Any:
@@ -50,113 +79,129 @@ def read(file: IO[bytes], *, legacy: bool = False) -> Any:
 
     Raises:
         pickle.UnpicklingError: It is none, or it is cut.
+        MemoryError: It needs more than a pickle of its length has to.
     """
+    here, end = file.tell(), file.seek(0, os.SEEK_END)
+    file.seek(here)
     try:
-        for _ in range(3 if legacy else 0):
-            keypaths.Reader(file).load()
-        return keypaths.Reader(file).load()
+        with _bounded(end - here):
+            for _ in range(3 if legacy else 0):
+                keypaths.Reader(file).load()
+            return keypaths.Reader(file).load()
     except MemoryError:
         raise
     except Exception as error:  # damaged pickles raise nearly anything
         raise pickle.UnpicklingError(f"its pickle cannot be read: {error}") from None
 
 
+@contextlib.contextmanager
+def _bounded(nbytes: int) -> Iterator[None]:
+    """Lets this process have so much new memory, and no more, as a pickle of so many bytes needs.
+
+    A wrong bit in the number of a place in the unpickler's list of objects has CPython fill a list
+    of any length: 64 GB. Only the commands read pickles so, each in a process of its own.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    most = in_use + _ALWAYS + _FOR_A_BYTE * nbytes
+    if limits[0] == resource.RLIM_INFINITY or most < limits[0]:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
 def walk(root: Any) -> Iterator[Tensor | Value]:
     """Everything in the tree once, in its order; containers themselves are not told."""
     seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [("", root)]
+    stack: list[tuple[_Path, Any]] = [(None, root)]
     while stack:
         path, node = stack.pop()
-        name = path.removeprefix(".")
         if isinstance(node, _PLAIN):
-            yield Value(name, type(node).__name__)
+            yield Value(type(node).__name__)
             continue
         if isinstance(node, type):
-            yield Value(name, getattr(node, "_name", "type"))
+            yield Value(getattr(node, "_name", "type"))
             continue
         if id(node) in seen and not isinstance(node, Storage):
             continue
         seen.add(id(node))
-        if (tensor := _as_tensor(name, node)) is not None:
-            yield tensor
+        if (tensor := _as_tensor(node)) is not None:
+            yield tensor._replace(path=_joined(path))
             continue
         if isinstance(node, Storage):
-            yield Value(name, "storage")
+            yield Value("storage")
             continue
         if isinstance(node, Stub) and node._name != "collections.OrderedDict":
-            yield Value(name, node._name.removeprefix("__builtin__."))
-        children = keypaths.children(node)
-        stack.extend(
-            reversed(
-                [
-                    (path + suffix, child)
-                    for suffix, child in children
-                    if suffix or isinstance(child, (Stub, Storage, dict, list, tuple))
-                ]
-            )
-        )
+            yield Value(node._name.removeprefix("__builtin__."))
+        parts = [
+            ((path, suffix) if suffix else path, child)
+            for suffix, child in keypaths.children(node)
+            if suffix or isinstance(child, (Stub, Storage, dict, list, tuple))
+        ]
+        stack.extend(reversed(parts))
 
 
-def _as_tensor(path: str, node: Any) -> Tensor | None:
-    """The node as a tensor, if it is one."""
+def _joined(path: _Path) -> str:
+    """Only tensors' are: a tree may be as deep as its pickle is long."""
+    parts: list[str] = []
+    while path is not None:
+        path, part = path
+        parts.append(part)
+    return "".join(reversed(parts)).removeprefix(".")
+
+
+def _as_tensor(node: Any) -> Tensor | None:
+    """The node as a tensor without a path, if it is one."""
     if not isinstance(node, (Storage, Stub)):
         return None
     try:
         if isinstance(node, Storage):
-            return _tensor(path, "storage", node, (node.numel,), None)
+            return _tensor("storage", node, (node.numel,), None)
         function = node._name.rpartition(".")[2]
         if function in _PARAMETERS:
-            inner = _as_tensor(path, node.args[0])
-            return inner and _renamed(inner, "parameter")
+            inner = _as_tensor(node.args[0])
+            return inner and inner._replace(kind="parameter")
         if function == "_rebuild_from_type_v2":
             made = Stub(*node.args[2])
             made._name = node.args[0]._name
-            inner = _as_tensor(path, made)
-            return inner and _renamed(inner, node.args[1]._name)
+            inner = _as_tensor(made)
+            return inner and inner._replace(kind=node.args[1]._name)
         if function in _TENSORS:
             storage, _, size = node.args[:3]
             dtype = node.args[6] if function == "_rebuild_tensor_v3" else None
             kind = "quantized" if function == "_rebuild_qtensor" else "tensor"
-            return _tensor(path, kind, storage, size, dtype)
+            return _tensor(kind, storage, size, dtype)
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # not as torch writes it: it is shown as the call that it is
     return None
 
 
-def _renamed(tensor: Tensor, kind: str) -> Tensor:
-    return Tensor(tensor.path, kind, *[getattr(tensor, name) for name in Tensor.__slots__[2:]])
+def _tensor(kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
+    of_storage, storage_itemsize = _dtype(storage.kind)
+    name, itemsize = (of_storage, storage_itemsize) if dtype is None else _dtype(dtype._name)
+    shape = tuple(map(int, size.args[0] if isinstance(size, Stub) else size))
+    nbytes, storage_nbytes = math.prod(shape) * itemsize, int(storage.numel) * storage_itemsize
+    if min(shape, default=0) < 0 or not 0 <= max(nbytes, storage_nbytes) < _MOST_BYTES:
+        raise ValueError("no memory is that large")
+    location, key = str(storage.location), str(storage.key)
+    return Tensor("", kind, name, shape, location, nbytes, key, storage_nbytes)
 
 
-def _tensor(path: str, kind: str, storage: Storage, size: Any, dtype: Any) -> Tensor:
-    name = storage.kind if dtype is None else dtype._name
-    type_of_storage = _dtype(storage.kind)
-    type_of_it = _dtype(name)
-    shape = tuple(int(extent) for extent in (size.args[0] if isinstance(size, Stub) else size))
-    return Tensor(
-        path,
-        kind,
-        str(type_of_it).removeprefix("torch."),
-        shape,
-        str(storage.location),
-        math.prod(shape) * type_of_it.itemsize,
-        str(storage.key),
-        int(storage.numel) * type_of_storage.itemsize,
-    )
-
-
-def _dtype(name: str) -> torch.dtype:
-    """The type of a storage's class, or of the name of one: ``torch.FloatStorage``, ``torch.int8``.
+@functools.lru_cache(maxsize=128)
+def _dtype(name: str) -> tuple[str, int]:
+    """The type of a storage's class, or of the name of one (``torch.FloatStorage``,
+    ``torch.int8``), and the bytes of its elements.
 
     Raises:
         ValueError: There is none.
     """
     name = name.rpartition(".")[2]
-    if name == "UntypedStorage":
-        return torch.uint8
-    found = getattr(torch, name, None)
-    if isinstance(found, torch.dtype):
-        return found
-    try:
-        return serialization.StorageType(name).dtype  # type: ignore[no-any-return, no-untyped-call]
-    except KeyError:
-        raise ValueError(f"there is no type {name}") from None
+    name = _STORAGES.get(name, name)
+    if name == "bool":
+        return name, 1
+    match = _DTYPE.fullmatch(name)
+    if match is None:
+        raise ValueError(f"there is no type {name}")
+    return name, -(-int(match[1]) // 8)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import IO, Any
 
 
 class Storage:
     """Stands for a storage: the record ``data/<key>``."""
+
+    __slots__ = ("key", "kind", "location", "numel")
 
     def __init__(self, kind: str, key: str, location: str, numel: int) -> None:
         self.kind = kind  # its class's name
@@ -29,20 +32,15 @@ class Stub:
     _name = ""
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Stub:
-        stub = super().__new__(cls)
+        stub = object.__new__(cls)
         stub.args = args
-        stub.state = None
-        stub.items = {}
-        stub.elements = []
         return stub
 
     args: tuple[Any, ...]
-    state: Any
-    items: dict[Any, Any]
-    elements: list[Any]
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
+    state: Any = None
+    # Most stay empty, and a checkpoint has two of these for each tensor.
+    items: Mapping[Any, Any] = MappingProxyType({})
+    elements: Sequence[Any] = ()
 
     def __call__(self, *args: Any) -> Stub:
         return Stub(self, *args)
@@ -51,13 +49,13 @@ class Stub:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.items[key] = value
+        vars(self).setdefault("items", {})[key] = value
 
     def append(self, value: Any) -> None:
-        self.elements.append(value)
+        self.extend((value,))
 
     def extend(self, values: Iterable[Any]) -> None:
-        self.elements.extend(values)
+        vars(self).setdefault("elements", []).extend(values)
 
 
 def _stub_class(name: str) -> type[Stub]:
@@ -70,10 +68,17 @@ def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
 
 
 class Reader(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type[Stub]] = {}  # one takes 20 us to make
+
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr":
             return _get_attribute
-        return _stub_class(f"{module}.{name}")
+        full_name = f"{module}.{name}"
+        if full_name not in self._classes:
+            self._classes[full_name] = _stub_class(full_name)
+        return self._classes[full_name]
 
     def persistent_load(self, pid: Any) -> Storage:
         _, kind, key, location, numel = pid[:5]
@@ -91,7 +96,7 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value) for value in node)
     elif isinstance(node, Stub):
         yield from (("", value) for arg in node.args for value in _flat(arg))
-        yield from children(node.items)
+        yield from children(node.items) if node.items else ()
         yield from children(node.elements)
         state = node.state if isinstance(node.state, tuple) else (node.state,)
         for part in state:  # a tuple is (__dict__, slots)
@@ -100,11 +105,13 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
 
 def _flat(arg: Any) -> Iterator[Any]:
     """A call's argument, or what is in it where it is a tuple: places in it tell nothing."""
-    if isinstance(arg, tuple):
-        for part in arg:
-            yield from _flat(part)
-    else:
-        yield arg
+    stack = [arg]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, tuple):
+            stack.extend(reversed(part))
+        else:
+            yield part
 
 
 def _key(key: Any) -> str:

@@ -20,7 +20,7 @@ import types
 import uuid
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -237,20 +237,24 @@ class Builder:
             new.requires_grad_(found.tensor.requires_grad)
         return new
 
-    def wrap(self, kind: Any, wrapped: Iterable[tuple[Any, Tensor]]) -> None:
+    def wrap(
+        self,
+        kind: Any,
+        wrapped: dict[int, tuple[Any, Tensor]],
+        hanging: list[tuple[Any, dict[str, Any]]],
+    ) -> None:
         """Makes DTensors over the new local tensors. The specification is the old one: nobody
         changes one that a tensor has."""
-        memo, hanging = self._memo, []
-        for old, local in wrapped:
+        memo = self._memo
+        # Its __init__ does nothing, behind a wrapper that costs more than all the rest.
+        make: Any = getattr(kind, "__new__", None)
+        for key, (old, local) in wrapped.items():
             new_local = memo.get(id(local))
             if new_local is None:
                 new_local = self.build(local)
-            # Its __init__ does nothing, behind a wrapper that costs more than all the rest.
-            new = kind.__new__(kind, new_local, old._spec, requires_grad=old.requires_grad)
-            memo[id(old)] = new
-            if attributes := attributes_of(old):
-                hanging.append((new, attributes))
-        for new, attributes in hanging:
+            memo[key] = make(kind, new_local, old._spec, requires_grad=old.requires_grad)
+        for old, attributes in hanging:
+            new = memo[id(old)]
             new.__dict__.update({name: self.build(value) for name, value in attributes.items()})
 
     def _reduced(self, found: Reduced) -> Tensor:

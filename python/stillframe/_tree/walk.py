@@ -88,7 +88,9 @@ class Tree:
         self._others: dict[int, Any] = {}
         self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
         self._dtensor = dtensor()
-        self._wrapped: dict[int, tuple[Any, Tensor]] = {}  # DTensors, with their local tensors
+        # By id, DTensors with their local tensors, and what somebody has hung onto them.
+        self._wrapped: dict[int, tuple[Any, Tensor]] = {}
+        self._hanging: list[tuple[Any, dict[str, Any]]] = []
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
@@ -120,17 +122,18 @@ class Tree:
         """Enters the DTensors among the nodes; returns the other nodes, and what DTensors lead to
         but for local tensors that are plain."""
         kind, known = self._dtensor, self._wrapped
-        found = [node for node in nodes if type(node) is kind and id(node) not in known]
-        if not found:
-            return [node for node in nodes if type(node) is not kind]
-        locals_ = [node._local_tensor for node in found]
-        known.update((id(node), (node, local)) for node, local in zip(found, locals_, strict=True))
-        inner = [node for node in nodes if type(node) is not kind]
-        inner += collector.meet(locals_)
-        for node in found:
-            if hanging := attributes_of(node):
-                inner += collector.meet(tuple(hanging.values()))
-        return inner
+        inner, locals_ = [], []
+        for node in nodes:
+            if type(node) is not kind:
+                inner.append(node)
+            elif id(node) not in known:
+                local = node._local_tensor
+                known[id(node)] = node, local
+                locals_.append(local)
+                if attributes := attributes_of(node):
+                    self._hanging.append((node, attributes))
+                    inner += collector.meet(tuple(attributes.values()))
+        return inner + collector.meet(locals_) if locals_ else inner
 
     def _children(
         self, node: Any, kind: type[Any], collector: _core.Collector
@@ -265,7 +268,7 @@ class Tree:
             builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
-            builder.wrap(self._dtensor, self._wrapped.values())
+            builder.wrap(self._dtensor, self._wrapped, self._hanging)
             built = builder.build(self._root)
             if self.reads_bytes:
                 # torch lists sparse tensors that were made anew, which would keep the memory.
@@ -283,6 +286,7 @@ class Tree:
         self._others = {}
         self._held = []
         self._wrapped = {}
+        self._hanging = []
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:

@@ -190,6 +190,13 @@ static void a_record_that_the_directory_places_beyond_the_data_is_refused(void)
 
 	a = sample();
 	last = &a.records[a.nr - 1];
+	archive_poke(&a, last->central + 42, a.dir_off - 30 - last->len - last->name_len + 1, 4);
+	CHECK(strstr(check_archive(&a, SFR_CHECK_DIRECTORY).error, "beyond the data") != NULL);
+	CHECK(!check_archive(&a, 0).ok);
+	archive_free(&a);
+
+	a = sample();
+	last = &a.records[a.nr - 1];
 	archive_poke(&a, last->central + 20, a.dir_off, 4); /* both lengths */
 	archive_poke(&a, last->central + 24, a.dir_off, 4);
 	CHECK(strstr(check_archive(&a, SFR_CHECK_DIRECTORY).error, "beyond the data") != NULL);

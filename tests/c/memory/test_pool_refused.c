@@ -104,12 +104,32 @@ static void *want_4_mib_for_a_while(void *arg)
 	return NULL;
 }
 
-/* The younger one could go on with what there is, and does as soon as it is its turn. */
+/* Nothing comes back of what others have in hand: what a warm-up made is enough. */
+static void without_memory_a_get_hears_of_what_is_made_meanwhile(void)
+{
+	struct sfr__pool *pool = make(4 * MIB, MIB);
+	struct sfr__block *held = lease(pool, MIB);
+	struct client client;
+
+	refuse_populate = ENOMEM;
+	nr_served = 0;
+	start_client(&client, pool, 1, 10000 * MS);
+	(void)usleep(20000); /* it was refused by now, or there is nothing to see */
+	refuse_populate = 0;
+	CHECK_EQ(sfr__pool_warm_up(pool, 4 * MIB), 0);
+	CHECK_EQ(pthread_join(client.thread, NULL), 0);
+	CHECK_EQ(client.rc, 0);
+	sfr__pool_put(pool, held);
+	sfr__pool_free(pool);
+}
+
+/* The younger one could go on with what there is, and does as soon as it is its turn; those who came
+ * before it, and are younger still, wait for longer. */
 static void one_that_found_no_memory_and_gives_up_wakes_the_next(void)
 {
 	struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
 	struct sfr__block *held = lease(pool, 4 * MIB), *partial = lease(pool, 1);
-	struct client old, young;
+	struct client old, young, youngest[3];
 
 	sfr__pool_put(pool, partial);
 	refuse_populate = ENOMEM;
@@ -118,11 +138,15 @@ static void one_that_found_no_memory_and_gives_up_wakes_the_next(void)
 	CHECK_EQ(pthread_create(&old.thread, NULL, want_4_mib_for_a_while, &old), 0);
 	while (stats(pool).nr_waiters == 0)
 		(void)usleep(200);
+	for (uint64_t i = 0; i < 3; i++)
+		start_client(&youngest[i], pool, 3 + i, SFR_FOREVER);
 	start_client(&young, pool, 2, SFR_FOREVER);
 	CHECK_EQ(pthread_join(old.thread, NULL), 0);
 	CHECK_EQ(old.rc, SFR_EAGAIN);
 	CHECK_EQ(pthread_join(young.thread, NULL), 0);
 	CHECK_EQ(young.rc, 0);
+	for (int i = 0; i < 3; i++)
+		CHECK_EQ(pthread_join(youngest[i].thread, NULL), 0);
 	refuse_populate = 0;
 	sfr__pool_put(pool, held);
 	sfr__pool_free(pool);
@@ -273,6 +297,7 @@ int main(void)
 	RUN(without_memory_a_get_waits_for_who_has_some);
 	RUN(memory_that_came_before_the_refusal_is_given_back);
 	RUN(a_block_that_comes_back_during_the_refusal_is_taken);
+	RUN(without_memory_a_get_hears_of_what_is_made_meanwhile);
 	RUN(one_that_found_no_memory_and_gives_up_wakes_the_next);
 	RUN(those_who_find_no_memory_at_the_same_time_all_hear_of_it);
 	RUN(the_pool_is_whole_after_every_failure);

@@ -1,4 +1,5 @@
 /* supply.c: memory is made before saves need it, by whoever has nothing better to do. */
+#include <semaphore.h>
 #include <sys/prctl.h>
 
 #include "pool_helpers.h"
@@ -65,6 +66,31 @@ static void what_a_save_could_use_is_made_and_then_no_save_makes_any(void)
 	}
 	CHECK_EQ(nr_cold(pool), cold);
 	CHECK_EQ(stats(pool).committed_bytes, 22 * MIB);
+	/* What there is was counted once, however often it was leased. */
+	CHECK_EQ(sfr__pool_trim(pool), 0);
+	sfr__pool_join(pool, 5);
+	supply_all(pool);
+	sfr__pool_leave(pool, 5);
+	CHECK_EQ(stats(pool).committed_bytes, 20 * MIB);
+	sfr__pool_free(pool);
+}
+
+/* It is what its save needs, and whole ones are made beside it. */
+static void a_block_that_a_small_save_went_on_with_stays_small(void)
+{
+	struct sfr__pool *pool = make(80 * MIB, 8 * MIB);
+	struct sfr__block *block;
+	int times = 1;
+
+	sfr__pool_join(pool, 1);
+	CHECK(sfr__pool_supply(pool, count_down, &times));
+	block = lease(pool, 4 * MIB);
+	CHECK_EQ(stats(pool).committed_bytes, 4 * MIB);
+	sfr__pool_put(pool, block);
+	supply_all(pool);
+	CHECK_EQ(block->committed, 4 * MIB);
+	CHECK_EQ(stats(pool).committed_bytes, 12 * MIB);
+	sfr__pool_leave(pool, 1);
 	sfr__pool_free(pool);
 }
 
@@ -346,6 +372,44 @@ static void the_next_save_finds_memory_though_idle_threads_get_nowhere(void)
 	saving_rmdir(dir);
 }
 
+static sem_t lane_may_go;
+
+static void hold_the_lane(void)
+{
+	char name[16] = "";
+
+	(void)prctl(PR_GET_NAME, name);
+	if (strcmp(name, "sfr-lane0") == 0)
+		(void)sem_wait(&lane_may_go);
+}
+
+/* Beside a lane that does not come back. */
+static void idle_writers_make_memory_too(void)
+{
+	const char *dir = saving_dir();
+	struct sfr_engine *engine = saving_engine_of(STATE_BLOCK, 256 * MIB / STATE_BLOCK, 2, 2);
+	uint64_t had;
+
+	save_state(engine, dir, SFR_CAPTURED);
+	wait_for_memory(engine, STATE_LEN);
+	had = committed(engine);
+	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
+	CHECK_EQ(sem_init(&lane_may_go, 0, 0), 0);
+	during_populate = hold_the_lane;
+	sfr__pool_join(engine->pool, 30);
+	sfr__lock(&engine->mu);
+	sfr__engine_wake_idle_locked(engine);
+	sfr__unlock(&engine->mu);
+	for (int ms = 0; ms < 10000 && committed(engine) < had + 8 * STATE_BLOCK; ms++)
+		(void)usleep(1000);
+	CHECK(committed(engine) >= had + 8 * STATE_BLOCK);
+	during_populate = NULL;
+	(void)sem_post(&lane_may_go);
+	sfr__pool_leave(engine->pool, 30);
+	sfr_engine_put(engine);
+	saving_rmdir(dir);
+}
+
 static void a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make(void)
 {
 	struct sfr__pool *pool = make(80 * MIB, 4 * MIB);
@@ -486,6 +550,65 @@ static void nobody_waits_for_a_thread_that_is_not_let_run(void)
 	}
 }
 
+static void *trim_shared(void *arg)
+{
+	(void)arg;
+	CHECK_EQ(sfr__pool_trim(shared_pool), 0);
+	return NULL;
+}
+
+static void *place_all(void *run)
+{
+	const uint64_t lens[1] = { 16 * MIB };
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 0, SFR_FOREVER, &addr, run), 0);
+	return NULL;
+}
+
+static bool is_trimmed(void)
+{
+	bool yes;
+
+	sfr__lock(&shared_pool->mu);
+	yes = shared_pool->nr_wanted == 0;
+	sfr__unlock(&shared_pool->mu);
+	return yes;
+}
+
+/* A trim waits beside the run, for the thread that makes memory; it was there first. */
+static void a_run_that_waits_for_a_save_hears_of_its_end_whoever_else_waits(void)
+{
+	bool (*hold)(void *) = hold_after_a_piece;
+	struct sfr__block *blocks[2];
+	pthread_t maker, trim, place;
+	struct sfr__lease run;
+
+	shared_pool = make(16 * MIB, 8 * MIB);
+	(void)pthread_barrier_init(&let_go_on, NULL, 2);
+	sfr__pool_join(shared_pool, 1);
+	CHECK_EQ(pthread_create(&maker, NULL, supply_held, &hold), 0);
+	(void)pthread_barrier_wait(&let_go_on);
+	for (int i = 0; i < 2; i++) /* its own too: the run finds nothing to take over */
+		blocks[i] = lease(shared_pool, 2 * MIB);
+	for (int i = 0; i < 2; i++)
+		sfr__pool_put(shared_pool, blocks[i]);
+	CHECK_EQ(pthread_create(&trim, NULL, trim_shared, NULL), 0);
+	while (!is_trimmed())
+		(void)usleep(200);
+	CHECK_EQ(pthread_create(&place, NULL, place_all, &run), 0);
+	while (stats(shared_pool).nr_waiters == 0)
+		(void)usleep(200);
+	sfr__pool_leave(shared_pool, 1);
+	CHECK_EQ(pthread_join(place, NULL), 0);
+	sfr__pool_unplace(shared_pool, &run);
+	(void)pthread_barrier_wait(&let_go_on);
+	CHECK_EQ(pthread_join(trim, NULL), 0);
+	CHECK_EQ(pthread_join(maker, NULL), 0);
+	(void)pthread_barrier_destroy(&let_go_on);
+	sfr__pool_free(shared_pool);
+}
+
 static void *make_it_late(void *nr)
 {
 	(void)sfr__pool_supply(shared_pool, hold_in_the_second_piece, nr);
@@ -556,6 +679,7 @@ int main(void)
 {
 	use_odd_system();
 	RUN(what_a_save_could_use_is_made_and_then_no_save_makes_any);
+	RUN(a_block_that_a_small_save_went_on_with_stays_small);
 	RUN(saves_that_overlap_and_want_more_get_it);
 	RUN(the_cap_bounds_it_and_what_snapshots_hold_does_not_count);
 	RUN(it_stops_when_it_is_told_to_and_goes_on_where_it_stopped);
@@ -565,8 +689,10 @@ int main(void)
 	RUN(a_system_without_memory_is_not_asked_again_before_the_next_save);
 	RUN(from_the_second_save_on_no_memory_is_made);
 	RUN(the_next_save_finds_memory_though_idle_threads_get_nowhere);
+	RUN(idle_writers_make_memory_too);
 	RUN(a_writer_makes_no_more_than_what_the_rest_of_the_save_may_not_make);
 	RUN(nobody_waits_for_a_thread_that_is_not_let_run);
+	RUN(a_run_that_waits_for_a_save_hears_of_its_end_whoever_else_waits);
 	RUN(a_thread_whose_block_is_somebody_elses_by_now_changes_nothing_in_it);
 	RUN(close_and_fork_do_not_mind_that_memory_is_being_made);
 	return check_done();

@@ -69,22 +69,33 @@ static void works(void)
 	sfr_onload_put(onload);
 }
 
-/* The pool has all of its memory back, and the driver nothing. */
-static void end(void)
+static void take_notices(void)
 {
 	struct sfr_notice notice;
+
+	while (sfr_notice_wait(&notice, 0) == 0)
+		if (notice.snapshot)
+			sfr_snapshot_put(notice.snapshot);
+}
+
+/* The pool has all of its memory back, and the driver nothing. */
+static void end_engine(void)
+{
 	struct sfr_stats stats;
 
-	sfr_snapshot_unview(ticket);
 	sfr_snapshot_put(ticket);
 	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 	CHECK_EQ(stats.leased_bytes, 0);
 	saving_end(engine);
-	while (sfr_notice_wait(&notice, 0) == 0)
-		if (notice.snapshot)
-			sfr_snapshot_put(notice.snapshot);
+	take_notices();
 	fake_check();
 	fake_check_nothing_left();
+}
+
+static void end(void)
+{
+	sfr_snapshot_unview(ticket);
+	end_engine();
 }
 
 /* ---- what fails ---------------------------------------------------------------------- */
@@ -177,6 +188,92 @@ static void behind_a_call_that_failed_nothing_is_copied(void)
 	end();
 }
 
+/* Nobody can know what becomes of a copy from it: its memory is nobody's any more. */
+static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
+{
+	struct sfr_stats stats;
+	struct sfr_onload *onload;
+	struct sfr_err err;
+
+	begin();
+	works();
+	fake.fake_cuda_fail_copy(1, CUDA_ERROR_LAUNCH_FAILED);
+	for (int i = 0; i < 2; i++) { /* it dies, and is dead */
+		CHECK_EQ(bring(&onload), 0);
+		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+		sfr_onload_error(onload, &err);
+		CHECK_EQ(err.code, -EIO);
+		sfr_onload_put(onload);
+	}
+	sfr_snapshot_unview(ticket);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	CHECK(stats.retired_bytes >= PARTS * PART);
+	sfr_snapshot_put(ticket);
+	saving_end(engine);
+	take_notices();
+	fake_check();
+	fake.fake_cuda_reset();
+	fake.fake_cuda_forget();
+}
+
+static void a_device_that_is_not_to_be_had_is_told(void)
+{
+	struct sfr_onload *onload;
+	struct sfr_err err;
+
+	begin();
+	fake.fake_cuda_fail("*", 1, 1, CUDA_ERROR_OUT_OF_MEMORY);
+	CHECK_EQ(bring(&onload), 0);
+	fake.fake_cuda_reset();
+	sfr_onload_error(onload, &err);
+	CHECK(err.code < 0);
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+	sfr_onload_put(onload);
+	works();
+	end();
+}
+
+/* What is on its way out of the device, on which nothing goes on. */
+static void leave_again(void)
+{
+	const struct sfr_stream streams[] = { { .handle = (uint64_t)(uintptr_t)stream } };
+	struct sfr_source sources[PARTS];
+
+	sfr_snapshot_unview(ticket);
+	sfr_snapshot_put(ticket);
+	for (unsigned i = 0; i < PARTS; i++)
+		sources[i] = (struct sfr_source){
+			.addr = (uint64_t)(uintptr_t)device[i] | FAKE_CUDA_DEVICE,
+			.nbytes = PART,
+			.device = 1,
+		};
+	CHECK_EQ(sfr_snapshot_new(engine, sources, PARTS, SFR_SNAPSHOT_LEAVES, &ticket), 0);
+	CHECK_EQ(sfr_snapshot_lease(ticket, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_snapshot_streams(ticket, streams, 1), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(sfr_snapshot_start(ticket), 0);
+}
+
+static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
+{
+	struct sfr_onload *onload;
+	int64_t torn;
+
+	begin();
+	works();
+	leave_again();
+	fake.fake_cuda_fail("cuStreamWaitEvent", 2, 0, CUDA_ERROR_OUT_OF_MEMORY); /* behind E */
+	CHECK_EQ(bring(&onload), SFR_EAGAIN);
+	CHECK(onload == NULL);
+	CHECK_EQ(fake.fake_cuda_hits(), 1);
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(sfr_snapshot_wait(ticket, SFR_FOREVER, &torn), 0);
+	works();
+	end();
+}
+
 /* ---- what is refused ------------------------------------------------------------------- */
 
 static void a_closed_engine_is_told(void)
@@ -187,6 +284,96 @@ static void a_closed_engine_is_told(void)
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(bring(&onload), SFR_ECLOSED);
 	CHECK(onload == NULL);
+	end();
+}
+
+static void a_stream_that_captures_is_refused_and_left_alone(void)
+{
+	struct sfr_onload *onload;
+	uint64_t nr_events;
+
+	begin();
+	works();
+	fake.fake_cuda_capture(stream, 1);
+	CHECK_EQ(bring(&onload), SFR_ECAPTURING);
+	fake.fake_cuda_capture(stream, 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(bring(&onload), 0);
+	fake.fake_cuda_capture(stream, 1);
+	nr_events = fake.fake_cuda_calls("cuEventRecord");
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), SFR_EAGAIN);
+	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
+	fake.fake_cuda_capture(stream, 0);
+	fake.fake_cuda_hold(0);
+	sfr_onload_put(onload);
+	end();
+}
+
+static void memory_that_has_gone_back_is_not_brought(void)
+{
+	struct sfr_onload *onload;
+	uint64_t len;
+	char *base;
+
+	begin();
+	works();
+	sfr_snapshot_memory(ticket, &base, &len);
+	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 1);
+	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)device), 0);
+	sfr_snapshot_unview(ticket);
+	CHECK_EQ(bring(&onload), SFR_ESTATE);
+	CHECK(onload == NULL);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_engine_has_pinned(engine, (uint64_t)(uintptr_t)base), 0);
+	end_engine();
+}
+
+static void what_lies_between_two_of_a_group_is_left_alone(void)
+{
+	struct sfr_onload_copy copies[2];
+	struct sfr_onload *onload;
+	uint64_t len;
+	char *base;
+
+	begin();
+	sfr_snapshot_memory(ticket, &base, &len);
+	for (unsigned i = 0; i < 2; i++)
+		copies[i] = (struct sfr_onload_copy){
+			.src = (uint64_t)(uintptr_t)base + sfr_snapshot_offset(ticket, 2 * i),
+			.dst = (uint64_t)(uintptr_t)device[2 * i] | FAKE_CUDA_DEVICE,
+			.nbytes = PART,
+		};
+	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, ticket,
+				  &onload),
+		 0);
+	sfr_onload_put(onload);
+	CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
+	for (unsigned k = 0; k < PART; k++)
+		CHECK_EQ(device[1][k], 0);
+	end();
+}
+
+/* What lies between two pieces that the caller gave is the caller's, on both sides. */
+static void what_is_not_the_pools_is_copied_piece_by_piece(void)
+{
+	static unsigned char host[2 * SFR_APART];
+	struct sfr_onload_copy copies[2];
+	struct sfr_onload *onload;
+
+	begin();
+	fake.fake_cuda_allow_pageable(1);
+	memset(host, 7, sizeof(host));
+	for (unsigned i = 0; i < 2; i++)
+		copies[i] = (struct sfr_onload_copy){
+			.src = (uint64_t)(uintptr_t)host + i * SFR_APART,
+			.dst = ((uint64_t)(uintptr_t)device[0] + i * SFR_APART) | FAKE_CUDA_DEVICE,
+			.nbytes = 100,
+		};
+	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, NULL, &onload),
+		 0);
+	sfr_onload_put(onload);
+	for (unsigned k = 0; k < 2 * SFR_APART; k++)
+		CHECK_EQ(device[0][k], k % SFR_APART < 100 ? 7 : 0);
 	end();
 }
 
@@ -250,6 +437,50 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	end();
 }
 
+static CUresult new_event(CUevent *event, unsigned flags)
+{
+	(void)flags;
+	*event = (CUevent)&device;
+	return CUDA_SUCCESS;
+}
+
+static CUresult record_event(CUevent event, CUstream on)
+{
+	(void)event;
+	(void)on;
+	return CUDA_SUCCESS;
+}
+
+static CUresult ask_event(CUevent event)
+{
+	(void)event;
+	return CUDA_SUCCESS;
+}
+
+static CUresult two_and_a_half(float *ms, CUevent begin, CUevent end)
+{
+	(void)begin;
+	(void)end;
+	*ms = 2.5f;
+	return CUDA_SUCCESS;
+}
+
+static void a_time_is_in_nanoseconds(void)
+{
+	const struct sfr__cuda cu = { .event_new = new_event,
+				      .event_record = record_event,
+				      .event_query = ask_event,
+				      .event_elapsed = two_and_a_half,
+				      .event_free = ask_event };
+	struct sfr__cuda_lane lane = { .cu = &cu };
+	struct sfr__cuda_timer timer = { 0 };
+
+	sfr__cuda_timer_begin(&lane, &timer, NULL);
+	sfr__cuda_timer_end(&lane, &timer, NULL);
+	CHECK(sfr__cuda_timer_read(&lane, &timer));
+	CHECK_EQ(timer.ns, 2500000);
+}
+
 static void a_group_let_go_while_it_comes_is_waited_for(void)
 {
 	struct sfr_onload *onload;
@@ -273,9 +504,17 @@ int main(void)
 	RUN(without_memory_nothing_is_queued_and_nothing_left);
 	RUN(a_call_of_the_driver_that_fails_is_told_and_leaves_nothing);
 	RUN(behind_a_call_that_failed_nothing_is_copied);
+	RUN(a_device_that_dies_under_a_group_is_told_and_keeps_its_memory);
+	RUN(a_device_that_is_not_to_be_had_is_told);
+	RUN(what_cannot_be_ordered_behind_what_leaves_is_not_begun);
 	RUN(a_closed_engine_is_told);
+	RUN(a_stream_that_captures_is_refused_and_left_alone);
+	RUN(memory_that_has_gone_back_is_not_brought);
+	RUN(what_lies_between_two_of_a_group_is_left_alone);
+	RUN(what_is_not_the_pools_is_copied_piece_by_piece);
 	RUN(a_child_of_fork_is_refused);
 	RUN(who_waits_for_a_while_is_told_that_it_has_not_come);
+	RUN(a_time_is_in_nanoseconds);
 	RUN(a_group_let_go_while_it_comes_is_waited_for);
 	return check_done();
 }

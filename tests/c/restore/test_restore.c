@@ -122,11 +122,33 @@ static struct archive large(void)
 	return a;
 }
 
+/* With another alignment; a header lies across the end of the first piece, a descriptor across that
+ * of the second. */
+static struct archive crossing(void)
+{
+	struct archive a = { .described = true, .zip64 = true, .align = 4096 };
+	unsigned char *data = malloc(PIECE);
+
+	for (size_t i = 0; i < PIECE; i++)
+		data[i] = (unsigned char)rng();
+	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
+	archive_add(&a, "archive/.storage_alignment", "4096", 4);
+	archive_add(&a, "archive/version", "3\n", 2);
+	archive_gap(&a, PIECE - 10 - a.len);
+	archive_add(&a, "archive/data/0", data, 100);
+	archive_add(&a, "archive/data/1", data, PIECE - 2 * 4096 - 5);
+	CHECK_EQ(a.records[4].data_off + a.records[4].len, 2 * PIECE - 5);
+	archive_add(&a, "archive/data/2", data, 7);
+	archive_finish(&a);
+	free(data);
+	return a;
+}
+
 static void every_record_arrives_where_it_is_wanted(void)
 {
-	struct archive archives[] = { sample(), large() };
+	struct archive archives[] = { sample(), large(), crossing() };
 
-	for (size_t k = 0; k < 2; k++) {
+	for (size_t k = 0; k < sizeof(archives) / sizeof(archives[0]); k++) {
 		int fd = file_of(archives[k].buf, archives[k].len);
 
 		for (unsigned flags = 0; flags <= SFR_RESTORE_VERIFY; flags++)
@@ -206,6 +228,25 @@ static void an_archive_that_is_packed_in_another_way_is_told_apart_from_damage(v
 	forget(&found);
 	(void)close(fd);
 	archive_free(&a);
+}
+
+/* A header that has the record reach into the directory: nothing is begun that cannot be ended. */
+static void a_record_without_room_for_its_bytes_is_refused_at_once(void)
+{
+	for (uint64_t room = 0; room < 40; room += 39) {
+		struct archive a = sample();
+		const struct archive_record *last = &a.records[a.nr - 1];
+		size_t extra = a.dir_off - room - last->hdr_off - 30 - last->name_len;
+		int fd, rc;
+
+		CHECK_EQ(last->len, 40);
+		archive_poke(&a, last->hdr_off + 28, room != 0 ? extra : extra + 1, 2);
+		fd = file_of(a.buf, a.len);
+		CHECK(open_restore(fd, SFR_RESTORE_VERIFY, &rc) == NULL);
+		CHECK_EQ(rc, -EOPNOTSUPP);
+		(void)close(fd);
+		archive_free(&a);
+	}
 }
 
 static void what_lies_between_records_is_not_read(void)
@@ -307,6 +348,27 @@ static void no_reader_maps_anything(void)
 	archive_free(&a);
 }
 
+static void readers_look_for_no_more_when_all_is_read(void)
+{
+	struct archive a = large();
+	int fd = file_of(a.buf, a.len), rc;
+	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+	bool over = false;
+
+	CHECK_EQ(sfr_restore_go(r, sfr_restore_nr(r)), 0);
+	CHECK_EQ(sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER), 0);
+	for (int ms = 0; !over && ms < 10000; ms++) {
+		(void)usleep(1000);
+		sfr__lock(&r->mu);
+		over = r->next_rec == r->nr;
+		sfr__unlock(&r->mu);
+	}
+	CHECK(over);
+	sfr_restore_free(r);
+	(void)close(fd);
+	archive_free(&a);
+}
+
 static void it_is_ended_at_any_moment(void)
 {
 	struct archive a = large();
@@ -341,17 +403,40 @@ static void records_are_found_by_name(void)
 	archive_free(&a);
 }
 
+static void the_longest_name_there_can_be_is_found_and_none_that_is_longer(void)
+{
+	enum { PREFIX = sizeof("archive/") - 1, MOST = SFR__UNZIP_NAME_MAX };
+	static char name[MOST + 2] = "archive/";
+	struct archive a = archive_torch();
+	struct sfr_restore *r;
+	int fd, rc;
+
+	memset(name + PREFIX, 'n', MOST + 1 - PREFIX);
+	archive_add_name(&a, name, MOST);
+	archive_finish(&a);
+	fd = file_of(a.buf, a.len);
+	r = open_restore(fd, 0, &rc);
+	CHECK_EQ(sfr_restore_find(r, name + PREFIX, MOST - PREFIX), a.nr - 1);
+	CHECK_EQ(sfr_restore_find(r, name + PREFIX, MOST - PREFIX + 1), a.nr);
+	sfr_restore_free(r);
+	(void)close(fd);
+	archive_free(&a);
+}
+
 int main(void)
 {
 	RUN(every_record_arrives_where_it_is_wanted);
 	RUN(every_flipped_bit_is_found_or_changes_no_record);
 	RUN(a_damaged_record_is_named_with_its_place);
 	RUN(an_archive_that_is_packed_in_another_way_is_told_apart_from_damage);
+	RUN(a_record_without_room_for_its_bytes_is_refused_at_once);
 	RUN(what_lies_between_records_is_not_read);
 	RUN(a_file_that_becomes_shorter_is_noticed);
 	RUN(nothing_is_called_good_that_a_failing_call_kept_away);
 	RUN(no_reader_maps_anything);
+	RUN(readers_look_for_no_more_when_all_is_read);
 	RUN(it_is_ended_at_any_moment);
 	RUN(records_are_found_by_name);
+	RUN(the_longest_name_there_can_be_is_found_and_none_that_is_longer);
 	return check_done();
 }

@@ -24,6 +24,22 @@ static void a_save_is_whole_with_any_pool_and_any_number_of_writers(void)
 	CHECK_EQ(dir_count(dir, TEMPORARIES, NULL), 0);
 }
 
+static void what_a_save_maps_for_itself_it_unmaps(void)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 2);
+	uint64_t nr_mapped, nr_unmapped;
+
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0),
+		 0); /* the pool and the threads are there */
+	nr_mapped = sfr_inject_calls("mmap");
+	nr_unmapped = sfr_inject_calls("munmap");
+	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
+	nr_mapped = sfr_inject_calls("mmap") - nr_mapped;
+	CHECK(nr_mapped > 0);
+	CHECK_EQ(sfr_inject_calls("munmap") - nr_unmapped, nr_mapped);
+	saving_end(engine);
+}
+
 static void two_saves_at_a_time_share_a_pool_of_one_block(void)
 {
 	struct sfr_engine *engine = saving_engine(1, 2, 2);
@@ -295,10 +311,15 @@ static void close_in_the_middle_of_ones_own_capture_does_not_wait_for_it(void)
 static void an_engine_that_is_only_let_go_of_ends_its_threads(void)
 {
 	struct sfr_engine *engine = saving_engine(8, 3, 2);
+	uint64_t nr_started = sfr_inject_calls("thread_create");
+	uint64_t nr_ended = sfr_inject_calls("thread_join");
 
 	CHECK_EQ(saving_save(engine, dir, "a", &one, 0), 0);
-	sfr_engine_put(engine); /* LeakSanitizer and TSAN would see what stays */
+	sfr_engine_put(engine);
 	CHECK_EQ(sfr_log_stop(), 0);
+	nr_started = sfr_inject_calls("thread_create") - nr_started;
+	CHECK(nr_started >= 4);
+	CHECK_EQ(sfr_inject_calls("thread_join") - nr_ended, nr_started);
 }
 
 static void a_wait_of_zero_never_sleeps_and_what_python_asks_takes_no_lock(void)
@@ -499,6 +520,7 @@ int main(void)
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
 	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
+	RUN(what_a_save_maps_for_itself_it_unmaps);
 	RUN(two_saves_at_a_time_share_a_pool_of_one_block);
 	RUN(the_rename_waits_for_the_verdict_and_a_second_one_is_ignored);
 	RUN(a_torn_verdict_fails_the_save_and_leaves_the_old_file);

@@ -2,6 +2,7 @@
  * the idle writers. */
 #include <pthread.h>
 #include <semaphore.h>
+#include <time.h>
 
 #include "saving.h"
 
@@ -27,6 +28,9 @@ static bool is_lane(void)
 	return strcmp(name, "sfr-lane0") == 0;
 }
 
+/* The waiter stands over its first piece until others have one. */
+static atomic_bool waiter_stands;
+
 static void count(void)
 {
 	if (is_lane()) {
@@ -36,6 +40,9 @@ static void count(void)
 		}
 	} else if (pthread_equal(pthread_self(), waiter)) {
 		nr_by_waiter++;
+		for (int ms = 0; waiter_stands && nr_by_others == 0 && ms < 10000; ms++)
+			(void)usleep(1000);
+		waiter_stands = false;
 	} else {
 		nr_by_others++;
 	}
@@ -177,6 +184,46 @@ static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 	}
 }
 
+static void idle_writers_copy_too_as_long_as_somebody_waits(void)
+{
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 3, 2);
+	struct sfr_ticket *t;
+
+	hold_the_lane();
+	t = submit(engine, "a.pt", 0);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	(void)usleep(20000); /* they sleep by now, or there is nothing to see */
+	waiter_stands = true;
+	while (!all_is_handed_out(t))
+		CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
+	CHECK(nr_by_others > 0);
+	let_the_lane_go();
+	end(engine, t);
+	check_file("a.pt");
+}
+
+/* Who makes memory for it finds the work by the way. */
+static void the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking(void)
+{
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 1, 2);
+	struct timespec limit;
+	struct sfr_ticket *t;
+
+	t = submit(engine, "a.pt", 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	while (sfr__pool_lacks(engine->pool))
+		(void)usleep(1000);
+	(void)usleep(20000); /* it sleeps by now, or there is nothing to see */
+	hold_the_lane();
+	t = submit(engine, "a.pt", 0);
+	CHECK_EQ(clock_gettime(CLOCK_REALTIME, &limit), 0);
+	limit.tv_sec += 20;
+	CHECK_EQ(sem_timedwait(&lane_stands, &limit), 0);
+	let_the_lane_go();
+	end(engine, t);
+}
+
 static void one_block_is_enough_for_all_who_copy(void)
 {
 	for (uint32_t nr_blocks = 1; nr_blocks <= 2; nr_blocks++) {
@@ -267,6 +314,8 @@ int main(void)
 			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
 	}
 	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
+	RUN(idle_writers_copy_too_as_long_as_somebody_waits);
+	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
 	RUN(one_block_is_enough_for_all_who_copy);
 	RUN(a_cancel_while_others_copy_gives_every_block_back);
 	RUN(a_write_is_noticed_whoever_copies_it);

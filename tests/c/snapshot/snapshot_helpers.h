@@ -51,6 +51,14 @@ static inline uint64_t leased(struct sfr_engine *engine)
 	return out.leased_bytes;
 }
 
+static inline uint64_t committed(struct sfr_engine *engine)
+{
+	struct sfr_stats out;
+
+	CHECK_EQ(sfr_engine_stats(engine, &out), 0);
+	return out.committed_bytes;
+}
+
 static inline int take(struct sfr_engine *engine, const struct sfr_source *sources, uint32_t nr,
 		       uint32_t flags, struct sfr_snapshot **out)
 {

@@ -31,6 +31,26 @@ static void captured_and_deferred_bytes_are_copied(void)
 	sfr_engine_put(engine);
 }
 
+/* There is no room for samples of what is captured, and nothing to compare them with. */
+static void what_is_captured_is_not_sampled(void)
+{
+	struct sfr_engine *engine = make_engine(NR_BLOCKS);
+	struct sfr_source sources[NR];
+	struct sfr_snapshot *s;
+	int64_t torn;
+
+	fill(7);
+	describe(sources, true);
+	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
+	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+	CHECK(s->nr_samples > 0 && s->nr_samples <= SFR__MAX_SAMPLES);
+	for (uint32_t k = 0; k < s->nr_samples; k++)
+		CHECK_EQ(sources[s->samples[k].entry].lane, SFR_LANE_HOST);
+	take_notice(s);
+	drop(s);
+	sfr_engine_put(engine);
+}
+
 static void a_snapshot_of_nothing_is_one(void)
 {
 	struct sfr_engine *engine = make_engine(1);
@@ -264,8 +284,10 @@ static void a_closed_engine_keeps_the_pool_for_its_snapshots(void)
 	CHECK(holds(s, sources, 5));
 	CHECK(leased(engine) > 0);
 	take_notice(s);
+	CHECK(committed(engine) > 0);
 	sfr_snapshot_unview(s);
 	CHECK_EQ(leased(engine), 0);
+	CHECK_EQ(committed(engine), 0);
 	sfr_engine_put(engine); /* and the snapshot still refers to it */
 	sfr_snapshot_put(s);
 }
@@ -342,6 +364,7 @@ static void every_arrow_of_the_diagram_was_taken_and_no_other(void)
 int main(void)
 {
 	RUN(captured_and_deferred_bytes_are_copied);
+	RUN(what_is_captured_is_not_sampled);
 	RUN(a_snapshot_of_nothing_is_one);
 	RUN(a_change_before_the_copy_is_found);
 	RUN(a_copy_nobody_can_read_is_given_up);

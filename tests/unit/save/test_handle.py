@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from stillframe.testing import fault, slow
+from stillframe.testing import fault, held, slow
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -23,14 +24,17 @@ def test_a_coroutine_awaits_the_report_while_others_run(tmp_path: Path) -> None:
         turns = 0
         waiting = asyncio.ensure_future(handle)
         while not waiting.done():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
             turns += 1
+            if turns == 4:
+                hold.close()
         assert (await waiting).nbytes == (await handle).nbytes == (tmp_path / "a.pt").stat().st_size
         return turns
 
     threads = threading.active_count()
-    with slow("fdatasync", 0.2):
-        assert asyncio.run(main()) > 3
+    with contextlib.ExitStack() as hold:
+        hold.enter_context(held("fdatasync"))
+        assert asyncio.run(main()) >= 4
     assert threading.active_count() <= threads + 2  # completion and callbacks: none that polls
 
 
@@ -54,10 +58,10 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path: Path) -> None:
         assert not handle.done()
         return handle
 
-    with slow("fdatasync", 0.3):
+    with held("fdatasync"):
         handle = asyncio.run(main())
-        assert handle.result().nbytes
-        assert not handle.upload_completion.cancelled()
+    assert handle.result().nbytes
+    assert not handle.upload_completion.cancelled()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio's own
@@ -66,13 +70,13 @@ def test_a_loop_that_was_closed_harms_nobody(
 ) -> None:
     told: list[object] = []
     loop = asyncio.new_event_loop()
-    with slow("fdatasync", 0.3):
+    with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         task = asyncio.ensure_future(handle, loop=loop)
         loop.run_until_complete(asyncio.sleep(0.01))
         loop.close()
         handle.add_done_callback(told.append)
-        assert handle.result().nbytes
+    assert handle.result().nbytes
     stillframe.wait_all()
     for _ in range(100):
         if told:
@@ -96,8 +100,8 @@ def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None
         done.result()
         assert (await done).nbytes
         with (
-            slow("fdatasync", 0.2),
             stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy="skip") as engine,
+            held("fdatasync"),
         ):
             stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
             skipped = stillframe.async_save(STATE, tmp_path / "c.pt", engine=engine)
@@ -110,11 +114,11 @@ def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None
 
 def test_a_cancelled_save_raises_in_its_coroutine(tmp_path: Path) -> None:
     async def main() -> None:
-        with slow("fdatasync", 0.2):
+        with held("fdatasync"):
             handle = stillframe.async_save(STATE, tmp_path / "a.pt")
             assert handle.cancel()
-            with pytest.raises(concurrent.futures.CancelledError):
-                await handle
+        with pytest.raises(concurrent.futures.CancelledError):
+            await handle
 
     asyncio.run(main())
 
@@ -133,7 +137,7 @@ def test_save_always_saves_and_returns_its_report(tmp_path: Path, when_busy: str
 
 
 def test_a_timeout_says_how_long_and_how_far(tmp_path: Path) -> None:
-    with slow("fdatasync", 0.5):
+    with held("fdatasync"):
         handle = stillframe.async_save(STATE, tmp_path / "a.pt")
         handle.wait_staged()
         with pytest.raises(TimeoutError, match=r"a\.pt after 0\.01 s: \w+, not durable yet"):
@@ -142,7 +146,7 @@ def test_a_timeout_says_how_long_and_how_far(tmp_path: Path) -> None:
             handle.exception(timeout=0)
         with pytest.raises(TimeoutError, match=r"after 0\.02 s: 1 save .*a\.pt: \w+"):
             stillframe.wait_all(0.02)
-        handle.result()
+    handle.result()
 
 
 def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
@@ -151,7 +155,7 @@ def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
     for _ in range(5):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    with slow("lane_copy", 0.3):
+    with held("lane_copy"):
         handle = stillframe.async_save(
             {"p": parameter.data, "o": optimizer.state_dict()}, tmp_path / "a.pt"
         )
@@ -159,7 +163,7 @@ def test_a_timeout_of_a_copy_says_that_it_is_not_staged(tmp_path: Path) -> None:
             handle.wait_staged(0)
         with pytest.raises(TimeoutError, match="the snapshot after 0 s: not copied yet"):
             stillframe.snapshot({"o": optimizer.state_dict()}, overlap=True).wait(0)
-        handle.result()
+    handle.result()
 
 
 def test_a_report_reads_as_sentences(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import stillframe
 import torch
 from stillframe._save import completion, gate
-from stillframe.testing import slow
+from stillframe.testing import held, slow
 
 
 @pytest.fixture
@@ -32,15 +32,14 @@ def is_quiet() -> bool:
 def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path: Path, trained: Any) -> None:
     model, _ = trained
     engine = stillframe.Engine(max_in_flight=1, when_busy="raise")
-    with engine, slow("fdatasync", 0.2):
-        first = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt", engine=engine)
+    with engine, held("fdatasync"):
+        stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt", engine=engine)
         under_way = dict(completion.in_flight)
         for _ in range(3):
             with pytest.raises(stillframe.BusyError) as refused:
                 stillframe.async_save(model.state_dict(), tmp_path / "b.pt", engine=engine)
             assert is_quiet() and completion.in_flight.keys() <= under_way.keys()
             del refused  # with its frames, and what they hold
-        first.result()
 
 
 @pytest.mark.parametrize("end", [lambda save: save.cancel(), lambda save: save.result()])

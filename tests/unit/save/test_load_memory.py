@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stillframe
 import torch
+from fix_memory import peak_of
 from stillframe._save import restore
 
 NBYTES, NR = 1 << 20, 64
@@ -28,39 +25,6 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     else:
         stillframe.save(state, tmp_path / "x.pt", durable=False)
     return tmp_path / "x.pt"
-
-
-def _resident(field: str) -> int:
-    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if field in each]
-    return int(line.split()[1]) << 10
-
-
-def peak_of(call: Callable[[], object]) -> int:
-    """Bytes that a call has at its peak over what was there, in a child that is gone then."""
-    reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        answer: object = None
-        try:
-            torch.set_num_threads(1)  # the threads of the parent are not here
-            ctypes.CDLL(None).malloc_trim(0)  # nothing of it goes into memory that was free
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-            before = _resident("VmRSS")
-            kept = call()
-            answer = _resident("VmHWM") - before
-            del kept
-        except BaseException as error:
-            answer = repr(error)
-        os.write(writes, pickle.dumps(answer))
-        os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads, "rb") as pipe:
-        told = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == 0, f"the child ended with {status}"
-    answer = pickle.loads(told)
-    assert isinstance(answer, int), answer
-    return answer
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 import traceback
 import zipfile
 from pathlib import Path
@@ -129,23 +130,65 @@ def test_two_ranks_on_gloo_that_load_at_once_have_the_disk_read_it_once(tmp_path
     read = {}
     for shared in (False, True):
         drop_pages(path)
-        ranks = []
-        for rank in range(2):
-            ranks.append(os.fork())
-            if ranks[-1] == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(60)
-                try:
-                    as_rank(rank, path, shared)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0, 0]
+        ranks = [forked(as_rank, rank, path, shared) for rank in range(2)]
+        assert [status_of(rank) for rank in ranks] == [0, 0]
         read[shared] = sum(int((tmp_path / f"{rank}-{shared}").read_text()) for rank in range(2))
     if read[False] < 2 * NBYTES:
         pytest.skip("this file system does not read past the page cache, or does not count")
     assert NBYTES // 2 <= read[True] <= 1.25 * NBYTES
+
+
+def as_rank_of_five(rank, directory):
+    """A rank that loads its file when others have gone: the next one in the middle of its load, the
+    one after that before it began."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=5
+    )
+    path = directory / f"{rank}.pt"
+    if rank == 1:
+        restore.Archive.storage = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        stillframe.load(path, shared=True)
+    if rank == 2:
+        os._exit(3)
+    while not (directory / "they are gone").exists():
+        time.sleep(0.01)
+    if rank == 4:
+        with pytest.raises(
+            CorruptCheckpointError, match=r"4\.pt cannot be loaded: it is truncated"
+        ):
+            stillframe.load(path, shared=True)
+        return
+    assert torch.equal(stillframe.load(path, shared=True)[0], torch.full((100_000 + rank,), rank))
+
+
+def test_a_rank_that_dies_or_has_another_file_is_no_concern_of_the_others(tmp_path):
+    for rank in range(5):
+        torch.save([torch.full((100_000 + rank,), rank)], tmp_path / f"{rank}.pt")
+    os.truncate(tmp_path / "4.pt", 300_000)
+    ranks = [forked(as_rank_of_five, rank, tmp_path) for rank in range(5)]
+    assert [status_of(rank) for rank in ranks[1:3]] == [-signal.SIGKILL, 3]
+    (tmp_path / "they are gone").touch()
+    assert [status_of(ranks[rank]) for rank in (0, 3, 4)] == [0, 0, 0]
+
+
+def forked(call, *arguments):
+    """A process that makes the call: status 0 where that returns."""
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+    try:
+        call(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def status_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # ---- a bar --------------------------------------------------------------------------

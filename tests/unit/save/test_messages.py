@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from stillframe.testing import slow
+from stillframe.testing import held, slow
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -57,8 +57,8 @@ def test_a_closed_engine_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_busy_engine_names_what_it_is_busy_with(tmp_path: Path) -> None:
     with (
-        slow("fdatasync", 0.2),
         stillframe.Engine(pool_bytes=32 << 20, max_in_flight=1, when_busy="raise") as engine,
+        held("fdatasync"),
     ):
         stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
         with pytest.raises(stillframe.BusyError, match=r"max_in_flight=1 allows \(.*a\.pt\). Wait"):
@@ -67,23 +67,23 @@ def test_a_busy_engine_names_what_it_is_busy_with(tmp_path: Path) -> None:
 
 def test_an_exhausted_pool_says_who_holds_it(tmp_path: Path) -> None:
     with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
-        held = stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
+        kept = stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
         words = "pool has 4 MiB in blocks of 1 MiB: snapshots hold 4 MiB of it, saves under way 0 B"
         with pytest.raises(stillframe.PoolExhaustedError, match="only snapshots could.*" + words):
             stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
         with pytest.raises(stillframe.PoolExhaustedError, match="a snapshot of 4 kB .*" + words):
             stillframe.snapshot(STATE, engine=engine)
-        del held
+        del kept
 
 
 def test_the_pool_tells_saves_from_snapshots(tmp_path: Path) -> None:
     with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
-        held = stillframe.snapshot({"x": torch.zeros(1 << 18)}, engine=engine)
+        kept = stillframe.snapshot({"x": torch.zeros(1 << 18)}, engine=engine)
         with slow("pwrite", 0.3):
             stillframe.async_save({"x": torch.zeros(1 << 18)}, tmp_path / "a.pt", engine=engine)
             with pytest.raises(stillframe.PoolExhaustedError, match="snapshots hold 1 MiB of it"):
                 stillframe.snapshot({"x": torch.zeros(1 << 20)}, engine=engine)
-        del held
+        del kept
 
 
 def in_child(function: object) -> str:

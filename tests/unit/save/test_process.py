@@ -119,6 +119,49 @@ def test_a_failure_is_told_once_and_the_exit_status_is_the_programs(
     )
 
 
+def test_a_forked_child_tells_of_no_failure_of_its_parents(tmp_path: Path) -> None:
+    done = run(
+        """
+        hold(fault("rename"))
+        handle = stillframe.async_save(STATE, "a.pt")
+        while not handle.done():
+            time.sleep(0.001)
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)  # runs the exit handlers
+        os.waitpid(pid, 0)
+        print("child ended", file=sys.stderr, flush=True)
+        """,
+        tmp_path,
+    )
+    before, _, after = done.stderr.partition("child ended")
+    assert not before and after.count("a save failed") == 1
+
+
+@pytest.mark.parametrize(("disk_s", "callback_s"), [(0.4, 0), (0.05, 0.8)])
+def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_saved(
+    tmp_path: Path, disk_s: float, callback_s: float
+) -> None:
+    done = run(
+        f"""
+        from stillframe._save import exit as at_exit
+        at_exit._QUIET_S = 0.01
+        engine = stillframe.Engine(pool_bytes=32 << 20)
+        hold(slow("fdatasync", {disk_s}))
+        def durable(path, report):
+            if path == "a.pt":
+                stillframe.async_save(STATE, "b.pt", on_durable=durable, engine=engine)
+                time.sleep({callback_s})
+            sys.stdout.write(path + "\\n")
+            sys.stdout.flush()
+        stillframe.async_save(STATE, "a.pt", on_durable=durable)
+        """,
+        tmp_path,
+    )
+    assert sorted(done.stdout.split()) == ["a.pt", "b.pt"], done.stderr
+    assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
+
+
 def test_wait_all_makes_the_exit_status_tell_of_a_failed_save(tmp_path: Path) -> None:
     done = run(
         """

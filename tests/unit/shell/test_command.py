@@ -7,10 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import stillframe
+import torch
+import torch.distributed.checkpoint
 from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
 from stillframe._shell import cli, info
 
@@ -39,6 +42,30 @@ def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
             pass
         assert not {{"torch", "stillframe", "rich"}} & set(sys.modules), sorted(sys.modules)"""
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["verify x.pt dcp", "inspect x.pt", "inspect --tree x.pt", "inspect --json old.pt"]
+)
+def test_files_are_looked_at_without_torch(arguments: str, tmp_path: Path) -> None:
+    state = {"w": torch.ones(3, dtype=torch.bfloat16), "p": torch.nn.Parameter(torch.ones(2))}
+    stillframe.save(state, tmp_path / "x.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    code = f"""if True:
+        import sys
+        from _stillframe_command import main
+        status = main({arguments.split()})
+        assert "stillframe._shell.cli" in sys.modules
+        assert not {{"torch", "numpy"}} & set(sys.modules), sorted(sys.modules)
+        sys.exit(status)"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bfloat16" in done.stdout or arguments.startswith("verify")
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,11 @@
 """`stillframe inspect`: what is in a file, told without loading it and without obeying it."""
 
+import io
 import json
 import os
+import resource
+import sys
+import zipfile
 from collections import OrderedDict
 
 import pytest
@@ -17,6 +21,7 @@ from fix_checkpoints import (
     offset_of_storage,
     small_state,
 )
+from stillframe._tree import contents
 
 
 class Dangerous:
@@ -81,6 +86,21 @@ def test_every_kind_of_tensor_is_told_as_torch_has_it(tmp_path, capsys):
     }
 
 
+def test_every_type_of_torch_is_called_and_as_wide_as_torch_has_it():
+    types = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    assert len(types) > 20
+    for each in types:
+        assert contents._dtype(str(each)) == (str(each).removeprefix("torch."), each.itemsize)
+    for each, storage in torch.storage._dtype_to_storage_type_map().items():
+        assert contents._dtype(f"torch.{storage}") == (
+            str(each).removeprefix("torch."),
+            each.itemsize,
+        )
+    for name in ("torch.float", "os.system", "torch.int", "Storage"):
+        with pytest.raises(ValueError, match="no type"):
+            contents._dtype(name)
+
+
 def test_totals_count_a_shared_storage_once(tmp_path, capsys):
     weight = torch.ones(100)
     by_stillframe({"a": {"x": weight, "y": weight[3:]}, "b": weight.double()}, tmp_path / "x.pt")
@@ -129,6 +149,89 @@ def test_wrong_bytes_of_a_tensor_are_verifys_to_find(tmp_path):
     assert inspect(tmp_path / "x.pt") == 0
 
 
+def test_wrong_bytes_of_the_pickle_are_told_and_it_is_shown(tmp_path, capsys):
+    by_path({"weight": torch.ones(3)}, tmp_path / "x.pt")
+    raw = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(raw.replace(b"weight", b"weighs", 1))
+    status, told = inspect_json(capsys, tmp_path / "x.pt")
+    assert status == 1
+    assert told["error"].startswith("record data.pkl: ") and "CRC" in told["error"]
+    assert by_name(told)["weighs"]["shape"] == [3]
+
+
+def archive_of(pickled, path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", pickled)
+        archive.writestr("x/version", b"3\n")
+    return path
+
+
+def test_a_pickle_that_wants_memory_without_end_does_not_get_it(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    # None, to be remembered as number 100 million: 1.6 GB.
+    path = archive_of(b"\x80\x02Nr" + (100_000_000).to_bytes(4, "little") + b".", tmp_path / "x.pt")
+    status, told = inspect_json(capsys, path)
+    assert (status, told["error"]) == (2, "not enough memory to read its pickle")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+
+
+STORAGE = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpu%stQ"
+
+
+def nested(opening, nr, closing):
+    """A pickle of so many objects in each other around a storage of four elements."""
+    storage = STORAGE % b"K\x04"
+    return b"\x80\x02" + opening * nr + storage + closing * nr + b"."
+
+
+TUPLES = b"\x85"
+NUMBER = b"\x8b" + (5_000).to_bytes(4, "little") + b"\x7f" * 5_000
+DEEP = {
+    "lists": (nested(b"]", 20_000, b"a"), 0),
+    "dictionaries": (nested(b"}K\x01", 20_000, b"s"), 0),
+    "calls": (nested(b"cos\nf\n", 20_000, b"\x85R"), 0),
+    "tuples in a call": (b"\x80\x02cos\nf\n" + nested(b"", 20_000, TUPLES)[2:-1] + b"R.", 0),
+    "tuples as a key": (b"\x80\x02}" + nested(b"", 5_000, TUPLES)[2:-1] + b"Ns.", 1),
+    "a long number as a key": (b"\x80\x02}" + NUMBER + b"Ns.", 1),
+    "a storage of no memory": (b"\x80\x02" + STORAGE % (b"\x8a\xff" + b"\x7f" * 255) + b".", 0),
+}
+
+
+@pytest.mark.parametrize(("pickled", "status"), DEEP.values(), ids=DEEP)
+def test_no_pickle_however_deep_ends_in_a_traceback(pickled, status, tmp_path, capsys):
+    path = archive_of(pickled, tmp_path / "x.pt")
+    assert [inspect(how, path) for how in ("--json", "--tree")] == [status] * 2
+    assert capsys.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("how", [(), ("--tree",)])
+def test_lines_fit_the_terminal_and_names_stay_whole(how, tmp_path, monkeypatch):
+    names = [f"encoder.block.{i}.self_attention.query_projection.weight" for i in range(3)]
+    by_path({name: torch.ones(4, 5) for name in names} | {"x" * 300: 1}, tmp_path / "x.pt")
+    monkeypatch.chdir(tmp_path)
+    told = {}
+    for width in (40, 200):
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert inspect(*how, "x.pt") == 0
+        told[width] = terminal.getvalue()
+        assert max(map(len, told[width].splitlines())) <= width
+        assert "\x1b" not in told[width]
+    assert "self_attention" in told[40] and "query_projection" in told[40]
+    if not how:
+        assert told[200].splitlines()[0].split() == [
+            *["tensor", "shape", "dtype", "device", "bytes", "kind"]
+        ]
+        assert f"{names[0]}  4x5    float32  cpu      80 B  tensor" in told[200]
+        assert "    4x5  float32  cpu  80 B  tensor\n" in told[40]
+
+
 def test_a_missing_file_and_what_is_no_checkpoint_are_status_2(tmp_path, capsys):
     (tmp_path / "x.txt").write_text("hello")
     assert inspect(tmp_path / "x.txt") == 2
@@ -150,5 +253,12 @@ def test_the_tree_has_each_branchs_bytes(tmp_path, capsys):
     stillframe.save({"model": {"a": torch.ones(250), "b": torch.ones(250)}}, tmp_path / "x.pt")
     assert inspect("--tree", tmp_path / "x.pt") == 0
     printed = capsys.readouterr().out
-    assert "model  2.0 kB" in printed
-    assert "a  250 float32 cpu" in printed
+    assert "\n  model  2 kB\n    a  250 float32 cpu\n    b  250 float32 cpu\n" in printed
+
+
+def test_the_tree_has_what_is_of_a_branch_under_it_whatever_stands_between(tmp_path, capsys):
+    x, y, b = (torch.ones(1) for _ in range(3))
+    by_path({"a.x": x, "b": b, "a": {"y": y}}, tmp_path / "x.pt")
+    assert inspect("--tree", tmp_path / "x.pt") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[1:5]] == ["a", "x", "y", "b"]

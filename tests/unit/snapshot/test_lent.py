@@ -244,6 +244,28 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
     assert eventually(engine, 0)
 
 
+def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(
+    engine: stillframe.Engine,
+) -> None:
+    taken = take(engine, state(1))
+    data = dumps(taken.tree)
+    reading, writing = os.pipe()
+    child = os.fork()  # multiprocessing's own fork closes what it shares
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    taken.release()
+    new = pickle.loads(data)
+    assert seen(new) == [1] * 4
+    del new
+    there = eventually(engine, 0)
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(child, 0)
+    assert there
+
+
 # ---- what is refused ----
 
 

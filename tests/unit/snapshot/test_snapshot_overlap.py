@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_holds import held_until_awaited
 from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
 from stillframe import _core
 from stillframe._save import completion
 from stillframe._snapshot.copy import Copy
-from stillframe.testing import slow
+from stillframe._snapshot.snapshot import call_when_copied
+from stillframe.testing import held, slow
 
 __all__ = ["engine"]  # a fixture
 
@@ -50,7 +52,7 @@ def test_the_tree_is_complete_when_it_is_asked_for(engine: stillframe.Engine) ->
 
 def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
     model, optimizer = trained()
-    with slow("lane_copy", 0.3, sticky=False):
+    with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         with pytest.raises(TimeoutError):
             snap.wait(timeout=0)
@@ -59,13 +61,12 @@ def test_a_wait_that_takes_too_long_says_so(engine: stillframe.Engine) -> None:
 
 def test_no_verdict_is_given_before_the_copy_has_ended(engine: stillframe.Engine) -> None:
     model, optimizer = trained()
-    with slow("lane_copy", 0.3, sticky=False):
+    with held("lane_copy", sticky=False):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         copy = snap._copy
         copy.settle()  # as a notice would that is somebody else's
-        ended, _ = copy.core.wait(0)
-        assert ended or not copy.is_settled()
-        assert ended or copy.sources  # whose memory is being read
+        assert not copy.is_settled()
+        assert copy.sources  # whose memory is being read
     snap.wait()
     assert copy.is_settled() and not copy.sources
 
@@ -95,7 +96,7 @@ def test_ctrl_c_just_after_the_copy_has_begun_leaves_it_its_sources(
     engine: stillframe.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained()
-    with monkeypatch.context() as patched, slow("lane_copy", 0.3):
+    with monkeypatch.context() as patched, held("lane_copy"):
         patched.setattr(sys.modules["stillframe._snapshot.snapshot"], "_core", _Interrupted())
         with pytest.raises(KeyboardInterrupt):
             stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
@@ -119,7 +120,7 @@ def test_a_change_outside_the_step_is_found_and_named(
 ) -> None:
     model, optimizer = trained()
     state = state_of(model, optimizer)
-    with slow("lane_copy", 0.1):
+    with held_until_awaited("lane_copy"):
         snap = stillframe.snapshot(state, overlap=True, engine=engine)
         with torch.no_grad():
             weight: Any = model.weight
@@ -136,11 +137,21 @@ def test_a_change_outside_the_step_is_found_and_named(
         assert injected.calls("lane_copy") == 0
 
 
+def test_the_verdict_comes_though_nobody_waits(engine: stillframe.Engine) -> None:
+    model, optimizer = trained()
+    told = threading.Event()
+    with held("lane_copy"):
+        snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
+        call_when_copied(snap, told.set)
+        assert not told.is_set()
+    assert told.wait(60) and not snap._copy.sources
+
+
 def test_a_torn_snapshot_nobody_asks_about_is_logged(
     engine: stillframe.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = trained()
-    with slow("lane_copy", 0.1):
+    with held_until_awaited("lane_copy"):
         snap = stillframe.snapshot(state_of(model, optimizer), overlap=True, engine=engine)
         with torch.no_grad():
             model.weight.add_(1.0)  # type: ignore[operator, union-attr]

@@ -1,0 +1,226 @@
+"""What dcp.py runs in the process of each rank: a training, and one way to save it, kept from turn
+to turn."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from common import BenchError, Stamp, tick
+from dcp_ways import ALL
+from machine import keep_memory, reset_peak_rss, status_bytes
+from peers import OURS
+
+SAVES = 2  # of a turn, beside an idle main thread and beside a busy one, if there is time
+LOOP_SAVES = 3  # of a turn, if there is time
+MANY = 1200  # DTensors, of 16 kB each
+LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
+UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
+GIVE_UP_NS = 100 * 10**9
+
+Turn = dict[str, dict[str, list[float]]]  # scenario -> metric -> values
+
+
+class Rank:
+    """One rank: its part of the training, and one way to save it."""
+
+    def __init__(self, way: str, rank: int, options: argparse.Namespace, directory: Path) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        warnings.simplefilter("ignore")
+        keep_memory()
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=options.ranks
+        )
+        self.barrier = dist.barrier
+        # AdamW: three times four bytes.
+        self.width = round((options.state / 12 / options.layers) ** 0.5)
+        layers = [torch.nn.Linear(self.width, self.width) for _ in range(options.layers)]
+        size = -(-len(layers) // UNITS)
+        units = [torch.nn.Sequential(*layers[at : at + size]) for at in range(0, len(layers), size)]
+        self.model = torch.nn.Sequential(*units)
+        for unit in units:
+            fully_shard(unit)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.batch = torch.ones(4, self.width)
+        self.is_first, self.is_ours = rank == 0, way == OURS
+        self.many = directory / f"many{rank}"
+        self.turn_s, self.ends = options.turn_s, 0.0  # when a turn has taken long enough
+        self.path = directory / "checkpoint"
+        self.save = ALL[way]()
+        self.started = 0.0  # when the last save was called
+        self.state_s = 0.0  # what get_state_dict took before that
+        for _ in range(4):
+            self.step()
+        self.rss = status_bytes("VmRSS")
+        self.nbytes = options.state / options.ranks
+        self.one(busy=False)  # makes pools, plans and processes
+
+    def step(self, before_update: Callable[[], object] = lambda: None) -> None:
+        self.model(self.batch).sum().backward()
+        before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def begin(self) -> tuple[Any, dict[str, float], Stamp]:
+        """A save under way: what the call returned, what it took, and a stamp of the end."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        start = time.perf_counter()
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        self.state_s = time.perf_counter() - start
+        stamp = Stamp()
+        self.barrier()
+        cpu, start = time.thread_time(), time.perf_counter()
+        self.started = start
+        response = self.save({"model": model, "optimizer": optimizer}, self.path)
+        took = {"call_s": time.perf_counter() - start, "call_cpu_s": time.thread_time() - cpu}
+        getattr(response, "upload_completion", response).add_done_callback(stamp)
+        return response, took, stamp
+
+    def end(self, response: Any) -> None:
+        getattr(response, "upload_completion", response).result()
+        self.barrier()
+        if self.is_first:
+            shutil.rmtree(self.path)
+        self.step()
+
+    def one(self, busy: bool) -> dict[str, float]:
+        reset_peak_rss()
+        cpu = time.process_time()
+        response, took, stamp = self.begin()
+        begun = time.perf_counter_ns()
+        ticks = tick(stamp, begun, begun + GIVE_UP_NS, busy=busy)
+        if not stamp.at_ns:
+            raise BenchError(f"a save has not ended after {GIVE_UP_NS // 10**9} s")
+        figures = {
+            **took,
+            "finished_s": stamp.at_ns / 1e9 - self.started,
+            "cpu_s": time.process_time() - cpu,
+            "stall_s": ticks.worst_ns / 1e9,
+            "memory": (status_bytes("VmHWM") - self.rss) / self.nbytes,
+        }
+        self.end(response)
+        return figures
+
+    def loop(self) -> dict[str, list[float]]:
+        """Of several saves: what each has cost, and what as many steps without one would have."""
+        names = ("lost_s", "noise_s", "step_s", "state_s", "finished_s")
+        found: dict[str, list[float]] = {name: [] for name in names}
+        before = self._steps(LOOP_STEPS)
+        for number in range(LOOP_SAVES):
+            if number and self._is_late():
+                break
+            call_s, steps = self._steps_beside_a_save(found)
+            after = self._steps(LOOP_STEPS)
+            found["lost_s"].append(call_s + _over(steps, before + after))
+            plain = self._steps(min(len(steps), 2 * LOOP_STEPS))
+            before = self._steps(LOOP_STEPS)
+            found["noise_s"].append(_over(plain, after + before))
+            found["step_s"].append(statistics.median(after + before))
+        return found
+
+    def _steps_beside_a_save(self, found: dict[str, list[float]]) -> tuple[float, list[float]]:
+        """The call's seconds, and each step's until all ranks have saved."""
+        response, took, stamp = self.begin()
+        staged = getattr(response, "staging_completion", None)
+        steps: list[float] = []
+        while len(steps) < LOOP_STEPS or not self._all(bool(stamp.at_ns)):
+            waits = staged is not None and not steps
+            steps += self._steps(1, staged.result if waits else lambda: None)
+        found["state_s"].append(self.state_s)
+        found["finished_s"].append(stamp.at_ns / 1e9 - self.started)
+        self.end(response)
+        return took["call_s"], steps
+
+    def _steps(self, count: int, before_update: Callable[[], object] = lambda: None) -> list[float]:
+        """The seconds of each. Gradients go through all ranks, so none is ahead of another."""
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self.step(before_update)
+            times.append(time.perf_counter() - start)
+        return times
+
+    def _all(self, here: bool) -> bool:
+        """Whether it holds on all ranks: they have to make as many steps."""
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor(int(here))
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _is_late(self) -> bool:
+        """Whether the turn has taken long enough, on any rank."""
+        return not self._all(time.monotonic() < self.ends)
+
+    def dtensors(self) -> dict[str, list[float]]:
+        """The processor time of calls with many small DTensors; each rank saves for itself."""
+        import torch
+        from stillframe import dcp
+        from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        shard = [Shard(0)]
+        state = {
+            f"w{number}": DTensor.from_local(torch.ones(64, 64), mesh, shard, run_check=False)
+            for number in range(MANY)
+        }
+        found = []
+        for _ in range(6):
+            cpu = time.thread_time()
+            response = dcp.async_save({"state": state}, self.many, no_dist=True)
+            found.append(time.thread_time() - cpu)
+            response.upload_completion.result()
+        shutil.rmtree(self.many)
+        return {"call_cpu_s": found[1:]}
+
+    def turn(self) -> Turn:
+        self.ends = time.monotonic() + self.turn_s
+        found: Turn = {"idle": {}, "busy": {}}
+        for scenario, figures in found.items():
+            for number in range(SAVES):
+                if number and self._is_late():
+                    break
+                for metric, value in self.one(busy=scenario == "busy").items():
+                    figures.setdefault(metric, []).append(value)
+        found["loop"] = self.loop()
+        if self.is_ours:
+            found["dtensors"] = self.dtensors()
+        return found
+
+
+def _over(steps: list[float], plain: list[float]) -> float:
+    """What steps took beyond as many plain ones."""
+    return sum(steps) - len(steps) * statistics.median(plain)
+
+
+def serve(
+    connection: Connection, way: str, rank: int, options: argparse.Namespace, directory: Path
+) -> None:
+    """Says that it is ready, and then what each turn has found; or a sentence, and ends. What it
+    and its processes print goes to a file."""
+    with open(directory / f"rank{rank}.log", "wb") as log:
+        os.dup2(log.fileno(), 2)
+    try:
+        ours = Rank(way, rank, options, directory)
+        connection.send(None)
+        while connection.recv():
+            connection.send(ours.turn())
+    except EOFError:  # the parent has gone
+        pass
+    except BaseException as error:  # CheckpointException is no Exception
+        connection.send(f"{type(error).__name__}: {error}"[:300])

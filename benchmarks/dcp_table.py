@@ -1,0 +1,129 @@
+"""The table of dcp.py, on the terminal and in the docs, and what its figures have to reach."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from common import Series, format_size, format_times
+from dcp_ways import BOUND, DEFAULT, PEER, PROCESS, SHARDED, STAGER
+from goals import ABSENT, Goal
+from measured import Figures
+from peers import OURS
+
+ROWS = (
+    ("idle", "call_s", "main thread idle: the call blocks"),
+    ("idle", "call_cpu_s", "processor time of the call's thread"),
+    ("idle", "finished_s", "finished after"),
+    ("idle", "cpu_s", "processor time of a rank's process until then"),
+    ("busy", "call_s", "main thread busy: the call blocks"),
+    ("busy", "finished_s", "finished after"),
+    ("busy", "stall_s", "longest stall"),
+    ("loop", "lost_s", "training loop: lost time a save"),
+    ("loop", "noise_s", "the same of steps without one"),
+    ("loop", "step_s", "a step without one"),
+    ("loop", "state_s", "get_state_dict before a call"),
+    ("loop", "finished_s", "finished after"),
+    ("idle", "memory", "extra memory of a rank's process, x its state"),
+)
+DIFFERENCES = ("lost_s", "noise_s")
+SHORT = {  # the columns of the docs
+    DEFAULT: "DCP `async_save`",
+    STAGER: "with a DefaultStager kept",
+    PROCESS: "in its process",
+    OURS: "`stillframe.dcp.async_save`",
+    BOUND: "bound: a file a rank, two collectives",
+    SHARDED: "Lightning, sharded: DCP `save`",
+    PEER: "Lightning's `DistributedAsyncCheckpointIO`",
+}
+
+
+def goals() -> tuple[Goal, ...]:
+    """As they were set before anything was measured."""
+    found = []
+    for scenario in ("idle", "busy"):
+        place = ((scenario, DEFAULT, "call_s"),)
+        found.append(Goal(scenario, "call_s", 1 / 20, f"{scenario}: call ≤ 1/20 of DCP's", place))
+    for scenario in ("idle", "busy"):
+        end, title = ((scenario, BOUND, "finished_s"),), f"{scenario}: finished"
+        found.append(Goal(scenario, "finished_s", 1.5, f"{title} ≤ 1.5 x the bound", end))
+        end = ((scenario, DEFAULT, "finished_s"),)
+        found.append(Goal(scenario, "finished_s", 1 / 10, f"{title} ≤ 1/10 of DCP's", end))
+    found.append(Goal("idle", "memory", 1.05, "extra memory ≤ 1.05 x the state"))
+    text = "a call with 1,200 DTensors ≤ 8 ms of processor time"
+    found.append(Goal("dtensors", "call_cpu_s", 0.008, text))
+    return tuple(found)
+
+
+def figures_of(document: dict[str, Any]) -> Figures:
+    """Those that a run has written."""
+    figures = Figures()
+    for scenario, ways in document["figures"].items():
+        for way, metrics in ways.items():
+            for metric, series in metrics.items():
+                for value in series["values"]:
+                    figures.add(scenario, way, {metric: value})
+    return figures
+
+
+def ways_of(figures: Figures) -> list[str]:
+    return [way for way in SHORT if figures.series("idle", way, "call_s")]
+
+
+def _cell(metric: str, series: Series | None) -> str:
+    if series is None:
+        return "-"
+    if metric == "memory":
+        return f"{series.median:.2f} x"
+    if metric in DIFFERENCES:
+        return f"{series.median * 1e3:.0f} ± {series.error * 1e3:.0f} ms"
+    return format_times([series.median, min(series.values), max(series.values)])
+
+
+def rows(figures: Figures, ways: list[str]) -> list[list[str]]:
+    return [
+        [title, *(_cell(metric, figures.series(scenario, way, metric)) for way in ways)]
+        for scenario, metric, title in ROWS
+    ]
+
+
+def verdicts(figures: Figures) -> list[str]:
+    """Each goal, whether it is met, and the medians that were compared, with their errors."""
+    return [f"{goal.verdict(figures)}{_compared(goal, figures)}" for goal in goals()]
+
+
+def _compared(goal: Goal, figures: Figures) -> str:
+    if goal.judge(figures) == ABSENT:
+        return ""
+    found = [figures.series(goal.scenario, OURS, goal.metric)]
+    found += [figures.series(*place) for place in goal.others]
+    texts = [_with_error(goal.metric, series) for series in found if series]
+    return f"; {' against '.join(texts)}"
+
+
+def _with_error(metric: str, series: Series) -> str:
+    if metric == "memory":
+        return f"{series.median:.2f} ± {series.error:.2f} x"
+    digits = max(0, 2 - math.floor(math.log10(max(series.median * 1e3, 1e-3))))
+    return f"{series.median * 1e3:.{digits}f} ± {series.error * 1e3:.{digits}f} ms"
+
+
+def page(document: dict[str, Any]) -> list[str]:
+    """The section of the docs."""
+    facts, settings, figures = document["facts"], document["settings"], figures_of(document)
+    ways = ways_of(figures)
+    lines = [
+        f"{format_size(settings['state'])} of model and AdamW in {6 * settings['layers']:,}"
+        f" DTensors on {settings['ranks']} ranks; {facts['cores']} cores ({facts['cpu']}),"
+        f" {facts['filesystem']}, no GPU; torch {facts['torch'].split('+')[0]}; medians"
+        f" (smallest..largest) over rounds and ranks, {facts['date'][:10]}:",
+        "",
+        "| | " + " | ".join(SHORT[way] for way in ways) + " |",
+        "|---|" + "---|" * len(ways),
+        *("| " + " | ".join(row) + " |" for row in rows(figures, ways)),
+        "",
+        "What was to be reached, and the medians compared, with their standard errors:",
+        "",
+        *(f"- {line}" for line in verdicts(figures)),
+    ]
+    return lines + [f"- {way} failed: {why}" for way, why in document["failed"].items()]

@@ -1,0 +1,59 @@
+"""A rank's data files from the inside: what goes into which, in what form, whose error counts."""
+
+import io
+
+import pytest
+import torch
+from stillframe._dcp.files import RankFiles, buckets
+from stillframe._dcp.image import Item
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+
+def test_objects_come_first_and_every_file_gets_its_share():
+    state = {"a": torch.zeros(1000), "text": "hello", "b": torch.zeros(1000)}
+    items = create_default_local_save_plan(state, is_coordinator=True).items
+    found = buckets(items, 2, one_item_a_file=False)
+    assert [[item.index.fqn for item in bucket] for bucket in found] == [["text", "a"], ["b"]]
+
+
+BASE = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        BASE[1:3, ::2],
+        torch.ones(3, 1).expand(3, 5),
+    ],
+    ids=["conjugate", "negative", "gaps", "expanded"],
+)
+def test_what_is_a_view_is_laid_out_as_what_it_shows(tensor):
+    """And not packed by torch.save, which takes all of the storage behind it."""
+    assert not isinstance(Item(tensor).row, memoryview)
+
+
+def test_what_torch_packs_needs_no_gradient_there():
+    tensor = torch.ones(3, dtype=torch.float8_e4m3fn).requires_grad_()
+    item = Item(tensor)
+    assert isinstance(item.row, memoryview)
+    found = torch.load(io.BytesIO(item.row), weights_only=True)
+    assert not found.requires_grad and found.tolist() == tensor.tolist()
+
+
+class Ended:
+    def __init__(self, error):
+        self.error, self.waited = error, False
+
+    def failure(self):
+        self.waited = True
+        return self.error
+
+
+def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
+    files = RankFiles([], None, "", None)
+    first, second = OSError("first"), OSError("second")
+    files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
+    assert files.settle() is first
+    assert all(file.waited for file in files._files)

@@ -1,0 +1,53 @@
+"""A system call that stands still until somebody waits for what it is a part of.
+
+Where a test looks at what is not there yet, and then waits for it, no time has to be guessed:
+however slow the machine is, the call goes on when the test waits, and not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from stillframe._save import api, ordered
+from stillframe._save.core_save import CoreSave
+from stillframe._snapshot.copy import Copy
+from stillframe._snapshot.snapshot import Snapshot
+from stillframe.testing import held
+
+_WAITS = {
+    CoreSave._wait.__code__,
+    CoreSave.gate.__code__,
+    Copy.gate.__code__,
+    Copy.finish.__code__,
+    Snapshot.wait.__code__,
+    api.wait_all.__code__,
+    ordered._opened.__code__,
+}
+
+
+@contextlib.contextmanager
+def held_until_awaited(call: str) -> Iterator[None]:
+    """Inside the block every `call` stands still, until this thread waits for a save or a snapshot
+    in one of the package's own waits. A test that waits otherwise has its call after a minute."""
+    thread, over = threading.get_ident(), threading.Event()
+    hold = contextlib.ExitStack()
+
+    def let_go() -> None:
+        end = time.monotonic() + 60
+        while not over.wait(0.005) and time.monotonic() < end:
+            if sys._current_frames()[thread].f_code in _WAITS:
+                break
+        hold.close()
+
+    hold.enter_context(held(call))
+    watcher = threading.Thread(target=let_go)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()

@@ -1,0 +1,77 @@
+"""What became of a save and who is told of it, from the inside."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from stillframe._save.outcome import Outcome, take_failures
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    take_failures(first_only=False)
+    yield
+    take_failures(first_only=False)
+
+
+class Watched(Outcome):
+    """Notes what can be seen at the moment from which the save counts as ended."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "settled" and value:
+            self.seen = (self.report, self.error)
+
+
+def test_who_sees_that_a_save_has_ended_sees_how() -> None:
+    outcome, error = Watched("a.pt", None), RuntimeError("no")
+    outcome.settle(None, error)
+    assert outcome.seen == (None, error)
+
+
+def test_an_error_that_somebody_has_is_told_to_nobody_else() -> None:
+    outcome = Outcome("a.pt", None)
+    outcome.settle(None, RuntimeError("no"))
+    outcome.collect()
+    outcome.collect()
+    assert outcome.is_collected() and take_failures(first_only=False) == []
+
+
+def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outcome = Outcome("a.pt", None)
+    outcome.settle(None, CancelledError("cancelled"))
+    assert take_failures(first_only=False) == []
+    with caplog.at_level(logging.ERROR):
+        del outcome
+    assert not caplog.records
+
+
+def test_a_save_that_failed_is_not_called_durable() -> None:
+    durable: list[object] = []
+    over = threading.Event()
+    outcome = Outcome("a.pt", lambda path, report: durable.append(path))
+    assert outcome.call_at_end(over.set)  # behind the other
+    outcome.settle(None, RuntimeError("no"))
+    outcome.tell()
+    assert over.wait(60) and durable == []
+
+
+def test_who_waits_no_more_is_not_woken() -> None:
+    woken: list[object] = []
+    outcome = Outcome("a.pt", None)
+
+    def wake() -> None:
+        woken.append(outcome)
+
+    assert outcome.wake_at_end(wake)
+    outcome.wake_no_more(wake)
+    outcome.settle(None, None)
+    outcome.tell()
+    assert woken == []
