@@ -11,7 +11,8 @@ not. The bound is one file a rank of the same bytes, and then two collectives.
 What a save costs a loop is the time of its call and of the steps until it has ended, less that of
 as many steps at the median of those around it. Steps without a save are taken for such a save too:
 what they come to is noise, and stands in a row of its own. get_state_dict, which every way needs,
-is not in it. After --most-s no turn begins, but for each way's first.
+is not in it. A turn that has taken --turn-s makes no second save of a kind, and after --most-s no
+turn begins, but for each way's first.
 
 Whatever goes wrong, there is a table of what was measured until then, and a line on what was not.
 
@@ -23,6 +24,7 @@ with plans kept, each save after the one before.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import sys
 import time
@@ -65,6 +67,7 @@ class Way:
 
     def __init__(self, name: str, options: argparse.Namespace, directory: Path) -> None:
         directory.mkdir()
+        self._directory = directory
         self._limit_s = options.limit_s
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
@@ -105,11 +108,17 @@ class Way:
                     raise WayError(f"rank {rank} took more than {self._limit_s:.0f} s")
                 answers.append(pipe.recv())
             except (EOFError, OSError):
-                raise WayError(f"the process of rank {rank} ended") from None
+                raise WayError(f"the process of rank {rank} ended{self._said(rank)}") from None
         failures = [each for each in answers if isinstance(each, str)]
         if failures:
             raise WayError(failures[0])
         return answers
+
+    def _said(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self._directory / f"rank{rank}.log").read_text(errors="replace").split("\n")
+            return "".join(f": {line}" for line in [line for line in lines if line][-1:])
+        return ""
 
     def end(self) -> None:
         for pipe in self._pipes:
@@ -180,12 +189,11 @@ class Run:
 
 def show(run: Run, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     print("\n".join(facts_lines(facts)))
-    nr_tensors = 6 * options.layers
-    print(f"{format_size(options.state)} in {nr_tensors} DTensors on {options.ranks} ranks")
+    print(f"{format_size(options.state)} in {6 * options.layers} DTensors on {options.ranks} ranks")
     ways = ways_of(run.figures)
     title = "Checkpoints of all ranks, medians (min..max) over rounds and ranks"
     print_table(title, ["", *ways], list(rows(run.figures, ways)))
-    for line in verdicts(run.figures, nr_tensors):
+    for line in verdicts(run.figures):
         print(line)
     for way, why in run.failed.items():
         print(f"{way} failed: {why}")
@@ -210,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", choices=list(ALL), default=list(WAYS))
     parser.add_argument("--lightning", action="store_true", help="Lightning's ways too")
     parser.add_argument("--most-s", type=float, default=240.0, help="then no later round begins")
+    parser.add_argument("--turn-s", type=float, default=20.0, help="then a turn leaves out saves")
     parser.add_argument("--limit-s", type=float, default=90.0, help="of one way's turn")
     add_directory_options(parser)
     options = parser.parse_args(argv)

@@ -4,6 +4,7 @@ to turn."""
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import time
@@ -16,9 +17,11 @@ from typing import Any
 from common import BenchError, Stamp, tick
 from dcp_ways import ALL
 from machine import keep_memory, reset_peak_rss, status_bytes
+from peers import OURS
 
-SAVES = 2  # of a turn, beside an idle main thread and beside a busy one
-LOOP_SAVES = 3  # of a turn
+SAVES = 2  # of a turn, beside an idle main thread and beside a busy one, if there is time
+LOOP_SAVES = 3  # of a turn, if there is time
+MANY = 1200  # DTensors, of 16 kB each
 LOOP_STEPS = 4  # plain ones on either side, and at least so many beside a save
 UNITS = 4  # of FSDP: a step's time is that of their collectives, not of the layers
 GIVE_UP_NS = 100 * 10**9
@@ -52,7 +55,9 @@ class Rank:
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.ones(4, self.width)
-        self.is_first = rank == 0
+        self.is_first, self.is_ours = rank == 0, way == OURS
+        self.many = directory / f"many{rank}"
+        self.turn_s, self.ends = options.turn_s, 0.0  # when a turn has taken long enough
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
         self.started = 0.0  # when the last save was called
@@ -115,7 +120,9 @@ class Rank:
         names = ("lost_s", "noise_s", "step_s", "state_s", "finished_s")
         found: dict[str, list[float]] = {name: [] for name in names}
         before = self._steps(LOOP_STEPS)
-        for _ in range(LOOP_SAVES):
+        for number in range(LOOP_SAVES):
+            if number and self._is_late():
+                break
             call_s, steps = self._steps_beside_a_save(found)
             after = self._steps(LOOP_STEPS)
             found["lost_s"].append(call_s + _over(steps, before + after))
@@ -156,13 +163,44 @@ class Rank:
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
+    def _is_late(self) -> bool:
+        """Whether the turn has taken long enough, on any rank."""
+        return not self._all(time.monotonic() < self.ends)
+
+    def dtensors(self) -> dict[str, list[float]]:
+        """The processor time of calls with many small DTensors; each rank saves for itself."""
+        import torch
+        from stillframe import dcp
+        from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        shard = [Shard(0)]
+        state = {
+            f"w{number}": DTensor.from_local(torch.ones(64, 64), mesh, shard, run_check=False)
+            for number in range(MANY)
+        }
+        found = []
+        for _ in range(6):
+            cpu = time.thread_time()
+            response = dcp.async_save({"state": state}, self.many, no_dist=True)
+            found.append(time.thread_time() - cpu)
+            response.upload_completion.result()
+        shutil.rmtree(self.many)
+        return {"call_cpu_s": found[1:]}
+
     def turn(self) -> Turn:
+        self.ends = time.monotonic() + self.turn_s
         found: Turn = {"idle": {}, "busy": {}}
         for scenario, figures in found.items():
-            for _ in range(SAVES):
+            for number in range(SAVES):
+                if number and self._is_late():
+                    break
                 for metric, value in self.one(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
-        return {**found, "loop": self.loop()}
+        found["loop"] = self.loop()
+        if self.is_ours:
+            found["dtensors"] = self.dtensors()
+        return found
 
 
 def _over(steps: list[float], plain: list[float]) -> float:
@@ -173,7 +211,10 @@ def _over(steps: list[float], plain: list[float]) -> float:
 def serve(
     connection: Connection, way: str, rank: int, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Says that it is ready, and then what each turn has found; or a sentence, and ends."""
+    """Says that it is ready, and then what each turn has found; or a sentence, and ends. What it
+    and its processes print goes to a file."""
+    with open(directory / f"rank{rank}.log", "wb") as log:
+        os.dup2(log.fileno(), 2)
     try:
         ours = Rank(way, rank, options, directory)
         connection.send(None)

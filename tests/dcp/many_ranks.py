@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import functools
 import json
 import os
 import signal
@@ -345,7 +346,13 @@ def busy(path: Path, rank: int) -> Notes:
         first.upload_completion.result()
     dist.barrier()
     dcp.async_save(training.state(), path / "d", when_busy="raise").upload_completion.result()
-    return {"says": says}
+    mine = [dist.new_group([each], backend="gloo") for each in range(2)][rank]
+    state = {"w": torch.ones(3)}
+    few = fails(lambda: dcp.async_save(state, path / "e", process_group=mine, when_busy="raise"))
+    dcp.save(state, path / f"own{rank}", process_group=mine)
+    new = zeroed(state)
+    stock.load(new, checkpoint_id=path / f"own{rank}", no_dist=True)
+    return {"says": says, "few": few, "own": equal(new, state)}
 
 
 def out_of_step(path: Path, rank: int) -> Notes:
@@ -370,12 +377,15 @@ def alone(path: Path, rank: int) -> Notes:
 def killed(path: Path, rank: int) -> Notes:
     """The last but one, or the last of two, while it writes. The last scenario of its world."""
     state = {f"w{rank}": torch.ones(1000)}
-    dcp.save(state, path / "c")
+    group = None
+    if dist.get_world_size() > 2:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=45))
+    dcp.save(state, path / "c", process_group=group)
     state[f"w{rank}"].fill_(2)
     if rank == max(1, dist.get_world_size() - 2):
         FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    response = dcp.async_save(state, path / "c")
+    response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 100)
     took = time.monotonic() - began
     # Nobody's end tells the others of it: they go on, as training would.
@@ -383,7 +393,8 @@ def killed(path: Path, rank: int) -> Notes:
     store.add("told", 1)
     while store.add("told", 0) < dist.get_world_size() - 1 and time.monotonic() - began < 90:
         time.sleep(0.05)
-    return {"says": says, "took": took, "next": fails(dcp.async_save, state, path / "c")}
+    again = functools.partial(dcp.async_save, process_group=group)
+    return {"says": says, "took": took, "next": fails(again, state, path / "c")}
 
 
 def fsdp1(path: Path, rank: int) -> Notes:

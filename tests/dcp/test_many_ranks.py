@@ -138,6 +138,12 @@ def test_where_one_rank_is_busy_all_say_so(notes):
         assert rank["says"].startswith("BusyError")
 
 
+def test_a_group_of_some_ranks_saves_for_itself_and_cannot_ask_all_whether_they_are_busy(notes):
+    for rank in notes("busy"):
+        assert rank["few"].startswith("ValueError") and "process_group of all ranks" in rank["few"]
+        assert rank["own"]
+
+
 def test_ranks_at_different_calls_are_told(notes):
     for rank in notes("out_of_step"):
         assert "not all ranks are at the same call" in rank["says"]

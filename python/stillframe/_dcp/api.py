@@ -88,15 +88,16 @@ def async_save(
         state_dict: As for DCP; `Stateful` values are asked for theirs.
         checkpoint_id: A directory, created with its parents if it is missing. For a remote one
             (`scheme://`), the state is staged here and written by PyTorch's own writer.
-        process_group: The ranks that save, with a backend for the CPU. Nothing else may use the
-            group meanwhile. By default all ranks, in a gloo group that the first call makes.
+        process_group: The ranks that save, with a backend for the CPU. By default all ranks. Where
+            it has all of them, only its timeout is used, for a gloo group that the first call
+            makes. With fewer ranks nothing else may use it meanwhile.
         planner: By default PyTorch's, with plans kept.
         no_dist: This process saves alone, even if there are others.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.
         when_busy: While a save is under way: "wait" for it, or "raise" `BusyError`, on all ranks
-            if any of them is still busy.
+            if any of them is still busy, for which the group has to have all ranks.
 
     Returns:
         Two futures, and later a report. An error of one rank reaches all: `CheckpointException` (a
@@ -204,10 +205,9 @@ class Saver:
     ) -> dist.ProcessGroup | None:
         if no_dist or not is_initialized():
             return None
-        if process_group is None:
-            return self._groups.of_saves()
-        refuse_without_cpu(process_group)
-        return process_group
+        if process_group is not None:
+            refuse_without_cpu(process_group)
+        return self._groups.of_saves(process_group)
 
     def save(
         self, state_dict: StateDict, checkpoint_id: str | os.PathLike[str], asked: Asked
@@ -282,7 +282,7 @@ class Saver:
     def _refuse_busy(self, group: dist.ProcessGroup | None) -> None:
         busy = self._last is not None and not self._last.done()
         if group is not None:
-            busy = self._groups.any_rank(busy)
+            busy = self._groups.any_rank(group, busy)
         if busy:
             raise BusyError(
                 "a save is under way: wait for its upload_completion, or give when_busy='wait'"
