@@ -15,7 +15,7 @@
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
-#                 2,000 random trainings with layers, activations or states offloaded (24)
+#                 2,000 random trainings with layers, activations or states offloaded (12)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there

@@ -62,6 +62,19 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)
 	return PyErr_SetFromErrno(PyExc_OSError);
 }
 
+PyObject *sfr_py_alloc(PyTypeObject *type)
+{
+	return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+void sfr_py_free(PyObject *object)
+{
+	PyTypeObject *type = Py_TYPE(object);
+
+	((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+	Py_DECREF(type);
+}
+
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 {
 	*slot = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);

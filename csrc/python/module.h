@@ -39,6 +39,9 @@ struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
 
+/* An object of the type, all zero, or NULL with an exception set; and its end. */
+PyObject *sfr_py_alloc(PyTypeObject *type);
+void sfr_py_free(PyObject *object);
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 

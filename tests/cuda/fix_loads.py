@@ -1,13 +1,38 @@
-"""What a load must not leave behind."""
+"""A file to load, the stream that loads meet, and what they must not leave behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+from stillframe._base import device as _device
 from stillframe.testing import FakeDriver
+
+
+@pytest.fixture
+def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    torch.save(state, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+@pytest.fixture(autouse=True)
+def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Has the calls meet a current stream that is not the calling thread."""
+    handle = fake.stream()
+    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
+    return handle
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(fake: FakeDriver, stream: int) -> Iterator[None]:
+    before = living(fake)
+    yield
+    assert living(fake) == before
 
 
 def living(fake: FakeDriver) -> dict[str, int]:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_loads import file as file
 from fix_loads import living
+from fix_loads import nothing_is_left as nothing_is_left
+from fix_loads import stream as stream
 from stillframe import _save, testing
-from stillframe._base import device as _device
 from stillframe._save import into, restore
 from stillframe.testing import FakeDriver
 
@@ -28,21 +30,6 @@ HALF_WRITTEN = "half written"
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.full((NUMEL,), float(i)) for i in range(NR)}
-
-
-@pytest.fixture
-def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
-    torch.save(state, tmp_path / "a.pt")
-    return tmp_path / "a.pt"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
-    handle = fake.stream()
-    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
-    before = living(fake)
-    yield
-    assert living(fake) == before
 
 
 class Way:

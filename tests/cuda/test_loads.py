@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_loads import living
-from stillframe._base import device as _device
+from fix_loads import file as file
+from fix_loads import nothing_is_left as nothing_is_left
+from fix_loads import stream as stream
 from stillframe._save import restore
 from stillframe.testing import FakeDriver
 
@@ -25,27 +26,6 @@ def state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     tensors = {f"t{i}": torch.randn(n, generator=generator) for i, n in enumerate(LENGTHS)}
     return {**tensors, "view": tensors["t4"][10:20], "transposed": torch.randn(3, 5).t()}
-
-
-@pytest.fixture
-def file(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
-    torch.save(state, tmp_path / "a.pt")
-    return tmp_path / "a.pt"
-
-
-@pytest.fixture(autouse=True)
-def stream(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Has the calls meet a current stream that is not the calling thread."""
-    handle = fake.stream()
-    monkeypatch.setattr(_device, "current_stream", lambda device: handle)
-    return handle
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(fake: FakeDriver, stream: int) -> Any:
-    before = living(fake)
-    yield
-    assert living(fake) == before
 
 
 def assert_same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:

@@ -309,6 +309,39 @@ def test_small_ones_share_the_pools_blocks(either):
         assert torch.equal(x.grad, 2 * expected.grad)
 
 
+def test_memory_is_pinned_once_and_not_at_every_step(fake):
+    with stillframe.Engine(pool_bytes=1 << 24, block_bytes=1 << 20) as engine:
+        context = away(engine=engine, keep_last=0)
+        model = mlp()
+        calls = []
+        for step in range(3):
+            with context:
+                loss = squares(model, numbers(step))
+            loss.backward()
+            calls.append(fake.calls("cuMemHostRegister_v2"))
+        assert calls[0] == calls[2] > 0
+
+
+def test_a_forward_without_gradients_inside_the_block_leaves_no_trace(either):
+    """Nothing comes for it: it must not stand in the way of what does."""
+    model = mlp(depth=6)
+    other = copy.deepcopy(model)
+    context = away(keep_last=0)
+
+    def loss(around, model):
+        with around:
+            first = squares(model, numbers(0))
+            with torch.no_grad():
+                model(numbers(1))
+            return first + squares(model, numbers(2))
+
+    loss(contextlib.nullcontext(), model).backward()
+    value = loss(context, other)
+    assert counts(context)["groups_offloaded"] == 2 * 7  # the input, and what each layer puts out
+    value.backward()
+    assert same(state(model), state(other))
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [

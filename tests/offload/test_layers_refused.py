@@ -80,6 +80,8 @@ def test_layers_inside_a_module_that_reduces_gradients_are_told(alone):
         with pytest.raises(stillframe.StillframeError, match="inside a DistributedDataParallel"):
             wrapped(numbers(0))
         assert model[0][0].weight is weight
+        with torch.no_grad():
+            wrapped(numbers(0))  # a teacher's, say
         squares(model, numbers(0)).backward()  # as ever
 
 

@@ -92,6 +92,19 @@ def test_the_host_does_not_wait(fake: testing.FakeDriver, engine: stillframe.Eng
         assert same(offloader.onload(ticket), group(1))
 
 
+def test_what_tensors_are_brought_from_is_held_until_they_have_come(
+    fake: testing.FakeDriver, engine: stillframe.Engine
+) -> None:
+    with Offloader("cpu", engine=engine) as offloader:
+        home = offloader.adopt(group(2)).tensors()
+        fake.hold(True)
+        assert offloader.prefetch(home)
+        (slot,) = offloader._coming
+        assert not slot.landed() and slot._layout.sources
+        fake.hold(False)
+        assert same(offloader.onload(home), group(2))
+
+
 def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe.Engine) -> None:
     events = fake.live("events")  # lanes of earlier engines keep some
     with Offloader("cpu", engine=engine) as offloader:

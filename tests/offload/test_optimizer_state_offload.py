@@ -306,6 +306,9 @@ def test_a_group_sent_for_by_a_step_that_broke_off_comes_again_for_the_next(eith
         opt.param_groups[0]["lr"] = 0.1
         for momentum in momenta:
             momentum.data.mul_(2)  # no version tells
+        for p in model[0].parameters():
+            p.grad = None  # the next step begins with the second group
+        opt.step()
         return steps(model, opt, 2, 2)
 
     model = network()

@@ -329,7 +329,7 @@ static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
 	struct sfr__cuda_scope scope;
 	bool timed, done;
 
-	if (has_landed(onload))
+	if (has_landed(onload)) /* or there is no lane: nothing was to come */
 		return true;
 	timed = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS &&
 		!onload->ordered && !sfr__cuda_is_capturing(lane->cu, of);
@@ -349,8 +349,6 @@ int sfr_onload_order(struct sfr_onload *onload, uint64_t stream)
 
 	if (foreign(onload))
 		return SFR_EFORK;
-	if (!onload->lane)
-		return 0;
 	return order(onload, &of) ? 0 : SFR_EAGAIN;
 }
 

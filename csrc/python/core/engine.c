@@ -15,7 +15,6 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	int shared = 0;
 	struct sfr_engine *engine;
 	struct sfr_py_engine *self;
-	allocfunc alloc;
 	int rc;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|p:Engine", names, &pool_bytes,
@@ -30,8 +29,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_engine *)alloc(type, 0);
+	self = (struct sfr_py_engine *)sfr_py_alloc(type);
 	if (!self) {
 		sfr_engine_put(engine);
 		return NULL;
@@ -43,19 +41,15 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void engine_dealloc(PyObject *object)
 {
 	struct sfr_engine *engine = ((struct sfr_py_engine *)object)->engine;
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	/* The last reference joins idle threads, none of which ever wants the lock. */
 	Py_BEGIN_ALLOW_THREADS
 	sfr_engine_put(engine);
 	Py_END_ALLOW_THREADS
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
-static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			      Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_close(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	uint64_t left, slice;
@@ -76,8 +70,7 @@ static PyObject *engine_close(PyObject *object, PyTypeObject *cls, PyObject *con
 	return PyBool_FromLong(rc == 0);
 }
 
-static PyObject *engine_warm_up(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-				Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_warm_up(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	unsigned long long nbytes;
@@ -99,13 +92,12 @@ static PyObject *engine_warm_up(PyObject *object, PyTypeObject *cls, PyObject *c
 	Py_RETURN_NONE;
 }
 
-static PyObject *engine_trim(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			     Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_trim(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	int rc;
 
-	(void)args, (void)nargs, (void)kwnames;
+	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_engine_trim(self->engine);
 	Py_END_ALLOW_THREADS
@@ -114,14 +106,13 @@ static PyObject *engine_trim(PyObject *object, PyTypeObject *cls, PyObject *cons
 	Py_RETURN_NONE;
 }
 
-static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			      Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_stats(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	struct sfr_stats stats;
 	int rc;
 
-	(void)args, (void)nargs, (void)kwnames;
+	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_engine_stats(self->engine, &stats);
 	Py_END_ALLOW_THREADS
@@ -138,8 +129,7 @@ static PyObject *engine_stats(PyObject *object, PyTypeObject *cls, PyObject *con
 			     (unsigned long long)stats.saves_total);
 }
 
-static PyObject *engine_use_device(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-				   Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_use_device(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	char why[256];
@@ -162,8 +152,7 @@ static PyObject *engine_use_device(PyObject *object, PyTypeObject *cls, PyObject
 	return PyUnicode_FromString(why);
 }
 
-static PyObject *engine_has_pinned(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-				   Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_has_pinned(ARGS)
 {
 	unsigned long long address;
 
@@ -179,14 +168,13 @@ static PyObject *engine_has_pinned(PyObject *object, PyTypeObject *cls, PyObject
 						     address));
 }
 
-static PyObject *engine_driver(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			       Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *engine_driver(ARGS)
 {
 	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	char text[1024];
 	int rc;
 
-	(void)args, (void)nargs, (void)kwnames;
+	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_engine_driver(self->engine, text, sizeof(text));
 	Py_END_ALLOW_THREADS
@@ -195,9 +183,6 @@ static PyObject *engine_driver(PyObject *object, PyTypeObject *cls, PyObject *co
 	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("close", engine_close,
 	       "close(timeout=None) -> bool: False when the timeout passed."),

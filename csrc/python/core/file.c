@@ -9,6 +9,7 @@
 
 #include "check/check.h"
 #include "module.h"
+#include "core/objects.h"
 
 #define WINDOW (128u << 10)
 #define SLICE (64u << 20) /* between two looks for signals */
@@ -27,13 +28,11 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	static char *names[] = { "fd", "nbytes", NULL };
 	struct sfr_py_file *self;
 	unsigned long long len;
-	allocfunc alloc;
 	int fd;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iK:File", names, &fd, &len))
 		return NULL;
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_file *)alloc(type, 0);
+	self = (struct sfr_py_file *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
 	self->fd = fd;
@@ -48,12 +47,8 @@ static PyObject *file_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void file_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	PyMem_Free(((struct sfr_py_file *)object)->win);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 static int raise_io(int64_t code)
@@ -127,11 +122,6 @@ shorter:
 	return -1;
 }
 
-#define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
-		PyObject *kwnames
-#define UNUSED_ARGS (void)cls, (void)args, (void)nargs, (void)kwnames
-
 static PyObject *file_seek(ARGS)
 {
 	struct sfr_py_file *self = (struct sfr_py_file *)object;
@@ -203,9 +193,6 @@ static PyObject *file_read(ARGS)
 	return bytes;
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("seek", file_seek, "seek(offset, whence=0) -> int."),
 	METHOD("tell", file_tell, "tell() -> int."),

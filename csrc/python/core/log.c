@@ -1,5 +1,6 @@
 /* The process's log, the core's notices and fork, as functions; _core.LogLoad. */
 #include "module.h"
+#include "core/objects.h"
 #include "sfr/fork.h"
 #include "sfr/log.h"
 #include "sfr/save.h"
@@ -128,7 +129,6 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	static char *names[] = { "key", NULL };
 	struct sfr_log_load *load;
 	struct sfr_py_load *self;
-	allocfunc alloc;
 	const char *key;
 	int rc;
 
@@ -137,8 +137,7 @@ static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	rc = sfr_log_load_new(key, &load);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(type), rc);
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_load *)alloc(type, 0);
+	self = (struct sfr_py_load *)sfr_py_alloc(type);
 	if (!self) {
 		sfr_log_load_free(load);
 		return NULL;
@@ -172,23 +171,18 @@ static PyObject *load_fileno(PyObject *object, PyObject *unused)
 
 static void load_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	load_end((struct sfr_py_load *)object);
 	sfr_log_load_free(((struct sfr_py_load *)object)->load);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
-static PyObject *load_open(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			   Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *load_open(ARGS)
 {
 	struct sfr_py_load *self = (struct sfr_py_load *)object;
 	uint64_t left = SFR_FOREVER, slice;
 	int rc;
 
-	(void)args, (void)nargs, (void)kwnames;
+	UNUSED_ARGS;
 	do {
 		if (sfr_py_slice(&left, &slice) < 0)
 			return NULL;

@@ -29,8 +29,6 @@ static int memory_getbuffer(PyObject *object, Py_buffer *view, int flags)
 static void memory_dealloc(PyObject *object)
 {
 	struct sfr_snapshot *snapshot = ((struct sfr_py_memory *)object)->snapshot;
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_ClearWeakRefs(object);
 	if (snapshot) {
@@ -39,8 +37,7 @@ static void memory_dealloc(PyObject *object)
 		sfr_snapshot_put(snapshot);
 		Py_END_ALLOW_THREADS
 	}
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 static Py_ssize_t memory_length(PyObject *object)
@@ -73,8 +70,7 @@ static PyType_Spec memory_spec = {
 
 PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
 {
-	allocfunc alloc = (allocfunc)PyType_GetSlot(state->memory_type, Py_tp_alloc);
-	struct sfr_py_memory *self = (struct sfr_py_memory *)alloc(state->memory_type, 0);
+	struct sfr_py_memory *self = (struct sfr_py_memory *)sfr_py_alloc(state->memory_type);
 	uint64_t len;
 
 	if (!self) {

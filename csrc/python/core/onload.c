@@ -10,11 +10,6 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-#define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
-		PyObject *kwnames
-#define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
-
 /* Starts it; where the host has to wait for the sources first, it does so in slices. */
 static int start(struct sfr_engine *engine, uint32_t device, uint64_t stream, const Py_buffer *rows,
 		 struct sfr_snapshot *from, struct sfr_onload **out)
@@ -44,7 +39,6 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
 	static char *names[] = { "engine", "device", "stream", "rows", "snapshot", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_snapshot *from = NULL;
 	struct sfr_py_onload *self;
 	PyObject *engine, *snapshot;
@@ -62,7 +56,7 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	else if (snapshot != Py_None && Py_TYPE(snapshot) != state->snapshot_type)
 		PyErr_SetString(PyExc_TypeError, "snapshot has to be a Snapshot or None");
 	else
-		self = (struct sfr_py_onload *)alloc(type, 0);
+		self = (struct sfr_py_onload *)sfr_py_alloc(type);
 	if (self) {
 		if (snapshot != Py_None)
 			from = ((struct sfr_py_snapshot *)snapshot)->snapshot;
@@ -81,14 +75,10 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void onload_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	Py_BEGIN_ALLOW_THREADS
 	sfr_onload_put(((struct sfr_py_onload *)object)->onload);
 	Py_END_ALLOW_THREADS
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 /* order(stream) -> whether that stream waits for the copies; else the caller has to */
@@ -163,9 +153,6 @@ static PyObject *onload_times(ARGS)
 	return Py_BuildValue("dd", (double)copying_ns / 1e9, (double)waited_ns / 1e9);
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("order", onload_order, "order(stream) -> bool: False when the host has to wait."),
 	METHOD("wait", onload_wait, "wait(timeout=None) -> bool: False when the timeout passed."),

@@ -9,7 +9,6 @@
 
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_parts *self;
 	int rc;
 
@@ -19,7 +18,7 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	}
 	if (!PyArg_ParseTuple(args, ":Parts"))
 		return NULL;
-	self = (struct sfr_py_parts *)alloc(type, 0);
+	self = (struct sfr_py_parts *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
 	rc = sfr_parts_new(&self->parts);
@@ -31,12 +30,8 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void parts_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	sfr_parts_free(((struct sfr_py_parts *)object)->parts);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 /* Reads a tuple of ints. Their number, or -1 with an exception set. */
@@ -93,8 +88,7 @@ static int add_bytes(struct sfr_parts *parts, PyObject *item)
 	return rc;
 }
 
-static PyObject *parts_append(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			      Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *parts_append(ARGS)
 {
 	struct sfr_parts *parts = ((struct sfr_py_parts *)object)->parts;
 	PyObject *places, *fast;
@@ -127,8 +121,7 @@ static PyObject *parts_append(PyObject *object, PyTypeObject *cls, PyObject *con
 	return places;
 }
 
-static PyObject *parts_source(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			      Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *parts_source(ARGS)
 {
 	unsigned long long addr, nbytes;
 	int rc;
@@ -148,8 +141,7 @@ static PyObject *parts_source(PyObject *object, PyTypeObject *cls, PyObject *con
 	Py_RETURN_NONE;
 }
 
-static PyObject *parts_crc(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			   Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *parts_crc(ARGS)
 {
 	unsigned long source;
 	int rc;
@@ -176,9 +168,6 @@ static PyObject *parts_nbytes(PyObject *object, void *closure)
 	return PyLong_FromUnsignedLongLong(sfr_parts_len(((struct sfr_py_parts *)object)->parts));
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("append", parts_append,
 	       "append(items) -> [(offset, length)]: adds bytes-like objects as they are, and tuples"

@@ -20,7 +20,6 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 {
 	struct sfr_restore *restore;
 	struct sfr_py_restore *self;
-	allocfunc alloc;
 	int rc;
 
 	Py_BEGIN_ALLOW_THREADS
@@ -32,8 +31,7 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 		return PyErr_NoMemory();
 	if (rc < 0)
 		return sfr_py_raise_os(state, rc);
-	alloc = (allocfunc)PyType_GetSlot(state->restore_type, Py_tp_alloc);
-	self = (struct sfr_py_restore *)alloc(state->restore_type, 0);
+	self = (struct sfr_py_restore *)sfr_py_alloc(state->restore_type);
 	if (self == NULL) {
 		sfr_restore_free(restore);
 		return NULL;
@@ -55,12 +53,8 @@ static void end(struct sfr_py_restore *self)
 
 static void restore_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	end((struct sfr_py_restore *)object);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 /* NULL with an exception set when it is closed. */

@@ -6,11 +6,6 @@
 
 #include <string.h>
 
-#define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
-		PyObject *kwnames
-#define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
-
 static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "rows", "flags", NULL };
@@ -20,7 +15,6 @@ static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	PyObject *engine;
 	Py_buffer rows;
 	unsigned int flags;
-	allocfunc alloc;
 	size_t nr;
 	int rc;
 
@@ -38,8 +32,7 @@ static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	PyBuffer_Release(&rows);
 	if (rc < 0)
 		return sfr_py_raise(state, rc);
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_snapshot *)alloc(type, 0);
+	self = (struct sfr_py_snapshot *)sfr_py_alloc(type);
 	if (!self) {
 		sfr_snapshot_put(snapshot);
 		return NULL;
@@ -51,14 +44,10 @@ static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void snapshot_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	Py_BEGIN_ALLOW_THREADS
 	sfr_snapshot_put(((struct sfr_py_snapshot *)object)->snapshot);
 	Py_END_ALLOW_THREADS
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
 /* lease(timeout=None). Answers signals while it waits: nothing is held then. To one that does not
@@ -308,9 +297,6 @@ static PyObject *snapshot_number(PyObject *object, void *closure)
 								       ->snapshot));
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("lease", snapshot_lease,
 	       "lease(timeout=None) -> SnapshotMemory: waits for saves if need be."),

@@ -13,8 +13,7 @@ struct sfr_py_ticket {
 /* A new object, which takes the ticket over; `skeleton` may be NULL. */
 static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyObject *skeleton)
 {
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	struct sfr_py_ticket *self = (struct sfr_py_ticket *)alloc(type, 0);
+	struct sfr_py_ticket *self = (struct sfr_py_ticket *)sfr_py_alloc(type);
 
 	if (!self) {
 		sfr_ticket_put(ticket);
@@ -89,21 +88,13 @@ static PyObject *ticket_of_parts(PyObject *type, PyObject *args)
 static void ticket_dealloc(PyObject *object)
 {
 	struct sfr_py_ticket *self = (struct sfr_py_ticket *)object;
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	Py_BEGIN_ALLOW_THREADS
 	sfr_ticket_put(self->ticket);
 	Py_END_ALLOW_THREADS
 	Py_XDECREF(self->skeleton);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
-
-#define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
-		PyObject *kwnames
-#define UNUSED_ARGS (void)args, (void)nargs, (void)kwnames
 
 /* From a laid out save to one in flight. */
 enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
@@ -343,9 +334,6 @@ static PyObject *ticket_number(PyObject *object, void *closure)
 								     ->ticket));
 }
 
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
 static PyMethodDef methods[] = {
 	METHOD("submit", ticket_submit,
 	       "submit(streams=()): marks the state on the current stream of each device, takes a"

@@ -1,5 +1,6 @@
 /* _core.LogWork and log_work_next: work that Python does in the log's order. */
 #include "module.h"
+#include "core/objects.h"
 #include "sfr/log.h"
 
 struct sfr_py_work {
@@ -12,7 +13,6 @@ static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	static char *names[] = { "key", "kind", NULL };
 	struct sfr_log_work *work;
 	struct sfr_py_work *self;
-	allocfunc alloc;
 	const char *key;
 	int kind, rc;
 
@@ -21,8 +21,7 @@ static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	rc = sfr_log_work_new(key, (enum sfr_work_kind)kind, &work);
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(type), rc);
-	alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-	self = (struct sfr_py_work *)alloc(type, 0);
+	self = (struct sfr_py_work *)sfr_py_alloc(type);
 	if (!self) {
 		sfr_log_work_put(work);
 		return NULL;
@@ -33,20 +32,15 @@ static PyObject *work_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void work_dealloc(PyObject *object)
 {
-	PyTypeObject *type = Py_TYPE(object);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	sfr_log_work_put(((struct sfr_py_work *)object)->work);
-	release(object);
-	Py_DECREF(type);
+	sfr_py_free(object);
 }
 
-static PyObject *work_append(PyObject *object, PyTypeObject *cls, PyObject *const *args,
-			     Py_ssize_t nargs, PyObject *kwnames)
+static PyObject *work_append(ARGS)
 {
 	int rc = sfr_log_work_append(((struct sfr_py_work *)object)->work);
 
-	(void)args, (void)nargs, (void)kwnames;
+	UNUSED_ARGS;
 	if (rc < 0)
 		return sfr_py_raise(PyType_GetModuleState(cls), rc);
 	Py_RETURN_NONE;

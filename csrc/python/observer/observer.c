@@ -348,7 +348,6 @@ static PyObject *observer_counts(struct sfr_py_observer *self, PyObject *none)
 
 static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	PyObject *owned, *serial;
 	struct sfr_py_observer *self;
 
@@ -359,7 +358,7 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 	if (!PyArg_ParseTuple(args, "O!O:Observer", &PyDict_Type, &owned, &serial) ||
 	    sfr_py_torch_init())
 		return NULL;
-	self = (struct sfr_py_observer *)alloc(type, 0);
+	self = (struct sfr_py_observer *)sfr_py_alloc(type);
 	if (!self)
 		return NULL;
 	self->owned = Py_NewRef(owned);
@@ -370,17 +369,13 @@ static PyObject *observer_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 
 static void observer_dealloc(struct sfr_py_observer *self)
 {
-	PyTypeObject *type = Py_TYPE((PyObject *)self);
-	freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-
 	sfr_py_observer_drop(self);
 	sfr_py_eyes_fini(self);
 	PyMem_Free(self->lines);
 	PyMem_Free(self->armed);
 	Py_XDECREF(self->owned);
 	Py_XDECREF(self->serial);
-	release(self);
-	Py_DECREF(type);
+	sfr_py_free((PyObject *)self);
 }
 
 #define METHOD(name, flags)                                                                        \

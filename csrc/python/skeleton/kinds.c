@@ -169,8 +169,6 @@ static int kinds_traverse(PyObject *self, visitproc visit, void *arg)
 static void kinds_dealloc(PyObject *self)
 {
 	struct sfr_py_kinds *kinds = (struct sfr_py_kinds *)self;
-	PyTypeObject *type = Py_TYPE(self);
-	freefunc free_self = (freefunc)PyType_GetSlot(type, Py_tp_free);
 	uint32_t i;
 
 	PyObject_GC_UnTrack(self);
@@ -182,8 +180,7 @@ static void kinds_dealloc(PyObject *self)
 	}
 	Py_CLEAR(kinds->cpu);
 	sfr_py_trail_fini(&kinds->trail);
-	free_self(self);
-	Py_DECREF(type);
+	sfr_py_free(self);
 }
 
 /* Takes the part called `name` out of the keyword arguments. 0 or -1. */
@@ -272,7 +269,6 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 
 static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_kinds *kinds;
 	int part;
 
@@ -280,7 +276,7 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 		PyErr_SetString(PyExc_TypeError, "Kinds() takes keyword arguments only");
 		return NULL;
 	}
-	kinds = (struct sfr_py_kinds *)alloc(type, 0); /* zeroed */
+	kinds = (struct sfr_py_kinds *)sfr_py_alloc(type); /* zeroed */
 	if (kinds == NULL)
 		return NULL;
 	for (part = 0; part < SFR_PY_NR_PARTS; part++)

@@ -279,8 +279,6 @@ static int collector_clear(PyObject *self)
 static void collector_dealloc(PyObject *self)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	PyTypeObject *type = Py_TYPE(self);
-	freefunc free_self = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
 	(void)collector_clear(self); /* always 0 */
@@ -298,15 +296,13 @@ static void collector_dealloc(PyObject *self)
 		c->rows = rows->next;
 		PyMem_Free(rows);
 	}
-	free_self(self);
-	Py_DECREF(type);
+	sfr_py_free(self);
 }
 
 /* Collector(kinds, plain_road, plain_cpu, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "kinds", "plain_road", "plain_cpu", "any_dtypes", NULL };
-	allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
 	PyObject *kinds;
@@ -317,7 +313,7 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!pp|p:Collector", names, state->kinds_type,
 					 &kinds, &plain_road, &plain_cpu, &any_dtypes))
 		return NULL;
-	c = (struct sfr_py_collector *)alloc(type, 0); /* zeroed */
+	c = (struct sfr_py_collector *)sfr_py_alloc(type); /* zeroed */
 	if (c == NULL)
 		return NULL;
 	Py_INCREF(kinds);

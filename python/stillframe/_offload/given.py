@@ -81,14 +81,16 @@ def _refuse_wrapper(module: nn.Module) -> None:
             )
 
 
-def refuse_reduction() -> None:
-    """The forward of a `DistributedDataParallel` would wait for gradients that never come.
+def refuse_reduction(layer: Layer) -> None:
+    """A `DistributedDataParallel` would wait for gradients that never come.
 
     Raises:
-        StillframeError: The calling thread is in one.
+        StillframeError: Its forward comes to a layer that is trained.
     """
     parallel = nn.parallel.DistributedDataParallel
-    if getattr(parallel, "_active_ddp_module", None) is not None:
+    if getattr(parallel, "_active_ddp_module", None) is None or not torch.is_grad_enabled():
+        return
+    if any(parameter.requires_grad for parameter in layer.parameters()):
         raise StillframeError(
             "offloaded layers cannot be trained inside a DistributedDataParallel: it reduces"
             " gradients on the device as autograd adds them, and theirs are added on the CPU. Train"

@@ -174,7 +174,7 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
-        given.refuse_reduction()
+        given.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # it calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return

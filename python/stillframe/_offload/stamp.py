@@ -21,7 +21,13 @@ class Stamp:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = [(id(each), each.data_ptr(), each._version) for each in tensors]
-        self._samples = [_sample(each) for each in tensors]
+        some: dict[torch.dtype, list[Tensor]] = {}
+        with torch.no_grad():
+            for each in tensors:
+                if each.numel():
+                    some.setdefault(each.dtype, []).append(_sample(each))
+            # As bytes: NaN is like itself.
+            self._samples = [torch.cat(each).view(torch.uint8) for each in some.values()]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -34,11 +40,9 @@ class Stamp:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some elements, as bytes: NaN is like itself."""
-    tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return tensor.new_empty(0, dtype=torch.uint8)
-    span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    """A view of some elements."""
+    span = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     step = max(span // _ELEMENTS, 1)
-    some = tensor.as_strided((span // step + 1,), (step,), tensor.storage_offset())
-    return some.clone().view(torch.uint8)
+    return tensor.as_strided((span // step + 1,), (step,), tensor.storage_offset())

@@ -16,4 +16,12 @@ static inline void begin(void)
 	sfr__cuda_tune(4 << 20, 4);
 }
 
+/* The same, and an engine; the first state is all on device 0. */
+static inline struct sfr_engine *begin_on_device(uint64_t nr_blocks, uint32_t nr_writers)
+{
+	begin();
+	fake_place(&one, 0, SAVING_NR, 0);
+	return fake_engine(nr_blocks, nr_writers);
+}
+
 #endif

@@ -30,11 +30,9 @@ static void a_lane_has_few_pieces_in_flight_until_the_gate_comes(void)
 	struct sfr_stats stats;
 	void *stream;
 
-	begin();
+	engine = begin_on_device(16, 2);
 	sfr__cuda_tune(SAVING_BLOCK, 2);
-	engine = fake_engine(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
@@ -58,10 +56,8 @@ static void a_cancelled_save_keeps_its_blocks_until_its_copies_have_ended(void)
 	struct sfr_stats stats;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 2);
+	engine = begin_on_device(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
@@ -145,9 +141,7 @@ static void a_pool_whose_every_block_is_retired_says_so(void)
 {
 	struct sfr_engine *engine;
 
-	begin();
-	engine = fake_engine(1, 1);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(1, 1);
 	fake.fake_cuda_fail_copy(1, 719);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), -EIO);
 	saving_fill(&two, 2);
@@ -161,9 +155,7 @@ static void a_checksum_whose_event_fails_leaves_no_copy_behind(void)
 {
 	struct sfr_engine *engine;
 
-	begin();
-	engine = fake_engine(8, 1);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(8, 1);
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
 	fake.fake_cuda_fail("cuEventRecord", 2, 1, 1); /* E is the first */

@@ -180,11 +180,9 @@ static void a_lane_sleeps_between_its_looks_at_the_device(void)
 	struct sfr_ticket *t;
 	void *stream;
 
-	begin();
+	engine = begin_on_device(32, 2);
 	sfr__cuda_tune(SAVING_BLOCK, 3);
-	engine = fake_engine(32, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0); /* makes the lane */
 	atomic_store(&sleeper, lane_of(engine)->thread);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
@@ -207,9 +205,7 @@ static void an_engine_that_has_nothing_to_do_sleeps(void)
 	struct sfr_engine *engine;
 	unsigned before;
 
-	begin();
-	engine = fake_engine(16, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(16, 2);
 	CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	before = atomic_load(&nr_all_looks);
 	(void)usleep(150000);
@@ -231,9 +227,7 @@ static void a_call_that_makes_checksums_sleeps_too_and_they_are_right(void)
 	struct sfr_ticket *t;
 	pthread_t caller;
 
-	begin();
-	engine = fake_engine(32, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(32, 2);
 	for (unsigned i = 0; i < SAVING_NR; i++)
 		one.sources[i].lane = SFR_LANE_HOST;
 	CHECK_EQ(saving_new(engine, dir, "a", &one, SFR_SAVE_CHECK_BYTES, &t), 0);
@@ -259,9 +253,7 @@ static void pieces_and_events_are_used_again(void)
 	struct sfr_engine *engine;
 	uint32_t nr = 0;
 
-	begin();
-	engine = fake_engine(16, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(16, 2);
 	for (int i = 0; i < 12; i++)
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
 	sfr__lock(&lane_of(engine)->mu);

@@ -12,10 +12,8 @@ static void a_save_begins_with_an_event_that_its_stream_waits_for(void)
 	struct sfr_ticket *t;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 2);
+	engine = begin_on_device(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	for (int i = 0; i < 2; i++) { /* the lane's stream is new only once */
 		uint64_t records = fake.fake_cuda_calls("cuEventRecord");
 		uint64_t waits = fake.fake_cuda_calls("cuStreamWaitEvent");
@@ -83,10 +81,8 @@ static void a_write_behind_the_call_always_differs_from_the_samples(void)
 	struct sfr_ticket *t;
 	void *stream;
 
-	begin();
-	engine = fake_engine(32, 2);
+	engine = begin_on_device(32, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	fake.fake_cuda_first(1);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -109,10 +105,8 @@ static void a_gate_inserts_its_wait_and_holds_nobody_up(void)
 	uint64_t waits;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 2);
+	engine = begin_on_device(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	/* Nothing on the device goes on: whoever waits for it, waits for ever. */
 	fake.fake_cuda_hold(1);
@@ -141,10 +135,8 @@ static void a_capturing_stream_is_refused_in_the_call_and_not_touched_by_the_gat
 	struct sfr_ticket *t, *refused;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 2);
+	engine = begin_on_device(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &refused), 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
@@ -170,10 +162,8 @@ static void a_gate_without_a_stream_for_the_device_waits_on_the_host(void)
 	struct sfr_ticket *t;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 2);
+	engine = begin_on_device(16, 2);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
 	fake.fake_cuda_hold(1);
 	CHECK_EQ(fake_submit(t, stream), 0);
@@ -345,10 +335,8 @@ static void a_snapshot_on_a_capturing_stream_is_refused(void)
 	int64_t torn;
 	void *stream;
 
-	begin();
-	engine = fake_engine(16, 1);
+	engine = begin_on_device(16, 1);
 	stream = fake.fake_cuda_stream(0);
-	fake_place(&one, 0, SAVING_NR, 0);
 	snapshot = new_snapshot(engine, &one, stream);
 	fake.fake_cuda_capture(stream, 1);
 	CHECK_EQ(sfr_snapshot_start(snapshot), SFR_ECAPTURING);

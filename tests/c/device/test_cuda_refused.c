@@ -44,10 +44,8 @@ static void a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried(void
 	struct sfr_report report;
 	uint64_t before;
 
-	begin();
+	engine = begin_on_device(32, 2);
 	nr_told = 0;
-	engine = fake_engine(32, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
 	report = saved(engine, &one, 0);
 	CHECK_EQ(report.fallback[SFR_FALLBACK_COPIES][0], 0);
 	fake.fake_cuda_fail(batches, 1, 0, CUDA_ERROR_INVALID_VALUE);
@@ -74,9 +72,7 @@ static void a_driver_without_batches_is_asked_for_one_once(void)
 	struct sfr_engine *engine;
 	struct sfr_report report;
 
-	begin();
-	engine = fake_engine(32, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(32, 2);
 	fake.fake_cuda_fail(batches, 1, 1, CUDA_ERROR_NOT_SUPPORTED);
 	for (int i = 0; i < 2; i++) {
 		report = saved(engine, &one, 0);
@@ -97,10 +93,8 @@ static void memory_that_stays_pageable_is_told_of_with_the_reason(void)
 	struct sfr_engine *engine;
 	struct sfr_report report;
 
-	begin();
+	engine = begin_on_device(32, 2);
 	saving_text[0] = '\0';
-	engine = fake_engine(32, 2);
-	fake_place(&one, 0, SAVING_NR, 0);
 	fake.fake_cuda_allow_pageable(1);
 	fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 1, 2);
 	fake.fake_cuda_fail("cuMemHostAlloc", 1, 1, 2);
@@ -154,9 +148,7 @@ static void warm_up_without_the_devices_context_pins_later(void)
 {
 	struct sfr_engine *engine;
 
-	begin();
-	engine = fake_engine(16, 1);
-	fake_place(&one, 0, SAVING_NR, 0);
+	engine = begin_on_device(16, 1);
 	CHECK_EQ(saved(engine, &one, 0).err.code, 0);
 	CHECK_EQ(sfr_engine_trim(engine), 0);
 	fake.fake_cuda_fail("cuCtxPushCurrent_v2", 1, 0, 999);

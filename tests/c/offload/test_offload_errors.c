@@ -1,5 +1,6 @@
 /* Bringing a group to a device: what is refused, what fails, and that nothing is left of it. */
 #include <errno.h>
+#include <semaphore.h>
 #include <sys/wait.h>
 
 #include "cuda/fake.h"
@@ -59,10 +60,14 @@ static bool has_come(void)
 static void works(void)
 {
 	struct sfr_onload *onload;
+	uint64_t nr_events;
 	struct sfr_err err;
 
 	CHECK_EQ(bring(&onload), 0);
 	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+	nr_events = fake.fake_cuda_calls("cuEventRecord");
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0); /* it is there */
+	CHECK_EQ(fake.fake_cuda_calls("cuEventRecord"), nr_events);
 	sfr_onload_error(onload, &err);
 	CHECK_EQ(err.code, 0);
 	CHECK(has_come());
@@ -203,6 +208,7 @@ static void a_device_that_dies_under_a_group_is_told_and_keeps_its_memory(void)
 		CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
 		sfr_onload_error(onload, &err);
 		CHECK_EQ(err.code, -EIO);
+		CHECK_EQ(strstr(err.note, "this device is dead since") != NULL, i == 1);
 		sfr_onload_put(onload);
 	}
 	sfr_snapshot_unview(ticket);
@@ -276,11 +282,16 @@ static void what_cannot_be_ordered_behind_what_leaves_is_not_begun(void)
 
 /* ---- what is refused ------------------------------------------------------------------- */
 
+/* Also one that is being closed, and waits for somebody. */
 static void a_closed_engine_is_told(void)
 {
 	struct sfr_onload *onload;
 
 	begin();
+	engine->nr_pool_users++;
+	CHECK_EQ(sfr_engine_close(engine, 1), SFR_EAGAIN);
+	CHECK_EQ(bring(&onload), SFR_ECLOSED);
+	engine->nr_pool_users--;
 	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
 	CHECK_EQ(bring(&onload), SFR_ECLOSED);
 	CHECK(onload == NULL);
@@ -328,14 +339,12 @@ static void memory_that_has_gone_back_is_not_brought(void)
 	end_engine();
 }
 
-static void what_lies_between_two_of_a_group_is_left_alone(void)
+static void bring_first_and_last(struct sfr_onload **out)
 {
 	struct sfr_onload_copy copies[2];
-	struct sfr_onload *onload;
 	uint64_t len;
 	char *base;
 
-	begin();
 	sfr_snapshot_memory(ticket, &base, &len);
 	for (unsigned i = 0; i < 2; i++)
 		copies[i] = (struct sfr_onload_copy){
@@ -343,14 +352,43 @@ static void what_lies_between_two_of_a_group_is_left_alone(void)
 			.dst = (uint64_t)(uintptr_t)device[2 * i] | FAKE_CUDA_DEVICE,
 			.nbytes = PART,
 		};
-	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, ticket,
-				  &onload),
+	CHECK_EQ(sfr_onload_start(engine, 0, (uint64_t)(uintptr_t)stream, copies, 2, ticket, out),
 		 0);
+}
+
+static void what_lies_between_two_of_a_group_is_left_alone(void)
+{
+	struct sfr_onload *onload;
+
+	begin();
+	bring_first_and_last(&onload);
 	sfr_onload_put(onload);
 	CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
 	for (unsigned k = 0; k < PART; k++)
 		CHECK_EQ(device[1][k], 0);
 	end();
+}
+
+/* To a batch a driver says nothing of memory that it does not know, and may take long over it. */
+static void only_what_is_pinned_goes_in_batches(void)
+{
+	for (int pinned = 0; pinned < 2; pinned++) {
+		struct sfr_onload *onload;
+		uint64_t nr_batches;
+
+		begin();
+		if (!pinned) {
+			fake.fake_cuda_fail("cuMemHostRegister_v2", 1, 1, CUDA_ERROR_OUT_OF_MEMORY);
+			fake.fake_cuda_allow_pageable(1);
+		}
+		nr_batches = fake.fake_cuda_calls("cuMemcpyBatchAsync_v2");
+		bring_first_and_last(&onload);
+		sfr_onload_put(onload);
+		CHECK_EQ(fake.fake_cuda_calls("cuMemcpyBatchAsync_v2") - nr_batches, pinned);
+		CHECK(device[0][PART - 1] == 1 && device[2][0] == 3);
+		fake.fake_cuda_reset();
+		end();
+	}
 }
 
 /* What lies between two pieces that the caller gave is the caller's, on both sides. */
@@ -394,6 +432,8 @@ static void a_child_of_fork_is_refused(void)
 
 		(void)alarm(20);
 		_exit(bring(&other) == SFR_EFORK &&
+				      sfr_onload_start(engine, 0, 0, NULL, 0, NULL, &other) ==
+					      SFR_EFORK &&
 				      sfr_onload_wait(onload, SFR_FOREVER) == SFR_EFORK &&
 				      sfr_onload_order(onload, 0) == SFR_EFORK &&
 				      sfr_onload_times(onload, &ns, &ns) == SFR_EFORK ?
@@ -433,6 +473,34 @@ static void who_waits_for_a_while_is_told_that_it_has_not_come(void)
 	waited = fake.fake_cuda_calls("cuStreamWaitEvent");
 	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
 	CHECK_EQ(fake.fake_cuda_calls("cuStreamWaitEvent"), waited);
+	sfr_onload_put(onload);
+	end();
+}
+
+static void stand(void *go)
+{
+	(void)sem_wait(go);
+}
+
+static void a_time_is_known_when_the_stream_has_waited(void)
+{
+	struct sfr_onload *onload;
+	uint64_t copying, waited;
+	sem_t go;
+
+	begin();
+	works();
+	CHECK_EQ(sem_init(&go, 0, 0), 0);
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(bring(&onload), 0);
+	fake.fake_cuda_launch(stream, stand, &go);
+	CHECK_EQ(sfr_onload_order(onload, (uint64_t)(uintptr_t)stream), 0);
+	fake.fake_cuda_hold(0);
+	CHECK_EQ(sfr_onload_wait(onload, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), SFR_EAGAIN);
+	(void)sem_post(&go);
+	fake.fake_cuda_drain(stream);
+	CHECK_EQ(sfr_onload_times(onload, &copying, &waited), 0);
 	sfr_onload_put(onload);
 	end();
 }
@@ -511,9 +579,11 @@ int main(void)
 	RUN(a_stream_that_captures_is_refused_and_left_alone);
 	RUN(memory_that_has_gone_back_is_not_brought);
 	RUN(what_lies_between_two_of_a_group_is_left_alone);
+	RUN(only_what_is_pinned_goes_in_batches);
 	RUN(what_is_not_the_pools_is_copied_piece_by_piece);
 	RUN(a_child_of_fork_is_refused);
 	RUN(who_waits_for_a_while_is_told_that_it_has_not_come);
+	RUN(a_time_is_known_when_the_stream_has_waited);
 	RUN(a_time_is_in_nanoseconds);
 	RUN(a_group_let_go_while_it_comes_is_waited_for);
 	return check_done();
