@@ -51,6 +51,16 @@ def test_what_a_forward_has_changed_leaves_once(either):
         assert handle.stats()["bytes_offloaded"] == model.scale.nbytes + gradients
 
 
+def test_a_buffer_that_a_forward_has_changed_is_there_for_later_backwards(either):
+    """That it changes is seen where one has changed it."""
+    model = nn.Sequential(Decays(), nn.Linear(WIDTH, WIDTH), Decays())
+    other = copy.deepcopy(model)
+    with offload_layers(other, device="cpu"):
+        with torch.no_grad():
+            assert torch.equal(model(numbers(0)), other(numbers(0)))
+        assert agree(train(model), train(other))
+
+
 def test_under_autocast_no_cast_weight_stays_on_the_device(either):
     model = mlp()
     seen = []
@@ -101,6 +111,20 @@ def test_only_so_many_layers_gradients_are_on_their_way(request, either):
                 request.getfixturevalue("fake").delay(2_000_000)
             squares(model, x).backward()
         model.zero_grad()
+
+
+def test_gradients_are_under_way_of_no_more_layers_than_there_are_slots(either, monkeypatch):
+    model = mlp(depth=6)
+    with offload_layers(model, device="cpu", keep=1) as handle:
+        seen, real = [], handle._gradients.send
+
+        def send(*args):
+            real(*args)
+            seen.append(len(handle._gradients._under_way))
+
+        monkeypatch.setattr(handle._gradients, "send", send)
+        squares(model, numbers(0)).backward()
+        assert seen == [1, 2, 3, 3, 3, 3]
 
 
 def test_what_is_read_has_been_read_when_a_pass_has_ended(either, monkeypatch):
@@ -244,8 +268,20 @@ def test_a_norm_that_stays_may_change_again_while_its_statistics_leave(fake):
         assert agree(plain, train(other))
 
 
+class Adds(nn.Module):
+    """Its weight's gradient comes laid out as the scales are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.register_buffer("scales", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + (self.weight * self.scales).sum()
+
+
 def test_a_gradient_is_laid_out_as_its_parameter(either):
-    model = mlp()
+    model = mlp(Adds())
     model[1][0].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
     other = copy.deepcopy(model)
     squares(model, numbers(0)).backward()

@@ -66,6 +66,21 @@ def test_the_next_layer_is_brought_in_ahead_both_ways(either):
     assert backward == [*pairs[::-1], ["layers[0]"]]
 
 
+def test_a_layer_that_was_sent_for_and_not_needed_gives_its_slot_back(either):
+    model = mlp(depth=4)
+    with offload_layers(model, device="cpu") as handle:
+        seen = []
+        between = model[0](numbers(0))
+        between.register_hook(lambda grad: seen.append(handle.resident()))
+        loss = squares(model[1], between)
+        assert handle.resident() == ["layers[2]"]
+        assert handle.stats()["slots_in_use"] == 1
+        loss.backward()
+        assert seen == [["layers[0]"]]
+        assert handle.resident() == []
+        assert handle.stats()["slots_in_use"] == 0
+
+
 def test_removed_it_is_the_module_that_it_was(either):
     model = mlp(nn.BatchNorm1d(WIDTH))
     before, entries = state(model), [dict(m.__dict__) for m in model.modules()]

@@ -12,6 +12,7 @@ nothing of theirs that could wait instead.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from stillframe._offload import graph
+from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.ticket import Ticket
 
@@ -86,12 +88,14 @@ class Gradients:
     def join(self, task: int, succeeded: bool = True) -> None:
         """Returns when all gradients of a backward have been added. Raises what has gone wrong on
         the way. Of one that failed, sums that were not complete are dropped, as autograd does."""
-        while self._under_way:
-            self._under_way.popleft().result()
-        ending, self._ending = self._ending, []
-        for each in ending:
-            each.result()
-        self._end(task, succeeded)
+        ending = [*self._under_way, *self._ending]
+        self._under_way, self._ending = deque(), []
+        whole = False
+        try:
+            every(each.result for each in ending)
+            whole = True
+        finally:
+            self._end(task, succeeded and whole)
 
     def finish(self, task: int, succeeded: bool) -> None:
         """Ends a backward inside another one, behind all that it has sent. Nobody waits: `join` of
@@ -108,8 +112,7 @@ class Gradients:
 
     def join_all(self) -> None:
         """Returns when everything sent has been added."""
-        for task in [graph.NO_TASK, *self._sums]:
-            self.join(task)
+        every(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
         """Ends the thread; what is under way is waited for."""

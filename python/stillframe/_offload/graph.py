@@ -8,11 +8,14 @@ leaves nothing of ours half done.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("stillframe")
 
 NO_TASK = -1
 
@@ -34,7 +37,10 @@ class _AtEnd:
             function(succeeded)
 
     def __del__(self) -> None:
-        self(False)
+        try:
+            self(False)
+        except Exception as error:  # the caller gets the one that the backward has failed with
+            log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
 class Ends:

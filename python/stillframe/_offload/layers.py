@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from stillframe._offload import given, graph
+from stillframe._offload.every import every
 from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
@@ -132,19 +133,18 @@ class OffloadedLayers:
             return
         self._removed = True
         _owners.discard(self)
-        self._leave()
-        self._gradients.join_all()
-        for handle in self._handles:
-            handle.remove()
-        self._residents.give_up_others(())
-        for layer in self._layers:
-            layer.settle()
-        self._gradients.close()
-        self._offloader.close()
-        for layer in self._layers:
-            del layer.module._apply
-            layer.to_ordinary()
-            given.offloaded.difference_update(layer.module.modules())
+        steps = [self._leave, self._gradients.join_all]
+        steps += [handle.remove for handle in self._handles]
+        steps += [functools.partial(self._residents.give_up_others, ())]
+        steps += [layer.settle for layer in self._layers]
+        steps += [self._gradients.close, self._offloader.close]
+        steps += [functools.partial(self._let_go, layer) for layer in self._layers]
+        every(steps)
+
+    def _let_go(self, layer: Layer) -> None:
+        del layer.module._apply
+        layer.to_ordinary()
+        given.offloaded.difference_update(layer.module.modules())
 
     def wait(self) -> None:
         """Returns when nothing reads the weights on the CPU any more. A backward has waited for
@@ -351,18 +351,19 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
+        steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else it ran inside another one
-            self._leave()
-            self._residents.give_up_others(())
+            steps = [self._leave, functools.partial(self._residents.give_up_others, ())]
             self._last = None
-        if self._ends.is_inside():
-            self._gradients.finish(task, succeeded)
-            return
-        with self._offloader.waiting():  # once, for whatever has not come and gone yet
-            self._gradients.join(task, succeeded)
-            for layer in self._layers:
-                layer.settle()
-            self._offloader.wait_read()
+        end = self._gradients.finish if self._ends.is_inside() else self._wait_for_end
+        every([*steps, functools.partial(end, task, succeeded)])
+
+    def _wait_for_end(self, task: int, succeeded: bool) -> None:
+        """Waits, once, for whatever has not come and gone yet."""
+        join = functools.partial(self._gradients.join, task, succeeded)
+        settle = [layer.settle for layer in self._layers]
+        with self._offloader.waiting():
+            every([join, *settle, self._offloader.wait_read])
 
 
 @functools.cache

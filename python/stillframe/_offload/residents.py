@@ -10,12 +10,14 @@ one is another by then, it comes again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.stamp import Stamp
 
@@ -121,9 +123,8 @@ class Residents:
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
-        for layer in [*self._coming, *self._groups]:
-            if layer not in kept:
-                self.give_up(layer)
+        others = [layer for layer in (*self._coming, *self._groups) if layer not in kept]
+        every(functools.partial(self.give_up, layer) for layer in others)
 
     def _onload(self, what: Sequence[Tensor]) -> list[Tensor]:
         if _has_bytes(what):

@@ -1,0 +1,153 @@
+"""The end of a backward, where something of it fails: the rest of it happens all the same, the
+first error is what the caller gets, and nothing is raised where nobody could catch it."""
+
+import contextlib
+import copy
+import logging
+import time
+
+import pytest
+import stillframe
+import torch
+from fix_offloading import WIDTH, mlp, numbers, same, squares, train
+from stillframe._offload import gradients
+from stillframe._offload.every import every
+from stillframe.offload import Offloader, offload_layers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+BLOCK = 1 << 12
+
+
+class Checkpointed(nn.Sequential):
+    """Its norms' statistics change in backward as well."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def full(engine):
+    """Nothing more fits into the pool meanwhile."""
+    with Offloader("cpu", engine=engine) as other:
+        tickets = []
+        with contextlib.suppress(stillframe.PoolExhaustedError):
+            while True:
+                tickets.append(other.offload([torch.zeros(BLOCK // 4)]))
+        with contextlib.suppress(stillframe.PoolExhaustedError):
+            while True:
+                tickets.append(other.offload([torch.zeros(1)]))
+        yield
+        for ticket in tickets:
+            ticket.release()
+
+
+@pytest.fixture
+def engine():
+    with stillframe.Engine(pool_bytes=128 * BLOCK, block_bytes=BLOCK) as made:
+        yield made
+
+
+def errors(caplog):
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+def works(model):
+    """Whether it trains as a model would that nothing has happened to."""
+    model.zero_grad()
+    with torch.no_grad():  # settled: the statistics are those of the last forward that has ended
+        plain = copy.deepcopy(model)
+    return all(same(a, b) for a, b in zip(train(plain), train(model), strict=True))
+
+
+def test_a_backward_that_finds_the_pool_full_ends_whole_and_is_told_once(either, engine, caplog):
+    """Its gradients do not fit, and at its end nor do the statistics of its norm."""
+    model = nn.Sequential(
+        *(Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
+    )
+    with offload_layers(model, device="cpu", engine=engine) as handle:
+        loss = squares(model, numbers(0).requires_grad_())
+        handle.wait()
+        before = [p.detach().clone() for p in model.parameters()]
+        model.state_dict()  # what the forward has changed has come
+        with full(engine), pytest.raises(stillframe.PoolExhaustedError):
+            loss.backward()
+        assert len(errors(caplog)) == 1
+        assert "a backward has failed, and so has its end" in errors(caplog)[0]
+        assert handle.resident() == [] and handle.stats()["slots_in_use"] == 0
+        assert same(before, list(model.parameters()))
+        del loss
+        assert works(model)
+
+
+def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, monkeypatch, caplog):
+    """Of frozen layers no gradients leave: what does not fit are the statistics of a norm alone."""
+    model = Checkpointed(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).requires_grad_(False)
+    with offload_layers([model], device="cpu", engine=engine) as handle:
+        loss = squares(model, numbers(0).requires_grad_())
+        model.state_dict()
+        waits = []
+        real = handle._offloader.wait_read
+        monkeypatch.setattr(handle._offloader, "wait_read", lambda: waits.append(real()))
+        with full(engine), pytest.raises(stillframe.PoolExhaustedError):
+            loss.backward()
+        assert waits and not errors(caplog)
+        assert handle.resident() == [] and handle.stats()["slots_in_use"] == 0
+        squares(model, numbers(0).requires_grad_()).backward()
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_a_gradient_that_cannot_be_added_is_told_and_costs_no_other(either, nth, monkeypatch):
+    """Not those of other layers, nor the next backward's: nothing half done is added then."""
+    model = mlp(depth=3)
+    real, broken = gradients._add, model[nth][0].weight
+    with offload_layers(model, device="cpu") as handle:
+        handle._gradients._most = 8  # none is waited for before the end
+
+        def add(parameter, total):
+            if parameter is broken:
+                raise ArithmeticError("no room")
+            time.sleep(0.02)  # who does not wait for it finds it missing
+            real(parameter, total)
+
+        monkeypatch.setattr(gradients, "_add", add)
+        with pytest.raises(ArithmeticError):
+            squares(model, numbers(0)).backward()
+        monkeypatch.undo()
+        others = [layer for i, layer in enumerate(model) if i != nth]
+        assert all(p.grad is not None for layer in others for p in layer.parameters())
+        assert not handle._gradients._under_way and not handle._gradients._sums
+        assert works(model)
+
+
+def test_what_is_removed_in_trouble_is_removed_whole(either):
+    engine = stillframe.Engine(pool_bytes=1 << 20, block_bytes=BLOCK)
+    model = mlp(depth=3)
+    before = copy.deepcopy(model.state_dict())
+    handle = offload_layers(model, device="cpu", engine=engine)
+    model[:1](numbers(0))  # the second is on its way
+    engine.close()
+    with pytest.raises(stillframe.StillframeError, match="closed"):
+        handle.remove()
+    handle.remove()
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert works(model)
+    model.to(torch.float64)
+    offload_layers(model, device="cpu").remove()
+
+
+def test_the_first_error_is_raised_when_all_steps_are_taken():
+    taken = []
+
+    def step(number):
+        def take():
+            taken.append(number)
+            if number % 2:
+                raise ValueError(f"step {number // 4}")
+
+        return take
+
+    with pytest.raises(ValueError, match="step 0") as caught:
+        every(step(number) for number in range(8))
+    assert taken == list(range(8))
+    assert caught.value.__notes__ == ["and then: ValueError('step 1')"]
