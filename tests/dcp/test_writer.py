@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stillframe
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, eventually, leased, loaded
@@ -345,3 +346,10 @@ def test_a_file_that_is_cut_or_gone_is_named(tmp_path, cut, says):
         os.truncate(data, cut)
     with pytest.raises(CheckpointException, match=says):
         loaded(state, tmp_path, storage_reader=Reader(tmp_path))
+
+
+def test_a_save_takes_little_memory_beside_that_of_its_copy(tmp_path: Path) -> None:
+    state = {str(i): torch.ones(32 << 10) for i in range(192)}  # 24 MiB, none written as it lies
+    with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:
+        report = stillframe.dcp.save(state, tmp_path / "a", no_dist=True, engine=engine)
+    assert report.peak_pool_bytes < (24 << 20) + (16 << 20)  # buffers are smaller than a block

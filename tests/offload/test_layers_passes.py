@@ -6,7 +6,9 @@ import functools
 
 import pytest
 import torch
+from fix_gate import FakePending
 from fix_offloading import WIDTH, adam, agree, mlp, numbers, same, squares, state, train, twice
+from stillframe._save import gate
 from stillframe.offload import offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -202,3 +204,21 @@ def test_a_backward_that_fails_inside_another_leaves_what_a_plain_one_leaves(eit
     other = copy.deepcopy(model)
     with offload_layers(other, device="cpu"):
         assert same(steps(model), steps(other))
+
+
+def test_a_step_with_a_closure_waits_behind_it(monkeypatch):
+    model, order = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        loss = squares(model, numbers(1))
+        loss.backward()
+        order.append("closure")
+        return loss
+
+    with offload_layers(model, device="cpu") as layers:
+        optimizer.step(closure)  # which makes the optimizer known
+        monkeypatch.setattr(layers, "wait", lambda: order.append("wait"))
+        gate.track(FakePending(lambda: order.append("gate")))
+        optimizer.step(closure)
+    assert order == ["closure", "closure", "gate", "wait"]

@@ -17,7 +17,16 @@
 #include "save/save.h"
 #include "trace/trace.h"
 
-enum { AHEAD = 2 }; /* blocks in the queue besides one a writer */
+enum {
+	AHEAD = 2,             /* blocks in the queue besides one a writer */
+	MOST_BYTES = 4u << 20, /* of a block: buffers are memory beside that of the snapshot, and
+				  * a disk is at its speed with writes of so many */
+};
+
+uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine)
+{
+	return engine->opts.block_bytes < MOST_BYTES ? engine->opts.block_bytes : MOST_BYTES;
+}
 
 void sfr__in_place_next_locked(struct sfr_ticket *t)
 {

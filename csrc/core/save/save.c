@@ -113,7 +113,7 @@ int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *de
 	if (rc < 0)
 		return rc;
 	t->in_place = true;
-	rc = sfr__image_init_parts(&t->img, parts, engine->opts.block_bytes);
+	rc = sfr__image_init_parts(&t->img, parts, sfr__in_place_block_bytes(engine));
 	if (rc == 0)
 		rc = ticket_aim(t, desc);
 	if (rc < 0)

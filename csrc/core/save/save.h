@@ -179,6 +179,8 @@ void sfr__share_begin_locked(struct sfr_ticket *t);
 bool sfr__share_help_locked(struct sfr_ticket *t);
 
 /* ---- in_place.c ---- */
+/* The bytes of a block of a save of parts: never more than the pool's. */
+uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
 /* Hands the first blocks of a save of parts to the writers; and the next one, when one is written. */
 void sfr__in_place_begin_locked(struct sfr_ticket *t);
 void sfr__in_place_next_locked(struct sfr_ticket *t);

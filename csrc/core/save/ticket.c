@@ -337,7 +337,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	out->captured_nbytes = t->img.captured_nbytes;
 	out->deferred_nbytes = t->img.deferred_nbytes;
 	out->written_nbytes = t->written_nbytes;
-	out->peak_pool_bytes = t->peak_blocks * t->engine->opts.block_bytes;
+	out->peak_pool_bytes = t->peak_blocks * t->img.block_bytes;
 	out->slot_wait_ns = t->slot_wait_ns;
 	out->block_wait_ns = t->block_wait_ns;
 	out->created_ns = t->created_ns;

@@ -22,10 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from stillframe._offload import given, graph
@@ -34,6 +31,7 @@ from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
 from stillframe._offload.saved import Onloading, SavedHooks, check_version, weights
+from stillframe._save import gate
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
@@ -371,7 +369,7 @@ def _watch_steps() -> None:
     fused ones write what no version tells of. One that steps inside a backward writes what that is
     through with."""
 
-    def before(*_: Any) -> None:
+    def before() -> None:
         for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
             owner.wait()
 
@@ -379,7 +377,7 @@ def _watch_steps() -> None:
         for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
             owner._residents.end_pass()
 
-    register_optimizer_step_pre_hook(before)
+    gate.before_steps_write(before)
     register_optimizer_step_post_hook(after)
 
 

@@ -79,6 +79,7 @@ class Sources(Protocol):
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
+_readers: list[Callable[[], object]] = []  # these wait for who else reads what a step writes
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -284,11 +285,19 @@ def _wait_for_calls() -> None:
 
 def _hold_back() -> None:
     """The last moment before a step writes. It waits whatever became of the bookkeeping, and raises
-    only what a signal handler does."""
+    only what a signal handler does, and what `_readers` do."""
     if _calls:
         _wait_for_calls()
     if _pendings:
         wait()
+    for wait_for_reader in _readers:
+        wait_for_reader()
+
+
+def before_steps_write(wait_for_reader: Callable[[], object]) -> None:
+    """Has every step call it at that moment, for good. A pre-hook of torch's would run before the
+    closure, and have the gate stand there too, since it may write."""
+    _readers.append(wait_for_reader)
 
 
 @_eager
