@@ -6,16 +6,55 @@
 #include "memory/numa.h"
 #include "memory/pool_int.h"
 
-int sfr__pool_grow(struct sfr__pool *pool, const struct sfr__block *block, size_t want)
+int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from, size_t to)
 {
+	char *mem = sfr__pool_home(pool, block) + from;
 	struct sfr__near near;
 	int rc;
 
 	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
-	rc = sfr__memory_commit(&pool->range, block->mem + block->committed,
-				want - block->committed);
+	rc = sfr__memory_open(mem, to - from);
+	if (rc == 0)
+		rc = sfr__memory_populate(&pool->range, mem, to - from);
 	sfr__near_end(&near);
+	if (rc != 0)
+		/* Part of it may be there. Where the system refuses to take that back, it is
+		 * used by the next commit of these pages. */
+		(void)sfr__pool_decommit(pool, block, from, to);
 	return rc;
+}
+
+/* Nobody makes memory of the block when it returns: it is in the caller's own hand. */
+static void wait_for_makers_locked(struct sfr__pool *pool, const struct sfr__block *block)
+{
+	const struct sfr__maker *maker = pool->makers;
+
+	while (maker != NULL)
+		if (maker->at == block) {
+			(void)sfr__cond_wait(&pool->cv, &pool->mu, SFR_FOREVER);
+			maker = pool->makers;
+		} else {
+			maker = maker->next;
+		}
+}
+
+int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
+		       size_t to)
+{
+	sfr__lock(&pool->mu);
+	wait_for_makers_locked(pool, block);
+	sfr__unlock(&pool->mu);
+	return sfr__memory_decommit(&pool->range, sfr__pool_home(pool, block) + from, to - from);
+}
+
+void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *blocks, uint32_t nr)
+{
+	sfr__pin_blocks(&pool->pin, blocks, nr, pool->block_bytes);
+	for (uint32_t i = 0; i < nr; i++)
+		if (sfr__pin_is_foreign(blocks[i]))
+			/* Its own pages are of no use for as long; where the system does not take
+			 * them, they only cost their memory. */
+			(void)sfr__pool_decommit(pool, blocks[i], 0, (size_t)pool->block_bytes);
 }
 
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block)
@@ -89,7 +128,7 @@ struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 		return NULL;
 	block = &pool->blocks[pool->nr_known];
 	block->index = pool->nr_known++;
-	block->mem = pool->range.base + block->index * pool->block_bytes;
+	block->mem = sfr__pool_home(pool, block);
 	return block;
 }
 

@@ -35,7 +35,7 @@ static void *grow_main(void *arg)
 
 		if (rc == 0) {
 			sfr__unlock(&pool->mu);
-			rc = sfr__pool_grow(pool, block, block->want);
+			rc = sfr__pool_commit(pool, block, block->committed, block->want);
 			sfr__lock(&pool->mu);
 			if (rc == 0)
 				sfr__pool_recount_locked(pool, block, block->want);
@@ -135,7 +135,7 @@ static void pin_whole(struct sfr__pool *pool)
 	for (uint32_t i = 0, len; i < nr; i += len) {
 		for (len = 1; i + len < nr && found[i + len]->index == found[i]->index + len;)
 			len++;
-		sfr__pin_blocks(&pool->pin, found + i, len, pool->block_bytes);
+		sfr__pool_pin_blocks(pool, found + i, len);
 	}
 	sfr__cuda_leave(&scope);
 	sfr__lock(&pool->mu);
@@ -190,7 +190,7 @@ int sfr__pool_trim(struct sfr__pool *pool)
 			continue;
 		}
 		sfr__unlock(&pool->mu);
-		failed = sfr__memory_decommit(&pool->range, block->mem, block->committed);
+		failed = sfr__pool_decommit(pool, block, 0, block->committed);
 		sfr__lock(&pool->mu);
 		if (failed == 0)
 			sfr__pool_recount_locked(pool, block, 0);

@@ -147,7 +147,7 @@ static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 		sfr__lock(&pool->mu);
 		return -EIO; /* the driver keeps it: so does the block */
 	}
-	rc = sfr__memory_commit(&pool->range, block->mem, block->committed);
+	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
 	if (rc != 0)
 		sfr__pool_recount_locked(pool, block, 0);

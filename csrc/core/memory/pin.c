@@ -44,9 +44,9 @@ struct sfr__piece {
 	bool gone;           /* in a trim: the driver has let go of it */
 };
 
-void sfr__pin_init(struct sfr__pin *pin, const struct sfr__range *range)
+void sfr__pin_init(struct sfr__pin *pin)
 {
-	*pin = (struct sfr__pin){ .mu = SFR__MUTEX(SFR__LOCK_PIN), .range = range };
+	*pin = (struct sfr__pin){ .mu = SFR__MUTEX(SFR__LOCK_PIN) };
 }
 
 bool sfr__pin_is_on(struct sfr__pin *pin)
@@ -217,9 +217,6 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	if (rc == CUDA_SUCCESS) {
 		block->piece = add_piece(pin, ALLOCATED, mem, block->mem, 1);
 		if (block->piece) {
-			/* The block's own pages are of no use for as long; where the system does
-			 * not take them, they only cost their memory. */
-			(void)sfr__memory_decommit(pin->range, block->mem, (size_t)block_bytes);
 			block->mem = mem;
 			return;
 		}
@@ -229,11 +226,6 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	note(pin, PAGEABLE, rc, "cuMemHostAlloc");
 	/* With a piece of its own it is not tried again at every lease; a trim makes it new. */
 	block->piece = add_piece(pin, PAGEABLE, block->mem, block->mem, 1);
-}
-
-void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes)
-{
-	pin_one(pin, block, block_bytes, false);
 }
 
 static void pin_many(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,

@@ -3,18 +3,16 @@
 #define SFR_PIN_H
 
 #include "cuda/driver.h"
-#include "memory/range.h"
 
 struct sfr__block;
 
 /* Blocks that the driver was told of in one call. */
 struct sfr__piece;
 
-/* Embedded in a pool; all zero but for range and mutex until sfr__pin_on. */
+/* Embedded in a pool; all zero but for the mutex until sfr__pin_on. */
 struct sfr__pin {
-	const struct sfr__range *range; /* the pool's; constant */
-	struct sfr__mutex mu;           /* guards what follows; no driver call is made under it */
-	const struct sfr__cuda *cu;     /* NULL: not on. Constant once set, as the next three */
+	struct sfr__mutex mu;       /* guards what follows; no driver call is made under it */
+	const struct sfr__cuda *cu; /* NULL: not on. Constant once set, as the next three */
 	CUcontext context;
 	uint32_t device;
 	int node; /* it hangs on, -1 = not known */
@@ -25,7 +23,7 @@ struct sfr__pin {
 
 /* The NUMA node of the device through which blocks are pinned, -1 = none, or not known. */
 int sfr__pin_node(struct sfr__pin *pin);
-void sfr__pin_init(struct sfr__pin *pin, const struct sfr__range *range);
+void sfr__pin_init(struct sfr__pin *pin);
 /* Unregisters and frees everything, and lets go of the context. No block is in use. False when the
  * driver may still know some of it (a retired block's, or it refused): then that memory has to stay
  * mapped, or what is mapped there next would be taken for it. */
@@ -39,11 +37,10 @@ bool sfr__pin_is_on(struct sfr__pin *pin);
 /* Notes that nothing could be pinned, and why. */
 void sfr__pin_failed(struct sfr__pin *pin, const char *why);
 
-/* Pins one block in the caller's hand that has memory for all of `block_bytes` (block->mem may
- * then be other memory, with other bytes in it). Registered, or else memory of the driver's, or
- * else as it was: what was resorted to is noted and told. Needs a context; never fails. */
-void sfr__pin_block(struct sfr__pin *pin, struct sfr__block *block, uint64_t block_bytes);
-/* The same for `nr` blocks in hand that follow one another in memory, in few calls. */
+/* Pins `nr` blocks in the caller's hand that follow one another and have memory for all of
+ * `block_bytes`, in few calls. Registered, or else memory of the driver's (block->mem is that then,
+ * with other bytes in it, and the block's own is to be given up), or else as they were: what was
+ * resorted to is noted and told. Needs a context; never fails. */
 void sfr__pin_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 		     uint64_t block_bytes);
 /* The same for blocks that have to stay where they are: no memory of the driver's for them. Those

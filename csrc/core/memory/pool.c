@@ -39,7 +39,7 @@
  *
  * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
  * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
- * to that thread alone. Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
+ * to that thread alone (one that has lost it to another may not know yet: supply.c). Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
  * what a thread may wait for that found the system without memory.
  *
  * Order: those who wait stand in a queue by `seq`, and only its head may take a block. So a small
@@ -54,8 +54,6 @@
 #include "memory/pin.h"
 #include "memory/numa.h"
 #include "memory/pool_int.h"
-
-/* ---- memory, without the lock --------------------------------------------- */
 
 /* ---- lists and states, with the lock -------------------------------------- */
 
@@ -187,7 +185,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 			pool->nr_filling++;
 		}
 		sfr__unlock(&pool->mu);
-		rc = sfr__pool_grow(pool, block, want);
+		rc = sfr__pool_commit(pool, block, block->committed, want);
 		sfr__lock(&pool->mu);
 		pool->nr_filling -= sfr__pool_is_whole(pool, need);
 		if (rc == 0) {
@@ -250,7 +248,7 @@ int sfr__pool_new(uint64_t pool_bytes, uint64_t block_bytes, bool shared, struct
 	pool->block_bytes = block_bytes;
 	pool->nr_blocks = (uint32_t)nr_blocks;
 	sfr__mutex_init(&pool->mu, SFR__LOCK_POOL);
-	sfr__pin_init(&pool->pin, &pool->range);
+	sfr__pin_init(&pool->pin);
 	rc = sfr__cond_init(&pool->cv);
 	if (rc != 0) {
 		sfr_sys.free(pool);

@@ -62,6 +62,10 @@ void sfr__pool_retire(struct sfr__pool *pool, struct sfr__block *block);
 bool sfr__pool_is_whole(const struct sfr__pool *pool, size_t need);
 /* pin.c's part of the pool. */
 struct sfr__pin *sfr__pool_pin(struct sfr__pool *pool);
+/* Pins blocks in the caller's hand that have all their memory and no piece, and follow one another in
+ * memory: see sfr__pin_blocks. Where a driver's memory takes the place of a block's own, that goes
+ * back to the system. */
+void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *blocks, uint32_t nr);
 /* Gives memory to the first blocks, nbytes in all (clipped to the cap), on up to four threads. */
 int sfr__pool_warm_up(struct sfr__pool *pool, uint64_t nbytes);
 /* Gives the memory of free blocks back to the system. None is made ahead of use until the next save

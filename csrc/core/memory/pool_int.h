@@ -25,7 +25,9 @@ struct sfr__waiter {
 struct sfr__maker {
 	struct sfr__maker *next;
 	struct sfr__block *block; /* NULL: it was taken over */
-	bool idle;                /* the thread is niced and has nothing else to do */
+	/* Whose pages the thread may be making, in its hand or not: they keep their memory. */
+	const struct sfr__block *at;
+	bool idle; /* the thread is niced and has nothing else to do */
 };
 
 struct sfr__pool {
@@ -75,10 +77,19 @@ struct sfr__plan {
 bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan, bool ever,
 			   bool spare);
 
-/* ---- pool.c ---- */
-/* Gives a block in hand memory for `want` bytes, without the lock; to be counted then. -errno: it
- * has what it had. */
-int sfr__pool_grow(struct sfr__pool *pool, const struct sfr__block *block, size_t want);
+/* ---- blocks.c ---- */
+/* Where the block's own pages are, wherever it has its memory. */
+static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sfr__block *block)
+{
+	return pool->range.base + block->index * pool->block_bytes;
+}
+/* Gives those bytes of a block in hand memory, and takes it, without the lock; to be counted then.
+ * -errno: they have what they had. What takes memory waits for threads that made some of the block
+ * before somebody took it over. */
+int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
+		     size_t to);
+int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
+		       size_t to);
 /* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
 /* Whether a block in that state belongs to a thread or a lease, and so is in no list. */

@@ -150,20 +150,6 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 	return 0;
 }
 
-int sfr__memory_commit(const struct sfr__range *range, char *mem, size_t len)
-{
-	int rc = sfr__memory_open(mem, len);
-
-	if (rc != 0)
-		return rc;
-	rc = sfr__memory_populate(range, mem, len);
-	if (rc != 0)
-		/* Part of it may be there. Where the system refuses to take that back, it is
-		 * used by the next commit of these pages. */
-		(void)sfr__memory_decommit(range, mem, len);
-	return rc;
-}
-
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)

@@ -20,14 +20,13 @@ struct sfr__range {
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared);
 /* Gives it back, with all memory in it, whoever has the file. An empty range is fine. */
 void sfr__memory_release(struct sfr__range *range);
-/* Gives whole pages of a range memory: they are present on return. -errno, and then they have
- * none. */
-int sfr__memory_commit(const struct sfr__range *range, char *mem, size_t len);
-/* The same in two steps: pages that may have memory, in any number of parts. Neither changes a byte
- * that is there, so two threads may do so at a time. -errno: a part may have memory. */
+/* Gives whole pages of a range memory, in two steps: opened first, they are present once populated, in
+ * any number of parts. Neither changes a byte that is there, so two threads may do so at a time.
+ * -errno: a part may have memory. */
 int sfr__memory_open(char *mem, size_t len);
 int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len);
-/* Takes the memory of whole pages. -errno, and then they still have it. */
+/* Takes the memory of whole pages, which nobody may be populating: they are not open any more.
+ * -errno, and then they still have it. */
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len);
 
 #endif

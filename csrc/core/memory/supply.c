@@ -22,8 +22,10 @@
  * block, which is first to be gone on with. Who cannot wait for that takes the block over: a save
  * that finds no other, and the writer of a save's last block, who goes on with making it. The thread
  * may be in the middle of a piece, and learns of it afterwards. So pages of one block may be made
- * by two threads at a time, which changes no byte that is there already. Only a trim waits until
- * none is at it. For a pool that a driver knows it is the same: blocks are pinned by those who use
+ * by two threads at a time, which changes no byte that is there already. But who takes memory waits
+ * until none is at it: a trim, and whoever the system refuses memory or gives a driver's in its place.
+ * Pages that went from under such a thread would be touched where they are not, or be made anew
+ * and counted by nobody. For a pool that a driver knows it is the same: blocks are pinned by those who use
  * them, which is quicker with memory that is there.
  */
 #include "memory/numa.h"
@@ -164,6 +166,7 @@ bool sfr__pool_reclaim_locked(struct sfr__pool *pool)
 static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*go_on)(void *arg),
 		       void *arg)
 {
+	char *const home = sfr__pool_home(pool, maker->at);
 	struct sfr__block *block;
 	int rc = 0;
 
@@ -175,7 +178,7 @@ static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*
 		sfr__unlock(&pool->mu);
 		yes = go_on(arg);
 		if (yes)
-			rc = sfr__memory_populate(&pool->range, block->mem + had, now - had);
+			rc = sfr__memory_populate(&pool->range, home + had, now - had);
 		sfr__lock(&pool->mu);
 		if (!yes)
 			break;
@@ -193,10 +196,10 @@ static void undo_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 
 	pool->nr_wanted = 0; /* the next save may have better luck */
 	maker->block = NULL;
+	maker->at = NULL;
 	sfr__unlock(&pool->mu);
 	/* Where that is refused, it is used by the next commit of these pages. */
-	(void)sfr__memory_decommit(&pool->range, block->mem + block->committed,
-				   block->want - block->committed);
+	(void)sfr__pool_decommit(pool, block, block->committed, block->want);
 	sfr__lock(&pool->mu);
 	maker->block = block;
 }
@@ -208,14 +211,14 @@ static void unlink_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 	while (*at != maker)
 		at = &(*at)->next;
 	*at = maker->next;
-	(void)pthread_cond_broadcast(&pool->cv); /* trim waits in no queue */
+	(void)pthread_cond_broadcast(&pool->cv); /* who takes memory waits in no queue */
 }
 
 /* Goes on with a block in hand. False when there was nothing to be made, or it was minded. */
 static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool idle,
 			bool (*go_on)(void *arg), void *arg)
 {
-	struct sfr__maker maker = { pool->makers, block, idle };
+	struct sfr__maker maker = { pool->makers, block, block, idle };
 	const size_t had = block->committed;
 	struct sfr__near near;
 	bool made = true;
@@ -227,7 +230,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	sfr__unlock(&pool->mu);
 	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
 	/* Once for the whole block: it excludes all who make memory in this process. */
-	rc = sfr__memory_open(block->mem + had, pool->block_bytes - had);
+	rc = sfr__memory_open(sfr__pool_home(pool, block) + had, pool->block_bytes - had);
 	sfr__lock(&pool->mu);
 	if (rc == 0)
 		rc = fill_locked(pool, &maker, go_on, arg);

@@ -136,10 +136,10 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 
 	if (rc < 0)
 		return rc;
-	if (sfr__pin_on(pin, part->lane->cu, part->device, why, sizeof(why)) == 0)
-		sfr__pin_block(pin, *block, engine->opts.block_bytes);
-	else
+	if (sfr__pin_on(pin, part->lane->cu, part->device, why, sizeof(why)) < 0)
 		sfr__pin_failed(pin, why);
+	else if ((*block)->piece == NULL)
+		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
 	if (++t->flight.blocks_held > t->peak_blocks)
 		t->peak_blocks = t->flight.blocks_held;
