@@ -64,9 +64,10 @@ class Rank:
         self.state_s = 0.0  # what get_state_dict took before that
         for _ in range(4):
             self.step()
-        self.rss = status_bytes("VmRSS")
         self.nbytes = options.state / options.ranks
-        self.one(busy=False)  # makes pools, plans and processes
+        # Makes pools, plans and processes, and is the one whose memory is measured: later the
+        # training's own heap grows as well.
+        self.memory = self._peak_of_a_save()
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         self.model(self.batch).sum().backward()
@@ -110,10 +111,14 @@ class Rank:
             "finished_s": stamp.at_ns / 1e9 - self.started,
             "cpu_s": time.process_time() - cpu,
             "stall_s": ticks.worst_ns / 1e9,
-            "memory": (status_bytes("VmHWM") - self.rss) / self.nbytes,
         }
         self.end(response)
         return figures
+
+    def _peak_of_a_save(self) -> float:
+        rss = status_bytes("VmRSS")
+        self.one(busy=False)
+        return (status_bytes("VmHWM") - rss) / self.nbytes
 
     def loop(self) -> dict[str, list[float]]:
         """Of several saves: what each has cost, and what as many steps without one would have."""
@@ -197,6 +202,7 @@ class Rank:
                     break
                 for metric, value in self.one(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
+        found["idle"]["memory"] = [self.memory]
         found["loop"] = self.loop()
         if self.is_ours:
             found["dtensors"] = self.dtensors()

@@ -98,6 +98,8 @@ def _panels(document: dict[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     if "states" in document:  # restore.json
         return [(_loads, (document["states"],)), (_reads, (document["states"],))]
     figures = document["figures"]
+    if "ranks" in document["settings"]:  # dcp.json: a table is all that there is
+        return []
     titles = {
         "loop": document["settings"]["loop_state"],
         "loop_large": document["settings"]["state"],
@@ -388,6 +390,9 @@ def main(arguments: list[str]) -> int:
     for name in arguments:
         try:
             document = json.loads(Path(name).read_text())
+            if not _panels(document):
+                print(f"{name} has no picture", file=sys.stderr)
+                continue
             drawn = beside(Path(name), document, out)
         except (OSError, ValueError, KeyError) as error:
             print(f"pictures.py: {name}: {type(error).__name__}: {error}", file=sys.stderr)
