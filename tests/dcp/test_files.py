@@ -1,4 +1,5 @@
-"""A rank's data files from the inside: what goes into which, in what form, whose error counts."""
+"""A rank's data files from the inside: what goes into which, in what form, whose error counts; and
+what ranks tell each other."""
 
 import io
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from stillframe._dcp.files import RankFiles, buckets
 from stillframe._dcp.image import Item
+from stillframe._dcp.ranks import Ranks
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
@@ -57,3 +59,10 @@ def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
     files._files = [Ended(None), Ended(first), Ended(None), Ended(second)]
     assert files.settle() is first
     assert all(file.waited for file in files._files)
+
+
+def test_more_words_than_a_rank_has_room_for_are_refused():
+    ranks = Ranks(None)
+    assert ranks.words(1, 2, 3, 4, 5, 6) == [[1, 2, 3, 4, 5, 6]]
+    with pytest.raises(ValueError, match="room for 6"):  # else they would be another rank's
+        ranks.words(1, 2, 3, 4, 5, 6, 7)

@@ -11,6 +11,7 @@ import stillframe
 import torch
 from fix_offloading import (
     WIDTH,
+    Bang,
     Transformer,
     agree,
     mlp,
@@ -263,16 +264,6 @@ def test_memory_that_is_given_out_again_is_saved_again(either):
             time.sleep(0.001)
     torch.stack(parts).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach() * sum(f * f for f in range(1, 30)))
-
-
-class Bang(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the middle")
 
 
 def test_a_backward_that_broke_off_leaves_nothing_on_the_device(either):

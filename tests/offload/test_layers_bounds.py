@@ -6,7 +6,7 @@ import functools
 import pytest
 import stillframe
 import torch
-from fix_offloading import WIDTH, Recurrent, agree, mlp, numbers, same, squares, train, twice
+from fix_offloading import WIDTH, Bang, Recurrent, agree, mlp, numbers, same, squares, train, twice
 from stillframe.offload import offload_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -231,16 +231,6 @@ def test_gradients_are_added_in_the_order_of_their_backwards(either):
         )
         model[3].weight = model[1].weight
         assert agree(*twice(model, parts=3))
-
-
-class Bang(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the middle")
 
 
 def test_a_sum_that_a_failed_backward_has_begun_is_dropped(either):

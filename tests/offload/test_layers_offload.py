@@ -8,6 +8,7 @@ import stillframe
 import torch
 from fix_offloading import (
     WIDTH,
+    Bang,
     Block,
     Recurrent,
     Transformer,
@@ -288,16 +289,6 @@ def test_an_evaluation_in_between_sees_and_changes_nothing(either):
             assert same(steps(copy.deepcopy(model)), steps(copied))
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the middle")
-
-
 class FailsAt(nn.Module):
     """Backward fails in it while `fail`."""
 
@@ -308,7 +299,7 @@ class FailsAt(nn.Module):
 
     def forward(self, x):
         y = self.linear(torch.tanh(self.linear(x)))
-        return Fails.apply(y) if self.fail else y
+        return Bang.apply(y) if self.fail else y
 
 
 def test_an_error_in_the_middle_of_backward_leaves_what_a_plain_one_leaves(either):

@@ -42,7 +42,9 @@ class Ranks:
         return self.rank == 0
 
     def words(self, *mine: int) -> list[list[int]]:
-        """Of all ranks, as many each."""
+        """Of all ranks, as many each: _MOST_WORDS at most, where a rank's begin in the sum."""
+        if len(mine) > _MOST_WORDS:
+            raise ValueError(f"{len(mine)} words, and there is room for {_MOST_WORDS}")
         if self._group is None:
             return [[*mine]]
         at = self.rank * _MOST_WORDS
