@@ -3,6 +3,7 @@ host waits once for each."""
 
 import copy
 import functools
+import os
 
 import pytest
 import torch
@@ -222,3 +223,19 @@ def test_a_step_with_a_closure_waits_behind_it(monkeypatch):
         gate.track(FakePending(lambda: order.append("gate")))
         optimizer.step(closure)
     assert order == ["closure", "closure", "gate", "wait"]
+
+
+def test_steps_in_a_forked_child_wait_for_no_layers_of_its_parent(monkeypatch):
+    other = torch.nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    optimizer.step()
+    with offload_layers(mlp(), device="cpu") as layers:
+        monkeypatch.setattr(layers, "wait", lambda: os._exit(3))
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            finally:
+                os._exit(4 if other[0] > 0.85 else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

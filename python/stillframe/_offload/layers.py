@@ -14,6 +14,7 @@ forward again.
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -380,6 +381,8 @@ def _watch_steps() -> None:
 
     gate.before_steps_write(before)
     register_optimizer_step_post_hook(after)
+    # In a forked child they are the parent's, and nothing reads their weights there.
+    os.register_at_fork(after_in_child=_owners.clear)
 
 
 def _tell_of_backward(use: _Use, output: Any) -> None:
