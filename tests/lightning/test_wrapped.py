@@ -482,9 +482,11 @@ def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
         "import sys, time, torch\n"
         "from lightning.fabric.plugins import TorchCheckpointIO\n"
         "from stillframe.lightning import AsyncCheckpointIO\n"
+        "import stillframe._save.exit as at_exit\n"
+        "at_exit._QUIET_S = 0.1\n"
         "class Slow(TorchCheckpointIO):\n"
         "    def save_checkpoint(self, *args, **kwargs):\n"
-        "        time.sleep(1.5)\n"
+        "        time.sleep(1)\n"
         "        super().save_checkpoint(*args, **kwargs)\n"
         "AsyncCheckpointIO(Slow()).save_checkpoint({'x': torch.ones(5)}, sys.argv[1])\n"
     )
