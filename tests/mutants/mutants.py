@@ -1,13 +1,14 @@
 """Makes each edit of the list in a copy of the tree, and says whether its tests notice.
 
     python tests/mutants/mutants.py [-j N] [--only GLOB ...] [--sample N] [--seconds S]
+    python tests/mutants/mutants.py --score | --publish     what is known of the whole list
 
 An edit is *killed* when one of its tests fails, and *lived* when all pass. One that no longer
 applies, or no longer compiles, is an error: the list follows the code. So is one that is said to
 change nothing, or to be open, and is killed, and a test that fails without any edit. What was
 killed, and whose file and tests are as they were then, is not run again (`--again` does):
-build/mutants/results.json keeps it, so a campaign can be interrupted. Exit status 0: every edit is
-killed, explained, or known to be open; those that are open count against the score.
+build/mutants/results.json keeps it (`kept.py`), so a campaign can be interrupted. Exit status 0:
+every edit is killed, explained, or known to be open; those that are open count against the score.
 """
 
 from __future__ import annotations
@@ -16,24 +17,21 @@ import argparse
 import collections
 import datetime
 import fnmatch
-import hashlib
 import json
-import os
 import queue
 import random
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import ground
+import kept
 import mutant_list
+from kept import KNOWN, WELL
 from mutant_list import Mutant
 
 HERE = Path(__file__).resolve().parent
-WELL = ("killed", "explained")
-KNOWN = (*WELL, "open")
 
 
 class Campaign:
@@ -42,10 +40,7 @@ class Campaign:
     def __init__(self, root: Path, mutants: list[Mutant], options: argparse.Namespace) -> None:
         self.root, self.mutants, self.options = root, mutants, options
         self.build = root / "build/mutants"
-        self.kept = self.build / "results.json"
-        self.results: dict[str, dict[str, Any]] = {}
-        if self.kept.exists():
-            self.results = json.loads(self.kept.read_text())
+        self.kept = kept.Kept(root)
         self.lock = threading.Lock()
         self.untouched: dict[str, str] = {}  # test -> how it fails without an edit, or ""
         self.done: list[str] = []
@@ -77,27 +72,7 @@ class Campaign:
         return self._report()
 
     def _known(self, mutant: Mutant) -> bool:
-        kept = self.results.get(mutant.key, {})
-        if self.options.again or kept.get("digest") != self._digest(mutant):
-            return False
-        return kept["outcome"] in WELL
-
-    def _digest(self, mutant: Mutant) -> str:
-        """Of what decides: the edit, its file, the tests that are named."""
-        digest = hashlib.sha256(repr(mutant).encode())
-        names = [mutant.file]
-        for test in mutant.tests:
-            name = test.partition("::")[0]
-            found = [name] if ground.is_pytest(test) else self._program(name)
-            names += found
-        for name in names:
-            path = self.root / name
-            digest.update(path.read_bytes() if path.is_file() else b"missing")
-        return digest.hexdigest()
-
-    def _program(self, name: str) -> list[str]:
-        found = self.root.glob(f"tests/c/**/{name.rpartition('/')[2]}.c")
-        return [str(each.relative_to(self.root)) for each in found]
+        return not self.options.again and self.kept.outcome(mutant) in WELL
 
     # ---- a worker ---------------------------------------------------------------------------
 
@@ -155,22 +130,9 @@ class Campaign:
         return why
 
     def _keep(self, mutant: Mutant, outcome: str, why: str, seconds: float) -> None:
-        path = self.root / mutant.file
-        line = mutant.line(path.read_text()) if path.is_file() else 0
         with self.lock:
             self.done.append(mutant.key)
-            self.results[mutant.key] = {
-                "file": mutant.file,
-                "line": line,
-                "edit": mutant.shown(),
-                "outcome": outcome,
-                "why": why,
-                "seconds": round(seconds, 1),
-                "digest": self._digest(mutant),
-            }
-            partial = self.kept.with_suffix(".new")
-            partial.write_text(json.dumps(self.results, indent=1))
-            os.replace(partial, self.kept)
+            line = self.kept.keep(mutant, outcome, why, seconds)
             self.left -= 1
             print(
                 f"{outcome:17}{seconds:6.1f} s {self.left:4} left  {mutant.file}:{line} "
@@ -180,7 +142,7 @@ class Campaign:
 
     def _report(self) -> int:
         """Prints the survivors and the score, and keeps the score; the exit status."""
-        results = [self.results[key] for key in self.done]
+        results = [self.kept.results[key] for key in self.done]
         counts = collections.Counter(each["outcome"] for each in results)
         for each in sorted(results, key=lambda each: (each["file"], each["line"])):
             if each["outcome"] not in KNOWN:
@@ -192,7 +154,7 @@ class Campaign:
         score = {
             "of": len(results),
             **counts,
-            "score": round(sum(counts[each] for each in WELL) / max(1, len(results)), 4),
+            "score": round(kept.share(counts), 4),
         }
         (self.build / "score.json").write_text(json.dumps(score, indent=1) + "\n")
         print(f"mutants: {score['score']:.1%} of {len(results)} killed or explained")
@@ -239,6 +201,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit, under load")
     parser.add_argument("--again", action="store_true", help="what is known already too")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
+    parser.add_argument("--score", action="store_true", help="print what is known of all of them")
+    parser.add_argument("--publish", action="store_true", help="and write it into CONTRIBUTING.md")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help=argparse.SUPPRESS)
     parser.add_argument("--edits", type=Path, default=HERE / "edits", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -246,6 +210,12 @@ def main(arguments: list[str]) -> int:
     if options.list:
         for each in mutants:
             print(f"{each.key} {each.file}: {each.shown()}")
+        return 0
+    if options.score or options.publish:
+        found = kept.score(kept.Kept(options.root), mutants)
+        print(kept.table(found), end="")
+        if options.publish:
+            kept.write(found, options.root)
         return 0
     if not mutants:
         sys.exit("no mutant is chosen by these options")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kept
 import mutant_list
 import mutants
 import pytest
@@ -130,6 +131,51 @@ def test_what_was_killed_is_not_run_again_until_its_file_or_test_changes(
         assert run(tree, KILLED, LIVED) == (1, ["killed", "lived"])
         said = capsys.readouterr().out
         assert (known or "2 mutants") in said and ("known" in said) == (known is not None)
+
+
+def score(tree: Path, *options: str) -> dict[str, dict[str, int]]:
+    """What is published, by folder."""
+    options = ("--publish", "--root", str(tree), "--edits", str(tree / "edits"), *options)
+    assert mutants.main([*options]) == 0
+    assert kept.is_published(tree)
+    found: dict[str, dict[str, int]] = json.loads((tree / kept.SCORE).read_text())["folders"]
+    return found
+
+
+def test_a_score_is_of_the_whole_list_and_of_the_tree_as_it_is(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "tests/mutants").mkdir()
+    page = "# Mistakes\n\n<!-- table mutants -->\n<!-- end of table -->\n\nMore.\n"
+    (tree / kept.PAGE).write_text(page)
+    listed = (KILLED, LIVED, EXPLAINED, GONE, KILLED_IN_PYTHON)
+    run(tree, *listed, options=("--only", "csrc"))
+    core, python = {"explained": 1, "killed": 1, "lived": 1, "wrong": 1}, {"not run": 1}
+    assert score(tree) == {"csrc/core": core, "python": python}
+    assert "5 edits, 40.0% killed or explained; 0 of" in capsys.readouterr().out
+    said = (tree / kept.PAGE).read_text()
+    assert said.startswith("# Mistakes\n\n<!-- table mutants -->\n") and said.endswith("More.\n")
+    assert "| | edits | killed | explained | lived | wrong | not run |\n" in said
+    assert "| csrc/core | 4 | 1 | 1 | 1 | 1 | 0 |\n" in said
+    assert "| all | 5 | 1 | 1 | 1 | 1 | 1 |\n" in said
+    (tree / kept.PAGE).write_text(said.replace("40.0%", "100.0%"))
+    assert not kept.is_published(tree)
+
+    run(tree, *listed, options=("--only", "python"))
+    (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
+    assert score(tree) == {"csrc/core": {"not run": 4}, "python": {"killed": 1}}
+
+
+def test_what_only_a_time_out_killed_is_said(tree: Path) -> None:
+    hangs = entry(C_FILE, "return n / 2;", "for (;;) ;", C_TEST)
+    status, outcomes = run(tree, hangs, options=("--patience", "0.03"))
+    assert (status, outcomes) == (0, ["killed"])
+    found = kept.score(kept.Kept(tree), mutant_list.load(tree / "edits"))
+    assert found["killed_by_a_timeout"] == 1
+
+
+def test_the_score_that_is_published_is_that_of_its_file() -> None:
+    assert kept.is_published(ROOT), "python tests/mutants/mutants.py --publish"
 
 
 def test_a_campaign_that_died_leaves_no_edit_behind(tree: Path) -> None:
