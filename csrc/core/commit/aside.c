@@ -71,7 +71,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
 		if (sfr__log_is_over_locked(b))
 			continue;
-		if (sfr__log_touches(b, e->key) || sfr__log_touches(e, b->key))
+		if (sfr__log_touches(b, e->key))
 			return false;
 		/* What has not begun waits for the same as this one does. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))

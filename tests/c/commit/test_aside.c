@@ -327,6 +327,26 @@ static void what_would_hang_itself_does_not_go_past(void)
 	(void)nr_told("");
 }
 
+/* In a rename and in a sync: who goes past says it once. */
+static void a_file_system_that_hangs_twice_is_told_of_once(void)
+{
+	struct sfr_ticket *hung, *sync;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	set_door(true, true);
+	sync = submit("a", NFS, &one);
+	until_somebody_hangs();
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(nr_told("has not answered"), 1);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(sync);
+	drain();
+}
+
 static void a_save_that_takes_its_time_is_waited_for(void)
 {
 	struct sfr_ticket *slow = NULL, *b;
@@ -504,6 +524,7 @@ int main(void)
 	RUN(what_shares_a_file_system_or_a_name_does_not_go_past);
 	RUN(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove);
 	RUN(what_would_hang_itself_does_not_go_past);
+	RUN(a_file_system_that_hangs_twice_is_told_of_once);
 	RUN(a_save_that_takes_its_time_is_waited_for);
 	RUN(what_goes_past_keeps_its_order);
 	RUN(a_remove_waits_for_every_save_before_it);

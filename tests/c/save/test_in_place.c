@@ -1,6 +1,7 @@
 /* parts.c and in_place.c: files made of parts are, byte for byte, the parts in
  * their order, whatever the blocks, the pool and what fails. */
 #include <errno.h>
+#include <sys/mman.h>
 
 #include "saving.h"
 
@@ -326,6 +327,45 @@ static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
 	}
 }
 
+static uint64_t nr_maps, nr_unmaps, longest_map;
+
+static void *counting_mmap(void *at, size_t len, int prot, int flags, int fd, off_t off)
+{
+	(void)__atomic_add_fetch(&nr_maps, 1, __ATOMIC_RELAXED);
+	if (len > __atomic_load_n(&longest_map, __ATOMIC_RELAXED))
+		__atomic_store_n(&longest_map, len, __ATOMIC_RELAXED);
+	return mmap(at, len, prot, flags, fd, off);
+}
+
+static int counting_munmap(void *at, size_t len)
+{
+	(void)__atomic_add_fetch(&nr_unmaps, 1, __ATOMIC_RELAXED);
+	return munmap(at, len);
+}
+
+/* However long the blocks are: they are memory beside that of a snapshot, which may be the pool's. */
+static void buffers_beside_a_full_pool_are_small_and_given_back(void)
+{
+	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
+	struct sfr_sys plain = sfr_sys;
+	struct sfr__block *held;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr__pool_get(engine->pool, 0, 8 * MIB, 0, &held), 0);
+	sfr_sys.mmap = counting_mmap;
+	sfr_sys.munmap = counting_munmap;
+	CHECK_EQ(sfr_parts_new(&l.parts), 0);
+	for (unsigned i = 0; i < 3; i++)
+		add_source(&l, memory + 1, MEMORY - 1);
+	CHECK_EQ(save(engine, &l, 0), 0);
+	check_file(&l);
+	CHECK(nr_maps >= 3 && longest_map == 4 * MIB);
+	CHECK_EQ(nr_unmaps, nr_maps);
+	sfr__pool_put(engine->pool, held);
+	saving_end(engine);
+	sfr_sys = plain;
+}
+
 static void few_buffers_are_enough_for_any_length(void)
 {
 	struct sfr_engine *engine = saving_engine_of(64 * KIB, 64, 2, 2);
@@ -476,6 +516,7 @@ int main(void)
 	RUN(a_field_waits_for_its_source);
 	RUN(a_field_waits_for_a_source_that_is_written_from_where_it_is);
 	RUN(what_stands_in_the_file_as_in_memory_is_not_copied);
+	RUN(buffers_beside_a_full_pool_are_small_and_given_back);
 	RUN(few_buffers_are_enough_for_any_length);
 	RUN(sources_are_free_when_they_are_written_and_not_before);
 	RUN(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one);
