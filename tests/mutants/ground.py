@@ -54,6 +54,7 @@ class Ground:
     def __init__(self, root: Path, place: Path, variant: str, patience: float = 1.0) -> None:
         self.root, self.place, self.variant, self.patience = root, place, variant, patience
         self._extension_differs = False
+        self._before = ""  # the file that an edit stands in, without it
         self._copy_tree()
 
     # ---- the copy ---------------------------------------------------------------------------
@@ -83,14 +84,14 @@ class Ground:
     def edit(self, mutant: mutant_list.Mutant) -> None:
         """Makes the edit; ListError if it does not apply."""
         path = self.place / mutant.file
-        if not (self.root / mutant.file).is_file():
+        if not path.is_file():
             raise mutant_list.ListError(f"{mutant.file}: there is no such file")
-        path.write_text(mutant.apply((self.root / mutant.file).read_text()))
+        self._before = path.read_text()
+        path.write_text(mutant.apply(self._before))
 
     def undo(self, mutant: mutant_list.Mutant) -> None:
-        path = self.place / mutant.file
-        if (self.root / mutant.file).is_file():
-            path.write_text((self.root / mutant.file).read_text())
+        """Once the edit is made."""
+        (self.place / mutant.file).write_text(self._before)
         if self._extension_differs:
             self._copy_extension()
             self._extension_differs = False

@@ -41,11 +41,10 @@ class Kept:
     def outcome(self, mutant: Mutant) -> str:
         """`not run` where there is none, or of a tree that was another."""
         kept = self.results.get(mutant.key, {})
-        is_of_now = kept.get("digest") == self._digest(mutant)
-        return kept["outcome"] if is_of_now else "not run"
+        return kept["outcome"] if kept.get("digest") == self.digest(mutant) else "not run"
 
-    def keep(self, mutant: Mutant, outcome: str, why: str, seconds: float) -> int:
-        """Returns the line of the edit."""
+    def keep(self, mutant: Mutant, digest: str, outcome: str, why: str, seconds: float) -> int:
+        """Of the files as they were when `digest` was made. Returns the line of the edit."""
         path = self.root / mutant.file
         line = mutant.line(path.read_text()) if path.is_file() else 0
         self.results[mutant.key] = {
@@ -55,14 +54,14 @@ class Kept:
             "outcome": outcome,
             "why": why,
             "seconds": round(seconds, 1),
-            "digest": self._digest(mutant),
+            "digest": digest,
         }
         partial = self.path.with_suffix(".new")
         partial.write_text(json.dumps(self.results, indent=1))
         os.replace(partial, self.path)
         return line
 
-    def _digest(self, mutant: Mutant) -> str:
+    def digest(self, mutant: Mutant) -> str:
         """Of what decides: the edit, its file, the tests that are named."""
         digest = hashlib.sha256(repr(mutant).encode())
         names = [mutant.file]

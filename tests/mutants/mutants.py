@@ -41,6 +41,8 @@ class Campaign:
         self.root, self.mutants, self.options = root, mutants, options
         self.build = root / "build/mutants"
         self.kept = kept.Kept(root)
+        # Before the tree is copied: what changes while it is tried counts as not tried.
+        self.digests = {each.key: self.kept.digest(each) for each in mutants}
         self.lock = threading.Lock()
         self.untouched: dict[str, str] = {}  # test -> how it fails without an edit, or ""
         self.done: list[str] = []
@@ -132,7 +134,7 @@ class Campaign:
     def _keep(self, mutant: Mutant, outcome: str, why: str, seconds: float) -> None:
         with self.lock:
             self.done.append(mutant.key)
-            line = self.kept.keep(mutant, outcome, why, seconds)
+            line = self.kept.keep(mutant, self.digests[mutant.key], outcome, why, seconds)
             self.left -= 1
             print(
                 f"{outcome:17}{seconds:6.1f} s {self.left:4} left  {mutant.file}:{line} "

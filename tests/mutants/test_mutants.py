@@ -5,6 +5,7 @@ And the list of this tree: each edit of it applies, so that the list follows the
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -133,6 +134,23 @@ def test_what_was_killed_is_not_run_again_until_its_file_or_test_changes(
         assert (known or "2 mutants") in said and ("known" in said) == (known is not None)
 
 
+def test_an_outcome_is_of_the_files_as_they_were_when_it_was_tried(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mutants.ground.Ground.run
+
+    def while_somebody_writes(ground: mutants.ground.Ground, tests: list[str]) -> object:
+        (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
+        return real(ground, tests)
+
+    monkeypatch.setattr(mutants.ground.Ground, "run", while_somebody_writes)
+    assert run(tree, KILLED) == (0, ["killed"])
+    (mutant,) = mutant_list.load(tree / "edits")
+    assert kept.Kept(tree).outcome(mutant) == "not run"
+    (tree / C_FILE).write_text(TREE[C_FILE])
+    assert kept.Kept(tree).outcome(mutant) == "killed"
+
+
 def score(tree: Path, *options: str) -> dict[str, dict[str, int]]:
     """What is published, by folder."""
     options = ("--publish", "--root", str(tree), "--edits", str(tree / "edits"), *options)
@@ -221,9 +239,11 @@ def test_every_edit_of_the_list_applies_and_its_tests_are_there() -> None:
     wrong = []
     for mutant in mutant_list.load(HERE / "edits"):
         try:
-            mutant.apply((ROOT / mutant.file).read_text())
-        except (OSError, mutant_list.ListError) as error:
-            wrong.append(str(error))
+            text = mutant.apply((ROOT / mutant.file).read_text())
+            if mutant.file.endswith(".py"):
+                ast.parse(text)
+        except (OSError, SyntaxError, mutant_list.ListError) as error:
+            wrong.append(f"{mutant.file}: {error}")
         for test in mutant.tests:
             name = test.partition("::")[0]
             found = ROOT.glob(f"tests/c/*/{name.rpartition('/')[2]}.c")
