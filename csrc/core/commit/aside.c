@@ -36,7 +36,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
-	uint64_t since = e->fs ? asked_since_locked(e) : 0;
+	uint64_t since = asked_since_locked(e);
 
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }

@@ -468,6 +468,26 @@ static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
 	}
 }
 
+static void parts_are_the_saves_that_has_them(void)
+{
+	struct sfr_engine *engine = saving_engine_of(4096, 2, 1, 2);
+	struct sfr_ticket *t = NULL, *again = NULL;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr_parts_new(&l.parts), 0);
+	add_source(&l, memory + 1, 5000);
+	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
+	CHECK_EQ(new_save(engine, l.parts, 0, &again), -EINVAL);
+	CHECK(again == NULL);
+	CHECK_EQ(sfr_parts_bytes(l.parts, "x", 1), -EINVAL);
+	sfr_parts_free(l.parts);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	check_file(&l);
+	saving_end(engine);
+}
+
 static void what_makes_no_file_is_refused_and_stays_so(void)
 {
 	const int64_t one[65] = { 1 };
@@ -492,6 +512,7 @@ static void what_makes_no_file_is_refused_and_stays_so(void)
 			rc = sfr_parts_source(parts, 1, UINT64_C(1) << 63);
 		CHECK_EQ(rc, kind == 3 ? -EFBIG : -EINVAL);
 		CHECK_EQ(sfr_parts_bytes(parts, "x", 1), rc);
+		CHECK_EQ(sfr_parts_tensor(parts, &tensor), rc);
 		CHECK_EQ(new_save(engine, parts, 0, &t), rc);
 		CHECK(t == NULL);
 		sfr_parts_free(parts);
@@ -520,6 +541,7 @@ int main(void)
 	RUN(few_buffers_are_enough_for_any_length);
 	RUN(sources_are_free_when_they_are_written_and_not_before);
 	RUN(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one);
+	RUN(parts_are_the_saves_that_has_them);
 	RUN(what_makes_no_file_is_refused_and_stays_so);
 	free(memory);
 	free(expected);
