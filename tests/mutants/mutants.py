@@ -44,7 +44,7 @@ class Campaign:
         # Before the tree is copied: what changes while it is tried counts as not tried.
         self.digests = {each.key: self.kept.digest(each) for each in mutants}
         self.lock = threading.Lock()
-        self.untouched: dict[str, str] = {}  # test -> how it fails without an edit, or ""
+        self.untouched: dict[str, ground.Ran] = {}  # tests -> what came of them without an edit
         self.done: list[str] = []
         self.stop_at = time.monotonic() + options.seconds if options.seconds else None
 
@@ -94,9 +94,12 @@ class Campaign:
             self._keep(mutant, outcome, why, time.monotonic() - start)
 
     def _try(self, place: ground.Ground, mutant: Mutant) -> tuple[str, str]:
+        took = {}
         for tests in _together(mutant.tests):
-            if why := self._fails_untouched(place, tests):
-                return "error", f"{' '.join(tests)} fails without the edit:\n{why}"
+            ran = self._untouched(place, tests)
+            if not ran.passed:
+                return "error", f"{' '.join(tests)} fails without the edit:\n{ran.why}"
+            took[tests[0]] = ran.seconds
         try:
             place.edit(mutant)
         except mutant_list.ListError as error:
@@ -105,7 +108,7 @@ class Campaign:
             for tests in _together(mutant.tests):
                 if why := place.compile(mutant, tests[0]):
                     return "does not compile", why
-                ran = place.run(tests)
+                ran = place.run(tests, took[tests[0]])
                 if not ran.passed:
                     if said := mutant.same or mutant.open:
                         return "error", f"said to live ({said}):\n{ran.why}"
@@ -116,7 +119,7 @@ class Campaign:
             return "explained", mutant.same
         return ("open", mutant.open) if mutant.open else ("lived", mutant.loses)
 
-    def _fails_untouched(self, place: ground.Ground, tests: list[str]) -> str:
+    def _untouched(self, place: ground.Ground, tests: list[str]) -> ground.Ran:
         """Each test is run once without an edit, by whoever needs it first."""
         name = " ".join(tests)
         with self.lock:
@@ -124,12 +127,10 @@ class Campaign:
         if known is not None:
             return known
         why = place.compile(None, tests[0])
-        if not why:
-            ran = place.run(tests)
-            why = "" if ran.passed else ran.why
+        ran = ground.Ran(False, why, 0.0) if why else place.run(tests)
         with self.lock:
-            self.untouched[name] = why
-        return why
+            self.untouched[name] = ran
+        return ran
 
     def _keep(self, mutant: Mutant, outcome: str, why: str, seconds: float) -> None:
         with self.lock:
