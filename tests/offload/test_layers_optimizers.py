@@ -50,7 +50,7 @@ def test_one_that_writes_the_same_memory_under_another_name_waits(on_its_way):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_optimizer_of_another_model_waits_for_nothing(fake, on_its_way, captured):
-    """Nor does what has come ahead go: a graph that is captured would hang, and others lose time."""
+    """Nor does what has come ahead go."""
     model, _, waits = on_its_way
     own = trained(mlp())
     fake.capture(captured)

@@ -1,4 +1,4 @@
-"""In which order layers are used: forward as they were given, backward as the last one came to them.
+"""In which order layers are used: forward as they were given, backward as the last one went.
 
 What comes ahead of need is a guess, and a wrong one costs a copy. Backward goes back through the
 layers that had gradients in forward. A checkpoint makes it another way: a part of forward runs
@@ -26,7 +26,7 @@ class Course:
         return layer is self._order[-1]
 
     def forward(self, layer: Layer) -> bool:
-        """Notes that forward has come to a layer. Returns whether it is another pass than before."""
+        """Notes that forward has come to a layer. Returns whether another pass begins with it."""
         order, before = self._order, self._place
         for step in range(1, len(order) + 1):
             place = (before + step) % len(order)

@@ -227,7 +227,7 @@ class Layer:
         group.note_versions()
 
     def settle(self) -> None:
-        """Returns when the CPU has what forwards have changed of its tensors, its relatives' too."""
+        """Returns when the CPU has what forwards have changed of its tensors."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
                 layer._settle()

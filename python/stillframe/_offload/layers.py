@@ -273,7 +273,7 @@ class OffloadedLayers:
         return group
 
     def _go_back(self, use: Use, leave: bool) -> Layer | None:
-        """Backward comes to a layer, or a checkpoint runs it again. Returns the one that follows."""
+        """Backward comes to a layer, or a checkpoint runs it again. Returns what comes next."""
         following = self._course.backward(use.layer, use.before)
         staying = {use.layer, following}
         if leave:

@@ -284,8 +284,8 @@ def _wait_for_calls() -> None:
 
 
 def _hold_back(optimizer: Optimizer) -> None:
-    """The last moment before an optimizer's step writes. It waits whatever became of the bookkeeping, and raises
-    only what a signal handler does, and what `_readers` do."""
+    """The last moment before an optimizer's step writes. It waits whatever became of the
+    bookkeeping, and raises only what a signal handler does, and what `_readers` do."""
     if _calls:
         _wait_for_calls()
     if _pendings:
@@ -295,8 +295,8 @@ def _hold_back(optimizer: Optimizer) -> None:
 
 
 def before_steps_write(wait_for_reader: Callable[[Optimizer], object]) -> None:
-    """Has every step call it with its optimizer at that moment, for good. A pre-hook of torch's would run before the
-    closure, and have the gate stand there too, since it may write."""
+    """Has every step call it with its optimizer at that moment, for good. A pre-hook of torch's
+    would run before the closure, and have the gate stand there too, since it may write."""
     _readers.append(wait_for_reader)
 
 
