@@ -31,7 +31,7 @@ from stillframe import dcp
 from stillframe._dcp import commit
 from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.writer import FileSystemWriter
-from stillframe.testing import fault, slow
+from stillframe.testing import fault, held, slow
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -340,10 +340,10 @@ def seen_by_one(path: Path, rank: int) -> Notes:
 def busy(path: Path, rank: int) -> Notes:
     """Where one rank is, all say so."""
     training = Model()
-    with slow("pwrite", 0.3) if rank else contextlib.nullcontext():
+    with held("pwrite") if rank else contextlib.nullcontext():
         first = dcp.async_save(training.state(), path / "c", when_busy="raise")
         says = fails(lambda: dcp.async_save(training.state(), path / "d", when_busy="raise"))
-        first.upload_completion.result()
+    first.upload_completion.result()
     dist.barrier()
     dcp.async_save(training.state(), path / "d", when_busy="raise").upload_completion.result()
     mine = [dist.new_group([each], backend="gloo") for each in range(2)][rank]
