@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -20,37 +21,34 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-class Requests:
-    """What a measured process is asked, and what it answers."""
-
-    def __init__(self, *requests):
-        self.requests = [*requests, None]
-        self.answers = []
-
-    def recv(self):
-        return self.requests.pop(0)
-
-    def send(self, answer):
-        self.answers.append(answer)
-
-
 def test_loads_are_measured(scripts, tmp_path):
     import restore
     import restore_process
 
     path, spec = str(tmp_path / "x.pt"), restore.Spec(200_000, "mlp", 2, 2)
-    connection = Requests(
-        ("make", path, spec),
-        *(("load", path, way) for way in restore.WAYS),
-        ("memcpy", path),
-        ("verify", path),
-    )
-    restore_process._serve(connection)
-    made, *loads, memcpy, verify = connection.answers
-    assert made == 0.0
-    assert all(isinstance(each, restore.Load) and each.seconds > 0 for each in loads), loads
-    assert memcpy > 0
-    assert verify > 0
+    restore_process.prepare()
+    restore_process.make(path, spec)
+    loads = [restore_process.load(path, way) for way in restore.WAYS]
+    assert all(each.seconds > 0 for each in loads), loads
+    assert restore_process.memcpy(path) > 0
+    assert restore_process.verify(path) > 0
+
+
+def test_a_process_answers_until_it_fails(scripts):
+    from common import BenchError
+    from process import Worker
+
+    def ask(module, *request):
+        with Worker("it", importlib.import_module, module, limit_s=10.0) as worker:
+            return worker.ready().call(*request)
+
+    assert ask("math", "sqrt", 4) == 2
+    with pytest.raises(BenchError, match=r"^it: ValueError: .*\nTraceback"):
+        ask("math", "sqrt", -1)
+    with pytest.raises(BenchError, match=r"^it: its process died \(exit code 3\)$"):
+        ask("os", "_exit", 3)
+    with pytest.raises(BenchError, match=r"^it: took more than 10 s"):
+        ask("time", "sleep", 600)
 
 
 def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
