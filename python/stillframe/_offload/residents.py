@@ -23,7 +23,13 @@ from stillframe._offload.stamp import Stamp
 
 
 class Source(Protocol):
-    """What can be brought in."""
+    """What can be brought in.
+
+    Attributes:
+        tensors: Its own, on the CPU.
+    """
+
+    tensors: list[Tensor]
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
         """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
@@ -50,14 +56,18 @@ class Group:
     def changed(self, index: int) -> bool:
         return self.tensors[index]._version != self.versions[index]
 
+    def now(self) -> list[int]:
+        return [tensor._version for tensor in self.tensors]
+
     def note_versions(self) -> None:
         """What has changed so far is known."""
-        self.versions = [tensor._version for tensor in self.tensors]
+        self.versions = self.now()
 
 
 class Residents:
-    def __init__(self, offloader: Offloader, slots: int) -> None:
+    def __init__(self, offloader: Offloader, layers: Sequence[Source], slots: int) -> None:
         self._offloader = offloader
+        self._layers = layers
         self._slots = slots
         self._groups: dict[Source, Group] = {}  # the longest there first
         self._coming: dict[Source, _Coming] = {}
@@ -67,6 +77,16 @@ class Residents:
         """What is computed from now on belongs to another pass: nothing that was sent for before is
         used in it. Any thread may call it."""
         self._pass += 1
+
+    def reads(self) -> list[Tensor]:
+        """What may be being read, or was sent for: tensors of any layer, if there is anything."""
+        if not (self._coming or self._offloader._is_reading()):
+            return []
+        return [tensor for layer in self._layers for tensor in layer.tensors]
+
+    def wait(self) -> None:
+        """Returns when nothing is read any more."""
+        self._offloader.wait_read()
 
     def get(self, layer: Source) -> Group | None:
         return self._groups.get(layer)
@@ -85,7 +105,7 @@ class Residents:
         if group is None:
             coming = self._coming.get(layer)
             if coming is not None and not self._is_good(layer, coming):
-                self._offloader.count_stale()
+                self._offloader._count_stale()
                 self.give_up(layer)
                 coming, anew = None, True
             if coming is None:
@@ -116,7 +136,7 @@ class Residents:
         """The layer is not needed on the device any more, after the current stream's work."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
-            self._offloader.give_up(coming.what)
+            self._offloader._give_up_ahead(coming.what)
         group = self._groups.pop(layer, None)
         if group is not None and _has_bytes(group.tensors):
             self._offloader.release(group.tensors)
