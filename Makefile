@@ -254,7 +254,7 @@ campaign: build
 SOAK ?= 10000
 
 soak: build
-	STILLFRAME_SOAK=$(SOAK) $(PY) -m pytest tests/unit/test_leaks.py --timeout 3600 $(ARGS)
+	STILLFRAME_SOAK=$(SOAK) $(PY) -m pytest -s tests/unit/test_leaks.py --timeout 7200 $(ARGS)
 
 SCHEDULES ?= 10000
 TRAININGS ?= 2000

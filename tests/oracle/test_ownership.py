@@ -254,6 +254,22 @@ def test_new_storages_are_captured_until_observed() -> None:
     assert deferred(p, *state_tensors(opt)) == [True, True, True]
 
 
+@pytest.mark.parametrize("by", ["a new parameter", "a parameter that moves"])
+def test_a_storage_that_gets_another_tensor_is_captured_until_observed_with_it(by: str) -> None:
+    p, q = param(), param()
+    opt = adamw(p, q)
+    run_steps(opt, 4)
+    assert deferred(p, q) == [True, True]
+    if by == "a parameter that moves":
+        q.data = p.detach()
+    other = p.detach() if by == "a new parameter" else torch.randn(NUMEL)
+    opt.add_param_group({"params": [nn.Parameter(other)]})
+    run_steps(opt, 1)
+    assert deferred(p) == [False]
+    run_steps(opt, 4)
+    assert deferred(p) == [True]
+
+
 def test_module_to_and_back_is_captured_until_observed() -> None:
     module = nn.Linear(64, 64)
     opt = SGD(module.parameters(), lr=0.1, momentum=0.9)

@@ -340,6 +340,9 @@ static PyMethodDef collector_methods[] = {
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "meet", sfr_py_collector_meet, METH_O,
 	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	{ "walk", sfr_py_collector_walk, METH_VARARGS,
+	  "walk(nodes, seen) -> those that are no plain tensors, also in plain dicts, lists and tuples "
+	  "among them, each of which is walked into once." },
 	{ "copies", sfr_py_collector_copies, METH_VARARGS,
 	  "copies(memory, offsets, make) -> (new tensors by id, first ones by storage, left out)." },
 	{ NULL, NULL, 0, NULL },

@@ -7,6 +7,7 @@
  *   scan.c      finds the plain tensors' places in the finished pickle
  *   splice.c    puts their opcodes there
  *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
+ *   rebuild.c   likewise: the containers that they are in
  */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
@@ -183,6 +184,10 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 /* Methods of the collector. */
 PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
+
+/* ---- rebuild.c ---------------------------------------------------------- */
+
+PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
 /* ---- trail.c ------------------------------------------------------------ */
 
