@@ -4,8 +4,9 @@
 
 The same `Trainer.fit`: with no checkpoints, with Lightning's synchronous saving, its
 AsyncCheckpointIO, and ours, by ModelCheckpoint every N steps (`save_top_k=1`). Each way has a
-process of its own; the processes take turns, one fit each, so that a slower minute of the machine
-hits all of them. README.md says how each figure is counted.
+process of its own. In its turn a process runs a fit without checkpoints and one with them, and what
+saving took is the difference between the two: processes differ in the memory that they have got,
+and minutes of the machine in their speed. README.md says how each figure is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import Series, end_with, format_size, format_times, parse_size, print_table
+from common import Series, end_with, format_size, format_times, parse_size, print_table, turned
 from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
 from process import Worker
 
@@ -68,20 +69,30 @@ def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, director
             worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
         others = Others()
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
-        for _ in range(rounds):
-            for every in everies:
-                for worker in workers:
-                    fits = found.setdefault(every, {}).setdefault(worker.name, [])
-                    fits.append(worker.call("fit", batch, SKIPPED + every * saves, every))
+        steps = SKIPPED + max(everies) * saves
+        for number in range(rounds):
+            for worker in turned(workers, number):
+                plain = worker.call("fit", batch, steps, 0)["steps_per_s"]
+                for every in turned(everies, number):
+                    fit = worker.call("fit", batch, steps, every)
+                    fit["lost"] = 1 - fit["steps_per_s"] / plain
+                    found.setdefault(every, {}).setdefault(worker.name, []).append(fit)
         return {"batch": batch, "others": others.share(), "every": found}
 
 
-def lost(fits: dict[str, list[dict[str, float]]], way: str) -> float:
-    """The share of the steps per second that saving took, over turns: its median."""
-    return statistics.median(
-        1 - mine["steps_per_s"] / none["steps_per_s"]
-        for mine, none in zip(fits[way], fits["none"], strict=True)
-    )
+def judge(shares: dict[str, Series], goal: float | None) -> str:
+    """Met or missed where the errors leave no doubt."""
+    ours = shares["stillframe"]
+    apart = [
+        (shares[way].median - ours.median) / (shares[way].error + ours.error or 1e-9)
+        for way in ("synchronous", "lightning")
+    ]
+    ahead = "met" if min(apart) > 1 else "MISSED" if min(apart) < -1 else "within the error"
+    said = f"ahead of both: {ahead}"
+    if goal is not None:
+        met = "met" if ours.median + ours.error <= goal else "within the error"
+        said += f"; <= {goal:.0%}: {met if ours.median - ours.error <= goal else 'MISSED'}"
+    return said
 
 
 def rows(nbytes: int, result: Any) -> list[list[str] | None]:
@@ -89,25 +100,19 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
     for every, fits in result["every"].items():
         table.append([f"{format_size(nbytes)}, a save every {every} steps", "", "", "", "", "", ""])
         peak = {way: max(fit["peak_rss"] for fit in fits[way]) for way in WAYS}
-        shares = {way: lost(fits, way) for way in WAYS}
+        shares = {way: Series.of([fit["lost"] for fit in fits[way]]) for way in WAYS}
+        goal = GOAL if (nbytes, every) == (GOAL_BYTES, GOAL_EVERY) else None
         for way in WAYS:
-            verdict = " "
-            if way == "stillframe":
-                ahead = shares[way] <= min(shares["synchronous"], shares["lightning"])
-                verdict = f"ahead of both: {'met' if ahead else 'MISSED'}"
-                if nbytes == GOAL_BYTES and every == GOAL_EVERY:
-                    met = "met" if shares[way] <= GOAL else "MISSED"
-                    verdict += f"; <= {GOAL:.0%}: {met}"
             speed = Series.of([fit["steps_per_s"] for fit in fits[way]])
             table.append(
                 [
                     f"  {way}",
                     f"{speed.median:.2f} ({min(speed.values):.2f}..{max(speed.values):.2f})",
-                    "" if way == "none" else f"{shares[way]:.1%}",
+                    f"{shares[way].median:.1%} ± {shares[way].error:.1%}",
                     format_times([statistics.median(fit["longest_s"] for fit in fits[way])]),
                     format_times([statistics.median(fit["end_s"] for fit in fits[way])]),
                     format_size(max(0.0, peak[way] - peak["none"])),
-                    verdict,
+                    judge(shares, goal) if way == "stillframe" else " ",
                 ]
             )
     return table
@@ -118,8 +123,8 @@ def main() -> int:
     add_directory_options(parser)
     parser.add_argument("--state", type=parse_size, nargs="+", default=[160 * 10**6, 10**9])
     parser.add_argument("--every", type=int, nargs="+", default=[20, 5])
-    parser.add_argument("--saves", type=int, default=3, help="of each fit, 3 by default")
-    parser.add_argument("--rounds", type=int, default=3, help="fits of each way, 3 by default")
+    parser.add_argument("--saves", type=int, default=3, help="of the fits with the fewest, 3")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each way, 8 by default")
     options = parser.parse_args()
     largest = max(options.state)
     results: dict[int, Any] = {}

@@ -212,22 +212,17 @@ def _saves(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float) -> 
 
 
 def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
-    """What checkpoints take of a training's steps a second: medians, and all rounds as a bar."""
+    """What checkpoints take of a training's steps a second: medians with their standard errors."""
     for place, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
-            shares = [
-                100 * (1 - mine["steps_per_s"] / none["steps_per_s"])
-                for mine, none in zip(fits[way], fits["none"], strict=True)
-            ]
-            middle = Series.of(shares).median
+            shares = Series.of([100 * fit["lost"] for fit in fits[way]])
             at = place + 0.26 * (number - 1)
             label = FITS[way] if place == 0 else "_" + way
-            axes.bar(at, middle, width=0.24, color=_colour(way), label=label)
-            spread = ((middle - min(shares),), (max(shares) - middle,))
-            axes.errorbar(at, middle, yerr=spread, color="#222222", capsize=3, lw=1.2)
+            axes.bar(at, shares.median, width=0.24, color=_colour(way), label=label)
+            axes.errorbar(at, shares.median, yerr=shares.error, color="#222222", capsize=3, lw=1.2)
     axes.axhline(0, color="#222222", lw=0.8)
     axes.set_xticks(range(len(result["every"])), [f"every {n} steps" for n in result["every"]])
-    axes.set_ylabel("% of the training's speed lost (all rounds)")
+    axes.set_ylabel("% of the training's speed lost, ± standard error")
     axes.set_title(f"{format_size(float(nbytes))} of state, a Lightning training")
     axes.legend(fontsize=8)
     _plain(axes)

@@ -21,6 +21,7 @@ import dcp_table
 import restore_process
 from common import Series, format_size, format_times
 from peers import LIGHTNING, OURS, TORCH
+from pictures import FITS
 from restore import SITUATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +106,22 @@ def lost_time(document: dict[str, Any]) -> list[str]:
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
 
+def fits(document: dict[str, Any]) -> list[str]:
+    """What checkpoints take of a Lightning training's speed, with the standard error."""
+    titles = {**FITS, "none": "none against none"}
+    (result,) = document["results"].values()
+    lines = [f"| | {' | '.join(titles.values())} |", "|---|" + "---|" * len(titles)]
+    for every, found in result["every"].items():
+        cells = []
+        for way in titles:
+            lost = Series.of([100 * fit["lost"] for fit in found[way]])
+            cells.append(f"{lost.median:.1f} ± {lost.error:.1f} %")
+        lines.append(f"| a checkpoint every {every} steps | {' | '.join(cells)} |")
+        longest = [Series.of([fit["longest_s"] for fit in found[way]]).median for way in titles]
+        lines.append(f"| its longest step | {' | '.join(format_times([x]) for x in longest)} |")
+    return lines
+
+
 PICTURES = {  # a file of results, and what its picture shows
     "saves": "Saves beside a busy main thread and an idle one: the call, and until it has finished",
     "bytes_over_time": "Bytes written over time, with an idle main thread",
@@ -142,6 +159,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[str]]]] = {
     "many ranks": ("dcp.json", dcp_table.page),
     "loads": ("restore.json", loads),
     "lost time": ("lost_time.json", lost_time),
+    "fits": ("lightning_fit.json", fits),
 }
 
 

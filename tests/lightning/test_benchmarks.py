@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from pathlib import Path
@@ -68,3 +69,47 @@ def test_a_restart_is_measured(scripts, tmp_path, lit):
         found = restart.run(way, path, 1)
         assert found["at"] > 0
         assert found["peak_nbytes"] >= 0
+
+
+def test_what_fits_lose_is_judged_with_its_error(scripts):
+    import lightning_fit
+    from common import Series
+
+    def judged(ours):
+        shares = {"synchronous": Series.of([0.20, 0.22, 0.24]), "stillframe": Series.of(ours)}
+        return lightning_fit.judge({**shares, "lightning": Series.of([0.10, 0.11, 0.12])}, 0.02)
+
+    assert judged([0.0, 0.001, 0.002]) == "ahead of both: met; <= 2%: met"
+    assert judged([0.0, 0.01, 0.04]) == "ahead of both: met; <= 2%: within the error"
+    assert judged([0.10, 0.11, 0.13]) == "ahead of both: within the error; <= 2%: MISSED"
+    assert judged([0.15, 0.16, 0.17]) == "ahead of both: MISSED; <= 2%: MISSED"
+
+
+def test_each_fit_is_held_against_one_without_checkpoints_in_the_same_turn(scripts, monkeypatch):
+    import lightning_fit
+
+    asked = []
+
+    class Worker(contextlib.nullcontext):
+        def __init__(self, name, make, *arguments):
+            super().__init__(self)
+            self.name = name
+
+        def ready(self):
+            return self
+
+        def call(self, method, batch, steps, every):
+            asked.append((self.name, steps, every))
+            return {"steps_per_s": 10.0 - every / 5 * (self.name != "none"), "step_s": 1.0}
+
+    monkeypatch.setattr(lightning_fit, "Worker", Worker)
+    found = lightning_fit.run_state(10**6, [20, 5], 2, 3, Path("unused"))["every"]
+    counted = asked[-2 * 4 * 3 :]
+    turns = [counted[at : at + 3] for at in range(0, len(counted), 3)]
+    ways = [*lightning_fit.WAYS, *lightning_fit.WAYS[1:], lightning_fit.WAYS[0]]
+    assert [turn[0] for turn in turns] == [(way, 63, 0) for way in ways]
+    assert all({every for _, _, every in turn} == {0, 5, 20} for turn in turns)
+    for every, fits in found.items():
+        shares = {way: [fit["lost"] for fit in each] for way, each in fits.items()}
+        share = pytest.approx(every / 50)
+        assert shares == {way: [share if way != "none" else 0.0] * 2 for way in lightning_fit.WAYS}

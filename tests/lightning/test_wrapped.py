@@ -10,6 +10,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
+from stillframe._base.calls import inside
 from stillframe._save.ordered import wait_for_path
 
 SIZE = 300 * 300
@@ -210,9 +211,11 @@ def test_no_more_than_max_in_flight_wait_for_it(lit, tmp_path):
         plugin.save_checkpoint(state(), tmp_path / f"{name}.ckpt")
     with pytest.raises(stillframe.BusyError):
         plugin.save_checkpoint(state(), tmp_path / "c.ckpt")
+    with inside():  # as a signal handler is that interrupts a call of ours
+        plugin.save_checkpoint(state(), tmp_path / "d.ckpt")
     gate.event.set()
     plugin.teardown()
-    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt", "d.ckpt"]
 
 
 def test_a_third_save_waits_for_the_first(lit, tmp_path):
@@ -482,9 +485,11 @@ def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
         "import sys, time, torch\n"
         "from lightning.fabric.plugins import TorchCheckpointIO\n"
         "from stillframe.lightning import AsyncCheckpointIO\n"
+        "import stillframe._save.exit as at_exit\n"
+        "at_exit._QUIET_S = 0.1\n"
         "class Slow(TorchCheckpointIO):\n"
         "    def save_checkpoint(self, *args, **kwargs):\n"
-        "        time.sleep(1.5)\n"
+        "        time.sleep(1)\n"
         "        super().save_checkpoint(*args, **kwargs)\n"
         "AsyncCheckpointIO(Slow()).save_checkpoint({'x': torch.ones(5)}, sys.argv[1])\n"
     )
@@ -498,4 +503,4 @@ def test_a_save_in_flight_at_the_interpreters_end_is_finished(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert torch.equal(load(path)["x"], torch.ones(5))
-    assert "waiting for" in done.stderr
+    assert f"waiting for {path} " in done.stderr

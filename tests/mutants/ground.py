@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 import runpy
 import shutil
@@ -31,6 +32,7 @@ PARTS = (
 )
 NOT_COPIED = {"__pycache__", "build", ".hypothesis"}
 C_TIMEOUT_S, PYTHON_TIMEOUT_S, BUILD_TIMEOUT_S = 60.0, 240.0, 600.0
+LEAST_TIMEOUT_S = 10.0  # a machine may be busier than it was
 # What setup.py builds the first extension of.
 RECIPE = """
 import json
@@ -54,6 +56,7 @@ class Ground:
     def __init__(self, root: Path, place: Path, variant: str, patience: float = 1.0) -> None:
         self.root, self.place, self.variant, self.patience = root, place, variant, patience
         self._extension_differs = False
+        self._before = ""  # the file that an edit stands in, without it
         self._copy_tree()
 
     # ---- the copy ---------------------------------------------------------------------------
@@ -83,14 +86,14 @@ class Ground:
     def edit(self, mutant: mutant_list.Mutant) -> None:
         """Makes the edit; ListError if it does not apply."""
         path = self.place / mutant.file
-        if not (self.root / mutant.file).is_file():
+        if not path.is_file():
             raise mutant_list.ListError(f"{mutant.file}: there is no such file")
-        path.write_text(mutant.apply((self.root / mutant.file).read_text()))
+        self._before = path.read_text()
+        path.write_text(mutant.apply(self._before))
 
     def undo(self, mutant: mutant_list.Mutant) -> None:
-        path = self.place / mutant.file
-        if (self.root / mutant.file).is_file():
-            path.write_text((self.root / mutant.file).read_text())
+        """Once the edit is made."""
+        (self.place / mutant.file).write_text(self._before)
         if self._extension_differs:
             self._copy_extension()
             self._extension_differs = False
@@ -136,7 +139,7 @@ class Ground:
     def _recipe(self) -> tuple[list[str], list[str]]:
         """The extension's sources and flags."""
         said = subprocess.run(
-            [sys.executable, "-c", RECIPE], cwd=self.place, env=_environment(self.place),
+            [sys.executable, "-c", RECIPE], cwd=self.place, env=self._building(),
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         sources, macros, includes, flags = json.loads(said.stdout.splitlines()[-1])
@@ -149,16 +152,18 @@ class Ground:
 
     # ---- tests ------------------------------------------------------------------------------
 
-    def run(self, tests: list[str]) -> Ran:
-        """Runs one C program, or tests of pytest together."""
+    def run(self, tests: list[str], took_s: float | None = None) -> Ran:
+        """Runs one C program, or tests of pytest together. What took `took_s` without an edit is
+        given up sooner: many edits make a test hang."""
+        most_s = math.inf if took_s is None else LEAST_TIMEOUT_S + 10 * took_s
         if is_pytest(tests[0]):
             options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={60 * self.patience}"]
             options += ["--tb=line"]
             command = [sys.executable, "-m", "pytest", *options, *tests]
-            return self._run(command, PYTHON_TIMEOUT_S)
+            return self._run(command, min(PYTHON_TIMEOUT_S, most_s))
         program = self._program(tests[0])
         tsan = ["setarch", "-R"] if "/tsan/" in program and shutil.which("setarch") else []
-        return self._run([*tsan, f"./{program}"], C_TIMEOUT_S)
+        return self._run([*tsan, f"./{program}"], min(C_TIMEOUT_S, most_s))
 
     def _program(self, test: str) -> str:
         return f"build/{test}" if "/" in test else f"build/{self.variant}/{test}"
@@ -192,10 +197,13 @@ class Ground:
                     raise
                 time.sleep(0.01)
 
+    def _building(self) -> dict[str, str]:
+        """An edit may leave a variable that nobody uses."""
+        return {**_environment(self.place), "STILLFRAME_WERROR": "0", "MAKEFLAGS": ""}
+
     def _command(self, command: list[str]) -> str:
-        environment = {**_environment(self.place), "STILLFRAME_WERROR": "0", "MAKEFLAGS": ""}
         done = subprocess.run(
-            command, cwd=self.place, env=environment, capture_output=True, text=True,
+            command, cwd=self.place, env=self._building(), capture_output=True, text=True,
             errors="replace", timeout=BUILD_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode == 0:

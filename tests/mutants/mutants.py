@@ -1,13 +1,14 @@
 """Makes each edit of the list in a copy of the tree, and says whether its tests notice.
 
     python tests/mutants/mutants.py [-j N] [--only GLOB ...] [--sample N] [--seconds S]
+    python tests/mutants/mutants.py --score | --publish     what is known of the whole list
 
 An edit is *killed* when one of its tests fails, and *lived* when all pass. One that no longer
 applies, or no longer compiles, is an error: the list follows the code. So is one that is said to
 change nothing, or to be open, and is killed, and a test that fails without any edit. What was
 killed, and whose file and tests are as they were then, is not run again (`--again` does):
-build/mutants/results.json keeps it, so a campaign can be interrupted. Exit status 0: every edit is
-killed, explained, or known to be open; those that are open count against the score.
+build/mutants/results.json keeps it (`kept.py`), so a campaign can be interrupted. Exit status 0:
+every edit is killed, explained, or known to be open; those that are open count against the score.
 """
 
 from __future__ import annotations
@@ -16,24 +17,21 @@ import argparse
 import collections
 import datetime
 import fnmatch
-import hashlib
 import json
-import os
 import queue
 import random
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import ground
+import kept
 import mutant_list
+from kept import KNOWN, WELL
 from mutant_list import Mutant
 
 HERE = Path(__file__).resolve().parent
-WELL = ("killed", "explained")
-KNOWN = (*WELL, "open")
 
 
 class Campaign:
@@ -42,12 +40,11 @@ class Campaign:
     def __init__(self, root: Path, mutants: list[Mutant], options: argparse.Namespace) -> None:
         self.root, self.mutants, self.options = root, mutants, options
         self.build = root / "build/mutants"
-        self.kept = self.build / "results.json"
-        self.results: dict[str, dict[str, Any]] = {}
-        if self.kept.exists():
-            self.results = json.loads(self.kept.read_text())
+        self.kept = kept.Kept(root)
+        # Before the tree is copied: what changes while it is tried counts as not tried.
+        self.digests = {each.key: self.kept.digest(each) for each in mutants}
         self.lock = threading.Lock()
-        self.untouched: dict[str, str] = {}  # test -> how it fails without an edit, or ""
+        self.untouched: dict[str, ground.Ran] = {}  # tests -> what came of them without an edit
         self.done: list[str] = []
         self.stop_at = time.monotonic() + options.seconds if options.seconds else None
 
@@ -77,27 +74,7 @@ class Campaign:
         return self._report()
 
     def _known(self, mutant: Mutant) -> bool:
-        kept = self.results.get(mutant.key, {})
-        if self.options.again or kept.get("digest") != self._digest(mutant):
-            return False
-        return kept["outcome"] in WELL
-
-    def _digest(self, mutant: Mutant) -> str:
-        """Of what decides: the edit, its file, the tests that are named."""
-        digest = hashlib.sha256(repr(mutant).encode())
-        names = [mutant.file]
-        for test in mutant.tests:
-            name = test.partition("::")[0]
-            found = [name] if ground.is_pytest(test) else self._program(name)
-            names += found
-        for name in names:
-            path = self.root / name
-            digest.update(path.read_bytes() if path.is_file() else b"missing")
-        return digest.hexdigest()
-
-    def _program(self, name: str) -> list[str]:
-        found = self.root.glob(f"tests/c/**/{name.rpartition('/')[2]}.c")
-        return [str(each.relative_to(self.root)) for each in found]
+        return not self.options.again and self.kept.outcome(mutant) in WELL
 
     # ---- a worker ---------------------------------------------------------------------------
 
@@ -117,9 +94,12 @@ class Campaign:
             self._keep(mutant, outcome, why, time.monotonic() - start)
 
     def _try(self, place: ground.Ground, mutant: Mutant) -> tuple[str, str]:
+        took = {}
         for tests in _together(mutant.tests):
-            if why := self._fails_untouched(place, tests):
-                return "error", f"{' '.join(tests)} fails without the edit:\n{why}"
+            ran = self._untouched(place, tests)
+            if not ran.passed:
+                return "error", f"{' '.join(tests)} fails without the edit:\n{ran.why}"
+            took[tests[0]] = ran.seconds
         try:
             place.edit(mutant)
         except mutant_list.ListError as error:
@@ -128,7 +108,7 @@ class Campaign:
             for tests in _together(mutant.tests):
                 if why := place.compile(mutant, tests[0]):
                     return "does not compile", why
-                ran = place.run(tests)
+                ran = place.run(tests, took[tests[0]])
                 if not ran.passed:
                     if said := mutant.same or mutant.open:
                         return "error", f"said to live ({said}):\n{ran.why}"
@@ -139,7 +119,7 @@ class Campaign:
             return "explained", mutant.same
         return ("open", mutant.open) if mutant.open else ("lived", mutant.loses)
 
-    def _fails_untouched(self, place: ground.Ground, tests: list[str]) -> str:
+    def _untouched(self, place: ground.Ground, tests: list[str]) -> ground.Ran:
         """Each test is run once without an edit, by whoever needs it first."""
         name = " ".join(tests)
         with self.lock:
@@ -147,30 +127,15 @@ class Campaign:
         if known is not None:
             return known
         why = place.compile(None, tests[0])
-        if not why:
-            ran = place.run(tests)
-            why = "" if ran.passed else ran.why
+        ran = ground.Ran(False, why, 0.0) if why else place.run(tests)
         with self.lock:
-            self.untouched[name] = why
-        return why
+            self.untouched[name] = ran
+        return ran
 
     def _keep(self, mutant: Mutant, outcome: str, why: str, seconds: float) -> None:
-        path = self.root / mutant.file
-        line = mutant.line(path.read_text()) if path.is_file() else 0
         with self.lock:
             self.done.append(mutant.key)
-            self.results[mutant.key] = {
-                "file": mutant.file,
-                "line": line,
-                "edit": mutant.shown(),
-                "outcome": outcome,
-                "why": why,
-                "seconds": round(seconds, 1),
-                "digest": self._digest(mutant),
-            }
-            partial = self.kept.with_suffix(".new")
-            partial.write_text(json.dumps(self.results, indent=1))
-            os.replace(partial, self.kept)
+            line = self.kept.keep(mutant, self.digests[mutant.key], outcome, why, seconds)
             self.left -= 1
             print(
                 f"{outcome:17}{seconds:6.1f} s {self.left:4} left  {mutant.file}:{line} "
@@ -180,7 +145,7 @@ class Campaign:
 
     def _report(self) -> int:
         """Prints the survivors and the score, and keeps the score; the exit status."""
-        results = [self.results[key] for key in self.done]
+        results = [self.kept.results[key] for key in self.done]
         counts = collections.Counter(each["outcome"] for each in results)
         for each in sorted(results, key=lambda each: (each["file"], each["line"])):
             if each["outcome"] not in KNOWN:
@@ -192,7 +157,7 @@ class Campaign:
         score = {
             "of": len(results),
             **counts,
-            "score": round(sum(counts[each] for each in WELL) / max(1, len(results)), 4),
+            "score": round(kept.share(counts), 4),
         }
         (self.build / "score.json").write_text(json.dumps(score, indent=1) + "\n")
         print(f"mutants: {score['score']:.1%} of {len(results)} killed or explained")
@@ -239,6 +204,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="times every limit, under load")
     parser.add_argument("--again", action="store_true", help="what is known already too")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
+    parser.add_argument("--score", action="store_true", help="print what is known of all of them")
+    parser.add_argument("--publish", action="store_true", help="and write it into CONTRIBUTING.md")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help=argparse.SUPPRESS)
     parser.add_argument("--edits", type=Path, default=HERE / "edits", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -246,6 +213,12 @@ def main(arguments: list[str]) -> int:
     if options.list:
         for each in mutants:
             print(f"{each.key} {each.file}: {each.shown()}")
+        return 0
+    if options.score or options.publish:
+        found = kept.score(kept.Kept(options.root), mutants)
+        print(kept.table(found), end="")
+        if options.publish:
+            kept.write(found, options.root)
         return 0
     if not mutants:
         sys.exit("no mutant is chosen by these options")

@@ -5,12 +5,15 @@ And the list of this tree: each edit of it applies, so that the list follows the
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import kept
 import mutant_list
 import mutants
 import pytest
@@ -132,6 +135,68 @@ def test_what_was_killed_is_not_run_again_until_its_file_or_test_changes(
         assert (known or "2 mutants") in said and ("known" in said) == (known is not None)
 
 
+def test_an_outcome_is_of_the_files_as_they_were_when_it_was_tried(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = mutants.ground.Ground.run
+
+    def while_somebody_writes(*arguments: Any) -> object:
+        (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
+        return real(*arguments)
+
+    monkeypatch.setattr(mutants.ground.Ground, "run", while_somebody_writes)
+    assert run(tree, KILLED) == (0, ["killed"])
+    (mutant,) = mutant_list.load(tree / "edits")
+    assert kept.Kept(tree).outcome(mutant) == "not run"
+    (tree / C_FILE).write_text(TREE[C_FILE])
+    assert kept.Kept(tree).outcome(mutant) == "killed"
+
+
+def score(tree: Path, *options: str) -> dict[str, dict[str, int]]:
+    """What is published, by folder."""
+    options = ("--publish", "--root", str(tree), "--edits", str(tree / "edits"), *options)
+    assert mutants.main([*options]) == 0
+    assert kept.is_published(tree)
+    found: dict[str, dict[str, int]] = json.loads((tree / kept.SCORE).read_text())["folders"]
+    return found
+
+
+def test_a_score_is_of_the_whole_list_and_of_the_tree_as_it_is(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "tests/mutants").mkdir()
+    page = "# Mistakes\n\n<!-- table mutants -->\n<!-- end of table -->\n\nMore.\n"
+    (tree / kept.PAGE).write_text(page)
+    listed = (KILLED, LIVED, EXPLAINED, GONE, KILLED_IN_PYTHON)
+    run(tree, *listed, options=("--only", "csrc"))
+    core, python = {"explained": 1, "killed": 1, "lived": 1, "wrong": 1}, {"not run": 1}
+    assert score(tree) == {"csrc/core": core, "python": python}
+    assert "5 edits, 40.0% killed or explained; 0 of" in capsys.readouterr().out
+    said = (tree / kept.PAGE).read_text()
+    assert said.startswith("# Mistakes\n\n<!-- table mutants -->\n") and said.endswith("More.\n")
+    assert "| | edits | killed | explained | lived | wrong | not run |\n" in said
+    assert "| csrc/core | 4 | 1 | 1 | 1 | 1 | 0 |\n" in said
+    assert "| all | 5 | 1 | 1 | 1 | 1 | 1 |\n" in said
+    (tree / kept.PAGE).write_text(said.replace("40.0%", "100.0%"))
+    assert not kept.is_published(tree)
+
+    run(tree, *listed, options=("--only", "python"))
+    (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
+    assert score(tree) == {"csrc/core": {"not run": 4}, "python": {"killed": 1}}
+
+
+def test_what_only_a_time_out_killed_is_said(tree: Path) -> None:
+    hangs = entry(C_FILE, "return n / 2;", "for (;;) ;", C_TEST)
+    status, outcomes = run(tree, hangs, options=("--patience", "0.1"))  # a second
+    assert (status, outcomes) == (0, ["killed"])
+    found = kept.score(kept.Kept(tree), mutant_list.load(tree / "edits"))
+    assert found["killed_by_a_timeout"] == 1
+
+
+def test_the_score_that_is_published_is_that_of_its_file() -> None:
+    assert kept.is_published(ROOT), "python tests/mutants/mutants.py --publish"
+
+
 def test_a_campaign_that_died_leaves_no_edit_behind(tree: Path) -> None:
     run(tree, KILLED)
     left = tree / "build/mutants/ground0" / C_FILE
@@ -175,9 +240,11 @@ def test_every_edit_of_the_list_applies_and_its_tests_are_there() -> None:
     wrong = []
     for mutant in mutant_list.load(HERE / "edits"):
         try:
-            mutant.apply((ROOT / mutant.file).read_text())
-        except (OSError, mutant_list.ListError) as error:
-            wrong.append(str(error))
+            text = mutant.apply((ROOT / mutant.file).read_text())
+            if mutant.file.endswith(".py"):
+                ast.parse(text)
+        except (OSError, SyntaxError, mutant_list.ListError) as error:
+            wrong.append(f"{mutant.file}: {error}")
         for test in mutant.tests:
             name = test.partition("::")[0]
             found = ROOT.glob(f"tests/c/*/{name.rpartition('/')[2]}.c")

@@ -3,13 +3,14 @@ first error is what the caller gets, and nothing is raised where nobody could ca
 
 import contextlib
 import copy
+import itertools
 import logging
 import time
 
 import pytest
 import stillframe
 import torch
-from fix_offloading import WIDTH, mlp, numbers, same, squares, train
+from fix_offloading import WIDTH, leased, mlp, numbers, same, squares, train
 from stillframe._offload import gradients
 from stillframe._offload.every import every
 from stillframe.offload import Offloader, offload_layers
@@ -94,6 +95,31 @@ def test_an_error_at_the_end_of_a_backward_reaches_the_caller(either, engine, mo
         assert waits and not errors(caplog)
         assert handle.resident() == [] and handle.stats()["slots_in_use"] == 0
         squares(model, numbers(0).requires_grad_()).backward()
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_a_forward_whose_buffers_cannot_leave_gives_back_what_it_holds(either, nth, monkeypatch):
+    """The one slot, and the pool's memory: others would starve."""
+    model, other = (mlp(nn.BatchNorm1d(WIDTH), depth=3) for _ in range(2))
+    with (
+        stillframe.Engine(pool_bytes=64 * BLOCK, block_bytes=BLOCK) as engine,
+        offload_layers(other, device="cpu", engine=engine),
+        offload_layers(model, device="cpu", engine=engine) as handle,
+    ):
+        handle._offloader._most = handle._residents._slots = 1
+        count, real, before = itertools.count(), handle._offloader.offload, leased(engine)
+
+        def offload(tensors):
+            if next(count) == nth:
+                raise stillframe.PoolExhaustedError("no room")
+            return real(tensors)
+
+        with monkeypatch.context() as patch, pytest.raises(stillframe.PoolExhaustedError):
+            patch.setattr(handle._offloader, "offload", offload)
+            model(numbers(0))
+        assert handle.resident() == [] and handle.stats()["slots_in_use"] == 0
+        assert leased(engine) == before
+        assert works(other) and works(model)
 
 
 @pytest.mark.parametrize("nth", range(3))

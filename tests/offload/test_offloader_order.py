@@ -152,12 +152,12 @@ def test_what_has_given_way_may_be_given_up(either: str, engine: stillframe.Engi
     with Offloader("cpu", slots=1, engine=engine) as offloader:
         tickets = [offloader.adopt(group(i)) for i in range(2)]
         assert offloader.prefetch(tickets[0])
-        offloader.give_up(tickets[0])
+        offloader._give_up_ahead(tickets[0])
         assert offloader.stats()["slots_in_use"] == 0
         assert offloader.prefetch(tickets[0])
         back = offloader.onload(tickets[1])
-        offloader.give_up(tickets[0])
-        offloader.give_up(tickets[1])  # is in use
+        offloader._give_up_ahead(tickets[0])
+        offloader._give_up_ahead(tickets[1])  # is in use
         assert offloader.stats()["slots_in_use"] == 1 and same(back, group(1))
 
 

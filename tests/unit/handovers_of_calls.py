@@ -14,6 +14,7 @@ from typing import Any
 import stillframe
 import torch
 from fix_handovers import Counter
+from stillframe import _core
 from stillframe._lightning.offload import OffloadHooks
 from stillframe._save import gate
 
@@ -36,13 +37,34 @@ def step(model: torch.nn.ParameterList, optimizer: torch.optim.Optimizer) -> Non
     optimizer.step()
 
 
-def completion_thread() -> int:
-    (thread,) = [each for each in threading.enumerate() if each.name == "sf-completion"]
-    return int(thread.native_id or 0)
+class Completion:
+    """Knows when the completion thread waits again. Who sees it has the interpreter lock, so the
+    thread has handed it over; nobody is made to (`Counter`)."""
+
+    def __init__(self) -> None:
+        self._wait = _core.notice_wait
+        self._ended = 0  # the last save whose last notice was taken
+        self._waits = False
+        _core.notice_wait = self._noted
+
+    def _noted(self) -> tuple[int, int, str]:
+        self._waits = True
+        what, number, sentence = self._wait()
+        self._waits = False
+        if what == _core.NOTICE_ENDED:
+            self._ended = number
+        return what, number, sentence
+
+    def id_behind(self, handle: stillframe.SaveHandle) -> int:
+        """Of the thread, which has done all that there is to be done for this save."""
+        (thread,) = [each for each in threading.enumerate() if each.name == "sf-completion"]
+        while self._ended != handle._ticket.number or not self._waits:
+            time.sleep(0.001)
+        return int(thread.native_id or 0)
 
 
 def main(tensors: int, directory: Path) -> dict[str, int]:
-    counter, counts = Counter(), {}
+    counter, completion, counts = Counter(), Completion(), {}
     model, optimizer = make_training(tensors)
     optimizer.step()  # nothing has seen a gradient since: versions stay as they are
 
@@ -55,22 +77,22 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
         return handle
 
     state = tree()
-    save("first save", state).result()
-    time.sleep(0.2)  # the completion thread waits again
-    before = counter.of(completion_thread())
+    handle = save("first save", state)
+    handle.result()
+    before = counter.of(completion.id_behind(handle))
     handle = save("save", state)
     counts["gate"], _ = counter.count(gate.wait)
     report = handle.result()
     assert report is not None
     assert report.deferred_nbytes > 2 * LENGTH * len(model), "nothing was deferred"
-    time.sleep(0.2)  # the completion thread waits again
-    counts["completion of a save"] = counter.of(completion_thread()) - before
-    before = counter.of(completion_thread())
+    after = counter.of(completion.id_behind(handle))
+    counts["completion of a save"] = after - before
+    before = after
     handle = save("save of what nobody else holds", tree())
     del state
     handle.result()
-    time.sleep(0.2)
-    counts["completion of what nobody else holds"] = counter.of(completion_thread()) - before
+    after = counter.of(completion.id_behind(handle))
+    counts["completion of what nobody else holds"] = after - before
     save("save in the call", tree(), overlap=False).result()
     save("save of the parameters", list(model)).result()
     views = [each[:2] for each in model] + [each.detach().view(2, -1) for each in model]
@@ -111,6 +133,7 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
 def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
     """Of the thread of stillframe.dcp, for a save whose plan is known."""
     from stillframe import dcp
+    from stillframe._dcp.rounds import Rounds
     from torch import distributed
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
@@ -118,11 +141,18 @@ def of_many_ranks(counter: Counter, tensors: int, directory: Path) -> int:
     mesh = init_device_mesh("cpu", (1,))
     parts = [DTensor.from_local(torch.randn(8), mesh, [Shard(0)]) for _ in range(tensors)]
     state = {"model": {f"w{number}": part for number, part in enumerate(parts)}}
-    before = 0
-    for _ in range(3):
+    run, ended, before = Rounds._run, [], 0
+
+    def noted(self: Rounds, work: Any) -> None:
+        run(self, work)
+        ended.append(work.number)
+
+    Rounds._run = noted
+    for number in range(1, 4):
         before = of_thread(counter, "sf-dcp")
         dcp.save(state, directory)
-        time.sleep(0.2)  # it waits again
+        while len(ended) < number:
+            time.sleep(0.001)  # it waits again, then: see Completion
     found = of_thread(counter, "sf-dcp") - before
     distributed.destroy_process_group()
     return found

@@ -3,7 +3,8 @@ memory of malloc, blocks of the pool, objects of ours, references to what was sa
 
     python tests/unit/leaks.py ROUNDS DIRECTORY [KIND ...]
 
-Prints a JSON: of each kind what there was more of afterwards than before.
+Prints a JSON: of each kind what there was more of afterwards than before. Says on the standard
+error every ten seconds how far it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -126,17 +128,24 @@ def count(engine: stillframe.Engine, done: Round) -> dict[str, int]:
     }
 
 
+def repeat(one: Round, kind: str, times: int) -> None:
+    call: Callable[[], None] = getattr(one, kind)
+    told = time.monotonic()
+    for number in range(times):
+        call()
+        if time.monotonic() > told + 10:
+            told = time.monotonic()
+            print(f"{kind}: {number} of {times}", file=sys.stderr, flush=True)
+
+
 def main(rounds: int, directory: Path, kinds: list[str]) -> dict[str, dict[str, int]]:
     found = {}
     with stillframe.Engine(pool_bytes=1 << 20, block_bytes=64 * KIB) as engine:
         for kind in kinds or [name for name in vars(Round) if not name.startswith("_")]:
             one = Round(engine, directory)
-            repeat: Callable[[], None] = getattr(one, kind)
-            for _ in range(30):  # what is kept for the next time, and pages that are touched first
-                repeat()
+            repeat(one, kind, 30)  # what is kept for the next time, and pages first touched
             before = count(engine, one)
-            for _ in range(rounds // 5 if kind == "forks" else rounds):
-                repeat()
+            repeat(one, kind, rounds // 5 if kind == "forks" else rounds)
             after = count(engine, one)
             found[kind] = {name: after[name] - before[name] for name in before}
     return found

@@ -36,7 +36,7 @@ static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 
 static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 {
-	uint64_t since = e->fs ? asked_since_locked(e) : 0;
+	uint64_t since = asked_since_locked(e);
 
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }
@@ -71,7 +71,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next) {
 		if (sfr__log_is_over_locked(b))
 			continue;
-		if (sfr__log_touches(b, e->key) || sfr__log_touches(e, b->key))
+		if (sfr__log_touches(b, e->key))
 			return false;
 		/* What has not begun waits for the same as this one does. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))

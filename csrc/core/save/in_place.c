@@ -66,7 +66,6 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 		sfr__unlock(&engine->mu);
 		return 0;
 	}
-	job->block = NULL;
 	job->mem =
 		sfr_sys.mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (job->mem == MAP_FAILED) {

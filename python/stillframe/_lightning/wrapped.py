@@ -6,7 +6,7 @@
 
 All of it has its place in the process's log (`_save/ordered.py`), so removes run after the saves
 before them and only if the last one did well, and whoever asks for a name sees what is in flight.
-The snapshot's memory is held until `other` has returned. How durable the result is, is up to
+The snapshot's memory goes back when `other` has returned. How durable the result is, is up to
 `other`.
 """
 
@@ -16,7 +16,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import fsspec
@@ -136,20 +135,16 @@ class Inner:
             return save
 
     def _submit(self, save: WrappedSave, key: bytes, live: Any, storage_options: Any) -> None:
-        """Puts the save into the log; what it holds is given back at its end, or here after an
-        exception."""
-        held: Future[None] = Future()
-        # Who takes this has the snapshot: the thread that saves it, or the lines below after an
+        """Puts the save into the log."""
+        # Who takes this has the save: the thread that works on it, or the lines below after an
         # exception, which Ctrl-C may be at any moment.
         owner = [save]
 
         def work(after_good: bool) -> bool:
-            return _take_one(owner) and self._work(save, live, held, storage_options)
+            return _take_one(owner) and self._work(save, live, storage_options)
 
         try:
             taken = save.take()
-            if taken is not None and taken.nbytes:
-                taken.hold_until(held)
             completion.in_flight[save.number] = save
             _ordered.submit(key, _core.WORK_SAVE, work)
             if taken is not None:
@@ -157,10 +152,9 @@ class Inner:
         except BaseException:
             if _take_one(owner):
                 completion.in_flight.pop(save.number, None)
-                held.set_result(None)
             raise
 
-    def _work(self, save: WrappedSave, live: Any, held: Future[None], storage_options: Any) -> bool:
+    def _work(self, save: WrappedSave, live: Any, storage_options: Any) -> bool:
         """On the thread that works in the log's order."""
         taken = save.take()
         nbytes = 0
@@ -177,7 +171,6 @@ class Inner:
             tree = None
             if taken is not None:
                 taken.release()
-            held.set_result(None)
         if failed is None:
             save.end_well(nbytes, self._io_mode)
         else:

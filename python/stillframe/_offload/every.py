@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 
-def every(steps: Iterable[Callable[[], object]]) -> None:
+def every(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
     """Takes each step, whatever those before it have raised. Then raises the first error: what the
-    later ones were stands in its notes."""
-    errors: list[BaseException] = []
+    later ones were stands in its notes.
+
+    Args:
+        error: One that came before them all.
+    """
+    errors = [] if error is None else [error]
     for step in steps:
         try:
             step()

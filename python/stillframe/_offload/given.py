@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
@@ -101,13 +101,18 @@ def refuse_reduction(layer: Layer) -> None:
 def mark_shared(layers: list[Layer]) -> None:
     """Makes partners of the layers that have a buffer or a module in common: of the one that stands
     still, something changes, or is on the device, while the other computes."""
+    _mark(layers, _changing, "partners")
+    _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
+
+
+def _mark(layers: list[Layer], parts: Callable[[Layer], set[int]], name: str) -> None:
     users: dict[int, list[Layer]] = {}
     for layer in layers:
-        for each in _changing(layer):
+        for each in parts(layer):
             users.setdefault(each, []).append(layer)
     for layer in layers:
-        own = (users[each] for each in _changing(layer))
-        layer.partners = [each for each in dict.fromkeys(chain(*own)) if each is not layer]
+        found = dict.fromkeys(chain(*(users[each] for each in parts(layer))))
+        setattr(layer, name, [each for each in found if each is not layer])
 
 
 def _changing(layer: Layer) -> set[int]:

@@ -69,7 +69,7 @@ class Gradients:
     def _wait_for_first(self) -> None:
         first = self._under_way.popleft()
         if not first.done():
-            with self._offloader.waiting():
+            with self._offloader._waiting():
                 first.exception()
         first.result()
 

@@ -8,7 +8,7 @@ optimizers, hooks and saves find them, whatever goes wrong on the way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group
@@ -35,6 +36,37 @@ class Place(NamedTuple):
 
 Former = list[tuple[Place, Any]]
 
+# Of tensors that a forward has written to on the device, how often, until that has come back.
+_written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+
+
+# Said by torch where a layer is compiled with fullgraph=True.
+_WHY = (
+    "offloaded layers get their weights between compiled graphs: compile them before"
+    " offload_layers, or without fullgraph=True"
+)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, as a training without offloading would count it: what a forward
+    writes counts when that forward ends, not when it comes back."""
+    return tensor._version + _written.get(tensor, 0)
+
+
+class _Write(NamedTuple):
+    """What a forward has changed, on its way back."""
+
+    ticket: Ticket
+    targets: list[Tensor]
+    nr_counted: int  # of them, the first: whose versions tell of it
+
+    def land(self) -> None:
+        came = self.ticket.tensors()
+        with torch.no_grad():
+            for number, target in enumerate(self.targets):
+                to = target.detach() if number < self.nr_counted else target.data
+                to.copy_(came[number])
+
 
 class Layer:
     """One module of those given, with the tensors under it.
@@ -44,15 +76,17 @@ class Layer:
         nr_parameters: How many of them are parameters.
         partners: Layers that have buffers or modules of this one's. Whichever runs changes what is
             there, so they come when it is their turn: such a layer is neither prefetched nor kept.
+        relatives: Layers that have any tensors of this one's.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
         self.module = module
         self.name = name
         self.partners: list[Layer] = []
+        self.relatives: list[Layer] = []
         self._dtype = dtype
         self._sources: list[Tensor] | None = None
-        self._writes: list[tuple[Ticket, list[Tensor]]] = []
+        self._writes: list[_Write] = []
         self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward is to come
         self.look()
 
@@ -122,14 +156,16 @@ class Layer:
                 self._check(tensor, self.name_of(index))
         if self._sources is None or anew:
             with torch.no_grad():
-                self._sources = [self._lowered(i, t) for i, t in enumerate(self.tensors)]
+                self._sources = [self.lowered(i, t) for i, t in enumerate(self.tensors)]
         return self._sources
 
     def stamp(self) -> Stamp:
         """Of what stands in the places of its tensors now."""
+        self.settle()
         return Stamp([place.entries[place.name] for place in self.places])
 
-    def _lowered(self, index: int, tensor: Tensor) -> Tensor:
+    def lowered(self, index: int, tensor: Tensor) -> Tensor:
+        """What of a tensor goes up."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
         return tensor.detach().to(self._dtype)
@@ -172,15 +208,13 @@ class Layer:
         Args:
             stays: The group may be written to again, by a checkpoint that runs a forward once more.
         """
-        changed = [
+        counted = [index for index in range(len(self.tensors)) if group.changed(index)]
+        silent = [
             index
-            for index in range(len(self.tensors))
-            if group.changed(index)
-            or (
-                index in self.changing
-                and any(p.module.training for p in self.places if p.number == index)
-            )
+            for index in sorted(self.changing.difference(counted))
+            if any(p.module.training for p in self.places if p.number == index)
         ]
+        changed = counted + silent
         if not changed:
             return
         lowered = [i for i in changed if group.tensors[i].dtype != self.tensors[i].dtype]
@@ -193,21 +227,30 @@ class Layer:
         tensors = [group.tensors[index] for index in changed]
         if stays:
             tensors = [tensor.detach().clone() for tensor in tensors]
-        ticket = offloader.offload(tensors)
-        self._writes.append((ticket, [self.tensors[index] for index in changed]))
+        targets = [self.tensors[index] for index in changed]
+        self._writes.append(_Write(offloader.offload(tensors), targets, len(counted)))
+        for target in targets[: len(counted)]:
+            _written[target] = _written.get(target, 0) + 1
         group.note_versions()
 
     def settle(self) -> None:
-        """Returns when the CPU has what forwards have changed, of this layer or its partners."""
-        for layer in (self, *self.partners):
-            layer._settle()
+        """Returns when the CPU has what forwards have changed of its tensors."""
+        for layer in (self, *self.relatives):
+            if layer is self or layer._writes_to(self.tensors):
+                layer._settle()
+
+    def _writes_to(self, tensors: Sequence[Tensor]) -> bool:
+        targets = {id(target) for write in self._writes for target in write.targets}
+        return bool(targets) and not targets.isdisjoint(map(id, tensors))
 
     def _settle(self) -> None:
         while self._writes:
-            ticket, targets = self._writes.pop(0)
-            with torch.no_grad():
-                for target, came in zip(targets, ticket.tensors(), strict=True):
-                    target.detach().copy_(came)
+            write = self._writes.pop(0)
+            for target in write.targets[: write.nr_counted]:
+                _written[target] -= 1
+                if not _written[target]:
+                    del _written[target]
+            write.land()
 
     # ---- the pool ----
 
@@ -229,7 +272,7 @@ class Hook:
     """A hook of a module. A copy of the module has none: it does nothing there."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]
         self._layer = layer
 
     def __call__(self, *args: Any) -> None:

@@ -14,74 +14,44 @@ forward again.
 from __future__ import annotations
 
 import functools
-import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from stillframe._offload import given, graph
+from stillframe._offload import given, graph, optimizers
+from stillframe._offload.course import Course
 from stillframe._offload.every import every
 from stillframe._offload.gradients import Gradient, Gradients
 from stillframe._offload.layer import Former, Hook, Layer, Stay
 from stillframe._offload.offloader import Offloader
 from stillframe._offload.residents import Group, Residents
-from stillframe._offload.saved import Onloading, SavedHooks, check_version, weights
-from stillframe._save import gate
+from stillframe._offload.saved import Onloading, SavedHooks, weights
+from stillframe._offload.use import Use
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
-
-_owners: weakref.WeakSet[OffloadedLayers] = weakref.WeakSet()
-
-
-class _Use:
-    """One forward of a layer, for as long as its backward may come."""
-
-    def __init__(self, owner: OffloadedLayers, layer: Layer, before: Layer | None) -> None:
-        self.owner = owner
-        self.layer = layer
-        self.before = before  # the layer that was used before this one
-        self.task = graph.NO_TASK  # the backward that has come through it last
-        self.node: Callable[[], Any] = lambda: None  # where it does so
-        self.versions: list[int] = []
-        self.values: Sequence[Tensor] = ()  # in the places of the layer's tensors, and
-        self.former: Former = []  # what stands there otherwise
-        self.hooks: SavedHooks | None = None
-
-    def weight(self, index: int) -> Tensor:
-        name = self.layer.name_of(index)
-        if self.versions:
-            check_version(self.layer.tensors[index], self.versions[index], name)
-        return self.owner._enter(self).tensors[index]
-
-    def put(self, values: Sequence[Tensor]) -> None:
-        self.values, self.former = values, self.layer.swap(values)
-
-    def take_back(self) -> Former:
-        moved = self.layer.swap_back(self.former, self.values)
-        self.values, self.former = (), []
-        return moved
 
 
 class _Onload(torch.autograd.Function, Onloading):
     """From parameters on the CPU to what stands for them on the device, and gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, use: _Use, indices: list[int], group: list[Tensor], *_: Tensor) -> Any:
-        ctx.use, ctx.indices = use, indices
+    def forward(
+        ctx: Any, owner: Any, use: Use, indices: list[int], group: list[Tensor], *_: Tensor
+    ) -> Any:
+        ctx.owner, ctx.use, ctx.indices = owner, use, indices
         ctx.set_materialize_grads(False)
         return tuple(group[index].detach() for index in indices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, None, *ctx.use.owner._gradients_out(ctx.use, ctx.indices, grads))
+        return None, None, None, None, *ctx.owner._gradients_out(ctx.use, ctx.indices, grads)
 
 
 class OffloadedLayers:
@@ -91,15 +61,14 @@ class OffloadedLayers:
         self, layers: list[Layer], order: list[Layer], keep: int, offloader: Offloader, slots: int
     ) -> None:
         self._layers = layers
-        self._order = order
-        self._place = 0  # in the order: the layer used last
+        self._course = Course(order)
         self._kept = {each for each in order[len(order) - keep :] if not each.partners}
         self._offloader = offloader
-        self._residents = Residents(offloader, slots)
+        self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
         self._ends = graph.Ends(self._backward_ended)
-        self._open: list[_Use] = []  # forwards that run
-        self._current: _Use | None = None  # where backward is, and
+        self._open: list[Use] = []  # forwards that run
+        self._current: Use | None = None  # where backward is, and
         self._current_task = graph.NO_TASK  # which
         self._last: Layer | None = None  # used with gradients
         self._users: dict[Tensor, list[Layer]] = {}
@@ -109,8 +78,7 @@ class OffloadedLayers:
             for parameter in layer.parameters():
                 self._users.setdefault(parameter, []).append(layer)
             self._watch(layer)
-        _owners.add(self)
-        _watch_steps()
+        optimizers.watch(self._residents)
 
     def __enter__(self) -> OffloadedLayers:
         return self
@@ -131,7 +99,7 @@ class OffloadedLayers:
         if self._removed:
             return
         self._removed = True
-        _owners.discard(self)
+        optimizers.unwatch(self._residents)
         steps = [self._leave, self._gradients.join_all]
         steps += [handle.remove for handle in self._handles]
         steps += [functools.partial(self._residents.give_up_others, ())]
@@ -173,22 +141,27 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
+        if self._removed:
+            return  # a compiled function calls the hooks that it was compiled with
         given.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # it calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
         again = graph.task() != graph.NO_TASK  # a checkpoint runs it again
-        if self._current is not None and not (again and self._current.layer is layer):
+        use = Use(self._enter, layer, self._course.preceder(layer) if again else self._last)
+        if again:
+            self._ends.join()  # of the backward around, if what runs again gets one of its own
+            inside = self._current is not None and self._current.layer is layer
+            following = self._go_back(use, leave=not inside)
+        else:
             self._leave()
-        if not again:
-            if self._begins_anew(layer):
+            if self._course.forward(layer):
                 self._residents.end_pass()
             if self._residents.get(layer) is not None:
                 self._residents.give_up(layer)  # weights of an earlier forward
-        use = _Use(self, layer, self._last)
-        if again:
-            self._ends.join()  # of the backward around, if what runs again gets one of its own
-        group = self._residents.bring(layer, anew=not again)
+            following = self._course.follower()
+        group = use.group = self._residents.bring(layer, anew=not again)
+        use.tensors = layer.tensors
         self._open.append(use)
         use.put(self._on_device(use, group))
         weights.add(use, group.tensors, layer.volatile)
@@ -196,19 +169,18 @@ class OffloadedLayers:
         use.hooks.enter()
         if torch.is_grad_enabled():
             layer.uses.add(use)
-        if not again:
-            if torch.is_grad_enabled():
+            if not again:
                 self._last = layer
-            self._residents.prefetch(self._follower(), anew=True)
+        self._prefetch(following, anew=not again)
 
-    def _on_device(self, use: _Use, group: Group) -> list[Tensor]:
+    def _on_device(self, use: Use, group: Group) -> list[Tensor]:
         """What stands in the places of a layer's tensors in a forward."""
         layer = use.layer
         values = [tensor.detach() for tensor in group.tensors]
         indices = [i for i, each in enumerate(layer.tensors) if each.requires_grad]
         if torch.is_grad_enabled() and indices:
             made = _Onload.apply(  # type: ignore[no-untyped-call]
-                use, indices, group.tensors, *(layer.tensors[i] for i in indices)
+                self, use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
             use.node = weakref.ref(made[0].grad_fn)  # which refers to the use
         else:
@@ -223,27 +195,39 @@ class OffloadedLayers:
         use = self._open.pop()
         if use in self._open:
             return
+        again = graph.task() != graph.NO_TASK
+        stays = again or (torch.is_grad_enabled() and layer in self._kept)
+        try:
+            self._end_use(use, output, stays)
+        except BaseException as error:
+            every(self._failing(layer), error)
+        if output is None and not again:  # its forward has failed; a checkpoint's ends early
+            every(self._failing(layer))
+        elif not stays:
+            self._residents.give_up(layer)
+
+    def _end_use(self, use: Use, output: Any, stays: bool) -> None:
+        layer = use.layer
         if use.hooks is not None:
             use.hooks.leave()
-        if output is None:  # its forward has failed, and nothing goes on from here
-            self._residents.end_pass()
-            self.wait()
-        group = self._residents.bring(layer, anew=False)
+        moved, group = use.take_back(), use.group
+        assert group is not None, "a forward ends once"
         weights.drop(group.tensors)
-        moved = use.take_back()
         self._adopt(layer, moved)
-        with_gradients = torch.is_grad_enabled()
-        stays = graph.task() != graph.NO_TASK or (with_gradients and layer in self._kept)
         layer.write_back(group, self._offloader, stays=stays)
-        use.versions = [tensor._version for tensor in layer.tensors]
-        if with_gradients:
+        use.end(group)
+        if torch.is_grad_enabled():
             _tell_of_backward(use, output)
         else:
             layer.settle()
-            if layer is self._order[-1]:
+            if self._course.is_last(layer):
                 self._offloader.wait_read()  # the caller may write to the weights now
-        if not stays:
-            self._residents.give_up(layer)
+
+    def _failing(self, layer: Layer) -> list[Callable[[], object]]:
+        """Nothing goes on from a forward that has failed: what it holds goes back."""
+        settle = [each.settle for each in self._layers]
+        give_up = functools.partial(self._residents.give_up, layer)
+        return [give_up, self._residents.end_pass, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
         """A forward may have put other buffers in the place of its own; never other parameters."""
@@ -256,28 +240,15 @@ class OffloadedLayers:
                 )
             place.entries[place.name] = found.detach().to("cpu")
 
-    def _begins_anew(self, layer: Layer) -> bool:
-        """Notes where in the order forward is; whether it is another pass than before."""
-        order, before = self._order, self._place
-        for step in range(1, len(order) + 1):
-            place = (before + step) % len(order)
-            if order[place] is layer:
-                self._place = place
-                break
-        return self._place <= before
-
-    def _follower(self) -> Layer | None:
-        """The layer that comes after the one that forward is at."""
-        order = self._order
-        following = order[self._place + 1 : self._place + 2]
-        return following[0] if following and not following[0].partners else None
+    def _prefetch(self, layer: Layer | None, anew: bool) -> None:
+        self._residents.prefetch(None if layer is None or layer.partners else layer, anew)
 
     def _before_state(self, layer: Layer, module: nn.Module, *args: Any) -> None:
         layer.settle()
 
     # ---- backward ----
 
-    def _enter(self, use: _Use) -> Group:
+    def _enter(self, use: Use) -> Group:
         """Backward has come to a layer, or somebody asks for one of its weights."""
         if self._removed:
             raise StillframeError(
@@ -290,32 +261,46 @@ class OffloadedLayers:
                 "a backward with create_graph=True cannot go through offloaded layers: what it"
                 " computes with is gone before it could be differentiated"
             )
-        self._leave()
         task = self._ends.join()
-        self._residents.give_up_others({use.layer, use.before, *self._kept})
+        following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, anew=False)
         # A checkpoint inside may run its part again, and a reentrant one take gradients of that.
+        inside = Use(self._enter, use.layer, use.before)
+        inside.left = group.now()
         with torch.enable_grad():
-            use.put(self._on_device(_Use(self, use.layer, use.before), group))
+            use.put(self._on_device(inside, group))
         self._current = use
         self._current_task = task
-        if use.before is not None and not use.before.partners:
-            self._residents.prefetch(use.before, anew=False)
+        self._prefetch(following, anew=False)
         return group
 
-    def _leave(self) -> None:
+    def _go_back(self, use: Use, leave: bool) -> Layer | None:
+        """Backward comes to a layer, or a checkpoint runs it again. Returns what comes next."""
+        following = self._course.backward(use.layer, use.before)
+        staying = {use.layer, following}
+        if leave:
+            self._leave(staying)
+        running = (each.layer for each in self._open)
+        self._residents.give_up_others({*staying, *self._kept, *running})
+        return following
+
+    def _leave(self, staying: Container[Layer | None] = ()) -> None:
         """Backward has left the layer it was at."""
         use, self._current = self._current, None
         if use is None:
             return
         use.take_back()
-        group = self._residents.get(use.layer)
+        group, stays = self._residents.get(use.layer), use.layer in staying
+        steps: list[Callable[[], object]] = []
         if group is not None:
-            use.layer.write_back(group, self._offloader, stays=False)
-        self._residents.give_up(use.layer)
+            back = use.layer.write_back
+            steps.append(functools.partial(back, group, self._offloader, stays=stays))
+        if not stays:
+            steps.append(functools.partial(self._residents.give_up, use.layer))
+        every(steps)
 
     def _gradients_out(
-        self, use: _Use, indices: list[int], grads: Sequence[Tensor | None]
+        self, use: Use, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Sends a layer's gradients to the CPU. Returns those that autograd wants to be handed."""
         use.task = self._ends.join()
@@ -323,7 +308,7 @@ class OffloadedLayers:
         sent: list[Gradient] = []
         fetched: list[tuple[int, Gradient]] = []
         for place, (index, grad) in enumerate(zip(indices, grads, strict=True)):
-            parameter = use.layer.tensors[index]
+            parameter = use.tensors[index]
             adds = graph.accumulates(parameter)
             if grad is None or adds is False:
                 continue
@@ -341,7 +326,7 @@ class OffloadedLayers:
             self._leave()
         return handed
 
-    def _is_last(self, use: _Use, parameter: Tensor) -> bool:
+    def _is_last(self, use: Use, parameter: Tensor) -> bool:
         """Whether this backward gives nothing more to the parameter, in uses that it comes to."""
         return not any(
             other is not use and other.task != use.task and graph.comes(other.node())
@@ -350,46 +335,30 @@ class OffloadedLayers:
         )
 
     def _backward_ended(self, task: int, succeeded: bool) -> None:
+        inside = self._ends.is_inside()
         steps: list[Callable[[], object]] = []
         if self._current is None or self._current_task == task:  # else it ran inside another one
-            steps = [self._leave, functools.partial(self._residents.give_up_others, ())]
+            steps.append(self._leave)
             self._last = None
-        end = self._gradients.finish if self._ends.is_inside() else self._wait_for_end
+        if not inside:
+            self._course.end_backward(succeeded)
+            steps.append(functools.partial(self._residents.give_up_others, ()))
+        end = self._gradients.finish if inside else self._wait_for_end
         every([*steps, functools.partial(end, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
         """Waits, once, for whatever has not come and gone yet."""
         join = functools.partial(self._gradients.join, task, succeeded)
         settle = [layer.settle for layer in self._layers]
-        with self._offloader.waiting():
+        with self._offloader._waiting():
             every([join, *settle, self._offloader.wait_read])
 
 
-@functools.cache
-def _watch_steps() -> None:
-    """Has optimizers wait for what still reads the weights; and passes end where one has stepped:
-    fused ones write what no version tells of. One that steps inside a backward writes what that is
-    through with."""
-
-    def before() -> None:
-        for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
-            owner.wait()
-
-    def after(*_: Any) -> None:
-        for owner in tuple(_owners) if graph.task() == graph.NO_TASK else ():
-            owner._residents.end_pass()
-
-    gate.before_steps_write(before)
-    register_optimizer_step_post_hook(after)
-    # In a forked child they are the parent's, and nothing reads their weights there.
-    os.register_at_fork(after_in_child=_owners.clear)
-
-
-def _tell_of_backward(use: _Use, output: Any) -> None:
+def _tell_of_backward(use: Use, output: Any) -> None:
     """Has backward come to the layer before it runs any node of it."""
 
     def enter(grads: Any) -> None:
-        use.owner._enter(use)
+        use.enter(use)
 
     nodes = {each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor)}
     for node in nodes:

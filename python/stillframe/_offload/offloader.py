@@ -266,7 +266,7 @@ class Offloader:
             for slot in found:
                 self._give_up(slot)
 
-    def give_up(self, what: Ticket | Sequence[torch.Tensor]) -> None:
+    def _give_up_ahead(self, what: Ticket | Sequence[torch.Tensor]) -> None:
         """What was prefetched is not wanted any more, if it is still on its way: it may have given
         way to what was asked for."""
         with inside(), self._lock:
@@ -348,7 +348,7 @@ class Offloader:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
-    def count_stale(self) -> None:
+    def _count_stale(self) -> None:
         """The caller has found that what it had prefetched was of another time."""
         self._stats["groups_stale"] += 1
 
@@ -359,12 +359,16 @@ class Offloader:
             self._coming = [slot for slot in self._coming if not slot.landed()]
             if self._coming:
                 self._refuse()
-                with self.waiting():
+                with self._waiting():
                     for slot in self._coming:
                         slot.finish()
             self._coming = []
 
-    def waiting(self) -> AbstractContextManager[None]:
+    def _is_reading(self) -> bool:
+        """Whether something may still be read that was given to `onload` or `prefetch`."""
+        return bool(self._coming)
+
+    def _waiting(self) -> AbstractContextManager[None]:
         """Counts what is done inside as one wait of the host's."""
         return self._place.waiting()
 

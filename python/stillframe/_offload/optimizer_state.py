@@ -57,8 +57,9 @@ class _State(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class _Calm:
-    """Whether nobody writes to the state between steps: then a save may copy it behind its call.
+class _Keeper:
+    """The state in the pool, which a save may copy behind its call (see `keepers.Keeper`) where
+    nobody writes to it between steps.
 
     That is found out by looking, as for what is not offloaded (`_save/ownership.py`): in two
     intervals from the end of a step to the next one, no version has changed. One that has ends it
@@ -67,24 +68,25 @@ class _Calm:
 
     def __init__(self) -> None:
         self._intervals = 0
-        self._noted: list[tuple[Tensor, int]] = []
+        self._noted: list[tuple[Tensor, int]] = []  # between steps
         self._ended = False
+        keepers.keep(self)
 
     def note(self, homes: list[Tensor]) -> None:
         """A step has ended."""
         self._noted = [(home, home._version) for home in homes]
 
-    def look(self, homes: list[Tensor]) -> None:
-        """Another one begins."""
+    def look(self) -> None:
+        """Another one begins, or the state is no more."""
         noted, self._noted = self._noted, []
-        if any(home._version != version for home, version in noted):
-            self.end()
+        self._ended = self._ended or any(home._version != version for home, version in noted)
         self._intervals += bool(noted)
 
-    def is_known(self) -> bool:
-        return self._intervals >= 2 and not self._ended
+    def defer(self, marks: keepers.Marks) -> None:
+        if self._intervals >= 2 and not self._ended:
+            _core.Observer.defer_kept([home for home, _ in self._noted], marks)
 
-    def end(self) -> None:
+    def distrust(self, why: str) -> None:
         self._ended = True
 
 
@@ -103,7 +105,7 @@ class OffloadedOptimizerState:
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
         self._removed = False
-        self._calm = _Calm()
+        self._keeper = _Keeper()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -112,7 +114,6 @@ class OffloadedOptimizerState:
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
         self._take_over()
-        keepers.keep(self)
 
     def __enter__(self) -> OffloadedOptimizerState:
         return self
@@ -131,6 +132,7 @@ class OffloadedOptimizerState:
             return
         self._come_home()
         self._removed = True
+        self._keeper.look()
         for handle in self._handles:
             handle.remove()
         for number in list(self._homes):
@@ -146,25 +148,10 @@ class OffloadedOptimizerState:
         """What went each way so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
-    # ---- saves ----
-
-    def defer(self, marks: keepers.Marks) -> None:
-        """Has saves copy the state from where it is, behind their call: see `keepers.Keeper`."""
-        if self._removed or self._here is not None or self._leaving or not self._calm.is_known():
-            return
-        _core.Observer.defer_kept(self._all_homes(), marks)
-
-    def distrust(self, why: str) -> None:
-        """Has saves copy the state in their call, from now on."""
-        self._calm.end()
-
-    def _all_homes(self) -> list[Tensor]:
-        return [home for group in self._homes.values() for _, home in group]
-
     # ---- hooks of the optimizer ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._calm.look(self._all_homes())
+        self._keeper.look()
         self._come_home()  # a step before may have ended in an error
         if type(optimizer.state) is not _State:
             self._take_over()
@@ -173,7 +160,7 @@ class OffloadedOptimizerState:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._come_home()
-        self._calm.note(self._all_homes())
+        self._keeper.note([home for group in self._homes.values() for _, home in group])
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         self._come_home()
@@ -198,7 +185,7 @@ class OffloadedOptimizerState:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         loading, self._loading = self._loading, []
-        self._calm = _Calm()
+        self._keeper = _Keeper()
         self._take_over()
         for number in range(len(optimizer.param_groups)):
             own = [each for each in loading if self._group_of[each[0]] == number]
@@ -266,7 +253,7 @@ class OffloadedOptimizerState:
     def _give_up_ahead(self) -> None:
         ahead, self._ahead = self._ahead, []
         if ahead:
-            self._offloader.give_up(ahead)
+            self._offloader._give_up_ahead(ahead)
 
     def _leave(self) -> None:
         """Sends the group that is on the device home."""
@@ -318,7 +305,7 @@ class OffloadedOptimizerState:
         self._leave()
         self._give_up_ahead()  # for a step that broke off: the next one is another
         if self._leaving:  # who reads the state next asks nobody
-            with self._offloader.waiting():
+            with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._land(number)
 

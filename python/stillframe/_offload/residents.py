@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
@@ -23,7 +24,15 @@ from stillframe._offload.stamp import Stamp
 
 
 class Source(Protocol):
-    """What can be brought in."""
+    """What can be brought in.
+
+    Attributes:
+        tensors: Its own, on the CPU: parameters, then buffers, which a forward may write to.
+        nr_parameters: How many of them are parameters.
+    """
+
+    tensors: list[Tensor]
+    nr_parameters: int
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
         """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
@@ -41,23 +50,33 @@ class _Coming(NamedTuple):
 
 
 class Group:
-    """One layer's tensors on the device."""
+    """One layer's tensors on the device.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
+    Args:
+        brought: As they came, over one storage.
+        nr_parameters: How many of them are; the others are buffers.
+    """
+
+    def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
+        self.brought = brought
+        self.tensors = [*brought[:nr_parameters], *map(_apart, brought[nr_parameters:])]
         self.note_versions()
 
     def changed(self, index: int) -> bool:
         return self.tensors[index]._version != self.versions[index]
 
+    def now(self) -> list[int]:
+        return [tensor._version for tensor in self.tensors]
+
     def note_versions(self) -> None:
         """What has changed so far is known."""
-        self.versions = [tensor._version for tensor in self.tensors]
+        self.versions = self.now()
 
 
 class Residents:
-    def __init__(self, offloader: Offloader, slots: int) -> None:
+    def __init__(self, offloader: Offloader, layers: Sequence[Source], slots: int) -> None:
         self._offloader = offloader
+        self._layers = layers
         self._slots = slots
         self._groups: dict[Source, Group] = {}  # the longest there first
         self._coming: dict[Source, _Coming] = {}
@@ -67,6 +86,16 @@ class Residents:
         """What is computed from now on belongs to another pass: nothing that was sent for before is
         used in it. Any thread may call it."""
         self._pass += 1
+
+    def reads(self) -> list[Tensor]:
+        """What may be being read, or was sent for: tensors of any layer, if there is anything."""
+        if not (self._coming or self._offloader._is_reading()):
+            return []
+        return [tensor for layer in self._layers for tensor in layer.tensors]
+
+    def wait(self) -> None:
+        """Returns when nothing is read any more."""
+        self._offloader.wait_read()
 
     def get(self, layer: Source) -> Group | None:
         return self._groups.get(layer)
@@ -85,7 +114,7 @@ class Residents:
         if group is None:
             coming = self._coming.get(layer)
             if coming is not None and not self._is_good(layer, coming):
-                self._offloader.count_stale()
+                self._offloader._count_stale()
                 self.give_up(layer)
                 coming, anew = None, True
             if coming is None:
@@ -95,7 +124,7 @@ class Residents:
                 what = coming.what
             # Tensors made in inference mode could never be saved for a backward.
             with torch.inference_mode(False), torch.no_grad():
-                group = self._groups[layer] = Group(self._onload(what))
+                group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
             self._coming.pop(layer, None)
         return group
 
@@ -116,10 +145,10 @@ class Residents:
         """The layer is not needed on the device any more, after the current stream's work."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
-            self._offloader.give_up(coming.what)
+            self._offloader._give_up_ahead(coming.what)
         group = self._groups.pop(layer, None)
-        if group is not None and _has_bytes(group.tensors):
-            self._offloader.release(group.tensors)
+        if group is not None and _has_bytes(group.brought):
+            self._offloader.release(group.brought)
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
@@ -144,6 +173,19 @@ class Residents:
         self._give_up_earlier()
         while len(self._groups) + len(self._coming) > self._slots - nr:
             self.give_up(next(iter(self._coming or self._groups)))
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which keeps the other: torch's compilers take no
+    tensor that is written to and shares a storage with others."""
+    try:
+        lent = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+    except (BufferError, RuntimeError):  # of a type that cannot be lent
+        return tensor
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(
+        lent.untyped_storage(), int(lent.storage_offset()), tensor.shape, tensor.stride()
+    )
 
 
 def _has_bytes(tensors: Sequence[Tensor]) -> bool:

@@ -31,7 +31,17 @@ _MOST_VIEWS = 4  # between a cast weight and what is saved of it
 class Use(Protocol):
     """One use of a layer, whose weights come back to the device when backward asks for them."""
 
-    def weight(self, number: int) -> Tensor: ...
+    def version(self, number: int) -> int:
+        """Of a weight on the device, while the forward runs."""
+
+    def changed(self, number: int) -> bool:
+        """Whether the forward has written to it so far."""
+
+    def check(self, number: int, version: int) -> None:
+        """Raises what autograd does of a weight that was written to since it was saved."""
+
+    def weight(self, number: int) -> Tensor:
+        """What the CPU has of it, on the device."""
 
 
 class View(NamedTuple):
@@ -55,12 +65,27 @@ class _Weight(NamedTuple):
 
     use: Use
     number: int  # among the tensors of its layer
+    version: int
     view: View
     cast: bool
 
     def unpack(self) -> Tensor:
+        self.use.check(self.number, self.version)
         weight = self.use.weight(self.number)
         return self.view.of(weight.to(self.view.dtype) if self.cast else weight)
+
+
+class _Copy(NamedTuple):
+    """Of a weight that its module's forward writes to: what comes back is what that has left."""
+
+    use: Use
+    number: int
+    version: int
+    tensor: Tensor
+
+    def unpack(self) -> Tensor:
+        self.use.check(self.number, self.version)
+        return self.tensor
 
 
 class Kept(NamedTuple):
@@ -86,12 +111,17 @@ class _Passed(NamedTuple):
         return self.back(self.packed)
 
 
-def check_version(tensor: Tensor, version: int, what: str) -> None:
-    """Says what autograd says of a tensor that was changed before backward has used it."""
-    if tensor._version != version:
+def check_version(tensor: Tensor, version: int, what: str, now: int | None = None) -> None:
+    """Says what autograd says of a tensor that was changed before backward has used it.
+
+    Args:
+        now: Its version, the tensor's own by default.
+    """
+    now = tensor._version if now is None else now
+    if now != version:
         raise RuntimeError(
             f"{what} has been modified by an inplace operation: a {tuple(tensor.shape)} tensor is"
-            f" at version {tensor._version}; expected version {version} instead"
+            f" at version {now}; expected version {version} instead"
         )
 
 
@@ -122,7 +152,7 @@ class Weights:
         for tensor in tensors:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
-    def find(self, tensor: Tensor) -> _Weight | Kept | None:
+    def find(self, tensor: Tensor) -> _Weight | _Copy | None:
         """What is to be saved for a view, or a cast, of one of them; None for any other."""
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
@@ -132,11 +162,14 @@ class Weights:
         use, held = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in held:
             if use is not None and each.begin <= begin < each.end:
-                if each.volatile:
-                    return Kept(tensor.detach().clone(), 0)
-                return _Weight(use, each.number, _view(tensor, begin - each.begin), cast=False)
-        cast = _cast_of(tensor)
-        return None if cast is None else _Weight(*cast, _view(tensor, begin), cast=True)
+                number, version = each.number, tensor._version
+                if each.volatile or use.changed(number):
+                    return _Copy(use, number, version, tensor.detach().clone())
+                return _Weight(use, number, version, _view(tensor, begin - each.begin), False)
+        use, number = _cast_of(tensor)
+        if use is None or use.changed(number):
+            return None
+        return _Weight(use, number, use.version(number), _view(tensor, begin), cast=True)
 
 
 def _view(tensor: Tensor, begin: int) -> View:
@@ -154,21 +187,21 @@ class Onloading:
     indices: list[int]
 
 
-def _cast_of(tensor: Tensor) -> tuple[Use, int] | None:
-    """The weight that a tensor is a view of a cast of, as autocast makes them."""
+def _cast_of(tensor: Tensor) -> tuple[Use | None, int]:
+    """The weight that a tensor is a view of a cast of, as autocast makes them, if it is one."""
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or node.name() not in _VIEWS:
             break
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
-        return None
+        return None, 0
     source, output = node.next_functions[0]
     # A node that a Python function made is of a class of its own, which names the function.
     made: Any = source
     function = getattr(type(made), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
-        return None
+        return None, 0
     return made.use, made.indices[output]
 
 

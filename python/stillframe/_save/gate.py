@@ -79,7 +79,7 @@ class Sources(Protocol):
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
 _calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
-_readers: list[Callable[[], object]] = []  # these wait for who else reads what a step writes
+_readers: list[Callable[[Optimizer], object]] = []  # these wait for who else reads what it writes
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -283,37 +283,37 @@ def _wait_for_calls() -> None:
                 deferral.close()
 
 
-def _hold_back() -> None:
-    """The last moment before a step writes. It waits whatever became of the bookkeeping, and raises
-    only what a signal handler does, and what `_readers` do."""
+def _hold_back(optimizer: Optimizer) -> None:
+    """The last moment before an optimizer's step writes. It waits whatever became of the
+    bookkeeping, and raises only what a signal handler does, and what `_readers` do."""
     if _calls:
         _wait_for_calls()
     if _pendings:
         wait()
     for wait_for_reader in _readers:
-        wait_for_reader()
+        wait_for_reader(optimizer)
 
 
-def before_steps_write(wait_for_reader: Callable[[], object]) -> None:
-    """Has every step call it at that moment, for good. A pre-hook of torch's would run before the
-    closure, and have the gate stand there too, since it may write."""
+def before_steps_write(wait_for_reader: Callable[[Optimizer], object]) -> None:
+    """Has every step call it with its optimizer at that moment, for good. A pre-hook of torch's
+    would run before the closure, and have the gate stand there too, since it may write."""
     _readers.append(wait_for_reader)
 
 
 @_eager
-def _behind_closure(owner: Owner) -> None:
+def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
     owner.gated = True
     owner.compare()
-    _hold_back()
+    _hold_back(optimizer)
 
 
-def _behind(closure: Callable[..., Any], owner: Owner) -> Callable[..., Any]:
+def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
     """The closure, with the gate behind each call of it."""
 
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
         value = closure(*args, **kwargs)
-        _behind_closure(owner)
+        _behind_closure(optimizer, owner)
         return value
 
     owner.gated = False
@@ -352,9 +352,9 @@ def _passed_on(
         return None
     closure, place = kwargs.get("closure"), owner.closure_place
     if callable(closure):
-        return args, {**kwargs, "closure": _behind(closure, owner)}
+        return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
     if place is not None and len(args) > place and callable(args[place]):
-        return (*args[:place], _behind(args[place], owner), *args[place + 1 :]), kwargs
+        return (*args[:place], _behind(args[place], optimizer, owner), *args[place + 1 :]), kwargs
     return None
 
 
@@ -369,7 +369,7 @@ def _end(optimizer: Optimizer) -> bool:
 def _before_writing(optimizer: Optimizer) -> None:
     ownership.enter(optimizer)
     _begin(optimizer, (), {})
-    _hold_back()
+    _hold_back(optimizer)
 
 
 def _gate_writers(kind: type[Any]) -> None:
@@ -403,7 +403,7 @@ def _before_step(
     ownership.enter(optimizer)
     passed_on = _begin(optimizer, args, kwargs)
     if passed_on is None:
-        _hold_back()
+        _hold_back(optimizer)
     return passed_on
 
 

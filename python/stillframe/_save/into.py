@@ -190,11 +190,11 @@ class Fill:
         if index in self._straight:
             target = pairs[0][0]
             torch.autograd.graph.increment_version(target)  # nothing else notices such a write
-            storage, pairs = target.untyped_storage(), pairs[1:]
+            storage, start, pairs = target.untyped_storage(), _start(target), pairs[1:]
         else:
-            storage = self._on_their_way.pop(index)
+            storage, start = self._on_their_way.pop(index), 0
         for target, found in pairs:
-            _copy(target, _over(storage, found))
+            _copy(target, _over(storage, start, found))
 
 
 def _copy(target: Tensor, found: Tensor) -> None:
@@ -218,14 +218,19 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
 
 def _address(target: Tensor) -> int:
     """Of its first byte, as the driver is told."""
-    offset = int(target.storage_offset()) * target.element_size()
-    return _device.address_of(target.untyped_storage()) + offset
+    return _device.address_of(target.untyped_storage()) + _start(target)
 
 
-def _over(storage: torch.UntypedStorage, found: Tensor) -> Tensor:
-    """The tensor as the file has it, over its storage's bytes."""
-    view = torch.empty(0, dtype=found.dtype)
-    view.set_(storage, found.storage_offset(), found.size(), found.stride())
+def _start(target: Tensor) -> int:
+    """Where its first byte lies in its storage."""
+    return int(target.storage_offset()) * target.element_size()
+
+
+def _over(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
+    """The tensor as the file has it, over its record's bytes, which begin at `start`."""
+    first = start // found.element_size() + found.storage_offset()
+    view = torch.empty(0, dtype=found.dtype, device=storage.device)
+    view.set_(storage, first, found.size(), found.stride())
     if found.is_conj():
         view = torch._conj(view)
     return torch._neg_view(view) if found.is_neg() else view

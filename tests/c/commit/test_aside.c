@@ -263,14 +263,17 @@ static void two_file_systems_may_hang_at_a_time(void)
 	CHECK_EQ(nr_told("has not answered") > 0, 1);
 }
 
-/* A save that is ready waits behind one that hangs, and lands when that one has. */
-static void waits_for_it(const char *where, const char *name, uint64_t fs)
+/* A save that is ready waits behind one that hangs, and lands when that one has. So does one that
+ * comes while a thread stands by, which has let another go past. */
+static void waits_for_it(const char *where, const char *name, uint64_t fs, bool late)
 {
 	struct sfr_ticket *hung, *held;
 
 	set_door(true, false);
 	hung = submit("hung", NFS, &one);
 	until_somebody_hangs();
+	if (late)
+		ends_well(submit("past", RAM, &one));
 	held = submit_in(where, name, fs, &two);
 	is_held_up(held);
 	set_door(false, false);
@@ -278,14 +281,16 @@ static void waits_for_it(const char *where, const char *name, uint64_t fs)
 	ends_well(held);
 	drain();
 	CHECK_EQ(saving_look(where, name), 2);
-	CHECK_EQ(nr_told("has not answered"), 0);
+	CHECK_EQ(nr_told("has not answered"), late);
 }
 
 static void what_shares_a_file_system_or_a_name_does_not_go_past(void)
 {
-	waits_for_it(dir, "the same file system", NFS);
-	waits_for_it(dir, "one that nobody knows", UNKNOWN);
-	waits_for_it(dir, "hung", SSD); /* the same name */
+	for (int late = 0; late < 2; late++) {
+		waits_for_it(dir, "the same file system", NFS, late);
+		waits_for_it(dir, "one that nobody knows", UNKNOWN, late);
+		waits_for_it(dir, "hung", SSD, late); /* the same name */
+	}
 }
 
 static void a_save_into_what_is_to_be_removed_does_not_go_past_the_remove(void)
@@ -327,6 +332,26 @@ static void what_would_hang_itself_does_not_go_past(void)
 	(void)nr_told("");
 }
 
+/* In a rename and in a sync: who goes past says it once. */
+static void a_file_system_that_hangs_twice_is_told_of_once(void)
+{
+	struct sfr_ticket *hung, *sync;
+
+	set_door(true, false);
+	hung = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	set_door(true, true);
+	sync = submit("a", NFS, &one);
+	until_somebody_hangs();
+	(void)usleep((unsigned)(3 * PATIENCE_NS / 1000)); /* until it is known to hang */
+	ends_well(submit("b", SSD, &two));
+	CHECK_EQ(nr_told("has not answered"), 1);
+	set_door(false, false);
+	ends_well(hung);
+	ends_well(sync);
+	drain();
+}
+
 static void a_save_that_takes_its_time_is_waited_for(void)
 {
 	struct sfr_ticket *slow = NULL, *b;
@@ -340,6 +365,45 @@ static void a_save_that_takes_its_time_is_waited_for(void)
 	ends_well(b);
 	drain();
 	CHECK_EQ(nr_told("has not answered"), 0);
+}
+
+static void who_is_answered_in_time_is_waited_for(void)
+{
+	struct sfr_ticket *slow, *b;
+
+	sfr_log_tune(0); /* as long as ever */
+	set_door(true, false);
+	slow = submit("hung", NFS, &one);
+	until_somebody_hangs();
+	b = submit("b", SSD, &two);
+	is_held_up(b);
+	set_door(false, false);
+	ends_well(slow);
+	ends_well(b);
+	drain();
+	CHECK_EQ(nr_told("has not answered"), 0);
+	CHECK_EQ(sfr_log_stop(), 0); /* its threads wait for that long */
+	sfr_log_tune(PATIENCE_NS);
+}
+
+/* Before and after somebody has taken its turn. */
+static void work_of_others_that_has_its_turn_is_waited_for(void)
+{
+	struct sfr_log_work *work;
+	struct sfr_ticket *b;
+	uint64_t number;
+	bool after_good;
+
+	CHECK_EQ(sfr_log_work_new("/in front", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_log_work_append(work), 0);
+	b = submit("b", SSD, &two);
+	is_held_up(b);
+	CHECK_EQ(sfr__log_take_turn(0, &number, &after_good), 0);
+	is_held_up(b);
+	sfr_log_work_end(work, 1);
+	ends_well(b);
+	drain();
+	sfr_log_work_put(work);
 }
 
 /* Of what is ready on one file system the first is first, whatever hangs in front of both. */
@@ -504,7 +568,10 @@ int main(void)
 	RUN(what_shares_a_file_system_or_a_name_does_not_go_past);
 	RUN(a_save_into_what_is_to_be_removed_does_not_go_past_the_remove);
 	RUN(what_would_hang_itself_does_not_go_past);
+	RUN(a_file_system_that_hangs_twice_is_told_of_once);
 	RUN(a_save_that_takes_its_time_is_waited_for);
+	RUN(who_is_answered_in_time_is_waited_for);
+	RUN(work_of_others_that_has_its_turn_is_waited_for);
 	RUN(what_goes_past_keeps_its_order);
 	RUN(a_remove_waits_for_every_save_before_it);
 	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);

@@ -1,6 +1,7 @@
 /* parts.c and in_place.c: files made of parts are, byte for byte, the parts in
  * their order, whatever the blocks, the pool and what fails. */
 #include <errno.h>
+#include <sys/mman.h>
 
 #include "saving.h"
 
@@ -326,6 +327,45 @@ static void what_stands_in_the_file_as_in_memory_is_not_copied(void)
 	}
 }
 
+static uint64_t nr_maps, nr_unmaps, longest_map;
+
+static void *counting_mmap(void *at, size_t len, int prot, int flags, int fd, off_t off)
+{
+	(void)__atomic_add_fetch(&nr_maps, 1, __ATOMIC_RELAXED);
+	if (len > __atomic_load_n(&longest_map, __ATOMIC_RELAXED))
+		__atomic_store_n(&longest_map, len, __ATOMIC_RELAXED);
+	return mmap(at, len, prot, flags, fd, off);
+}
+
+static int counting_munmap(void *at, size_t len)
+{
+	(void)__atomic_add_fetch(&nr_unmaps, 1, __ATOMIC_RELAXED);
+	return munmap(at, len);
+}
+
+/* However long the blocks are: they are memory beside that of a snapshot, which may be the pool's. */
+static void buffers_beside_a_full_pool_are_small_and_given_back(void)
+{
+	struct sfr_engine *engine = saving_engine_of(8 * MIB, 1, 1, 1);
+	struct sfr_sys plain = sfr_sys;
+	struct sfr__block *held;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr__pool_get(engine->pool, 0, 8 * MIB, 0, &held), 0);
+	sfr_sys.mmap = counting_mmap;
+	sfr_sys.munmap = counting_munmap;
+	CHECK_EQ(sfr_parts_new(&l.parts), 0);
+	for (unsigned i = 0; i < 3; i++)
+		add_source(&l, memory + 1, MEMORY - 1);
+	CHECK_EQ(save(engine, &l, 0), 0);
+	check_file(&l);
+	CHECK(nr_maps >= 3 && longest_map == 4 * MIB);
+	CHECK_EQ(nr_unmaps, nr_maps);
+	sfr__pool_put(engine->pool, held);
+	saving_end(engine);
+	sfr_sys = plain;
+}
+
 static void few_buffers_are_enough_for_any_length(void)
 {
 	struct sfr_engine *engine = saving_engine_of(64 * KIB, 64, 2, 2);
@@ -428,6 +468,26 @@ static void whatever_fails_the_file_is_the_old_one_or_the_whole_new_one(void)
 	}
 }
 
+static void parts_are_the_saves_that_has_them(void)
+{
+	struct sfr_engine *engine = saving_engine_of(4096, 2, 1, 2);
+	struct sfr_ticket *t = NULL, *again = NULL;
+	struct list l = { 0 };
+
+	CHECK_EQ(sfr_parts_new(&l.parts), 0);
+	add_source(&l, memory + 1, 5000);
+	CHECK_EQ(new_save(engine, l.parts, 0, &t), 0);
+	CHECK_EQ(new_save(engine, l.parts, 0, &again), -EINVAL);
+	CHECK(again == NULL);
+	CHECK_EQ(sfr_parts_bytes(l.parts, "x", 1), -EINVAL);
+	sfr_parts_free(l.parts);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	check_file(&l);
+	saving_end(engine);
+}
+
 static void what_makes_no_file_is_refused_and_stays_so(void)
 {
 	const int64_t one[65] = { 1 };
@@ -452,6 +512,7 @@ static void what_makes_no_file_is_refused_and_stays_so(void)
 			rc = sfr_parts_source(parts, 1, UINT64_C(1) << 63);
 		CHECK_EQ(rc, kind == 3 ? -EFBIG : -EINVAL);
 		CHECK_EQ(sfr_parts_bytes(parts, "x", 1), rc);
+		CHECK_EQ(sfr_parts_tensor(parts, &tensor), rc);
 		CHECK_EQ(new_save(engine, parts, 0, &t), rc);
 		CHECK(t == NULL);
 		sfr_parts_free(parts);
@@ -476,9 +537,11 @@ int main(void)
 	RUN(a_field_waits_for_its_source);
 	RUN(a_field_waits_for_a_source_that_is_written_from_where_it_is);
 	RUN(what_stands_in_the_file_as_in_memory_is_not_copied);
+	RUN(buffers_beside_a_full_pool_are_small_and_given_back);
 	RUN(few_buffers_are_enough_for_any_length);
 	RUN(sources_are_free_when_they_are_written_and_not_before);
 	RUN(whatever_fails_the_file_is_the_old_one_or_the_whole_new_one);
+	RUN(parts_are_the_saves_that_has_them);
 	RUN(what_makes_no_file_is_refused_and_stays_so);
 	free(memory);
 	free(expected);

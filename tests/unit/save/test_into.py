@@ -90,6 +90,25 @@ def test_targets_may_be_strided_parameters_or_a_part_of_what_is_in_the_file(writ
     assert set(target) == {"model"}
 
 
+def test_what_shares_a_record_gets_it_from_wherever_the_first_target_lies(tmp_path):
+    """The first target is read to its place, which others are copied from."""
+    weight = torch.arange(1.0, 1001.0)
+    stillframe.save({"a": weight, "part": weight[10:20], "tied": weight}, tmp_path / "x.pt")
+    memory = torch.zeros(2000)
+    target = {"a": memory[500:1500], "part": torch.zeros(10), "tied": torch.zeros(1000)}
+    stillframe.load(tmp_path / "x.pt", into=target)
+    assert torch.equal(target["a"], weight) and torch.equal(target["tied"], weight)
+    assert torch.equal(target["part"], weight[10:20])
+    assert not memory[:500].any() and not memory[1500:].any()
+
+
+def test_what_shares_a_record_is_copied_where_that_is():
+    """On its device, which no host tensor can be laid over."""
+    there = torch.empty(8, device="meta").untyped_storage()
+    over = into_module._over(there, 8, torch.zeros(2, 2).t())
+    assert (over.device.type, over.storage_offset(), over.stride()) == ("meta", 2, (1, 2))
+
+
 def test_most_of_a_state_needs_no_memory_of_its_own(tmp_path, monkeypatch):
     stillframe.save({str(i): torch.randn(1 << 18) for i in range(20)}, tmp_path / "x.pt")
     made = []

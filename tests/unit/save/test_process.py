@@ -14,17 +14,26 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from stillframe.testing import slow
+from stillframe.testing import held, slow
 
 PRELUDE = """
 import os, signal, sys, threading, time, torch, stillframe
+import stillframe._save.exit as at_exit
 from stillframe.testing import fault, held, slow
+at_exit._QUIET_S = 60  # a slow machine says nothing of a wait that a test does not mean
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 STATE = {"w": torch.full((100_000,), 3.0)}
 blocks = []
 def hold(block):  # a block that lasts as long as the process
     block.__enter__()
     blocks.append(block)
+def hold_until_said(words, block):  # one that is left when the exit says so
+    def saying(sentence, say=at_exit._say):
+        say(sentence)
+        if words in sentence:
+            block.__exit__(None, None, None)
+    at_exit._say, at_exit._QUIET_S = saying, 0.1
+    block.__enter__()
 """
 
 
@@ -51,7 +60,7 @@ def temporaries(path: Path) -> list[str]:
 def test_saves_in_flight_finish_at_exit_and_a_line_says_what_is_waited_for(tmp_path: Path) -> None:
     done = run(
         """
-        hold(slow("fdatasync", 1.5))
+        hold_until_said("waiting for a.pt", held("fdatasync"))
         stillframe.async_save(STATE, "a.pt", on_durable=lambda path, report: print("durable", path))
         """,
         tmp_path,
@@ -144,7 +153,6 @@ def test_callbacks_of_the_last_saves_run_to_their_end_and_what_they_save_is_save
 ) -> None:
     done = run(
         f"""
-        from stillframe._save import exit as at_exit
         at_exit._QUIET_S = 0.01
         engine = stillframe.Engine(pool_bytes=32 << 20)
         hold(slow("fdatasync", {disk_s}))
@@ -225,8 +233,8 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
-        hold(slow("pwrite", 0.5))
-        stillframe.async_save({"w": torch.full((10_000_000,), 3.0)}, "a.pt",)
+        hold_until_said("given up", held("pwrite"))
+        stillframe.async_save(STATE, "a.pt")
         print("leaving", flush=True)
         """,
         tmp_path,
@@ -245,7 +253,6 @@ def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: P
     process = start(
         """
         stillframe.save({"w": torch.full((10,), 1.0)}, "a.pt")
-        import stillframe._save.exit as at_exit
         at_exit._QUIET_S = at_exit._GIVEN_UP_S = 0.3
         stillframe._core.log_tune(10**8)
         hold(slow("rename", 600))
@@ -271,6 +278,36 @@ def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: P
     assert whole(tmp_path / "a.pt", 1.0)
     for name in temporaries(tmp_path):
         (tmp_path / name).unlink()
+
+
+def test_what_callbacks_save_at_exit_is_waited_for_and_its_file_system_named(
+    tmp_path: Path,
+) -> None:
+    """Where that does not answer. What else waits for it at the end says nothing."""
+    done = run(
+        """
+        stillframe._core.log_tune(10**8)
+        hold(slow("open", 0))  # the table of calls is exchanged while no save is in flight
+        renames, leaving = held("rename"), threading.Event()
+        finish, close = at_exit.completion.callbacks.finish, at_exit.close_default
+        def durable(path, report):
+            leaving.wait()
+            hold_until_said("has not answered", renames)
+            stillframe.async_save(STATE, "b.pt")
+        def finishing():
+            leaving.set()
+            finish()
+        def closing():
+            renames.__exit__(None, None, None)
+            close()
+        at_exit.completion.callbacks.finish = finishing
+        at_exit.close_default = closing
+        stillframe.async_save(STATE, "a.pt", on_durable=durable)
+        """,
+        tmp_path,
+    )
+    assert re.search(r"b.pt has not answered for \d+ s; Ctrl-C twice leaves it", done.stderr)
+    assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
 
 
 def test_a_save_killed_in_mid_write_leaves_a_temporary_that_the_next_save_clears(
@@ -386,11 +423,9 @@ def test_a_fork_in_every_state_of_a_save_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
-    with slow("fdatasync", 0.5):
+    with held("fdatasync"):
         handle = stillframe.async_save({"w": torch.ones(4)}, tmp_path / "a.pt")
-        for _ in range(200):
-            if temporaries(tmp_path):
-                break
+        while not temporaries(tmp_path):
             time.sleep(0.005)
         out = subprocess.run(
             [
@@ -405,7 +440,7 @@ def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
             close_fds=False,
         ).stdout
         assert ".stillframe-" not in out
-        handle.result()
+    handle.result()
 
 
 def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Path) -> None:
@@ -443,14 +478,16 @@ def test_a_thread_that_saves_when_the_interpreter_exits_does_not_hang_it(tmp_pat
 def test_a_thread_that_starts_saving_while_the_exit_drains_is_refused(tmp_path: Path) -> None:
     done = run(
         """
-        said = []
+        said, syncs = [], held("fdatasync")
         def work():
-            time.sleep(0.5)
+            while not at_exit.completion.completion.draining:
+                time.sleep(0.001)
             try:
                 stillframe.async_save(STATE, "late.pt")
             except stillframe.StillframeError as error:
                 said.append(str(error))
-        hold(slow("fdatasync", 1.0))
+            syncs.__exit__(None, None, None)
+        syncs.__enter__()
         stillframe.async_save(STATE, "a.pt", on_durable=lambda *_: print(said, flush=True))
         threading.Thread(target=work, daemon=True).start()
         """,
@@ -466,7 +503,8 @@ def test_the_first_save_of_a_process_may_be_an_exit_handlers(tmp_path: Path) -> 
     done = run(
         """
         import atexit
-        hold(slow("fdatasync", 1.2))  # long enough for the line of a long wait
+        hold(slow("fdatasync", 0.3))
+        at_exit._QUIET_S = 0.1  # so that there is the line of a long wait
         def save():
             # print() writes a line's end by itself: the last save's line and "all" ran into one.
             told = lambda path, report: sys.stdout.write(f"{path}\\n")

@@ -1,0 +1,70 @@
+"""A forward of a layer whose weights go when it has ended: where its backward finds them again, and
+whether they are still what forward has computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stillframe._offload import graph
+from stillframe._offload.layer import Former, Layer, version_of
+from stillframe._offload.residents import Group
+from stillframe._offload.saved import SavedHooks, check_version
+
+
+class Use:
+    """One forward of a layer, for as long as its backward may come.
+
+    Args:
+        enter: Brings the layer to the device when backward comes to it.
+        before: The layer that was used before this one.
+    """
+
+    def __init__(self, enter: Callable[[Use], Group], layer: Layer, before: Layer | None) -> None:
+        self.enter = enter
+        self.layer = layer
+        self.before = before
+        self.task = graph.NO_TASK  # the backward that has come through it last
+        self.node: Callable[[], Any] = lambda: None  # where it does so
+        self.tensors = layer.tensors  # others may stand in their places later
+        self.group: Group | None = None  # while the forward runs
+        self.left: list[int] = []  # versions on the device when it has ended, and
+        self.versions: list[int] = []  # on the CPU
+        self.values: Sequence[Tensor] = ()  # in the places of the layer's tensors, and
+        self.former: Former = []  # what stands there otherwise
+        self.hooks: SavedHooks | None = None
+
+    def end(self, group: Group) -> None:
+        self.group, self.left = None, group.now()
+        self.versions = [version_of(tensor) for tensor in self.tensors]
+
+    def version(self, number: int) -> int:
+        return (self.left if self.group is None else self.group.now())[number]
+
+    def changed(self, number: int) -> bool:
+        return self.group is not None and self.group.changed(number)
+
+    def check(self, number: int, version: int) -> None:
+        if not self.versions:
+            return
+        tensor, then = self.tensors[number], self.versions[number]
+        for now, expected in ((self.left[number], version), (version_of(tensor), then)):
+            if now != expected:
+                check_version(tensor, expected, self.layer.name_of(number), now)
+
+    def weight(self, number: int) -> Tensor:
+        group, tensor = self.enter(self), self.tensors[number]
+        if self.layer.tensors[number] is tensor:
+            return group.tensors[number]
+        # Another stands in its place by now: it comes by itself.
+        return self.layer.lowered(number, tensor).to(group.tensors[0].device, copy=True)
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        self.values, self.former = values, self.layer.swap(values)
+
+    def take_back(self) -> Former:
+        moved = self.layer.swap_back(self.former, self.values)
+        self.values, self.former = (), []
+        return moved

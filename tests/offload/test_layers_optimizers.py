@@ -1,0 +1,142 @@
+"""Optimizers wait for the layers that their parameters lie in, and for no others."""
+
+import os
+
+import pytest
+import stillframe
+import torch
+from fix_gate import FakePending
+from fix_offloading import adam, mlp, numbers, squares
+from stillframe._save import gate
+from stillframe.offload import offload_layers
+from torch import nn
+
+LOST = 719  # CUDA_ERROR_LAUNCH_FAILED: the device is dead
+
+
+def trained(model):
+    """Its optimizer, with gradients."""
+    squares(model, numbers(0)).backward()
+    return adam(model)
+
+
+@pytest.fixture
+def on_its_way(fake):
+    """A model whose second layer is on its way for long, and how often its host has waited."""
+    model = mlp(depth=2)
+    with offload_layers(model, device="cpu") as handle:
+        optimizer = trained(model)
+        fake.delay(20_000_000)
+        model[0](numbers(1))
+        before = handle.stats()["host_waits"]
+        yield model, optimizer, lambda: handle.stats()["host_waits"] - before
+        fake.delay(0)
+
+
+def test_an_optimizer_waits_for_what_still_reads_the_weights(on_its_way):
+    """A forward that has had no backward is computed with the weights that it was called with."""
+    _, optimizer, waits = on_its_way
+    optimizer.step()
+    assert waits() == 1
+
+
+def test_one_that_writes_the_same_memory_under_another_name_waits(on_its_way):
+    model, _, waits = on_its_way
+    alias = nn.Parameter(model[1][0].weight.detach())
+    alias.grad = torch.ones_like(alias)
+    torch.optim.SGD([alias], lr=0.1).step()
+    assert waits() == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_optimizer_of_another_model_waits_for_nothing(fake, on_its_way, captured):
+    """Nor does what has come ahead go."""
+    model, _, waits = on_its_way
+    own = trained(mlp())
+    fake.capture(captured)
+    own.step()
+    fake.capture(False)
+    assert waits() == 0
+    model[1](numbers(2))
+    assert waits() == 0
+
+
+def test_an_optimizer_of_offloaded_layers_that_do_not_move_waits_for_no_others(on_its_way):
+    other = mlp(depth=2)
+    with offload_layers(other, device="cpu"):
+        trained(other).step()
+    assert on_its_way[2]() == 0
+
+
+def test_what_has_come_ahead_outlives_the_steps_of_others(either):
+    model, own = mlp(depth=2), trained(mlp())
+    with offload_layers(model, device="cpu") as handle, torch.no_grad():
+        x = model[0](numbers(0))
+        own.step()
+        model[1](x)
+        assert (handle.stats()["groups_prefetched"], handle.stats()["groups_stale"]) == (1, 0)
+
+
+@pytest.mark.parametrize("how", ["the device has died", "its engine is closed"])
+def test_what_another_models_layers_have_met_is_not_raised_by_a_step(fake, how, monkeypatch):
+    model, resident = mlp(depth=2), mlp()
+    own, before = trained(resident), resident[0][0].weight.detach().clone()
+    engine = stillframe.Engine(pool_bytes=1 << 22, block_bytes=1 << 16)
+    handle = offload_layers(model, device="cpu", engine=engine)
+    prefetch = handle._prefetch
+    monkeypatch.setattr(
+        handle, "_prefetch", lambda *which, **how: fake.hold(True) or prefetch(*which, **how)
+    )
+    with torch.no_grad():
+        model[0](numbers(0))
+    if how == "the device has died":
+        fake.fail_copy(1, LOST)
+        fake.hold(False)
+    else:
+        fake.hold(False)
+        engine.close()
+    own.step()
+    assert not torch.equal(before, resident[0][0].weight)
+    with pytest.raises(stillframe.StillframeError):
+        model[1](numbers(0))
+    try:
+        handle.remove()
+    except stillframe.StillframeError:
+        handle.remove()
+    engine.close()
+
+
+def test_a_step_with_a_closure_waits_behind_it(monkeypatch):
+    model, order = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        loss = squares(model, numbers(1))
+        loss.backward()
+        order.append("closure")
+        with torch.no_grad():
+            model[0](numbers(2))  # the next one is on its way
+        return loss
+
+    with offload_layers(model, device="cpu") as layers:
+        optimizer.step(closure)  # which makes the optimizer known
+        monkeypatch.setattr(layers._residents, "wait", lambda: order.append("wait"))
+        gate.track(FakePending(lambda: order.append("gate")))
+        optimizer.step(closure)
+    assert order == ["closure", "closure", "gate", "wait"]
+
+
+def test_steps_in_a_forked_child_wait_for_no_layers_of_its_parent(monkeypatch):
+    model, other = mlp(), nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=0.1)  # gradients: of one
+    with offload_layers(model, device="cpu") as layers, torch.no_grad():
+        model[0](numbers(1))
+        monkeypatch.setattr(layers._residents, "wait", lambda: os._exit(3))
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            finally:
+                os._exit(4 if other[0] > 0.95 else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
