@@ -252,6 +252,8 @@ class Observer:
     def see_through(kind: type[torch.Tensor], name: str, /) -> None: ...
 
 # skeleton.c
+def learn_words(samples: list[tuple[torch.Tensor, int, int, int, Any]], /) -> bool: ...
+
 class Kinds:
     def __new__(cls, **parts: Any) -> Kinds: ...
 
@@ -261,6 +263,7 @@ class Collector:
         kinds: Kinds,
         plain_road: bool,
         plain_cpu: bool,
+        plain_cuda: bool,
         any_dtypes: bool = False,
     ) -> Collector: ...
     def persistent_id(self, obj: object, /) -> int | tuple[Any, ...] | None: ...
