@@ -103,8 +103,9 @@ def submit_parts(
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Whatever keeps the sources' memory; let go of when the save has ended.
         durable: As for `async_save`.
-        ordered: False for a name that nobody else writes, removes or reads: it waits neither for
-            other saves' slots nor for their ends, and what comes later does not wait for it.
+        ordered: False for a part of a save that is under way, with a name that nobody else writes,
+            removes or reads: it waits neither for other saves' slots nor for their ends, what comes
+            later does not wait for it, and it may begin while the process ends.
 
     Raises:
         As `async_save`, but for what concerns an object: what is wrong with the parts is an OSError
@@ -120,7 +121,7 @@ def submit_parts(
         core = core_of(engine)
         target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         flags = options.flags(nested=nested, when_busy="wait")
-        completion.completion.start()
+        completion.completion.start(under_way=not ordered)
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
