@@ -1,5 +1,7 @@
 /* The restore to devices: over the fake driver, several devices in one load, and files that are not
  * what they were. */
+#include <errno.h>
+
 #include "restore/restore.h"
 #include "cuda/fix_cuda.h"
 
@@ -22,6 +24,7 @@ static void save_one(void)
 
 /* What a device has in the end; host memory stands for its own. */
 static unsigned char arrived[SAVING_NR][SAVING_LEN];
+static char said[160]; /* why a restore has failed */
 
 /* Sends data/i to device i % 2, and all else nowhere. */
 static int restore_to_two(int fd)
@@ -55,6 +58,8 @@ static int restore_to_two(int fd)
 	rc = sfr_restore_go(r, sfr_restore_nr(r));
 	if (rc == 0)
 		rc = sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER);
+	if (rc != 0 && sfr_restore_failure(r)->reason)
+		(void)snprintf(said, sizeof(said), "%s", sfr_restore_failure(r)->reason);
 	sfr_restore_free(r);
 	CHECK_EQ(fake.fake_cuda_nr_violations(), 0);
 	return rc;
@@ -128,6 +133,39 @@ static void a_device_that_refuses_ends_the_load_of_the_other_too(void)
 	(void)close(fd);
 }
 
+static void what_was_refused_first_is_said(void)
+{
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	fake.fake_cuda_fail("cuMemcpyHtoDAsync_v2", 2, 0, 999);
+	fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* behind the first copy */
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(said, "cuMemcpyHtoDAsync") != NULL);
+	CHECK(fake.fake_cuda_hits() > 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
+/* Nobody knows whether a copy still reads from it. */
+static void a_buffer_of_a_device_that_does_not_answer_is_nobodys_again(void)
+{
+	int64_t nr_before;
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	nr_before = fake.fake_cuda_live("allocated");
+	fake.fake_cuda_fail("cuEventQuery", 1, 1, 999);
+	fake.fake_cuda_fail("cuStreamQuery", 1, 1, 999);
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(said, "cuEventQuery") != NULL);
+	CHECK_EQ(fake.fake_cuda_live("allocated"), nr_before + 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -136,6 +174,8 @@ int main(void)
 	RUN(records_of_one_file_go_to_two_devices);
 	RUN(no_flipped_byte_is_called_good);
 	RUN(a_device_that_refuses_ends_the_load_of_the_other_too);
+	RUN(what_was_refused_first_is_said);
+	RUN(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again);
 	saving_rmdir(dir);
 	return check_done();
 }
