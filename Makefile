@@ -15,7 +15,8 @@
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
-#                 2,000 random trainings with layers, activations or states offloaded (12)
+#                 2,000 random trainings with layers, activations or states offloaded (12),
+#                 and layers compiled with torch's own compiler (none)
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
@@ -266,7 +267,8 @@ offload-campaign:
 	@$(MAKE) --no-print-directory -j$(JOBS) build/plain/test_offload_schedules build/plain/libfake_cuda.so
 	STILLFRAME_SCHEDULES=$(SCHEDULES) build/plain/test_offload_schedules
 	@$(MAKE) --no-print-directory build
-	STILLFRAME_TRAININGS=$(TRAININGS) STILLFRAME_TRAININGS_S=$(CAMPAIGN_S) $(PY) -m pytest -s --timeout 3600 tests/offload/test_random_trainings.py $(ARGS)
+	STILLFRAME_TRAININGS=$(TRAININGS) STILLFRAME_TRAININGS_S=$(CAMPAIGN_S) $(PY) -m pytest -s --timeout 3600 tests/offload/test_random_trainings.py \
+		tests/offload/test_layers_compiled.py $(ARGS)
 
 # ---- Lightning ---------------------------------------------------------------------------------
 

@@ -39,5 +39,6 @@
 #include "sfr/snapshot.h"
 #include "sfr/source.h"
 #include "sfr/state.h"
+#include "sfr/steps.h"
 
 #endif

@@ -103,11 +103,13 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_memory },
 	{ Py_mod_exec, sfr_py_add_onload },
 	{ Py_mod_exec, sfr_py_add_look },
+	{ Py_mod_exec, sfr_py_add_steps },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },
 	{ Py_mod_exec, sfr_py_add_reader },
 	{ Py_mod_exec, sfr_py_add_skeleton },
+	{ Py_mod_exec, sfr_py_add_rebuild },
 	{ Py_mod_exec, sfr_py_add_observer },
 	{ Py_mod_exec, sfr_py_add_trace },
 	/* clang-format on */

@@ -68,6 +68,7 @@ int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
 int sfr_py_add_memory(PyObject *module);   /* memory.c */
 int sfr_py_add_onload(PyObject *module);   /* onload.c */
 int sfr_py_add_look(PyObject *module);     /* look.c */
+int sfr_py_add_steps(PyObject *module);    /* steps.c */
 int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
 int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
@@ -75,6 +76,7 @@ int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
 int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
 int sfr_py_add_restore(PyObject *module);  /* restore.c, likewise */
 int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
+int sfr_py_add_rebuild(PyObject *module);  /* rebuild.c */
 int sfr_py_add_observer(PyObject *module); /* observer.c */
 int sfr_py_add_trace(PyObject *module);    /* trace.c */
 

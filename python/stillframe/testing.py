@@ -314,13 +314,17 @@ def host_as_device() -> Iterator[FakeDriver]:
                     _core.Observer.present(name, None)
 
 
-def _show_on_device() -> None:
-    said = {
-        "is_cpu": property(lambda tensor: False),
-        "is_cuda": property(lambda tensor: tensor.device.type == "cpu"),
+def _said() -> dict[str, Any]:
+    """What a skeleton asks of torch."""
+    return {
+        "place": lambda tensor: 1 if skeleton._place(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
         "data_ptr": _device_address,
     }
+
+
+def _show_on_device() -> None:
+    said = _said()
     shown: list[tuple[Any, str, Any]] = [
         (skeleton, "_kinds", skeleton._make_kinds(**said)),
         (skeleton, "_tree_kinds", skeleton._make_kinds(dtypes=skeleton._whole_dtypes(), **said)),

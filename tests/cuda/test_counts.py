@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stillframe
 import torch
+from stillframe import testing
+from stillframe._tree import skeleton
 from stillframe.testing import FakeDriver
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -51,3 +56,43 @@ def test_a_devices_lane_is_not_niced_and_wakes_in_time(tmp_path: Path, fake: Fak
 def _stat(task: Path) -> list[str]:
     """proc(5)'s fields from the third on: behind the name, which may hold anything."""
     return (task / "stat").read_text().rpartition(")")[2].split()
+
+
+class Tags(pickle.Unpickler):
+    """Reads a skeleton for the location tags of its storages, in order."""
+
+    def __init__(self, made: skeleton.Skeleton) -> None:
+        super().__init__(io.BytesIO(made.data))
+        self.tags: list[str] = []
+        self.load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        return (lambda *_: None) if module == "torch._utils" else super().find_class(module, name)
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> None:
+        self.tags.append(pid[3])
+
+
+def test_torch_is_asked_for_a_devices_tag_once_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def location(storage: torch.UntypedStorage) -> str:
+        asked.append(storage.nbytes())
+        return f"tag of {storage.nbytes() // 20}"
+
+    said = {**testing._said(), "device_index": lambda tensor: tensor.numel() // 20}
+    kinds = skeleton._make_kinds(**said, location=location, dtypes=[(torch.int8, "CharStorage")])
+    monkeypatch.setattr(skeleton, "_kinds", kinds)
+    tree = [torch.ones(n, dtype=torch.int8) for n in range(1, 60)]
+    tags = [f"tag of {n // 20}" for n in range(1, 60)]
+    for _ in range(2):
+        assert Tags(skeleton.build(tree)).tags == tags
+        assert asked == [1, 20, 40]
+        asked.clear()
+    registry = list(torch.serialization._package_registry)
+    torch.serialization.register_package(1, lambda _: "mine", lambda *_: None)
+    try:
+        assert Tags(skeleton.build(tree)).tags == tags
+    finally:
+        torch.serialization._package_registry[:] = registry
+    assert asked == list(range(1, 60))

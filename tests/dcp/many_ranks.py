@@ -388,13 +388,34 @@ def killed(path: Path, rank: int) -> Notes:
     response = dcp.async_save(state, path / "c", process_group=group)
     says = fails(response.upload_completion.result, 100)
     took = time.monotonic() - began
-    # Nobody's end tells the others of it: they go on, as training would.
-    store = dist.FileStore(f"{path}/told")
-    store.add("told", 1)
-    while store.add("told", 0) < dist.get_world_size() - 1 and time.monotonic() - began < 90:
-        time.sleep(0.05)
+    go_on_until_told(path, dist.get_world_size() - 1)
     again = functools.partial(dcp.async_save, process_group=group)
     return {"says": says, "took": took, "next": fails(again, state, path / "c")}
+
+
+def go_on_until_told(path: Path, living: int) -> None:
+    """Nobody's end tells the others of one that was killed: they go on, as training would."""
+    began, store = time.monotonic(), dist.FileStore(f"{path}/told")
+    store.add("told", 1)
+    while store.add("told", 0) < living and time.monotonic() - began < 90:
+        time.sleep(0.05)
+
+
+def few_killed(path: Path, rank: int) -> Notes:
+    """One of four in a group of the user's; a fifth rank of the world has no part in it."""
+    limit = datetime.timedelta(seconds=5)
+    group = dist.new_group([0, 1, 2, 3], backend="gloo", timeout=limit)
+    if rank == 4:
+        return {}
+    state = {f"w{rank}": torch.ones(1000)}
+    dcp.save(state, path / "c", process_group=group)
+    state[f"w{rank}"].fill_(2)
+    if rank == 2:
+        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    response = dcp.async_save(state, path / "c", process_group=group)
+    says = fails(response.upload_completion.result, 60)
+    go_on_until_told(path, 3)
+    return {"says": says}
 
 
 def fsdp1(path: Path, rank: int) -> Notes:
@@ -526,22 +547,23 @@ WORLDS = {
     ],
     3: [other_world, from_four],
 }
+BESIDE = [few_killed]  # of five ranks, which wait most of the time: beside the others
 
 
 # ---- running them ----
 
 
-def run(directory: Path, size: int, rank: int) -> None:
+def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/store{size}",
+        init_method=f"file://{directory}/store{name}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
-    for scenario in WORLDS[size]:
-        path = directory / str(size) / scenario.__name__
+    for scenario in scenarios:
+        path = directory / name / scenario.__name__
         path.mkdir(parents=True, exist_ok=True)
         dist.barrier() if scenario is not killed else None
         try:
@@ -549,26 +571,34 @@ def run(directory: Path, size: int, rank: int) -> None:
         except BaseException:
             notes = {"raised": traceback.format_exc()}
         (path / f"rank{rank}.json").write_text(json.dumps(notes))
-    if killed not in WORLDS[size]:
+    if killed not in scenarios and few_killed not in scenarios:
         dist.destroy_process_group()
 
 
+def forked(directory: Path, name: str, size: int, scenarios: list[Any]) -> list[int]:
+    """The processes of a world's ranks."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run(directory, name, size, scenarios, rank)
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return children
+
+
 def main(directory: Path) -> None:
-    for size in WORLDS:
-        children = []
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    run(directory, size, rank)
-                    code = 0
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        for child in children:
+    beside = forked(directory, "beside", 5, BESIDE)
+    for size, scenarios in WORLDS.items():
+        for child in forked(directory, str(size), size, scenarios):
             os.waitpid(child, 0)
+    for child in beside:
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

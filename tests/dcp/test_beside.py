@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
-from stillframe import dcp
+from fix_entries import Step, stepping
+from stillframe import _core, dcp
 from stillframe._dcp import beside, commit
 from stillframe._dcp.beside import Beside, mend
 
@@ -51,19 +52,27 @@ def dying_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> Callable[[], bool]:
     count = itertools.count(1)
     died = []
 
+    def live(name: str) -> None:
+        if died or next(count) == nth:
+            died.append(name)
+            raise DiedError(name)
+
     def before(name: str) -> None:
         original = getattr(os, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if died or next(count) == nth:
-                died.append(name)
-                raise DiedError(name)
+            live(name)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(os, name, call)
 
+    def step(each: Step, taken: bool) -> None:
+        if not taken:
+            live(f"step {each[0]}")
+
     for name in ("link", "replace", "rename", "unlink"):
         before(name)
+    monkeypatch.setattr(_core, "take_steps", stepping(step))
     return lambda: bool(died)
 
 

@@ -1,7 +1,7 @@
 """The commit of a DCP checkpoint where one of its calls fails, and what it may remove."""
 
+import errno
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,8 @@ import stillframe.dcp
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import equal, loaded
-from fix_entries import Recorded
+from fix_entries import Recorded, Step, stepping
+from stillframe import _core
 from stillframe._dcp import commit, image
 from stillframe.dcp import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,49 +19,39 @@ from torch.distributed.checkpoint.api import CheckpointException
 OLD, NEW = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, nth: int) -> None:
-    """The nth call from now on, from 1, raises."""
-    real: Callable[..., Any] = getattr(where, name)
-    calls = iter(range(1, 1000))
-
-    def call(*args: Any, **named: Any) -> Any:
-        if next(calls) == nth:
-            raise OSError(5, f"{name} {nth} fails")
-        return real(*args, **named)
-
-    monkeypatch.setattr(where, name, call)
+# Of a commit, in their order: the metadata, the entry of its directory, those of the data files;
+# the name, and that name.
+STEPS = [_core.STEP_WRITE_SYNCED, *2 * [_core.STEP_SYNC], _core.STEP_RENAME, _core.STEP_SYNC]
 
 
-# Of a commit: the call, and whether the new checkpoint has its name by then.
-STEPS = [
-    ("fsync", 1, False),
-    ("sync_directory", 1, False),
-    ("sync_directory", 2, False),
-    ("rename", 1, False),
-    ("sync_directory", 3, True),
-]
+def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
+    """The nth step from now on, from 0, fails. Gets the steps up to there."""
+    seen: list[int] = []
+
+    def told(step: Step, taken: bool) -> int:
+        if not taken:
+            seen.append(step[0])
+        return errno.EIO if len(seen) == nth + 1 and not taken else 0
+
+    monkeypatch.setattr(_core, "take_steps", stepping(told))
+    return seen
 
 
 @pytest.mark.parametrize("save", ["dcp", "ours"])
-@pytest.mark.parametrize(("name", "nth", "is_new"), STEPS)
+@pytest.mark.parametrize("nth", range(len(STEPS)))
 def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
-    tmp_path, monkeypatch, save, name, nth, is_new
+    tmp_path, monkeypatch, save, nth
 ):
     stillframe.dcp.save(OLD, tmp_path)
-    where = {"sync_directory": commit}.get(name, os)
-    begun: Any = commit.write
-
-    def write(*args: Any, **named: Any) -> Any:
-        failing(monkeypatch, where, name, nth)
-        return begun(*args, **named)
-
-    monkeypatch.setattr(commit, "write", write)
-    with pytest.raises(CheckpointException, match=f"{name} {nth} fails"):
+    is_new = nth > STEPS.index(_core.STEP_RENAME)
+    seen = failing(monkeypatch, nth)
+    with pytest.raises(CheckpointException, match="Input/output error"):
         if save == "ours":
             stillframe.dcp.save(NEW, tmp_path)
         else:
             dcp.save(NEW, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     monkeypatch.undo()
+    assert seen[: nth + 1] == STEPS[: nth + 1]
     assert equal(loaded(NEW, tmp_path), NEW if is_new else OLD)
     assert not list(tmp_path.glob("*.tmp"))
     if save == "ours":  # DCP's own save does not say that all is over: the next save tidies up
@@ -74,8 +65,8 @@ def test_while_nobody_knows_what_is_needed_nothing_goes_and_the_reason_is_said(
 ):
     (tmp_path / ".metadata").write_bytes(b"no pickle")
     (tmp_path / "__0_0.0123abcd.distcp").write_bytes(b"of a checkpoint that may be mended")
-    failing(monkeypatch, os, "rename", 1)
-    with pytest.raises(CheckpointException, match="rename 1 fails"):
+    failing(monkeypatch, STEPS.index(_core.STEP_RENAME))
+    with pytest.raises(CheckpointException, match="Input/output error"):
         stillframe.dcp.save(NEW, tmp_path)
     assert len(list(tmp_path.glob("*.distcp"))) == 2
     assert "files of a failed save stay" in caplog.text

@@ -62,7 +62,7 @@ def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
 
 
 def test_more_words_than_a_rank_has_room_for_are_refused():
-    ranks = Ranks(None)
+    ranks = Ranks(None, [])
     assert ranks.words(1, 2, 3, 4, 5, 6) == [[1, 2, 3, 4, 5, 6]]
     with pytest.raises(ValueError, match="room for 6"):  # else they would be another rank's
         ranks.words(1, 2, 3, 4, 5, 6, 7)

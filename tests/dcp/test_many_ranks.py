@@ -32,9 +32,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def notes(directory: Path) -> Any:
     """`notes(scenario)`: what each rank noted."""
 
-    def read(scenario: str, size: int = 2, ranks: int = 2) -> list[dict[str, Any]]:
+    def read(scenario: str, world: object = 2, ranks: int = 2) -> list[dict[str, Any]]:
         found = [
-            json.loads((directory / str(size) / scenario / f"rank{rank}.json").read_text())
+            json.loads((directory / str(world) / scenario / f"rank{rank}.json").read_text())
             for rank in range(ranks)
         ]
         for each in found:
@@ -187,6 +187,18 @@ def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(
         assert "a rank is gone" in note["next"]
     ones = {f"w{rank}": torch.ones(1000) for rank in range(size)}
     found = loaded(ones, path / "c")
+    assert all((value == 1).all() for value in found.values())
+
+
+def test_in_a_group_of_some_ranks_those_that_wait_for_a_living_one_hear_of_it_at_its_timeout(
+    directory,
+):
+    """Others than stillframe may use that group: it is not given up."""
+    paths = [directory / "beside/few_killed" / f"rank{rank}.json" for rank in (0, 1, 3)]
+    says = [json.loads(path.read_text())["says"] for path in paths]
+    assert any("timed out" in each.lower() for each in says), says
+    ones = {f"w{rank}": torch.ones(1000) for rank in range(4)}
+    found = loaded(ones, directory / "beside/few_killed/c")
     assert all((value == 1).all() for value in found.values())
 
 

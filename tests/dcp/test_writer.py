@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import fix_entries
 import pytest
 import stillframe
 import torch
@@ -238,47 +239,34 @@ def test_the_metadata_names_the_save(tmp_path):
 
 
 KILLED = """
-import os, sys, warnings
+import shutil, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint as dcp
-from stillframe._dcp import commit
+from fix_entries import stepping
+from stillframe import _core
 from stillframe.dcp import FileSystemWriter
 
 path = sys.argv[1]
-steps = [(os, "rename"), (os, "fsync"), (os, "unlink"), (commit.pickle, "dump"), (os, "listdir")]
 reached = 0
 
-def counted(function):
-    def call(*arguments, **keywords):
-        global reached
-        if os.environ.get("COUNTING"):
-            reached += 1
-            if reached % 2:  # before it and after it, in turn
-                keep()
-            result = function(*arguments, **keywords)
-            reached += 1
-            keep()
-            return result
-        return function(*arguments, **keywords)
-    return call
-
-def keep():
-    '''A child is the process as it is at this moment: what it leaves is what a kill would.'''
-    import shutil
+def keep(step, taken):
+    '''What stands there now is what a kill would leave.'''
+    global reached
+    reached += 1
     shutil.copytree(path, f"{path}.{reached}")
 
-for where, name in steps:
-    setattr(where, name, counted(getattr(where, name)))
 for value in (0, 1):
     state = {"a": torch.full((1000,), float(value)), "b": torch.full((5,), float(value))}
     if value:
-        os.environ["COUNTING"] = "1"
+        _core.take_steps = stepping(keep)
     dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
 """
 
 
 def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True)
+    fixtures = os.path.dirname(fix_entries.__file__)
+    environment = {**os.environ, "PYTHONPATH": fixtures}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)
     seen = []
     moments = sorted(tmp_path.glob("c.*"), key=lambda each: int(each.suffix[1:]))
     for moment in moments:
@@ -353,3 +341,11 @@ def test_a_save_takes_little_memory_beside_that_of_its_copy(tmp_path: Path) -> N
     with stillframe.Engine(pool_bytes="64MiB", block_bytes="16MiB", writer_threads=2) as engine:
         report = stillframe.dcp.save(state, tmp_path / "a", no_dist=True, engine=engine)
     assert report.peak_pool_bytes < (24 << 20) + (16 << 20)  # buffers are smaller than a block
+
+
+@pytest.mark.parametrize("save", [write, lambda *given: stillframe.dcp.save(*given, no_dist=True)])
+def test_a_tensor_without_bytes_is_refused_by_its_name(tmp_path, save):
+    state = {"a": torch.ones(3), "deep": {"w": torch.empty(4, device="meta")}}
+    with pytest.raises(CheckpointException, match=r"deep\.w is on the meta device"):
+        save(state, tmp_path / "c")
+    assert not (tmp_path / "c").exists() or files(tmp_path / "c") == []

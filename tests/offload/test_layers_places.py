@@ -134,24 +134,3 @@ def test_the_example_trains_eight_times_what_the_slots_hold(fake, tmp_path, monk
         "brought ahead of need: 94%",
         "the loss falls: True",
     ]
-
-
-# torch's, on looking at what stands in the place of a parameter
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["layers", "the model", "layers, afterwards"])
-def test_what_is_compiled_trains_as_ever(what):
-    model = mlp(depth=2)
-    other = copy.deepcopy(model)
-    layers = list(other)
-    if what == "layers":
-        layers = [torch.compile(layer, backend="aot_eager") for layer in layers]
-        other = nn.Sequential(*layers)
-    elif what == "the model":
-        other = torch.compile(other, backend="aot_eager")
-    with offload_layers(layers, device="cpu") as handle:
-        if what == "layers, afterwards":
-            layers[0].compile(backend="aot_eager")
-            other = nn.Sequential(layers[0], torch.compile(layers[1], backend="aot_eager"))
-        assert agree(train(model, steps=2), train(other, steps=2))
-        assert handle.stats()["bytes_lingering"] == 0

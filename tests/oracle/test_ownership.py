@@ -24,6 +24,8 @@ from fix_gate import (
     state_tensors,
 )
 from stillframe._save import gate, ownership
+from stillframe._save.keepers import Marks
+from stillframe._tree.skeleton import SOURCE
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -881,3 +883,26 @@ def test_tensors_inside_a_state_s_tensor_are_deferred_with_it() -> None:
     opt = Quantized([p])
     run_steps(opt, 4)
     assert deferred(p, opt.state[p]["average"].codes) == [True, True]
+
+
+class Unsearchable(list[int]):
+    def __contains__(self, _: object) -> bool:
+        raise AssertionError("with many optimizers, a search for each takes for ever")
+
+
+def test_whether_an_unknown_optimizers_storage_is_copied_late_is_not_searched_for() -> None:
+    class Stepping(SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    p = param()
+    opt = Stepping([p])
+    run_steps(opt, 2)
+    owner = ownership.find(opt)
+    made = skeleton_of([p])
+    numbers = {made.identities[0]: 0}
+    marks = Marks(numbers, made.rows, Unsearchable(), [], [], [])
+    assert owner is not None
+    assert "its step is not known" in str(owner.captured(marks))
+    SOURCE.pack_into(made.rows, 0, 0, 0, 1, 0)
+    assert owner.captured(marks) is None

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stillframe import _core
 
+Step = tuple[int, bytes, bytes]
 State = dict[str, str]  # path -> what stands there: "directory", "file", or "-> " and a target
 
 
@@ -36,6 +38,24 @@ def what_stands(path: str) -> str | None:
     if os.path.isdir(path):
         return "directory"
     return "file" if os.path.exists(path) else None
+
+
+def stepping(
+    told: Callable[[Step, bool], int | None],
+) -> Callable[[Sequence[Step]], tuple[int, int]]:
+    """`_core.take_steps`, a step at a time: `told` is called before each, and may answer with the
+    errno that it is to fail with, and after it."""
+    take = _core.take_steps
+
+    def call(steps: Sequence[Step]) -> tuple[int, int]:
+        for done, step in enumerate(steps):
+            code = told(step, False) or take([step])[1]
+            if code:
+                return done, code
+            told(step, True)
+        return len(steps), 0
+
+    return call
 
 
 class Recorded:
@@ -72,7 +92,24 @@ class Recorded:
                 self.calls.append(Call("sync", os.readlink(f"/proc/self/fd/{fd}")))
 
             patched.setattr(os, "fsync", synced)
+            patched.setattr(_core, "take_steps", stepping(self._note))
             yield self
+
+    def _note(self, step: Step, taken: bool) -> None:
+        kind, name, content = step
+        path = self._full(os.fsdecode(name))
+        if not taken:
+            self._was_there = os.path.lexists(path)
+        elif kind == _core.STEP_SYNC:
+            self.calls.append(Call("sync", os.path.realpath(path)))
+        elif kind == _core.STEP_WRITE_SYNCED:
+            self.calls.append(Call("sync", path))
+        elif kind == _core.STEP_RENAME:
+            paths = (path, self._full(os.fsdecode(content)))
+            change = {each: self._identity(each) for each in paths}
+            self.calls.append(Call("rename", os.path.dirname(path), change))
+        elif kind == _core.STEP_UNLINK and self._was_there:
+            self.calls.append(Call("unlink", os.path.dirname(path), {path: None}))
 
     def _recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def recording(*args: Any, **named: Any) -> Any:

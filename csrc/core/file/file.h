@@ -35,7 +35,7 @@ void sfr__tmp_clean(int dir, const char *path);
  * holding the lock in another), or one of which that cannot be told? */
 bool sfr__tmp_may_be_live(const char *path, const char *name);
 
-/* ---- file.c, remove.c ---- */
+/* ---- file.c, remove.c (steps.c: sfr/steps.h) ---- */
 
 /* How far a file is; file.c has the diagram. */
 enum sfr__file_state {
@@ -96,5 +96,7 @@ void sfr__file_fini(struct sfr__file *f);
  * returned. Else not synced: remove.c says why. Where `heard_ns` is
  * given, it gets the time after each name: a large tree takes long and answers all the time. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
+/* Syncs the entries of a directory: 0, also where its file system has no such thing, or -errno. */
+int sfr__file_sync_dir(const char *path);
 
 #endif

@@ -146,13 +146,12 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is none */
 }
 
-/* 0, also where the file system has nothing to sync, or -errno. */
-static int sync_directory(const char *dir)
+int sfr__file_sync_dir(const char *dir)
 {
-	int fd = sfr_sys.open(AT_FDCWD, dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0), rc;
+	int fd = sfr__fd_open(dir, O_RDONLY | O_DIRECTORY, 0), rc;
 
 	if (fd < 0)
-		return -errno;
+		return fd;
 	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
 	(void)sfr__fd_close(fd); /* nothing was written */
 	return rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS ? 0 : rc;
@@ -181,7 +180,7 @@ static bool retract(struct walk *w, const char *dir)
 	if (stream)
 		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
 	if (rc == 0 && is_one)
-		rc = sync_directory(dir);
+		rc = sfr__file_sync_dir(dir);
 	if (rc < 0)
 		failed(w, rc);
 	return rc == 0;

@@ -11,16 +11,14 @@
  * is wanted where it has others. */
 static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *walk)
 {
-	const struct sfr_py_torch *torch = &sfr_py_torch;
 	struct sfr_py_table *t = &self->table;
 	size_t i, nr_unknown = 0;
 
 	self->epoch++;
 	for (i = 0; i < walk->found.nr; i++) {
-		PyObject *tensor = walk->found.items[i], *storage;
+		PyObject *tensor = walk->found.items[i];
 		struct sfr_py_claim *claim = sfr_py_find_claim(t, tensor);
 		struct sfr_py_watch *watch;
-		uint64_t cdata = 0;
 
 		if (!claim) {
 			nr_unknown++;
@@ -30,12 +28,7 @@ static void defer_mark(struct sfr_py_observer *self, const struct sfr_py_walk *w
 			continue;
 		claim->epoch = self->epoch;
 		watch = &t->watches[claim->watch];
-		storage = sfr_py_storage_of(tensor);
-		if (storage)
-			(void)sfr_py_read_u64(&torch->cdata, storage, &cdata);
-		PyErr_Clear();
-		Py_XDECREF(storage);
-		if (cdata != watch->cdata) {
+		if (sfr_py_identity_of(tensor) != watch->cdata) {
 			self->wanted = 1;
 			continue;
 		}

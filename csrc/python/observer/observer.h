@@ -66,6 +66,8 @@ PyObject *sfr_py_memory_of(PyObject *tensor);
 int sfr_py_is_seen(PyObject *tensor);
 /* The storage of that memory, a new reference; or NULL with an exception set. */
 PyObject *sfr_py_storage_of(PyObject *tensor);
+/* The address of its StorageImpl, 0 where there is none, as sparse tensors and the like have none. */
+uint64_t sfr_py_identity_of(PyObject *tensor);
 /* A number that grows with every write that torch counts, under either name. 0, or -1 with an exception
  * set: it has no memory, or (inference tensors) counts nothing. */
 int sfr_py_version_of(PyObject *tensor, uint64_t *out);

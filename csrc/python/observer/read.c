@@ -11,6 +11,7 @@
  */
 #include "observer/observer.h"
 #include "torch/slots.h"
+#include "torch/words.h"
 
 #include <string.h>
 
@@ -268,6 +269,23 @@ PyObject *sfr_py_storage_of(PyObject *tensor)
 	storage = sfr_py_read(&sfr_py_torch.storage, memory);
 	Py_DECREF(memory);
 	return storage;
+}
+
+uint64_t sfr_py_identity_of(PyObject *tensor)
+{
+	PyObject *memory = sfr_py_memory_of(tensor), *storage = NULL;
+	uint64_t identity = 0;
+
+	if (memory && sfr_py_words.known)
+		identity = sfr_py_storage_impl_of(memory);
+	else if (memory)
+		storage = sfr_py_read(&sfr_py_torch.storage, memory);
+	if (storage && sfr_py_read_u64(&sfr_py_torch.cdata, storage, &identity))
+		identity = 0;
+	PyErr_Clear();
+	Py_XDECREF(storage);
+	Py_XDECREF(memory);
+	return identity;
 }
 
 int sfr_py_version_of(PyObject *tensor, uint64_t *out)

@@ -255,17 +255,11 @@ out:
 /* A tensor of the groups that is not trained may write to whatever it shares storage with. */
 static void enrol_other(struct sfr_py_table *t, PyObject *tensor)
 {
-	PyObject *storage = sfr_py_storage_of(tensor);
-	const uint64_t *place;
-	uint64_t cdata;
+	uint64_t identity = sfr_py_identity_of(tensor);
+	const uint64_t *place = identity ? sfr_py_map_find(&t->by_storage, identity) : NULL;
 
-	if (storage && !sfr_py_read_u64(&sfr_py_torch.cdata, storage, &cdata)) {
-		place = sfr_py_map_find(&t->by_storage, cdata);
-		if (place)
-			t->watches[*place].verdict = SFR_PY_CAPTURED;
-	}
-	PyErr_Clear();
-	Py_XDECREF(storage);
+	if (place)
+		t->watches[*place].verdict = SFR_PY_CAPTURED;
 }
 
 /* Makes room for what record() keeps and counts what is undecided. */

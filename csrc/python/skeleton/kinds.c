@@ -3,10 +3,7 @@
  * Kinds holds the objects of torch that the skeleton needs at every save: types, functions,
  * and the descriptors of the attributes that it reads. skeleton.py makes one and hands the parts
  * over by name, so nothing here imports torch. The C functions behind descriptors and methods are
- * called (torch/slots.c), which skips the search through the type. A tensor is asked nine
- * questions, so that is a third of the time that the whole skeleton takes. None of the nine lets go
- * of the interpreter lock, which torch's generated methods (is_neg, is_conj) do around each call:
- * beside a thread that computes, each such moment may cost a switch interval.
+ * called (torch/slots.c), which skips the search through the type.
  *
  * A tensor is plain when what torch.save writes of it is known beforehand:
  *
@@ -17,9 +14,17 @@
  * with a legacy storage class, without Python attributes, without hooks that torch warns of,
  * without metadata (the conj and neg bits), without names, and with memory (storages.c).
  * Everything else, errors included, is left to the tensor's own __reduce_ex__.
+ *
+ * Layout, nesting, conj, neg, names and the kind of device are the same in all tensors with the same
+ * dispatch keys, since that is where torch has them from. So Python says of the first tensor with some
+ * keys where such tensors are (`place`), and of the others the keys are compared (torch/words.h).
+ * A tensor itself is asked for attributes, hooks and requires_grad, and the bridge for its dtype and
+ * shape. None of it lets go of the interpreter lock: beside a thread that computes, each such
+ * moment may cost a switch interval.
  */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
+#include "torch/words.h"
 
 static const char *const part_names[] = {
 #define X(name, keyword) keyword,
@@ -69,70 +74,6 @@ int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyOb
 	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-/* The dtype's place in the table, nr_dtypes if it has none, -1 with an exception set. */
-static int find_dtype(const struct sfr_py_kinds *kinds, PyObject *tensor)
-{
-	PyObject *dtype = sfr_py_ask(kinds, SFR_PY_DTYPE, tensor);
-	uint32_t i;
-
-	if (dtype == NULL)
-		return -1;
-	Py_DECREF(dtype); /* only its address is compared */
-	for (i = 0; i < kinds->nr_dtypes; i++)
-		if (kinds->dtype[i].dtype == dtype)
-			break;
-	return (int)i;
-}
-
-/* 1 if plain, 0 if not, -1 with an exception set. */
-static int is_plain(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
-{
-	PyObject *tensor = found->object, *layout, *metadata;
-	int dtype, yes;
-
-	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
-	yes = ask_bool(kinds, SFR_PY_GETSTATE, tensor);
-	if (yes != 0)
-		return yes < 0 ? -1 : 0;
-	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
-	if (!found->parameter) {
-		yes = ask_bool(kinds, SFR_PY_BACKWARD_HOOKS, tensor);
-		if (yes != 0)
-			return yes < 0 ? -1 : 0;
-	}
-	layout = sfr_py_ask(kinds, SFR_PY_LAYOUT, tensor);
-	Py_XDECREF(layout); /* only its address is compared */
-	if (layout != kinds->part[SFR_PY_STRIDED])
-		return layout == NULL ? -1 : 0;
-	yes = ask_bool(kinds, SFR_PY_IS_NESTED, tensor);
-	if (yes != 0)
-		return yes < 0 ? -1 : 0;
-	yes = ask_bool(kinds, SFR_PY_IS_CPU, tensor);
-	found->on_host = yes > 0;
-	if (yes == 0)
-		yes = ask_bool(kinds, SFR_PY_IS_CUDA, tensor);
-	if (yes <= 0)
-		return yes;
-	dtype = find_dtype(kinds, tensor);
-	if (dtype < 0 || (uint32_t)dtype == kinds->nr_dtypes)
-		return dtype < 0 ? -1 : 0;
-	found->dtype = (uint8_t)dtype;
-	/* is_neg() and the like would let go of the interpreter lock, each time. */
-	metadata = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_METADATA], tensor, NULL);
-	yes = metadata == NULL ? -1 : PyObject_IsTrue(metadata);
-	Py_XDECREF(metadata);
-	if (yes != 0)
-		return yes < 0 ? -1 : 0;
-	if (kinds->part[SFR_PY_HAS_NAMES] != Py_None) {
-		yes = ask_bool(kinds, SFR_PY_HAS_NAMES, tensor);
-		if (yes != 0)
-			return yes < 0 ? -1 : 0;
-	}
-	yes = ask_bool(kinds, SFR_PY_REQUIRES_GRAD, tensor);
-	found->requires_grad = yes > 0;
-	return yes < 0 ? -1 : 1;
-}
-
 int sfr_py_refused(void)
 {
 	if (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))
@@ -141,14 +82,71 @@ int sfr_py_refused(void)
 	return 0;
 }
 
-int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found)
+/* Where tensors with such keys are, from Python: 0 or -1 as above. What it refuses is not noted. */
+static int ask_place(struct sfr_py_kinds *kinds, PyObject *tensor, struct sfr_py_place *place)
 {
-	int plain;
+	PyObject *answer = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_PLACE], tensor, NULL);
+	long value = answer != NULL ? PyLong_AsLong(answer) : -1;
+
+	Py_XDECREF(answer);
+	place->where = SFR_PY_NOT_PLAIN;
+	if (PyErr_Occurred())
+		return sfr_py_refused();
+	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
+		place->where = (enum sfr_py_where)value;
+	if (kinds->nr_places < SFR_PY_MAX_PLACES)
+		kinds->place[kinds->nr_places++] = *place;
+	return 0;
+}
+
+static int find_place(struct sfr_py_kinds *kinds, PyObject *tensor, enum sfr_py_where *where)
+{
+	struct sfr_py_place place = { .keys = sfr_py_keys_of(tensor) };
+	int rc = 0;
+	uint32_t i;
+
+	for (i = 0; i < kinds->nr_places && kinds->place[i].keys != place.keys; i++)
+		;
+	if (i < kinds->nr_places)
+		place = kinds->place[i];
+	else
+		rc = ask_place(kinds, tensor, &place);
+	*where = place.where;
+	return rc;
+}
+
+/* 1 for a tensor with attributes or hooks that are written, 0, or -1 with an exception set. */
+static int is_hung(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found)
+{
+	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
+	int yes = ask_bool(kinds, SFR_PY_GETSTATE, found->object);
+
+	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
+	if (yes == 0 && !found->parameter)
+		yes = ask_bool(kinds, SFR_PY_BACKWARD_HOOKS, found->object);
+	return yes;
+}
+
+int sfr_py_examine(struct sfr_py_kinds *kinds, struct sfr_py_found *found)
+{
+	enum sfr_py_where where;
+	int yes;
 
 	found->parameter = (PyObject *)Py_TYPE(found->object) == kinds->part[SFR_PY_PARAMETER];
-	plain = is_plain(kinds, found);
-	found->plain = plain > 0;
-	return plain < 0 ? sfr_py_refused() : 0;
+	if (find_place(kinds, found->object, &where) != 0)
+		return -1;
+	if (where == SFR_PY_NOT_PLAIN)
+		return 0;
+	found->on_host = where == SFR_PY_ON_HOST;
+	yes = is_hung(kinds, found);
+	if (yes != 0)
+		return yes < 0 ? sfr_py_refused() : 0;
+	yes = ask_bool(kinds, SFR_PY_REQUIRES_GRAD, found->object);
+	if (yes < 0)
+		return sfr_py_refused();
+	found->requires_grad = yes > 0;
+	found->plain = true;
+	return 0;
 }
 
 static int kinds_traverse(PyObject *self, visitproc visit, void *arg)
@@ -226,7 +224,25 @@ static void find_functions(struct sfr_py_kinds *kinds)
 	}
 }
 
-/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size). */
+/* Has torch's number of a dtype lead to the next place in the table; `sample` has one dimension. 0 or -1. */
+static int take_number(struct sfr_py_kinds *kinds, PyObject *sample)
+{
+	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
+
+	if (!sfr_py_words.known)
+		return 0; /* no tensor is plain */
+	(void)sfr_py_bridge_describe(sfr_py_handle_of(sample), row, SFR_ROW_HEADER + 2);
+	number = row[SFR_ROW_DTYPE];
+	if (row[SFR_ROW_NDIM] != 1 || number < 0 || number >= SFR_PY_MAX_NUMBERS) {
+		PyErr_SetString(PyExc_ValueError, "torch could not describe a sample");
+		return -1;
+	}
+	kinds->dtype_at[number] = (uint8_t)(kinds->nr_dtypes + 1);
+	return 0;
+}
+
+/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a tensor
+ * of it). */
 static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
@@ -241,14 +257,16 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 	for (i = 0; i < len; i++) {
 		struct sfr_py_dtype *entry = &kinds->dtype[i];
 		PyObject *item = PyList_GetItem(list, i);
-		PyObject *dtype, *storage_class;
+		PyObject *dtype, *storage_class, *sample;
 		unsigned int itemsize;
 
 		if (item == NULL || !PyTuple_Check(item)) {
 			PyErr_SetString(PyExc_TypeError, "a dtype's entry is a tuple");
 			return -1;
 		}
-		if (!PyArg_ParseTuple(item, "OUI", &dtype, &storage_class, &itemsize))
+		if (!PyArg_ParseTuple(item, "OUIO!", &dtype, &storage_class, &itemsize,
+				      kinds->part[SFR_PY_TENSOR], &sample) ||
+		    take_number(kinds, sample) != 0)
 			return -1;
 		if (itemsize == 0) {
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
@@ -282,7 +300,7 @@ static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 	for (part = 0; part < SFR_PY_NR_PARTS; part++)
 		if (take_part(kinds, kwargs, (enum sfr_py_part)part) != 0)
 			goto fail;
-	if (take_dtypes(kinds, kwargs) != 0 || sfr_py_bridge_load() != 0)
+	if (sfr_py_bridge_load() != 0 || take_dtypes(kinds, kwargs) != 0)
 		goto fail;
 	find_functions(kinds);
 	kinds->cpu = PyUnicode_InternFromString("cpu");
@@ -309,10 +327,27 @@ static PyType_Spec kinds_spec = {
 	.slots = kinds_slots,
 };
 
+/* learn_words(samples) -> whether they were found; see torch/words.h */
+static PyObject *learn_words(PyObject *module, PyObject *samples)
+{
+	(void)module;
+	if (sfr_py_words_learn(samples) != 0)
+		return NULL;
+	return PyBool_FromLong(sfr_py_words.known);
+}
+
+static PyMethodDef functions[] = {
+	{ "learn_words", learn_words, METH_O,
+	  "learn_words(samples) -> bool: where torch keeps what is asked of every tensor." },
+	{ NULL, NULL, 0, NULL },
+};
+
 int sfr_py_add_kinds(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
+	if (PyModule_AddFunctions(module, functions) < 0)
+		return -1;
 	state->kinds_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kinds_spec, NULL);
 	if (state->kinds_type == NULL)
 		return -1;

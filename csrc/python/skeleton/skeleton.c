@@ -8,13 +8,13 @@
  *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
  *              itself, and its storages and inner tensors come by here in their turn.
  *
- * The bridge describes plain tensors, some hundreds in a call. When the pickler is done, finish()
- * lays the storages out as rows of struct sfr_source, and splice() writes the tensors into the
- * pickle (splice.c).
+ * The bridge describes a plain tensor there and then. When the pickler is done, finish() lays the
+ * storages out as rows of struct sfr_source, and splice() writes the tensors into the pickle
+ * (splice.c).
  *
  * A storage is known by the address of its StorageImpl, never by that of its bytes. Every
- * tensor and storage found is held, so that none that a __reduce__ made for the moment dies
- * before it is described and no address is met twice. The pickler refers to the collector
+ * tensor and storage found is held, so that no address is met twice: a __reduce__ makes some for the
+ * moment. The pickler refers to the collector
  * and the collector not to the pickler: there is no cycle, and both go at once.
  *
  * A snapshot has no pickler: its walk gives a collector the tensors (copies.c).
@@ -23,9 +23,8 @@
  * of it (a __getstate__, a finalizer, a signal handler) makes collectors of its own.
  */
 #include "skeleton/skeleton.h"
+#include "torch/words.h"
 #include "sfr/source.h"
-
-enum { PART = 256 }; /* tensors described at a time: about 1 KB each */
 
 /* ---- the pickler's questions ------------------------------------------------ */
 
@@ -37,7 +36,7 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 	sfr_py_trail_look_ahead(c);
 	if (exact && c->plain_road && sfr_py_examine(c->kinds, &found) != 0)
 		return -1;
-	if (found.plain && sfr_py_find_storage(c, &found) != 0)
+	if (found.plain && sfr_py_describe(c, &found) != 0)
 		return -1;
 	if (c->nr_found >= INT32_MAX) {
 		PyErr_SetString(PyExc_OverflowError, "too many tensors");
@@ -49,8 +48,7 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 	Py_INCREF(object);
 	*number = c->nr_found;
 	c->found[c->nr_found++] = found;
-	/* In parts, so that the bridge finds the tensors in the processor's cache. */
-	return c->nr_found - c->nr_placed < PART ? 0 : sfr_py_place_tensors(c);
+	return 0;
 }
 
 /* 1 for what torch.save takes for a storage, 0 for other objects, -1 with an exception set. */
@@ -187,8 +185,6 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	}
 	c->finished = true;
 	sfr_py_trail_leave(c);
-	if (sfr_py_place_tensors(c) != 0)
-		return NULL;
 	for (i = 0; i < c->nr_storages; i++)
 		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
 			return NULL;
@@ -299,27 +295,30 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Collector(kinds, plain_road, plain_cpu, any_dtypes=False) */
+/* Collector(kinds, plain_road, plain_cpu, plain_cuda, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "kinds", "plain_road", "plain_cpu", "any_dtypes", NULL };
+	static char *names[] = { "kinds",      "plain_road", "plain_cpu",
+				 "plain_cuda", "any_dtypes", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
 	PyObject *kinds;
-	int plain_road, plain_cpu, any_dtypes = 0;
+	int plain_road, plain_cpu, plain_cuda, any_dtypes = 0;
 
 	if (state == NULL)
 		return NULL;
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!pp|p:Collector", names, state->kinds_type,
-					 &kinds, &plain_road, &plain_cpu, &any_dtypes))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ppp|p:Collector", names,
+					 state->kinds_type, &kinds, &plain_road, &plain_cpu,
+					 &plain_cuda, &any_dtypes))
 		return NULL;
 	c = (struct sfr_py_collector *)sfr_py_alloc(type); /* zeroed */
 	if (c == NULL)
 		return NULL;
 	Py_INCREF(kinds);
 	c->kinds = (struct sfr_py_kinds *)kinds;
-	c->plain_road = plain_road;
+	c->plain_road = plain_road && sfr_py_words.known;
 	c->plain_cpu = plain_cpu;
+	c->plain_cuda = plain_cuda;
 	c->any_dtypes = any_dtypes;
 	sfr_py_trail_take(c);
 	c->storage_list = PyList_New(0);
@@ -340,6 +339,9 @@ static PyMethodDef collector_methods[] = {
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "meet", sfr_py_collector_meet, METH_O,
 	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	{ "walk", sfr_py_collector_walk, METH_VARARGS,
+	  "walk(nodes, seen) -> those that are no plain tensors, also in plain dicts, lists and tuples "
+	  "among them, each of which is walked into once." },
 	{ "copies", sfr_py_collector_copies, METH_VARARGS,
 	  "copies(memory, offsets, make) -> (new tensors by id, first ones by storage, left out)." },
 	{ NULL, NULL, 0, NULL },

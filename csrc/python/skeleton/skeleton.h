@@ -7,6 +7,7 @@
  *   scan.c      finds the plain tensors' places in the finished pickle
  *   splice.c    puts their opcodes there
  *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
+ *   rebuild.c   likewise: the containers that they are in
  */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
@@ -25,30 +26,20 @@
 	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
 	X(TYPED_STORAGE, "typed_storage")     /* torch.storage.TypedStorage */                     \
 	X(STORAGE_CLASSES, "storage_classes") /* the set torch.is_storage looks in */              \
-	X(STRIDED, "strided")                 /* torch.strided */                                  \
 	/* methods without arguments */                                                            \
 	X(GETSTATE, "getstate")               /* object.__getstate__ */                            \
-	X(HAS_NAMES, "has_names")             /* tensor -> bool, or None */                        \
 	X(UNTYPED_STORAGE, "untyped_storage") /* tensor -> its storage */                          \
 	X(DATA_PTR, "data_ptr")               /* of a storage: its address */                      \
 	X(NBYTES, "nbytes")                   /* of a storage: its length */                       \
 	/* functions */                                                                            \
-	X(METADATA, "metadata")           /* tensor -> dict: what torch.save adds (conj, neg) */   \
+	X(PLACE, "place")                 /* tensor -> sfr_py_where, of all with its keys */       \
 	X(STORAGE_TUPLE, "storage_tuple") /* (collector, storage) -> persistent id */              \
 	X(LOCATION, "location")           /* storage -> its location tag */                        \
 	X(DEVICE_INDEX, "device_index")   /* CUDA tensor -> its device's number */                 \
-	X(TO_HANDLES, "to_handles")     /* tensors -> capsules, each a handle of torch's C shim */ \
-	X(FROM_HANDLES, "from_handles") /* capsules -> tensors; takes the handles over */          \
+	X(FROM_HANDLES, "from_handles")   /* capsules -> tensors; takes the handles over */        \
 	/* from here on getset descriptors */                                                      \
-	X(LAYOUT, "layout")                                                                        \
-	X(IS_CPU, "is_cpu")                                                                        \
-	X(IS_CUDA, "is_cuda")                                                                      \
-	X(IS_NESTED, "is_nested")                                                                  \
-	X(DTYPE, "dtype")                                                                          \
 	X(REQUIRES_GRAD, "requires_grad")                                                          \
-	X(BACKWARD_HOOKS, "backward_hooks")                                                        \
-	X(CDATA, "cdata") /* storage -> address of its StorageImpl */                              \
-	X(IMPL, "impl")   /* tensor -> address of its TensorImpl */
+	X(BACKWARD_HOOKS, "backward_hooks")
 
 enum sfr_py_part {
 #define X(name, keyword) SFR_PY_##name,
@@ -58,9 +49,11 @@ enum sfr_py_part {
 };
 #define SFR_PY_FIRST_METHOD SFR_PY_GETSTATE
 #define SFR_PY_LAST_METHOD SFR_PY_NBYTES
-#define SFR_PY_FIRST_GETTER SFR_PY_LAYOUT
+#define SFR_PY_FIRST_GETTER SFR_PY_REQUIRES_GRAD
 
 #define SFR_PY_MAX_DTYPES 32
+#define SFR_PY_MAX_NUMBERS 64 /* of torch's for dtypes */
+#define SFR_PY_MAX_PLACES 16  /* sets of dispatch keys that are remembered */
 
 /* A dtype that has a legacy storage class. */
 struct sfr_py_dtype {
@@ -68,6 +61,13 @@ struct sfr_py_dtype {
 	PyObject *storage_class; /* "FloatStorage", a str */
 	const char *name;        /* its UTF-8, as long as it */
 	uint32_t itemsize;
+};
+
+/* Where the tensors with some dispatch keys are. */
+enum sfr_py_where { SFR_PY_NOT_PLAIN = -1, SFR_PY_ON_HOST, SFR_PY_ON_DEVICE };
+struct sfr_py_place {
+	uint64_t keys;
+	enum sfr_py_where where;
 };
 
 /* Where a tensor of the last save is: addresses to prefetch, which may be stale. */
@@ -91,6 +91,10 @@ struct sfr_py_kinds {
 	PyCFunction method[SFR_PY_NR_PARTS];
 	struct sfr_py_dtype dtype[SFR_PY_MAX_DTYPES];
 	uint32_t nr_dtypes;
+	uint8_t dtype_at
+		[SFR_PY_MAX_NUMBERS]; /* 1 + the place of torch's number for it, 0: not there */
+	struct sfr_py_place place[SFR_PY_MAX_PLACES];
+	uint32_t nr_places;
 	PyObject *cpu;             /* "cpu" */
 	struct sfr_py_trail trail; /* of the last save */
 };
@@ -98,15 +102,16 @@ struct sfr_py_kinds {
 /* One tensor that the pickler met. */
 struct sfr_py_found {
 	PyObject *object;
-	const int64_t *row; /* of the bridge; NULL unless plain and described */
+	const int64_t *row; /* of the bridge; NULL unless plain */
 	uint32_t storage;   /* number of its storage, likewise */
 	uint8_t dtype;      /* in kinds->dtype, when plain */
 	bool plain, parameter, requires_grad, on_host;
 };
 
 /* Fills `found` for an exact Tensor or Parameter; found->plain says whether the splice can
- * write it. 0, or -1 with an exception (of the kinds that must come through) set. */
-int sfr_py_examine(const struct sfr_py_kinds *kinds, struct sfr_py_found *found);
+ * write it, for all that its dtype and storage do not say (sfr_py_describe). 0, or -1 with an
+ * exception (of the kinds that must come through) set. */
+int sfr_py_examine(struct sfr_py_kinds *kinds, struct sfr_py_found *found);
 /* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words: clears the exception.
  * 0, or -1 where it is of the kinds that must come through. */
 int sfr_py_refused(void);
@@ -132,9 +137,10 @@ struct sfr_py_storage {
 	bool known; /* addr and nbytes are set */
 };
 
-/* What one call of the bridge has written. */
+/* Room for rows of the bridge, which stay where they are. */
 struct sfr_py_rows {
 	struct sfr_py_rows *next;
+	size_t used, room; /* words */
 	int64_t words[];
 };
 
@@ -144,6 +150,7 @@ struct sfr_py_collector {
 	struct sfr_py_kinds *kinds;
 	bool plain_road; /* false: something is in force that only the general road obeys */
 	bool plain_cpu;  /* true: nobody has changed what torch tags host storages with */
+	bool plain_cuda; /* likewise of CUDA devices: all of one device have one tag */
 	bool any_dtypes; /* bytes may be seen as several: they are not saved as they are */
 	struct sfr_py_found *found;
 	size_t nr_found, found_room;
@@ -153,8 +160,8 @@ struct sfr_py_collector {
 	struct sfr_py_map storage_at; /* StorageImpl -> number */
 	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
 	PyObject *storage_list;       /* list of UntypedStorage, by number */
-	size_t nr_placed;             /* found ones up to here are described */
-	struct sfr_py_rows *rows;     /* the bridge's words; found[].row points into them */
+	size_t tagged;                /* number of the storage on a device that was tagged last */
+	struct sfr_py_rows *rows;     /* found[].row points into them */
 	struct sfr_py_trail before, trail; /* of the save before, and of this one */
 	uintptr_t holder;                  /* the dict met last */
 	bool finished;
@@ -165,13 +172,11 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 			 bool on_host, size_t *number);
 /* Refuses bytes that are seen as two dtypes, in torch's words. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype);
-/* Finds the storage of a plain tensor; one without is refused in torch's words, and one whose storage
- * has no memory is no plain one any more. */
-int sfr_py_find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor);
+/* Has the bridge describe a plain tensor, and finds its storage; one of another dtype, or whose storage
+ * has no memory, is no plain one any more. */
+int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
-/* Has the bridge describe the plain tensors found since the last time. */
-int sfr_py_place_tensors(struct sfr_py_collector *c);
 /* Doubles an array that is full. */
 int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
 
@@ -183,6 +188,10 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 /* Methods of the collector. */
 PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
+
+/* ---- rebuild.c ---------------------------------------------------------- */
+
+PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
 /* ---- trail.c ------------------------------------------------------------ */
 

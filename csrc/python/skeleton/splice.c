@@ -7,18 +7,26 @@
  * (functions, storage classes, location tags), at its first use.
  *
  * Only opcodes of protocol 2 are written, as torch's weights_only unpickler knows no others.
- * No Python object is touched but the strings, so nothing here runs foreign code.
+ * No Python object is touched but the strings, so nothing here runs foreign code. Room is made
+ * for a whole tensor at a time, and its opcodes are put without a look at what is left of it.
  */
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* Opcodes written, in memory of our own. A failed allocation is kept until the end. */
+/* Opcodes written, in memory of our own. */
 struct out {
 	unsigned char *mem;
 	size_t len, room;
-	bool failed;
 };
+
+struct text {
+	const char *chars;
+	size_t len;
+};
+
+/* Most bytes of a tensor's opcodes, without its sizes and strides and what has names. */
+enum { TENSOR_ROOM = 320, INT_ROOM = 10 };
 
 /* Memo slots of constants; 0 = not written yet (the slot before is the pickler's or PROTO's). */
 struct memo {
@@ -39,15 +47,13 @@ static bool reserve(struct out *out, size_t len)
 	size_t wanted = out->room;
 	unsigned char *grown;
 
-	if (out->failed)
-		return false;
 	if (len <= out->room - out->len)
 		return true;
 	while (len > wanted - out->len)
 		wanted += wanted / 2 + 4096;
 	grown = PyMem_Realloc(out->mem, wanted);
 	if (grown == NULL) {
-		out->failed = true;
+		(void)PyErr_NoMemory(); /* always NULL */
 		return false;
 	}
 	out->mem = grown;
@@ -55,36 +61,30 @@ static bool reserve(struct out *out, size_t len)
 	return true;
 }
 
+/* From here on there is room for what is put. */
 static void put_bytes(struct out *out, const void *bytes, size_t len)
 {
-	if (len == 0 || !reserve(out, len))
-		return;
 	memcpy(out->mem + out->len, bytes, len);
 	out->len += len;
 }
 
-static void put_op(struct out *out, unsigned char op)
+static inline void put_op(struct out *out, unsigned char op)
 {
-	put_bytes(out, &op, 1);
+	out->mem[out->len++] = op;
 }
 
 /* An opcode with an argument of `len` bytes, little-endian. */
-static void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
+static inline void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
 {
-	unsigned char bytes[9];
 	size_t i;
 
-	bytes[0] = op;
+	put_op(out, op);
 	for (i = 0; i < len; i++)
-		bytes[1 + i] = (unsigned char)(arg >> (8 * i));
-	put_bytes(out, bytes, 1 + len);
+		put_op(out, (unsigned char)(arg >> (8 * i)));
 }
 
 static void put_int(struct out *out, int64_t value)
 {
-	unsigned char bytes[10] = { OP_LONG1, 8 };
-	size_t i;
-
 	if (value >= 0 && value < 0x100) {
 		put_arg(out, OP_BININT1, (uint64_t)value, 1);
 	} else if (value >= 0 && value < 0x10000) {
@@ -92,9 +92,8 @@ static void put_int(struct out *out, int64_t value)
 	} else if (value >= INT32_MIN && value <= INT32_MAX) {
 		put_arg(out, OP_BININT, (uint64_t)value, 4);
 	} else {
-		for (i = 0; i < 8; i++)
-			bytes[2 + i] = (unsigned char)((uint64_t)value >> (8 * i));
-		put_bytes(out, bytes, sizeof(bytes));
+		put_op(out, OP_LONG1);
+		put_arg(out, 8, (uint64_t)value, 8);
 	}
 }
 
@@ -168,34 +167,29 @@ static void put_hooks(struct out *out, struct memo *memo)
 	put_op(out, OP_REDUCE);
 }
 
-/* A location tag. 0, or -1 with an exception set (a tag that UTF-8 cannot hold). */
-static int put_location(struct out *out, struct memo *memo, PyObject *location)
+/* A location, and its tag's UTF-8. */
+static void put_location(struct out *out, struct memo *memo, PyObject *location,
+			 const struct text *tag)
 {
-	const char *text;
-	Py_ssize_t len;
 	uint32_t i;
 
 	for (i = 0; i < memo->nr_locations; i++) {
 		if (memo->location[i].location == location) {
 			put_get(out, memo->location[i].slot);
-			return 0;
+			return;
 		}
 	}
-	text = PyUnicode_AsUTF8AndSize(location, &len);
-	if (text == NULL)
-		return -1;
-	put_str(out, text, (size_t)len);
+	put_str(out, tag->chars, tag->len);
 	if (i < sizeof(memo->location) / sizeof(memo->location[0])) {
 		memo->location[i].location = location;
 		memo->location[i].slot = put_keep(out, memo);
 		memo->nr_locations++;
 	}
-	return 0;
 }
 
-/* ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. 0 or -1. */
-static int put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
-		       const struct sfr_py_found *tensor)
+/* ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. */
+static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
+			const struct sfr_py_found *tensor, const struct text *tag)
 {
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
 	const struct sfr_py_dtype *dtype = &job->kinds->dtype[tensor->dtype];
@@ -216,12 +210,27 @@ static int put_storage(struct out *out, struct memo *memo, const struct sfr_py_s
 		number /= 10;
 	} while (number != 0);
 	put_str(out, key + i, sizeof(key) - i);
-	if (put_location(out, memo, storage->location) != 0)
-		return -1;
+	put_location(out, memo, storage->location, tag);
 	put_int(out, (int64_t)(storage->nbytes / dtype->itemsize));
 	put_op(out, OP_TUPLE);
 	put_op(out, OP_BINPERSID);
-	return 0;
+}
+
+/* Makes room for one tensor, and finds its location's tag. 0, or -1 with an exception set (a tag that
+ * UTF-8 cannot hold). */
+static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
+			  const struct sfr_py_found *tensor, struct text *tag)
+{
+	const char *name = job->kinds->dtype[tensor->dtype].name;
+	PyObject *location = job->storages[tensor->storage].location;
+	Py_ssize_t len;
+
+	tag->chars = PyUnicode_AsUTF8AndSize(location, &len);
+	if (tag->chars == NULL)
+		return -1;
+	tag->len = (size_t)len;
+	len = TENSOR_ROOM + (Py_ssize_t)(2 * INT_ROOM * tensor->row[SFR_ROW_NDIM]);
+	return reserve(out, (size_t)len + tag->len + strlen(name)) ? 0 : -1;
 }
 
 /* The opcodes that rebuild one tensor. 0 or -1. */
@@ -229,7 +238,10 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 		      const struct sfr_py_found *tensor)
 {
 	const int64_t *row = tensor->row;
+	struct text tag;
 
+	if (reserve_tensor(out, job, tensor, &tag) != 0)
+		return -1;
 	if (tensor->parameter) {
 		put_global(out, memo, &memo->rebuild_parameter, "torch._utils",
 			   "_rebuild_parameter");
@@ -237,8 +249,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	}
 	put_global(out, memo, &memo->rebuild_tensor, "torch._utils", "_rebuild_tensor_v2");
 	put_op(out, OP_MARK);
-	if (put_storage(out, memo, job, tensor) != 0)
-		return -1;
+	put_storage(out, memo, job, tensor, &tag);
 	put_int(out, row[SFR_ROW_OFFSET]);
 	put_tuple(out, row + SFR_ROW_HEADER, row[SFR_ROW_NDIM]);
 	put_tuple(out, row + SFR_ROW_HEADER + row[SFR_ROW_NDIM], row[SFR_ROW_NDIM]);
@@ -258,7 +269,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 {
 	struct sfr_py_scan scan = { 0 };
-	struct out out = { NULL, 0, 0, false };
+	struct out out = { NULL, 0, 0 };
 	struct memo memo = { 0 };
 	PyObject *result = NULL;
 	size_t i, at = 0;
@@ -269,12 +280,15 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	if (sfr_py_scan(job, &scan) != 0)
 		goto fail;
 	memo.next = scan.next_slot;
-	/* A first guess of the length; a failure is kept. */
-	(void)reserve(&out, job->len + 96 * scan.nr_markers + 256);
+	/* A first guess of the length. */
+	if (!reserve(&out, job->len + 96 * scan.nr_markers + TENSOR_ROOM))
+		goto fail;
 	for (i = 0; i < scan.nr_markers; i++) {
 		const struct sfr_py_marker *marker = &scan.markers[i];
 		uint32_t *slot = &memo.tensor[marker->tensor];
 
+		if (!reserve(&out, marker->at - at + INT_ROOM))
+			goto fail;
 		put_bytes(&out, job->in + at, marker->at - at);
 		at = marker->at + marker->len;
 		if (*slot != 0) {
@@ -286,11 +300,10 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 		if (scan.counts[marker->tensor] > 1)
 			*slot = put_keep(&out, &memo);
 	}
+	if (!reserve(&out, job->len - at))
+		goto fail;
 	put_bytes(&out, job->in + at, job->len - at);
-	if (out.failed)
-		(void)PyErr_NoMemory(); /* always NULL */
-	else
-		result = PyBytes_FromStringAndSize((const char *)out.mem, (Py_ssize_t)out.len);
+	result = PyBytes_FromStringAndSize((const char *)out.mem, (Py_ssize_t)out.len);
 fail:
 	sfr_py_scan_fini(&scan);
 	PyMem_Free(out.mem);

@@ -7,6 +7,7 @@
  * never read: prefetching cannot fault, and a stale address costs a line.
  */
 #include "skeleton/skeleton.h"
+#include "torch/words.h"
 
 enum {
 	AHEAD = 12,         /* tensors between the one asked for and the one met */
@@ -52,22 +53,12 @@ void sfr_py_trail_look_ahead(const struct sfr_py_collector *c)
 int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wrapper,
 		     uint64_t storage)
 {
-	struct sfr_py_step step = { .tensor = (uintptr_t)tensor,
-				    .wrapper = (uintptr_t)wrapper,
-				    .storage = (uintptr_t)storage,
-				    .holder = c->holder };
-	const struct sfr_py_step *old = NULL;
-	uint64_t impl;
+	const struct sfr_py_step step = { .tensor = (uintptr_t)tensor,
+					  .impl = sfr_py_impl_of(tensor),
+					  .wrapper = (uintptr_t)wrapper,
+					  .storage = (uintptr_t)storage,
+					  .holder = c->holder };
 
-	if (c->nr_found < c->before.nr)
-		old = &c->before.steps[c->nr_found];
-	if (old != NULL && old->tensor == step.tensor) {
-		step.impl = old->impl;
-	} else {
-		if (sfr_py_ask_u64(c->kinds, SFR_PY_IMPL, tensor, &impl) != 0)
-			return -1;
-		step.impl = (uintptr_t)impl;
-	}
 	/* By number of the found tensor: those of the general road leave empty steps. */
 	while (c->trail.nr <= c->nr_found) {
 		if (sfr_py_make_room((void **)&c->trail.steps, c->trail.nr, &c->trail.room,

@@ -45,17 +45,17 @@ static inline void sfr_hold_put(struct sfr_hold *hold)
 		hold->last(hold);
 }
 
-/* A tensor is given by a handle of torch's C shim, which counts one reference. Whoever calls holds
- * the interpreter lock; no function lets go of it. */
+/* A tensor is given by a handle of torch's C shim, an at::Tensor. Whoever calls holds the interpreter
+ * lock; no function lets go of it. */
+struct AtenTensorOpaque;
 
 /* Finds torch's functions, once. 0; or -1 with an ImportError set: torch has not been imported, or is
  * too old. The others may be called after that. */
 int sfr_py_bridge_load(void);
 
-/* Writes the tensors' rows one after another to `rows`, where there is room for `room` words.
- * Returns the number of words that all rows together need (if that is more than `room`, make room
- * and call again), or -1 when torch has refused. */
-int64_t sfr_py_bridge_describe(void *const *tensors, size_t nr, int64_t *rows, int64_t room);
+/* Writes a tensor's row, where there is room for `room` words. Returns the number of words it needs (if
+ * that is more than `room`, make room and call again), or -1 when torch has refused. */
+int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
 /* Whether this torch makes tensors over given memory: from 2.11 on. */
 bool sfr_py_bridge_makes(void);
@@ -64,7 +64,7 @@ bool sfr_py_bridge_makes(void);
  * gradient. 0; or -1, and there are no new tensors. */
 int sfr_py_bridge_make(const int64_t *rows, size_t nr, struct sfr_hold *hold, void **tensors);
 
-/* Gives handles back. */
+/* Gives handles back that count one reference each, as those of `make` do. */
 void sfr_py_bridge_drop(void *const *tensors, size_t nr);
 
 #endif

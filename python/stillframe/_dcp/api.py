@@ -196,9 +196,9 @@ class Saver:
         self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
         self._last: Upload | None = None
         self._stages = Stages()
-        # Of saves that have ended, and empty. A tensor's end lets go of the interpreter lock, so
-        # they end in the next call and not beside a main thread that computes.
-        self._spent: list[torch.Tensor] = []
+        # Of saves that have ended. The end of a tensor or collective lets go of the interpreter
+        # lock, so they end in the next call and not beside a main thread that computes.
+        self._spent: list[Any] = []
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from stillframe._base.paths import sync_directory
+from stillframe._base import steps
 
 log = logging.getLogger("stillframe")
 
@@ -65,22 +65,24 @@ def metadata_path(directory: str, rank: int | None) -> str:
     return os.path.join(directory, ".metadata" if rank is None else f"__{rank}.metadata")
 
 
-def write(metadata: Metadata, directory: str, rank: int | None, *, durable: bool) -> New:
+def write(
+    metadata: Metadata, directory: str, rank: int | None, files_id: int, *, durable: bool
+) -> New:
     """All of a commit that the data files need not be there for.
+
+    Args:
+        files_id: Of the data files of who commits.
 
     Raises:
         OSError: Nothing of it stays.
     """
     path = metadata_path(directory, rank)
-    new = New(metadata, path, f"{path}.{id_text(new_id())}.tmp")
+    new = New(metadata, path, f"{path}.{id_text(files_id)}.tmp")
+    wanted = [steps.write(new.temporary, pickle.dumps(metadata), durable=durable)]
+    if durable:
+        wanted.append(steps.sync(os.path.dirname(os.path.abspath(directory))))  # its entry there
     try:
-        with open(new.temporary, "xb") as file:
-            file.write(pickle.dumps(metadata))
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        if durable:
-            sync_directory(os.path.dirname(os.path.abspath(directory)))  # the directory's entry
+        steps.take(wanted)
     except BaseException:
         discard(new)
         raise
@@ -89,7 +91,7 @@ def write(metadata: Metadata, directory: str, rank: int | None, *, durable: bool
 
 def discard(new: New) -> None:
     """It will not be committed."""
-    _remove(new.temporary)
+    _remove([new.temporary])
 
 
 def put_in_place(new: New, *, durable: bool) -> None:
@@ -99,12 +101,10 @@ def put_in_place(new: New, *, durable: bool) -> None:
         OSError: The directory holds what it held before; or, where only syncing it failed, the new
             checkpoint, not known to be durable.
     """
-    directory = os.path.dirname(new.path)
-    if durable:
-        sync_directory(directory)  # the entries of the data files of all ranks
-    os.rename(new.temporary, new.path)
-    if durable:
-        sync_directory(directory)
+    named = steps.rename(new.temporary, new.path)
+    synced = steps.sync(os.path.dirname(new.path))
+    # First the entries of the data files of all ranks.
+    steps.take([synced, named, synced] if durable else [named])
 
 
 def named_files(metadata: Metadata) -> set[str]:
@@ -117,15 +117,21 @@ def remove_unnamed(metadata: Metadata, directory: str, rank: int | None) -> None
     itself. An extra file does no harm: what cannot be removed is logged."""
     wanted = named_files(metadata)
     try:
-        names = os.listdir(directory)
+        names = steps.names(directory)
     except OSError as error:
         log.warning("stillframe: what %s does not need was not removed: %s", directory, error)
         return
-    for name in names:
-        data = _DATA.fullmatch(name)
-        mine = data is not None and (rank is None or int(data[1]) == rank)
-        if name not in wanted and (mine or (rank is None and _TEMPORARY.fullmatch(name))):
-            _remove(os.path.join(directory, name))
+    _remove(
+        os.path.join(directory, name) for name in names if name not in wanted and _is_of(name, rank)
+    )
+
+
+def _is_of(name: str, rank: int | None) -> bool:
+    """Whether a file is one of a checkpoint's, or of one rank's that has saved for itself."""
+    data = _DATA.fullmatch(name)
+    if rank is not None:
+        return data is not None and int(data[1]) == rank
+    return data is not None or _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_files(paths: Iterable[str], directory: str, rank: int | None) -> None:
@@ -139,9 +145,7 @@ def remove_files(paths: Iterable[str], directory: str, rank: int | None) -> None
     except Exception as error:  # nothing may go while nobody knows what is needed
         log.warning("stillframe: files of a failed save stay in %s: %s", directory, error)
         return
-    for path in paths:
-        if os.path.basename(path) not in wanted:
-            _remove(path)
+    _remove(path for path in paths if os.path.basename(path) not in wanted)
 
 
 def remove_if_empty(directory: str) -> None:
@@ -150,10 +154,8 @@ def remove_if_empty(directory: str) -> None:
         os.rmdir(directory)
 
 
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("stillframe: %s is not needed and could not be removed: %s", path, error)
+def _remove(paths: Iterable[str]) -> None:
+    for error in steps.take_each([steps.unlink(path) for path in paths]):
+        log.warning(
+            "stillframe: %s is not needed and could not be removed: %s", error.filename, error
+        )

@@ -38,7 +38,7 @@ class RankFiles:
         self._files = []
         with torch.no_grad():  # a DTensor's local tensor is to be had for nothing then
             for number, bucket in enumerate(buckets):
-                items = [image.Item(resolve(item)) for item in bucket]
+                items = [image.Item(resolve(item), item.index.fqn) for item in bucket]
                 self._files.append(image.DataFile(os.path.join(directory, name(number)), items))
         self.places = [file.places for file in self._files]
 

@@ -21,16 +21,25 @@ from stillframe._save.report import SaveReport
 
 
 class Item:
-    """One archive: what the core needs, and who has the bytes."""
+    """One archive: what the core needs, and who has the bytes.
+
+    Raises:
+        ValueError: `data` is a meta tensor; it says its `name`.
+    """
 
     __slots__ = ("owner", "row")
 
-    def __init__(self, data: torch.Tensor | BytesIO) -> None:
+    def __init__(self, data: torch.Tensor | BytesIO, name: str = "a tensor") -> None:
         self.owner: object = None
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
             tensor, row = data, row_of(data)
             if row is None:
+                if data.is_meta:
+                    raise ValueError(
+                        f"{name} is on the meta device and has no bytes to save: give it memory"
+                        " (`to_empty`, `torch.empty_like(..., device='cpu')`), or leave it out"
+                    )
                 tensor = _plain(data.detach())
                 row = row_of(tensor)
             if row is not None:

@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -137,7 +136,7 @@ class Round:
         beside: This rank's file that the checkpoint is committed with.
         is_apart: ShardedTensors of the state dict were taken apart for the copying.
         raised: The call raises the error of the save before.
-        spent: Gets the tensors of the copy when nobody needs them any more.
+        spent: Gets what nobody needs any more, the tensors of the copy among it.
         ended_well: Called before anybody hears of the end.
         give_up: Called with a group in which a collective has failed.
     """
@@ -155,7 +154,7 @@ class Round:
     beside: Beside | None = None
     is_apart: bool = False
     raised: bool = False
-    spent: list[torch.Tensor] = field(default_factory=list)
+    spent: list[Any] = field(default_factory=list)
     ended_well: Callable[[], object] = int
     give_up: Callable[[dist.ProcessGroup, BaseException], object] | None = None
 
@@ -222,6 +221,7 @@ class Rounds:
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # the coordinator has said that there is no commit
         group, work.group, self._ranks = work.group, None, None
+        work.spent.clear()
         known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
         if group is not None and work.give_up is not None and not known:
             work.give_up(group, failure)
@@ -231,7 +231,7 @@ class Rounds:
                 log.error("stillframe: %s: %s", work.path, failure)
 
     def _save(self, work: Round) -> Metadata:
-        ranks, writer = self._ranks or Ranks(work.group), work.writer
+        ranks, writer = self._ranks or Ranks(work.group, work.spent), work.writer
         self._ranks = ranks
         joint: JointSave | None = None
         if writer is not None:

@@ -98,11 +98,12 @@ class Staged:
     def uploads(self, tree: Any) -> None:
         self._tree = tree
 
-    def upload_ended(self) -> list[torch.Tensor]:
+    def upload_ended(self) -> list[Any]:
         """Gives the memory back: nothing reads it any more. May be called again.
 
         Returns:
-            The tensors, which are empty now, for who knows a better time for their end.
+            The tensors, which are empty now, and the snapshot that they were of, for who knows a
+            better time for their end.
         """
         taken, tree = self._taken, self._tree
         self._tree = None
@@ -115,7 +116,7 @@ class Staged:
             will_return(taken, False)  # what is left of it is in somebody's hands
         self._taken = None
         self._note(uploading=False)
-        return tensors
+        return [*tensors, taken]
 
     def _note(self, *, uploading: bool) -> None:
         with self._changed:
@@ -133,12 +134,16 @@ class Staged:
         return taken is not None and is_leased(taken)
 
 
+# By dtype. Made once, and kept: both their making and their end let go of the interpreter lock.
+_nothing: dict[torch.dtype, torch.Tensor] = {}
+
+
 def _empty(tensors: list[Any]) -> None:
-    nothing: dict[torch.dtype, torch.Tensor] = {}
     for tensor in _with_memory(tensors):
-        if tensor.dtype not in nothing:
-            nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = nothing[tensor.dtype]
+        if tensor.dtype not in _nothing:
+            with torch.inference_mode(False):
+                _nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        tensor.data = _nothing[tensor.dtype]
 
 
 def _with_memory(tensors: list[Any]) -> Iterator[torch.Tensor]:

@@ -258,7 +258,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self._new = commit.write(metadata, self._directory(), self._rank, durable=self._durable)
+        self._new = commit.write(
+            metadata, self._directory(), self._rank, self.files_id, durable=self._durable
+        )
         return self._new
 
     def commit(self, new: commit.New) -> None:

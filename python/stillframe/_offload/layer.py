@@ -40,6 +40,13 @@ Former = list[tuple[Place, Any]]
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
+# Said by torch where a layer is compiled with fullgraph=True.
+_WHY = (
+    "offloaded layers get their weights between compiled graphs: compile them before"
+    " offload_layers, or without fullgraph=True"
+)
+
+
 def version_of(tensor: Tensor) -> int:
     """How often it was written to, as a training without offloading would count it: what a forward
     writes counts when that forward ends, not when it comes back."""
@@ -265,7 +272,7 @@ class Hook:
     """A hook of a module. A copy of the module has none: it does nothing there."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
-        self._function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]
         self._layer = layer
 
     def __call__(self, *args: Any) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 from stillframe._offload.every import every
 from stillframe._offload.offloader import Offloader
@@ -26,10 +27,12 @@ class Source(Protocol):
     """What can be brought in.
 
     Attributes:
-        tensors: Its own, on the CPU.
+        tensors: Its own, on the CPU: parameters, then buffers, which a forward may write to.
+        nr_parameters: How many of them are parameters.
     """
 
     tensors: list[Tensor]
+    nr_parameters: int
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
         """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
@@ -47,10 +50,16 @@ class _Coming(NamedTuple):
 
 
 class Group:
-    """One layer's tensors on the device."""
+    """One layer's tensors on the device.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
+    Args:
+        brought: As they came, over one storage.
+        nr_parameters: How many of them are; the others are buffers.
+    """
+
+    def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
+        self.brought = brought
+        self.tensors = [*brought[:nr_parameters], *map(_apart, brought[nr_parameters:])]
         self.note_versions()
 
     def changed(self, index: int) -> bool:
@@ -115,7 +124,7 @@ class Residents:
                 what = coming.what
             # Tensors made in inference mode could never be saved for a backward.
             with torch.inference_mode(False), torch.no_grad():
-                group = self._groups[layer] = Group(self._onload(what))
+                group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
             self._coming.pop(layer, None)
         return group
 
@@ -138,8 +147,8 @@ class Residents:
         if coming is not None:
             self._offloader._give_up_ahead(coming.what)
         group = self._groups.pop(layer, None)
-        if group is not None and _has_bytes(group.tensors):
-            self._offloader.release(group.tensors)
+        if group is not None and _has_bytes(group.brought):
+            self._offloader.release(group.brought)
 
     def give_up_others(self, keep: Iterable[Source | None]) -> None:
         kept = set(keep)
@@ -164,6 +173,19 @@ class Residents:
         self._give_up_earlier()
         while len(self._groups) + len(self._coming) > self._slots - nr:
             self.give_up(next(iter(self._coming or self._groups)))
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory as a storage of its own, which keeps the other: torch's compilers take no
+    tensor that is written to and shares a storage with others."""
+    try:
+        lent = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+    except (BufferError, RuntimeError):  # of a type that cannot be lent
+        return tensor
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(
+        lent.untyped_storage(), int(lent.storage_offset()), tensor.shape, tensor.stride()
+    )
 
 
 def _has_bytes(tensors: Sequence[Tensor]) -> bool:

@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from stillframe._tree.skeleton import SOURCE
+
 
 class Marks(NamedTuple):
     """The storages of a save, and which of them are copied behind its call.
@@ -30,6 +32,11 @@ class Marks(NamedTuple):
     owners: list[int]
     tensors: list[torch.Tensor]
     versions: list[int]
+
+    def is_late(self, number: int) -> bool:
+        """Whether the storage with this number is marked."""
+        _, _, lane, _ = SOURCE.unpack_from(self.rows, number * SOURCE.size)
+        return bool(lane)
 
 
 class Keeper(Protocol):

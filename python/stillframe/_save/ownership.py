@@ -243,7 +243,7 @@ class Owner:
                 storage = p.untyped_storage()
                 number = marks.numbers.get(storage._cdata)
                 if number is not None and storage.nbytes() > _MIN_NBYTES:
-                    return number not in marks.indices
+                    return not marks.is_late(number)
         return False
 
     def bury(self) -> None:

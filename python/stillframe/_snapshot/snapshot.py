@@ -60,13 +60,13 @@ class Snapshot(Generic[T]):
         self,
         copy: Copy,
         tree: T,
-        identities: list[int],
+        begins: list[int],
         shared: bool,
         lender: lent.Lender | None = None,
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
-        self._identities = identities  # of the new storages, by number
+        self._begins = begins  # by number of the storage: the address of its copy
         self._shared = shared
         self._lender = lender
         self._birth = Birth("this Snapshot")
@@ -189,12 +189,12 @@ class Snapshot(Generic[T]):
 
     def _names(self, index: int) -> list[str]:
         """Key paths of the tensors over a storage."""
-        identity = self._identities[index] if index < len(self._identities) else 0
+        begin = self._begins[index]
 
         def over(node: Any) -> bool:
             try:
                 return isinstance(node, torch.Tensor) and (
-                    memory_of(node).untyped_storage()._cdata == identity
+                    memory_of(node).untyped_storage().data_ptr() == begin
                 )
             except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
                 return False
@@ -371,13 +371,9 @@ def _take(
         if copy.error is not None:
             del memory  # a traceback would keep it
             raise StillframeError(str(copy.error))
-    built, identities = source.rebuild(
-        memory,
-        core.offsets(),
-        identities=bool(deferral.indices),  # for names in an error
-        objects=objects,
-    )
-    taken = Snapshot(copy, built, identities, forks, lender)
+    offsets = core.offsets()
+    built, address = source.rebuild(memory, offsets, objects=objects)
+    taken = Snapshot(copy, built, [address + each for each in offsets], forks, lender)
     taken.num_tensors, taken.nbytes = source.num_tensors(), source.nbytes()
     if deferral.indices:
         nbytes = [nbytes for _, nbytes in source.sources()]

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
+from stillframe import _core
+
 # Objects nothing can change, or that nobody would call custom: they are not even mentioned.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
@@ -186,9 +188,12 @@ class Builder:
         target.set_(self.storage(number))
         target.copy_(source)
 
-    def identities(self) -> list[int]:
-        """Addresses of the new StorageImpls, 0 for one that no tensor is over."""
-        return [0 if each is None else each.untyped_storage()._cdata for each in self._firsts]
+    def address(self) -> int:
+        """Of the memory; 0 where no tensor is over bytes of it."""
+        for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
+            if first is not None and nbytes:
+                return first.untyped_storage().data_ptr() - offset
+        return 0
 
     # ---- tensors ----
 
@@ -273,22 +278,18 @@ class Builder:
     # ---- the rest of the tree ----
 
     def build(self, node: Any) -> Any:
+        """What stands in a node's place. Plain dicts and lists are made in C."""
+        return _core.rebuilt(node, self._memo, self._build_other)
+
+    def _build_other(self, node: Any) -> Any:
         kind = type(node)
         if kind in ATOMS:
             return node
         key = id(node)
-        if key in self._memo:
-            return self._memo[key]
         new: Any
-        if kind is dict:
-            new = self._memo[key] = {}
-            self._fill(new, node)
-        elif kind is list:
-            new = self._memo[key] = []
-            new.extend([self.build(value) for value in node])
-        elif isinstance(node, Tensor):
+        if isinstance(node, Tensor):
             return self._tensor(node)
-        elif isinstance(node, tuple):
+        if isinstance(node, tuple):
             new = self._tuple(node, kind)
             self._memo[key] = new
         elif isinstance(node, (dict, list, deque, set)):
@@ -304,12 +305,6 @@ class Builder:
         else:
             new = node
         return new
-
-    def _fill(self, new: dict[Any, Any], node: dict[Any, Any]) -> None:
-        build, known = self.build, self._memo.get
-        for name, value in list(node.items()):
-            made = known(id(value))
-            new[name] = build(value) if made is None else made
 
     def _tuple(self, node: tuple[Any, ...], kind: type[Any]) -> Any:
         parts = [self.build(value) for value in node]

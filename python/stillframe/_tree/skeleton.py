@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import _pickle
 import copyreg
+import functools
 import io
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ from stillframe._tree import culprit
 from stillframe._tree import keypaths as _keypaths
 
 _PROTOCOL = 2
+_REAL, _COMPLEX = torch.float32, torch.complex64
+_MOST_ITEMSIZE = 16  # of a dtype
 SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
 # The pickle of a plain tensor is written without asking the tensor, which is right as long as
@@ -36,6 +40,14 @@ _REDUCERS = (
     (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
     (Parameter, "__reduce_ex__", Parameter.__reduce_ex__),
 )
+
+_taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
+_cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
+_TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
+
+# Tensors to handles of torch's C shim, in capsules; and back, which takes the handles over.
+_to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+_from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
 
 @dataclass(slots=True)
@@ -107,11 +119,59 @@ def _location(storage: UntypedStorage) -> str:
     return location
 
 
+def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
+    """Tensors of several kinds, with what torch says of each: where its TensorImpl is, its dispatch
+    keys, where its StorageImpl is, and a handle of torch's C shim."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
+        tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
+        return [
+            (
+                tensor,
+                tensor._cdata,
+                torch._C._dispatch_keys(tensor).raw_repr(),
+                tensor.untyped_storage()._cdata,
+                handle,
+            )
+            for tensor, handle in zip(tensors, _to_handles(tensors), strict=True)
+        ]
+
+
+def _learn_words() -> bool:
+    """Has the C side find out where torch keeps what it has to know of every tensor."""
+    samples = _samples()
+    try:
+        return _core.learn_words(samples)
+    finally:
+        _from_handles([sample[-1] for sample in samples])  # which takes them over
+
+
+def _keys(*names: str) -> int:
+    """The bits of some dispatch keys."""
+    sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
+    return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
+
+
+_USUAL_KEYS = _keys(
+    *("CPU", "AutogradCPU", "AutocastCPU", "CUDA", "AutogradCUDA", "AutocastCUDA"),
+    "ADInplaceOrView",
+)
+
+
+def _place(tensor: Tensor) -> int:
+    """Where tensors with the dispatch keys of this one live: 0 for host memory, 1 for CUDA devices;
+    -1 for any other place, and where a key says that they are more than bytes with a shape: sparse,
+    nested, quantized, conjugated, negated, named, wrapped, nothing but zeros."""
+    if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
+        return -1
+    return 0 if tensor.is_cpu else 1 if tensor.is_cuda else -1
+
+
 def _make_kinds(**other: Any) -> _core.Kinds:
     """Collects the parts of torch that the C side needs; `other` ones take their place."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
-        (dtype, name, dtype.itemsize)
+        (dtype, name)
         for dtype, name in torch.storage._dtype_to_storage_type_map().items()
         if not name.startswith("Q")  # quantized tensors carry more than a storage
     ]
@@ -120,44 +180,44 @@ def _make_kinds(**other: Any) -> _core.Kinds:
         "parameter": Parameter,
         "typed_storage": TypedStorage,
         "storage_classes": torch._storage_classes,
-        "strided": torch.strided,
         "getstate": object.__getstate__,
-        "has_names": attributes.get("has_names"),
         "untyped_storage": attributes["untyped_storage"],
-        "metadata": torch._C._get_tensor_metadata,  # type: ignore[attr-defined]
         "data_ptr": torch._C.StorageBase.__dict__["data_ptr"],
         "nbytes": torch._C.StorageBase.__dict__["nbytes"],
+        "place": _place,
         "storage_tuple": _storage_tuple,
         "location": _location,
         "device_index": _device.index_of,
-        "to_handles": torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
-        "from_handles": torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
-        "layout": attributes["layout"],
-        "is_cpu": attributes["is_cpu"],
-        "is_cuda": attributes["is_cuda"],
-        "is_nested": attributes["is_nested"],
-        "dtype": attributes["dtype"],
+        "from_handles": _from_handles,
         "requires_grad": attributes["requires_grad"],
         "backward_hooks": attributes["_backward_hooks"],
-        "cdata": torch._C.StorageBase.__dict__["_cdata"],
-        "impl": attributes["_cdata"],
         "dtypes": dtypes,
     }
-    return _core.Kinds(**{**parts, **other})
+    parts.update(other)
+    sample = torch.empty(_MOST_ITEMSIZE, dtype=torch.uint8, device="cpu")
+    parts["dtypes"] = [
+        (dtype, name, dtype.itemsize, sample.view(dtype)) for dtype, name in parts["dtypes"]
+    ]
+    return _core.Kinds(**parts)
 
 
-def _whole_dtypes() -> list[tuple[torch.dtype, str, int]]:
-    """Dtypes whose elements are some bytes and nothing else, as `Kinds` takes them."""
+def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
+    """Dtypes whose elements are some bytes and nothing else, as `_make_kinds` takes them."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
     names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
     dtypes = [(name, getattr(torch, name, None)) for name in names.split()]
-    return [(dtype, name, dtype.itemsize) for name, dtype in dtypes if dtype is not None]
+    return [(dtype, name) for name, dtype in dtypes if dtype is not None]
 
 
 make_tensors = True
 """Whether the bridge makes the tensors of a snapshot, where torch has a function for it (2.11)."""
 
+_sees_words = _learn_words()
+_UNSEEN = (
+    "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
+    " itself, as torch.save does, which is slower."
+)
 _kinds = _make_kinds()
 # Trees have a trail of their own, and may have tensors of any dtype.
 _tree_kinds = _make_kinds(dtypes=_whole_dtypes())
@@ -188,16 +248,18 @@ def _plain_road() -> bool:
     return all(getattr(cls, name) is original for cls, name, original in _REDUCERS)
 
 
-def _plain_cpu() -> bool:
-    """Whether a host storage's location tag is torch's own, ``"cpu"``."""
-    return torch.serialization._package_registry[0][1] is torch.serialization._cpu_tag
+def _plain_tags() -> tuple[bool, bool]:
+    """Whether storages of the host, and those of CUDA devices, have torch's own location tags:
+    "cpu", and one for each device."""
+    taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
+    return taggers[:1] == _TAGGERS[:1], taggers == _TAGGERS
 
 
 def tree_collector() -> _core.Collector:
     """A collector for `stillframe._tree.walk`, which has a walk of its own, saves nothing, and lets
     no function mode interfere."""
     return _core.Collector(
-        _tree_kinds, plain_road=not _transformed(), plain_cpu=True, any_dtypes=True
+        _tree_kinds, plain_road=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
@@ -220,23 +282,22 @@ def build(obj: object) -> Skeleton:
     Raises:
         Whatever ``torch.save`` raises for ``obj``.
     """
-    collector = _core.Collector(_kinds, plain_road=_plain_road(), plain_cpu=_plain_cpu())
+    plain_cpu, plain_cuda = _plain_tags()
+    collector = _core.Collector(
+        _kinds, plain_road=_plain_road(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
+    )
     try:
         pickle = _pickle_object(obj, collector)
     except MemoryError:
         raise
     except Exception as error:
-        # torch.save looks at each tensor as it comes by and would have met a tensor that it
-        # refuses before what stopped the pickler.
-        try:
-            collector.finish()
-        except Exception as earlier:
-            raise earlier from None
         culprit.note(error, obj)
-        raise error
+        raise
     storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)
+    if not _sees_words:
+        fallbacks.append(_UNSEEN)
     return Skeleton(data, storages, identities, rows, num_tensors, fallbacks, devices)
 
 

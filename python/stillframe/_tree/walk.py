@@ -101,22 +101,27 @@ class Tree:
             self._forgo_lanes()
 
     def _find(self, root: object, collector: _core.Collector) -> None:
-        """The collector takes the plain tensors out of what stands in each container."""
+        """The collector walks into plain containers and takes the plain tensors out."""
         seen: set[int] = set()
-        stack = collector.meet((root,))
-        if self._dtensor is not None:
-            stack = self._see_through(stack, collector)
+        stack = self._rest((root,), seen, collector)
         while stack:
             node = stack.pop()
             kind = type(node)
             if kind in ATOMS or id(node) in seen:
                 continue
             seen.add(id(node))
-            inner = collector.meet(self._children(node, kind, collector))
-            if self._dtensor is not None and inner:
-                inner = self._see_through(inner, collector)
-            inner.reverse()  # in the order of the tree: what was made so is copied so
-            stack.extend(inner)
+            stack += self._rest(self._children(node, kind, collector), seen, collector)
+
+    def _rest(
+        self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
+    ) -> list[Any]:
+        """What is left of the nodes to be looked at, the last one first: in the order of the tree,
+        in which what was made so is copied so."""
+        rest = collector.walk(nodes, seen)
+        if self._dtensor is not None and rest:
+            rest = self._see_through(rest, collector)
+        rest.reverse()
+        return rest
 
     def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
         """Enters the DTensors among the nodes; returns the other nodes, and what DTensors lead to
@@ -138,10 +143,6 @@ class Tree:
     def _children(
         self, node: Any, kind: type[Any], collector: _core.Collector
     ) -> list[Any] | tuple[Any, ...]:
-        if kind is dict:
-            return tuple(node.values())
-        if kind is list or kind is tuple:
-            return tuple(node)
         if isinstance(node, Tensor):
             return self._meet_other(node, collector)
         if isinstance(node, dict):
@@ -239,11 +240,10 @@ class Tree:
         memory: Any,
         offsets: list[int],
         *,
-        identities: bool = False,
         objects: dict[int, Any] | None = None,
-    ) -> tuple[Any, list[int]]:
-        """The tree over new host storages, and the addresses of their StorageImpls if wanted.
-        Once: what is known of the old tensors goes with it.
+    ) -> tuple[Any, int]:
+        """The tree over new host storages, and the address of the memory, 0 where there are no
+        bytes. Once: what is known of the old tensors goes with it.
 
         Args:
             memory: An object with the buffer protocol that holds their bytes.
@@ -273,7 +273,7 @@ class Tree:
             if self.reads_bytes:
                 # torch lists sparse tensors that were made anew, which would keep the memory.
                 torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
-            return built, builder.identities() if identities else []
+            return built, builder.address()
 
     def num_tensors(self) -> int:
         """Distinct tensors of the tree; those inside others count too."""

@@ -247,7 +247,7 @@ def test_the_same_object_gives_the_same_bytes():
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x02K", b"\x80\x02K\x05Q.", b"\x80\x02\xff.", b"N.N."])
 def test_what_no_pickler_of_ours_wrote_is_refused_by_the_splice(data):
-    collector = skeleton._core.Collector(skeleton._kinds, True, True)
+    collector = skeleton._core.Collector(skeleton._kinds, True, True, True)
     with pytest.raises(SystemError, match="cannot be parsed"):
         collector.splice(data)
 
@@ -721,6 +721,6 @@ def test_saves_in_several_threads_do_not_mix():
 @given(st.binary(max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_the_splice_reads_within_its_bounds(data):
-    collector = skeleton._core.Collector(skeleton._kinds, True, True)
+    collector = skeleton._core.Collector(skeleton._kinds, True, True, True)
     kind, value = outcome(collector.splice, b"\x80\x02" + data)
     assert kind is SystemError or value == b"\x80\x02" + data

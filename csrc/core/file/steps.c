@@ -1,0 +1,141 @@
+/* A list of changes that somebody has planned: files written, synced, renamed, removed.
+ *
+ * The commit of a checkpoint of many ranks is planned in Python, which knows which file names
+ * which. Each call of the system that Python makes lets go of the interpreter lock, and beside a
+ * thread that computes waits 5 ms to have it back; listing a directory does so for each name. So the
+ * plan is a list, and the binding lets go once around all of it.
+ *
+ * Which order is safe the list's maker knows, and what to remove when a step has failed: here is
+ * neither. One thing is: no step is taken behind one that failed.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+
+#include "file/file.h"
+#include "sfr/steps.h"
+
+/* ---- steps ---- */
+
+/* 0 or -errno. */
+static int put_all(int fd, const char *bytes, size_t len)
+{
+	off_t off = 0;
+	int stalled = 0; /* calls in a row without progress */
+
+	while (len) {
+		ssize_t put = sfr_sys.pwrite(fd, bytes, len, off);
+		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+
+		if (put == 0 || (put < 0 && code != -EINTR))
+			return code;
+		stalled = put < 0 ? stalled + 1 : 0;
+		if (stalled == SFR__EINTR_TRIES)
+			return code;
+		if (put > 0) {
+			bytes += put;
+			off += put;
+			len -= (size_t)put;
+		}
+	}
+	return 0;
+}
+
+/* 0 or -errno. */
+static int write_file(const struct sfr_step *step)
+{
+	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
+
+	if (fd < 0)
+		return fd;
+	rc = put_all(fd, step->bytes, step->len);
+	if (rc == 0 && step->kind == SFR_STEP_WRITE_SYNCED && sfr_sys.fsync(fd) < 0)
+		rc = -errno;
+	/* Without a sync, a network file system may tell of a full disk no earlier. */
+	closed = sfr__fd_close(fd);
+	return rc < 0 ? rc : closed;
+}
+
+static int take(const struct sfr_step *step)
+{
+	switch (step->kind) {
+	case SFR_STEP_WRITE:
+	case SFR_STEP_WRITE_SYNCED:
+		return write_file(step);
+	case SFR_STEP_SYNC:
+		return sfr__file_sync_dir(step->path);
+	case SFR_STEP_RENAME:
+		return sfr_sys.rename(AT_FDCWD, step->path, step->bytes) < 0 ? -errno : 0;
+	case SFR_STEP_UNLINK:
+		return sfr_sys.unlink(AT_FDCWD, step->path) < 0 && errno != ENOENT ? -errno : 0;
+	}
+	return -EINVAL;
+}
+
+int sfr_steps(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done)
+{
+	for (*nr_done = 0; *nr_done < nr_steps; (*nr_done)++) {
+		int rc = take(&steps[*nr_done]);
+
+		if (rc < 0)
+			return rc;
+	}
+	return 0;
+}
+
+/* ---- names ---- */
+
+struct text {
+	char *bytes;
+	size_t len, room;
+};
+
+/* 0 or -ENOMEM. */
+static int add(struct text *text, const char *name)
+{
+	size_t len = strlen(name) + 1;
+
+	if (text->room - text->len < len) {
+		size_t room = 2 * text->room + len + SFR_PAGE;
+		char *bytes = sfr_sys.realloc(text->bytes, room);
+
+		if (!bytes)
+			return -ENOMEM;
+		text->bytes = bytes;
+		text->room = room;
+	}
+	memcpy(text->bytes + text->len, name, len);
+	text->len += len;
+	return 0;
+}
+
+int sfr_names(const char *path, char **names, size_t *len)
+{
+	DIR *stream = sfr_sys.opendir(path);
+	struct dirent *entry;
+	struct text text = { 0 };
+	int rc = stream ? 0 : -errno;
+
+	while (rc == 0) {
+		errno = 0;
+		entry = sfr_sys.readdir(stream);
+		rc = -errno;
+		if (!entry)
+			break;
+		rc = 0;
+		if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+			rc = add(&text, entry->d_name);
+	}
+	if (stream)
+		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+	if (rc < 0)
+		sfr_sys.free(text.bytes);
+	*names = rc < 0 ? NULL : text.bytes;
+	*len = rc < 0 ? 0 : text.len;
+	return rc;
+}
+
+void sfr_names_free(char *names)
+{
+	sfr_sys.free(names);
+}

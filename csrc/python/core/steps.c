@@ -1,0 +1,101 @@
+/* _core.take_steps and _core.names: changes of directories that Python has planned, and what stands
+ * in one, with the interpreter lock let go of once. */
+#include "module.h"
+#include "sfr/steps.h"
+
+#include <string.h>
+
+/* Reads a step. What it refers to lives as long as `item`. -1: an exception. */
+static int read_step(PyObject *item, struct sfr_step *step)
+{
+	Py_ssize_t len;
+	int kind;
+
+	if (!PyTuple_Check(item)) {
+		PyErr_SetString(PyExc_TypeError, "a step is a tuple");
+		return -1;
+	}
+	if (!PyArg_ParseTuple(item, "iyy#:step", &kind, &step->path, &step->bytes, &len))
+		return -1;
+	step->kind = (enum sfr_step_kind)kind;
+	step->len = (size_t)len;
+	/* bytes have a zero behind them; no name has one inside */
+	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
+		PyErr_SetString(PyExc_ValueError, "embedded null byte");
+		return -1;
+	}
+	return 0;
+}
+
+/* take_steps(tuple of (kind, path, bytes)) -> (steps taken, errno of the next or 0). */
+static PyObject *take_steps(PyObject *module, PyObject *args)
+{
+	PyObject *list, *result = NULL;
+	struct sfr_step *steps;
+	size_t nr_done = 0;
+	Py_ssize_t nr;
+	int rc = 0;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "O:take_steps", &list))
+		return NULL;
+	list = PySequence_Tuple(list); /* nobody changes it meanwhile */
+	if (!list)
+		return NULL;
+	nr = PyTuple_Size(list);
+	steps = PyMem_Calloc((size_t)nr + 1, sizeof(*steps));
+	if (!steps) {
+		Py_DECREF(list);
+		return PyErr_NoMemory();
+	}
+	for (Py_ssize_t i = 0; i < nr; i++)
+		if (read_step(PyTuple_GetItem(list, i), &steps[i]) < 0)
+			goto out;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_steps(steps, (size_t)nr, &nr_done);
+	Py_END_ALLOW_THREADS
+	result = Py_BuildValue("(ni)", (Py_ssize_t)nr_done, -rc);
+out:
+	PyMem_Free(steps);
+	Py_DECREF(list);
+	return result;
+}
+
+/* names(directory) -> (bytes with a zero behind each name, errno or 0). */
+static PyObject *names(PyObject *module, PyObject *args)
+{
+	const char *path;
+	PyObject *result;
+	char *found;
+	size_t len;
+	int rc;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "y:names", &path))
+		return NULL;
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_names(path, &found, &len);
+	Py_END_ALLOW_THREADS
+	result = Py_BuildValue("(y#i)", found ? found : "", (Py_ssize_t)len, -rc);
+	sfr_names_free(found);
+	return result;
+}
+
+static PyMethodDef functions[] = {
+	{ "take_steps", take_steps, METH_VARARGS,
+	  "take_steps([(kind, path, bytes), ...]) -> (steps taken, errno of the next or 0)" },
+	{ "names", names, METH_VARARGS,
+	  "names(directory) -> (names, each with a zero behind it, errno or 0)" },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_steps(PyObject *module)
+{
+	if (PyModule_AddIntConstant(module, "STEP_WRITE", SFR_STEP_WRITE) < 0 ||
+	    PyModule_AddIntConstant(module, "STEP_WRITE_SYNCED", SFR_STEP_WRITE_SYNCED) < 0 ||
+	    PyModule_AddIntConstant(module, "STEP_SYNC", SFR_STEP_SYNC) < 0 ||
+	    PyModule_AddIntConstant(module, "STEP_RENAME", SFR_STEP_RENAME) < 0 ||
+	    PyModule_AddIntConstant(module, "STEP_UNLINK", SFR_STEP_UNLINK) < 0)
+		return -1;
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,185 @@
+/* A snapshot's containers: walked into, and made again around the copies.
+ *
+ * Most of a checkpoint's containers are plain dicts and lists, and most of what is in them are tensors
+ * that are found and made by themselves (copies.c). From Python each container costs some
+ * microseconds and each entry a tenth of one, beside a main thread that waits for the call. So plain
+ * dicts, lists and (walking) tuples are dealt with here, and everything else is Python's.
+ *
+ * Whatever Python is called for may change a container meanwhile: what is gone through is a list of
+ * its own.
+ */
+#include "skeleton/skeleton.h"
+
+/* ---- walking -------------------------------------------------------------------- */
+
+/* The values of a container that is walked here, a new list; NULL without an exception: it is not
+ * one of those. */
+static PyObject *values_of(PyObject *node)
+{
+	if (PyDict_CheckExact(node))
+		return PyDict_Values(node);
+	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
+}
+
+/* Whether the container has been met before; it has from now on. -1: an exception. */
+static int known(PyObject *seen, PyObject *node)
+{
+	PyObject *key = PyLong_FromVoidPtr(node);
+	int rc = key ? PySet_Contains(seen, key) : -1;
+
+	if (rc == 0 && PySet_Add(seen, key) < 0)
+		rc = -1;
+	Py_XDECREF(key);
+	return rc;
+}
+
+static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
+
+/* One of what was met: walked into, or put into the list. 0, or -1 with an exception set. */
+static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
+{
+	PyObject *inner = values_of(node);
+	int rc;
+
+	if (!inner)
+		return PyErr_Occurred() ? -1 : PyList_Append(out, node);
+	rc = known(seen, node);
+	if (rc == 0)
+		rc = walk(collector, inner, seen, out);
+	Py_DECREF(inner);
+	return rc < 0 ? -1 : 0;
+}
+
+static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out)
+{
+	PyObject *met;
+	int rc = 0;
+
+	if (Py_EnterRecursiveCall(" while a tree is walked") < 0)
+		return -1;
+	met = sfr_py_collector_meet(collector, nodes);
+	if (!met)
+		rc = -1;
+	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(met); i++)
+		rc = walk_one(collector, PyList_GetItem(met, i), seen, out);
+	Py_XDECREF(met);
+	Py_LeaveRecursiveCall();
+	return rc;
+}
+
+PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
+{
+	PyObject *nodes, *seen, *out;
+
+	if (!PyArg_ParseTuple(args, "OO:walk", &nodes, &seen))
+		return NULL;
+	out = PyList_New(0);
+	if (out && walk(self, nodes, seen, out) < 0)
+		Py_CLEAR(out);
+	return out;
+}
+
+/* ---- making them again ----------------------------------------------------------- */
+
+struct job {
+	PyObject *memo;  /* by id: what stands in an object's place */
+	PyObject *other; /* called for what is not done here */
+};
+
+static PyObject *rebuilt(const struct job *job, PyObject *node);
+
+/* 0, or -1 with an exception set. */
+static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
+{
+	PyObject *items = PyDict_Items(node);
+	Py_ssize_t nr = items ? PyList_Size(items) : 0;
+	int rc = items ? 0 : -1;
+
+	for (Py_ssize_t i = 0; i < nr && rc == 0; i++) {
+		PyObject *item = PyList_GetItem(items, i);
+		PyObject *value = rebuilt(job, PyTuple_GetItem(item, 1));
+
+		rc = value ? PyDict_SetItem(made, PyTuple_GetItem(item, 0), value) : -1;
+		Py_XDECREF(value);
+	}
+	Py_XDECREF(items);
+	return rc;
+}
+
+static int fill_list(const struct job *job, PyObject *made, PyObject *node)
+{
+	PyObject *items = PySequence_List(node);
+	Py_ssize_t nr = items ? PyList_Size(items) : 0;
+	int rc = items ? 0 : -1;
+
+	for (Py_ssize_t i = 0; i < nr && rc == 0; i++) {
+		PyObject *value = rebuilt(job, PyList_GetItem(items, i));
+
+		rc = value ? PyList_Append(made, value) : -1;
+		Py_XDECREF(value);
+	}
+	Py_XDECREF(items);
+	return rc;
+}
+
+/* A new container, known before what is in it is made: it may contain itself. */
+static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObject *key)
+{
+	bool is_dict = PyDict_CheckExact(node);
+	PyObject *made = is_dict ? PyDict_New() : PyList_New(0);
+
+	if (!made || PyDict_SetItem(job->memo, key, made) < 0 ||
+	    Py_EnterRecursiveCall(" while a tree is made again") < 0) {
+		Py_XDECREF(made);
+		return NULL;
+	}
+	if ((is_dict ? fill_dict : fill_list)(job, made, node) < 0)
+		Py_CLEAR(made);
+	Py_LeaveRecursiveCall();
+	return made;
+}
+
+static PyObject *rebuilt(const struct job *job, PyObject *node)
+{
+	PyObject *key, *made;
+
+	if (node == Py_None || PyUnicode_CheckExact(node) || PyLong_CheckExact(node) ||
+	    PyFloat_CheckExact(node) || PyBool_Check(node)) {
+		Py_INCREF(node);
+		return node;
+	}
+	key = PyLong_FromVoidPtr(node);
+	made = key ? PyDict_GetItemWithError(job->memo, key) : NULL;
+	if (made)
+		Py_INCREF(made);
+	else if (key && !PyErr_Occurred())
+		made = PyDict_CheckExact(node) || PyList_CheckExact(node) ?
+			       rebuilt_container(job, node, key) :
+			       PyObject_CallFunctionObjArgs(job->other, node, NULL);
+	Py_XDECREF(key);
+	return made;
+}
+
+/* rebuilt(node, memo, other) -> what stands in its place. */
+static PyObject *rebuild(PyObject *module, PyObject *args)
+{
+	struct job job;
+	PyObject *node;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "OO!O:rebuilt", &node, &PyDict_Type, &job.memo, &job.other))
+		return NULL;
+	return rebuilt(&job, node);
+}
+
+static PyMethodDef functions[] = {
+	{ "rebuilt", rebuild, METH_VARARGS,
+	  "rebuilt(node, memo, other) -> what stands in its place: memo says it by id, plain dicts and "
+	  "lists are made anew, for others `other(node)` says it" },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_rebuild(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,184 @@
+/* Changes that are planned elsewhere: taken in their order, none behind one that failed. */
+#include <errno.h>
+
+#include "fix_save.h"
+#include "sfr/steps.h"
+
+#define NR_COMMIT 6
+
+static char dir[PATH_MAX]; /* of the test that runs */
+
+static void make_dir(const char *base)
+{
+	(void)snprintf(dir, sizeof(dir), "%s", dir_make(base));
+}
+
+static struct sfr_step step(enum sfr_step_kind kind, const char *name, const char *bytes)
+{
+	return (struct sfr_step){ kind, dir_path(dir, name), bytes, strlen(bytes) };
+}
+
+/* The new one in place of the old, which `gone` belongs to. */
+static void plan_commit(struct sfr_step plan[NR_COMMIT])
+{
+	plan[0] = step(SFR_STEP_WRITE_SYNCED, "tmp", "new");
+	plan[1] = (struct sfr_step){ SFR_STEP_SYNC, dir, "", 0 };
+	plan[2] = step(SFR_STEP_RENAME, "tmp", dir_path(dir, "name"));
+	plan[3] = plan[1];
+	plan[4] = step(SFR_STEP_UNLINK, "gone", "");
+	plan[5] = step(SFR_STEP_UNLINK, "never there", "");
+}
+
+static void put_old(void)
+{
+	(void)unlink(dir_path(dir, "tmp"));
+	file_put(dir_path(dir, "name"), "old", 3);
+	file_put(dir_path(dir, "gone"), "x", 1);
+}
+
+static void steps_are_taken_in_their_order(void)
+{
+	struct sfr_step plan[NR_COMMIT];
+	size_t nr_done;
+
+	make_dir("/var/tmp");
+	put_old();
+	plan_commit(plan);
+	CHECK_EQ(sfr_inject_install(), 0);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_steps(plan, NR_COMMIT, &nr_done), 0);
+	CHECK_EQ(nr_done, NR_COMMIT);
+	CHECK_EQ(sfr_inject_calls("fsync"), 3);
+	CHECK(file_is(dir_path(dir, "name"), "new", 3));
+	CHECK_EQ(dir_count(dir, "", NULL), 1);
+	sfr_inject_clear();
+	plan[0] = step(SFR_STEP_WRITE, "other", "");
+	CHECK_EQ(sfr_steps(plan, 1, &nr_done), 0);
+	CHECK_EQ(sfr_inject_calls("fsync"), 0);
+	CHECK(file_is(dir_path(dir, "other"), "", 0));
+	sfr_inject_remove();
+	dir_remove(dir);
+}
+
+static void what_is_there_is_not_written_over_and_what_is_wrong_is_refused(void)
+{
+	struct sfr_step plan[2];
+	size_t nr_done;
+
+	make_dir("/dev/shm");
+	put_old();
+	plan[0] = step(SFR_STEP_WRITE, "name", "new");
+	plan[1] = step(SFR_STEP_UNLINK, "gone", "");
+	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EEXIST);
+	CHECK_EQ(nr_done, 0);
+	CHECK(file_is(dir_path(dir, "name"), "old", 3));
+	CHECK(file_exists(dir_path(dir, "gone")));
+	plan[0] = step(SFR_STEP_SYNC, "name", "");
+	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -ENOTDIR);
+	plan[0] = step((enum sfr_step_kind)99, "name", "");
+	CHECK_EQ(sfr_steps(plan, 2, &nr_done), -EINVAL);
+	CHECK(file_exists(dir_path(dir, "gone")));
+	dir_remove(dir);
+}
+
+static void a_write_that_falls_short_is_gone_on_with(void)
+{
+	struct sfr_fault shorter = { .call = "pwrite", .nth = 1, .limit = 2 };
+	struct sfr_fault stuck = {
+		.call = "pwrite", .nth = 1, .sticky = 1, .err = EINTR, .limit = -1
+	};
+	struct sfr_fault nothing = { .call = "pwrite", .nth = 1, .sticky = 1, .limit = 0 };
+	struct sfr_step plan;
+	size_t nr_done;
+
+	make_dir("/var/tmp");
+	plan = step(SFR_STEP_WRITE, "long", "a long text");
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&shorter), 0);
+	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), 0);
+	CHECK(file_is(plan.path, "a long text", 11));
+	CHECK_EQ(sfr_inject_calls("pwrite"), 2);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_inject_set(&stuck), 0);
+	(void)unlink(plan.path);
+	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EINTR);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_inject_set(&nothing), 0);
+	(void)unlink(plan.path);
+	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EIO);
+	sfr_inject_remove();
+	dir_remove(dir);
+}
+
+/* What a directory cannot be synced by is no error where the file system has no such thing. */
+static void whatever_fails_says_so_and_nothing_behind_it_is_done(void)
+{
+	static const int errors[] = { EIO, ENOSPC, EACCES, EMFILE, EINVAL };
+	struct sfr_step plan[NR_COMMIT];
+	int fds = nr_fds();
+
+	make_dir("/var/tmp");
+	for (size_t e = 0; e < sizeof(errors) / sizeof(errors[0]); e++) {
+		FOR_EVERY_FAILURE(run, "*", errors[e])
+		{
+			size_t nr_done;
+			int rc;
+
+			put_old();
+			plan_commit(plan);
+			rc = sfr_steps(plan, NR_COMMIT, &nr_done);
+			check_heal(&run);
+			CHECK_EQ(nr_fds(), fds);
+			CHECK(rc == 0 || rc == -errors[e]);
+			CHECK(rc == 0 || check_acted(&run));
+			CHECK_EQ(rc == 0, nr_done == NR_COMMIT);
+			CHECK(file_is(dir_path(dir, "name"), nr_done > 2 ? "new" : "old", 3));
+			CHECK_EQ(file_exists(dir_path(dir, "gone")), nr_done <= 4);
+		}
+	}
+	dir_remove(dir);
+}
+
+static void a_directory_is_listed_whole(void)
+{
+	char *names, name[32];
+	size_t len, nr = 0;
+
+	make_dir("/dev/shm");
+	CHECK_EQ(sfr_names(dir, &names, &len), 0);
+	CHECK_EQ(len, 0);
+	sfr_names_free(names);
+	for (int i = 0; i < 2000; i++) { /* more than a page of names */
+		(void)snprintf(name, sizeof(name), "name %d", i);
+		file_put(dir_path(dir, name), "", 0);
+	}
+	CHECK_EQ(sfr_names(dir, &names, &len), 0);
+	for (size_t at = 0; at < len; at += strlen(names + at) + 1) {
+		CHECK(file_exists(dir_path(dir, names + at)));
+		nr++;
+	}
+	CHECK_EQ(nr, 2000);
+	sfr_names_free(names);
+	CHECK_EQ(sfr_names(dir_path(dir, "nowhere"), &names, &len), -ENOENT);
+	CHECK(!names && len == 0);
+	FOR_EVERY_FAILURE(run, "*", ENOMEM)
+	{
+		int rc = sfr_names(dir, &names, &len);
+
+		check_heal(&run);
+		CHECK(rc == 0 || (rc == -ENOMEM && !names && check_acted(&run)));
+		sfr_names_free(names);
+	}
+	dir_remove(dir);
+}
+
+int main(void)
+{
+	save_fill();
+	RUN(steps_are_taken_in_their_order);
+	RUN(what_is_there_is_not_written_over_and_what_is_wrong_is_refused);
+	RUN(a_write_that_falls_short_is_gone_on_with);
+	RUN(whatever_fails_says_so_and_nothing_behind_it_is_done);
+	RUN(a_directory_is_listed_whole);
+	return check_done();
+}

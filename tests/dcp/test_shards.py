@@ -1,0 +1,63 @@
+"""ShardedTensors are taken apart for the copying and put together over the copies: in whatever a
+state dict holds them, on one rank. test_many_ranks.py has those of FSDP1."""
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import stillframe.dcp
+import torch
+from stillframe._dcp.shards import put_together, taken_apart
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torch.distributed.checkpoint import load
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's, of every ShardedTensor
+    pytest.mark.usefixtures("one_rank"),
+]
+
+
+def sharded(value: float) -> Any:
+    """Four rows in two shards, both of this rank."""
+    halves = [ShardMetadata([row, 0], [2, 3], "rank:0/cpu") for row in (0, 2)]
+    tensor = sharded_tensor.empty(EnumerableShardingSpec(halves), 4, 3)
+    for number, shard in enumerate(tensor.local_shards()):
+        shard.tensor.fill_(value + number)
+    return tensor
+
+
+def values(tensor: Any) -> list[float]:
+    return [float(shard.tensor.unique()) for shard in tensor.local_shards()]
+
+
+def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
+    state = {"a": sharded(1), "deep": {"b": sharded(3)}, "c": torch.ones(2)}
+    response = stillframe.dcp.async_save(state, tmp_path / "c")
+    for tensor in (state["a"], state["deep"]["b"]):
+        for shard in tensor.local_shards():
+            shard.tensor.zero_()
+    response.upload_completion.result()
+    found = {"a": sharded(0), "deep": {"b": sharded(0)}, "c": torch.zeros(2)}
+    load(found, checkpoint_id=tmp_path / "c")
+    assert values(found["a"]) == [1, 2] and values(found["deep"]["b"]) == [3, 4]
+
+
+def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
+    one, other = sharded(1), torch.ones(2)
+    tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
+    apart = taken_apart(tree)
+    assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]
+    assert apart["beside"] is tree["beside"]  # what holds none is the same
+    again = put_together(apart)
+    for new in (again["in"][0]["a"], again["in"][1][0]):
+        assert type(new) is type(one) and new is not one and values(new) == [1, 2]
+        assert new.metadata() == one.metadata() and new.sharding_spec() == one.sharding_spec()
+        mine = [shard.metadata for shard in new.local_shards()]
+        assert mine == [shard.metadata for shard in one.local_shards()]
+    assert type(again["in"][1]) is tuple and again["in"][1][1] == "b"
+
+
+def test_a_tree_without_them_is_not_made_anew():
+    tree = OrderedDict(a=[torch.ones(1)], b=(1, [2]), c={})
+    assert taken_apart(tree) is tree and put_together(tree) is tree
