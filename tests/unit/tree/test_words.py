@@ -170,6 +170,7 @@ right = skeleton._samples()
 for place in (1, 2, 3):
     lies = [(*each[:place], each[place] + 1, *each[place + 1 :]) for each in right]
     assert not _core.learn_words(lies)
+    assert not _core.learn_words([*right[:-1], lies[-1]])
 for handles in ([None] * 4, [each[-1] for each in reversed(right)]):
     lies = [(*each[:-1], handle) for each, handle in zip(right, handles)]
     assert not _core.learn_words(lies)
