@@ -76,11 +76,13 @@ def test_a_layer_in_one_graph_is_compiled_before(compiled):
 )
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("what", ["layers", "layers, afterwards"])
-def test_with_torchs_compiler_offloaded_and_resident_layers_agree_in_every_bit(
-    what, compiled, monkeypatch
-):
+def test_with_torchs_compiler_offloaded_and_resident_layers_agree_in_every_bit(what, compiled):
     config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(config.cpp, "cxx", (None, "g++"))  # no "ccache g++" of the environment's
+    with config.patch({"cpp.cxx": (None, "g++")}):  # no "ccache g++" of the environment's
+        agree_through_inductor(what)
+
+
+def agree_through_inductor(what):
     inductor = functools.partial(torch.compile, backend="inductor")
     model = norms()
     plain = nn.Sequential(*map(inductor, copy.deepcopy(model)))

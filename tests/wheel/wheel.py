@@ -3,14 +3,15 @@
     python tests/wheel/wheel.py check WHEEL...             names, symbols, paths, debugging symbols
     python tests/wheel/wheel.py versions WHEEL VERSION...  an environment for each torch, and a save
 
-Each environment is a fresh one below build/, with the CPU build of torch (a CUDA one is up to a
-gigabyte). What cannot be had is skipped, and a line says why. Exit status 1: something is wrong
-with the wheel.
+Each environment is a fresh one below build/, with the CPU build of torch. What cannot be had is
+skipped, and a line says why; with WHEEL_CUDA=1 the ordinary build is taken in its place, which
+brings up to six gigabytes of CUDA packages. Exit status 1: something is wrong with the wheel.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import struct
 import subprocess
@@ -93,15 +94,24 @@ def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def install_torch(python: Path, version: str) -> bool:
+    """Whether it could be had."""
+    newest = version == "newest"
+    torch = "torch" if newest else f"torch=={version}"
+    index = ["--index-url" if newest else "--extra-index-url", INDEX]
+    wanted = [*index, torch if newest else f"{torch}+cpu"]
+    done = pip(python, "install", "--quiet", "--retries", "1", *wanted)
+    if done.returncode != 0 and os.environ.get("WHEEL_CUDA") == "1":
+        done = pip(python, "install", "--quiet", torch)
+    return done.returncode == 0
+
+
 def try_beside(wheel: Path, version: str) -> bool:
     """Whether the wheel works beside this torch; True where that cannot be had, which is said."""
     with tempfile.TemporaryDirectory(dir="build", prefix=f"torch-{version}-") as directory:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         python = Path(directory).resolve() / "bin/python"
-        torch = "torch" if version == "newest" else f"torch=={version}+cpu"
-        index = ["--index-url", INDEX] if version == "newest" else ["--extra-index-url", INDEX]
-        done = pip(python, "install", "--quiet", "--retries", "1", *index, torch)
-        if done.returncode != 0:
+        if not install_torch(python, version):
             print(f"torch {version}: skipped, there is no CPU build of it within reach ({INDEX})")
             return True
         done = pip(python, "install", "--quiet", str(wheel))

@@ -328,7 +328,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     None where the gate is here."""
     owner = ownership.find(optimizer)
     if owner is None:
-        owner = ownership.meet(optimizer)
+        owner = ownership.find_or_make(optimizer)
         _gate_writers(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():

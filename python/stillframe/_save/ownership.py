@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from stillframe import _core
 from stillframe._base import device
+from stillframe._base.calls import stack
 from stillframe._base.dtensor import dtensor, memory_of
 from stillframe._save import steps
 from stillframe._save.guard import guarded
@@ -269,13 +270,10 @@ class _Burial:
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None:
-        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(
+        frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
+        for frame in stack(sys._getframe(1))
+    )
 
 
 @bookkeeping
@@ -292,7 +290,7 @@ def find(optimizer: Optimizer) -> Owner | None:
     return owner if owner is not None and owner.ref() is optimizer else None
 
 
-def meet(optimizer: Optimizer) -> Owner:
+def find_or_make(optimizer: Optimizer) -> Owner:
     """The owner that stands for the optimizer; a new one at its first step."""
     owner = find(optimizer)
     if owner is None:
@@ -333,20 +331,16 @@ def active() -> bool:
     # interpreter's, and whoever asks at the same time waits for ever.
     own = threading.current_thread()
     return any(
-        _may_step(sys._getframe()) if thread is own else thread.is_alive()
+        any(map(_may_step, stack(sys._getframe()))) if thread is own else thread.is_alive()
         for thread in list(_active.values())
     )
 
 
-def _may_step(frame: FrameType | None) -> bool:
-    """Whether a step is on a stack, or a compiled function in which one may be."""
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code in step_codes
-            or code.co_filename == steps.HOOKED.co_filename
-            or code.co_name.startswith("torch_dynamo_resume")
-        ):
-            return True
-        frame = frame.f_back
-    return False
+def _may_step(frame: FrameType) -> bool:
+    """Whether it is a step, or a compiled function in which one may be."""
+    code = frame.f_code
+    return (
+        code in step_codes
+        or code.co_filename == steps.HOOKED.co_filename
+        or code.co_name.startswith("torch_dynamo_resume")
+    )

@@ -1,0 +1,226 @@
+"""The ways of offload.py over the tests' driver: which calls each makes, and that its results are
+those of plain memory."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from collections.abc import Callable
+from typing import Any
+
+import stillframe
+import torch
+from offload_ways import (
+    Results,
+    Streams,
+    Weights,
+    forward,
+    ours,
+    resident,
+    reverse,
+    saved_on_cpu,
+    three_streams,
+    weights,
+)
+from stillframe import testing
+from stillframe.offload import Offloader
+
+MIB = 1 << 20
+
+
+class FakeStreams(Streams):
+    """The same over the tests' driver, whose calling thread is its default stream."""
+
+    def __init__(self, driver: Any) -> None:
+        self.device, self.compute = torch.device("cpu"), ctypes.c_void_p(None)
+        self.driver, self.call = driver, driver._library
+        self.sent: list[torch.Tensor] = []
+        self.pinned: list[ctypes.c_void_p] = []
+        self.only: Any = None
+        self.used: set[int] = set()  # streams with copies that nobody has waited for
+        self.context = ctypes.c_void_p()
+
+    def __enter__(self) -> FakeStreams:
+        self._check(self.call.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), 0))
+        self._check(self.call.cuCtxPushCurrent_v2(self.context))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for memory in self.pinned:
+            self._check(self.call.cuMemFreeHost(memory))
+        self._check(self.call.cuCtxPopCurrent_v2(ctypes.byref(self.context)))
+        self._check(self.call.cuDevicePrimaryCtxRelease_v2(0))
+
+    def stream(self) -> Any:
+        return ctypes.c_void_p(self.driver.stream())
+
+    def event(self) -> Any:
+        event = ctypes.c_void_p()
+        self._check(self.call.cuEventCreate(ctypes.byref(event), 2))  # takes no time
+        return event
+
+    def record(self, event: Any, stream: Any) -> None:
+        self._check(self.call.cuEventRecord(event, stream))
+
+    def wait(self, stream: Any, event: Any) -> None:
+        self._check(self.call.cuStreamWaitEvent(stream, event, 0))
+
+    def bring(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self._copy(self.call.cuMemcpyHtoDAsync_v2, to, source, stream)
+
+    def send(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self._copy(self.call.cuMemcpyDtoHAsync_v2, to, source, stream)
+        self.sent.append(source)
+
+    def host(self, shape: torch.Size) -> torch.Tensor:
+        memory, nbytes = ctypes.c_void_p(), 4 * shape.numel()
+        self._check(self.call.cuMemHostAlloc(ctypes.byref(memory), ctypes.c_size_t(nbytes), 0))
+        self.pinned.append(memory)
+        held = (ctypes.c_char * nbytes).from_address(memory.value or 0)
+        return torch.frombuffer(held, dtype=torch.float32).view(shape)
+
+    def finish(self) -> None:
+        for handle in self.used:
+            done = self.event()
+            self.record(done, ctypes.c_void_p(handle))
+            while self.call.cuEventQuery(done):
+                time.sleep(1e-4)
+        self.used.clear()
+
+    def in_line(self, copy: Callable[..., None], to: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy between what is computed, as on one stream. The events stand for the order that
+        one stream has by itself: this driver copies nothing on its default stream."""
+        if self.only is None:
+            self.only = self.stream()
+        for before, behind in ((self.compute, self.only), (self.only, self.compute)):
+            reached = self.event()
+            self.record(reached, before)
+            self.wait(behind, reached)
+            if before is self.compute:
+                copy(to, source, self.only)
+
+    def synchronize(self) -> None:
+        self._check(self.call.cuStreamSynchronize(self.only))
+
+    def _copy(self, call: Any, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        places = [to.data_ptr(), source.data_ptr()]
+        places[call is self.call.cuMemcpyDtoHAsync_v2] |= testing._DEVICE
+        self._check(call(*map(ctypes.c_uint64, places), ctypes.c_size_t(to.nbytes), stream))
+        self.used.add(stream.value)
+
+    def _check(self, code: int) -> None:
+        assert code == 0, f"the driver says {code}"
+
+
+def copies(host: Weights, streams: FakeStreams) -> None:
+    """What a step copies, each way on a stream of its own, both at once."""
+    inward, outward, begun = streams.stream(), streams.stream(), streams.event()
+    streams.record(begun, streams.compute)
+    for stream in (inward, outward):
+        streams.wait(stream, begun)
+    buffer, result = (torch.empty_like(host[0], device=streams.device) for _ in range(2))
+    left = streams.host(host[0].shape)
+    for weight in host:
+        streams.bring(buffer, weight, inward)
+    for weight in reversed(host):
+        streams.bring(buffer, weight, inward)
+        streams.send(left, result, outward)
+    streams.finish()
+
+
+COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "sync")
+CALLS = (*COPIES, "cuEventRecord", "cuStreamWaitEvent", "cuMemHostRegister_v2")
+
+
+def by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams, pinned: bool) -> Results:
+    """`plain`, by the calls that torch makes for it."""
+    out = []
+    streams.driver.allow_pageable(not pinned)
+
+    def come(weight: torch.Tensor) -> torch.Tensor:
+        to = torch.empty_like(weight)
+        streams.in_line(streams.bring, to, weight)
+        return to
+
+    for weight in host:
+        x = forward(x, come(weight))
+    for weight in reversed(host):
+        result = reverse(x, come(weight))
+        out.append(streams.host(result.shape) if pinned else torch.empty_like(result))
+        streams.in_line(streams.send, out[-1], result)
+    streams.finish()
+    return out
+
+
+def saved_by_driver(host: Weights, x: torch.Tensor, streams: FakeStreams) -> Results:
+    """`saved_on_cpu`, by the calls that torch makes for it: its copies to the host wait."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.detach().contiguous()
+        left = streams.host(source.shape)
+        streams.in_line(streams.send, left, source)
+        streams.synchronize()
+        return left.view_as(source) if tensor.is_contiguous() else left.t().contiguous().t()
+
+    def unpack(left: torch.Tensor) -> torch.Tensor:
+        to = torch.empty_like(left)
+        streams.in_line(streams.bring, to, left)
+        return to
+
+    given = [torch.empty_like(weight) for weight in host]
+    for to, weight in zip(given, host, strict=True):
+        streams.in_line(streams.bring, to, weight)
+        to.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        for weight in given:
+            x = forward(x, weight)
+    x.sum().backward()
+    return [weight.grad for weight in reversed(given) if weight.grad is not None]
+
+
+def counted(
+    driver: Any, way: Callable[[], Any], wanted: Results | None, names: tuple[str, ...] = CALLS
+) -> dict[str, int]:
+    """The calls that a way makes of the driver. It breaks no rule, and its results are right."""
+    driver.reset()
+    got = way()
+    calls = {name: driver.calls(name) for name in names}
+    assert wanted is None or all(map(torch.equal, got, wanted)), "its results differ"
+    assert driver.violations == [], driver.violations
+    return calls
+
+
+def over_the_fake(options: argparse.Namespace) -> dict[str, Any]:
+    """Counts and correctness: on a machine without a GPU."""
+    host = weights(options.layers, options.side)
+    x = torch.randn(options.batch, options.side, generator=torch.Generator().manual_seed(2))
+    wanted = resident(host, x)
+    block = MIB
+    room = 4 * options.layers * (host[0].nbytes + 2 * block)
+    with (
+        testing.host_as_device() as driver,
+        stillframe.Engine(pool_bytes=room, block_bytes=block) as engine,
+        Offloader("cpu", slots=2, engine=engine) as offloader,
+        FakeStreams(driver) as streams,
+    ):
+        pinned = [streams.host(weight.shape).copy_(weight) for weight in host]
+        tickets = [offloader.adopt([weight]) for weight in host]
+        device = torch.device("cpu")
+
+        def of(way: Callable[[], Any], wanted: Any, *names: str) -> dict[str, int]:
+            return counted(driver, way, wanted, names or CALLS)
+
+        calls = {
+            "copies": of(lambda: copies(pinned, streams), None),
+            "pageable": of(lambda: by_driver(host, x, streams, False), wanted, *COPIES),
+            "pinned": of(lambda: by_driver(pinned, x, streams, True), wanted, *COPIES),
+            "save_on_cpu": of(
+                lambda: saved_by_driver(pinned, x, streams), saved_on_cpu(host, x, device), *COPIES
+            ),
+            "streams": of(lambda: three_streams(pinned, x, streams), wanted),
+            "ours": of(lambda: ours(offloader, tickets, x), wanted),
+        }
+        assert calls["streams"]["sync"] == calls["ours"]["sync"] == 0, calls
+        stats = dict(offloader.stats())
+    return {"groups": 3 * options.layers, "calls": calls, "stats": stats}

@@ -1,0 +1,144 @@
+"""What offload.py measures: a stack of layers that runs forward and in reverse, six ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from stillframe.offload import Offloader
+
+Weights = list[torch.Tensor]
+Results = list[torch.Tensor]
+Way = Callable[[Weights, torch.Tensor, torch.device], Results]
+
+
+def weights(layers: int, side: int) -> Weights:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randn(side, side, generator=made) / side**0.5 for _ in range(layers)]
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ weight)
+
+
+def reverse(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What leaves: as large as the weight, and made of it."""
+    return x.t() @ (x @ weight)
+
+
+def resident(here: Weights, x: torch.Tensor) -> Results:
+    """All of it computed, nothing moved."""
+    for weight in here:
+        x = forward(x, weight)
+    return [reverse(x, weight) for weight in reversed(here)]
+
+
+def plain(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
+    """Pageable or pinned, as `host` is."""
+    for weight in host:
+        x = forward(x, weight.to(device, non_blocking=True))
+    out = []
+    for weight in reversed(host):
+        left = torch.empty(weight.shape, pin_memory=weight.is_pinned())
+        left.copy_(reverse(x, weight.to(device, non_blocking=True)), non_blocking=True)
+        out.append(left)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return out
+
+
+def saved_on_cpu(host: Weights, x: torch.Tensor, device: torch.device) -> Results:
+    """Weights come as in `plain`; what autograd saves of them goes to the host and comes back."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+        given = [weight.to(device, non_blocking=True).requires_grad_() for weight in host]
+        for weight in given:
+            x = forward(x, weight)
+    x.sum().backward()
+    return [weight.grad.cpu() for weight in reversed(given) if weight.grad is not None]
+
+
+class Streams:
+    """What a loop by hand needs of a device: streams, events, copies that nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = torch.cuda.current_stream(device)
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def event(self) -> Any:
+        return torch.cuda.Event()
+
+    def record(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def bring(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def send(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        self.bring(to, source, stream)
+        source.record_stream(stream)
+
+    def host(self, shape: torch.Size) -> torch.Tensor:
+        return torch.empty(shape, pin_memory=True)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def three_streams(host: Weights, x: torch.Tensor, streams: Streams) -> Results:
+    """As one writes it by hand: a buffer comes while the other is computed with."""
+    compute, inward, outward = streams.compute, streams.stream(), streams.stream()
+    buffers = [torch.empty_like(host[0], device=streams.device) for _ in range(2)]
+    come, used = ([streams.event() for _ in range(2)] for _ in range(2))
+    order = [*range(len(host)), *reversed(range(len(host)))]
+    out: Results = []
+
+    def bring(turn: int) -> None:
+        slot = turn % 2
+        streams.wait(inward, used[slot])
+        streams.bring(buffers[slot], host[order[turn]], inward)
+        streams.record(come[slot], inward)
+
+    for event in used:
+        streams.record(event, compute)
+    bring(0)
+    for turn in range(len(order)):
+        if turn + 1 < len(order):
+            bring(turn + 1)
+        streams.wait(compute, come[turn % 2])
+        weight = buffers[turn % 2]
+        if turn < len(host):
+            x = forward(x, weight)
+        else:
+            result = reverse(x, weight)
+            made = streams.event()
+            streams.record(made, compute)
+            streams.wait(outward, made)
+            out.append(streams.host(result.shape))
+            streams.send(out[-1], result, outward)
+        streams.record(used[turn % 2], compute)
+    streams.finish()
+    return out
+
+
+def ours(offloader: Offloader, tickets: list[Any], x: torch.Tensor) -> Results:
+    order = [*tickets, *reversed(tickets)]
+    sent = []
+    for turn, ticket in enumerate(order):
+        (weight,) = offloader.onload(ticket)
+        if turn + 1 < len(order):
+            offloader.prefetch(order[turn + 1])
+        if turn < len(tickets):
+            x = forward(x, weight)
+        else:
+            sent.append(offloader.offload([reverse(x, weight)]))
+        offloader.release([weight])
+        del weight
+    return [each.tensors()[0] for each in sent]
