@@ -120,7 +120,7 @@ def submit_parts(
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
-        sources = Skeleton(b"", list(owners), [], bytearray(), len(owners), [])
+        sources = Skeleton(b"", list(owners), _core.Numbers([]), bytearray(), len(owners), [])
         deferral = gate.Deferral()
         save = PartsSave(
             ticket,
