@@ -9,6 +9,7 @@
 # make small-pool   round trips, the mutation oracle and the faults again, in one and two blocks
 # make lightning-suite      Trainer and Fabric runs on a fast, a slow (0.3 s) and a very slow (3 s) disk
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
+# make dcp-theirs PYTORCH=DIR            PyTorch's own tests of distributed checkpoints (DIR: its sources)
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
 # make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
 # make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
@@ -46,7 +47,7 @@ PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
 .PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
-	lightning-suite lightning-versions lightning-theirs wheel-check wheel-versions clean distclean
+	lightning-suite lightning-versions lightning-theirs dcp-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -296,6 +297,9 @@ lightning-versions: build $(LIGHTNING_VERSIONS:%=build/lightning-%/installed)
 # git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning DIR
 lightning-theirs: build
 	$(PY) tests/lightning/theirs.py $(LIGHTNING) $(ARGS)
+
+dcp-theirs: build
+	$(PY) tests/dcp/theirs_dcp.py $(PYTORCH) $(ARGS)
 
 # ---- what needs a GPU -------------------------------------------------------------------------
 

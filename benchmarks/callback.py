@@ -11,18 +11,18 @@ the checkpoint is on it. README.md says how each figure is counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
-import multiprocessing
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from common import Series, format_size, format_times, print_table, write_json
 from machine import Others, check_memory, facts_lines, machine_facts, status_bytes
+from process import Worker
 
 STATES = {"1 GB in 1,200 tensors": (10**9, 1_200), "64 MB in 20,000 tensors": (64 * 10**6, 20_000)}
 WAYS = ("memcpy", "none", "naive", "stillframe")
@@ -38,12 +38,12 @@ def plain_tensors(nbytes: int, nr_tensors: int) -> dict[str, Any]:
 
 
 def _copies(nbytes: int) -> Any:
-    """A function that copies `nbytes` once."""
+    """A hook that copies `nbytes` once."""
     import torch
 
     source = torch.randint(255, (nbytes,), dtype=torch.uint8)
     target = torch.zeros(nbytes, dtype=torch.uint8)
-    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    return lambda _: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
 def _hook(way: str) -> Any:
@@ -66,62 +66,51 @@ def _hook(way: str) -> Any:
     return lambda checkpoint: callback.on_save_checkpoint(trainer, None, checkpoint)
 
 
-def measure(connection: Connection, way: str, nbytes: int, nr_tensors: int) -> None:
-    """In a process of its own: one save for each message, until it is None.
+class Saves:
+    """One way over one state, in a process of its own."""
 
-    Answers (seconds in the hook, bytes of resident memory more than before the first save while
-    the checkpoint is held, bytes of GPU memory freed).
-    """
-    import torch
+    def __init__(self, way: str, nbytes: int, nr_tensors: int) -> None:
+        import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if way == "memcpy":
-        copy = _copies(nbytes)
-    else:
-        state = {key: each.to(device) for key, each in plain_tensors(nbytes, nr_tensors).items()}
-        hook = _hook(way)
-    gc.collect()
-    before = status_bytes("VmRSS")
-    connection.send("ready")
-    while connection.recv() is not None:
-        gpu = torch.cuda.memory_allocated() if device == "cuda" else 0
-        checkpoint = None if way == "memcpy" else {"state_dict": dict(state)}
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        if checkpoint is None:
-            copy()
+        self._gpu = torch.cuda if torch.cuda.is_available() else None
+        self._state: dict[str, Any] | None = None
+        if way == "memcpy":
+            self._hook = _copies(nbytes)
         else:
-            hook(checkpoint)
+            tensors, device = plain_tensors(nbytes, nr_tensors), "cuda" if self._gpu else "cpu"
+            self._state = {key: each.to(device) for key, each in tensors.items()}
+            self._hook = _hook(way)
+        gc.collect()
+        self._before = status_bytes("VmRSS")
+
+    def save(self) -> tuple[float, int, int]:
+        """(seconds in the hook, bytes of resident memory more than before the first save while
+        the checkpoint is held, bytes of GPU memory freed)"""
+        gpu = self._gpu
+        held = gpu.memory_allocated() if gpu else 0
+        checkpoint = {} if self._state is None else {"state_dict": dict(self._state)}
+        if gpu:
+            gpu.synchronize()
+        start = time.perf_counter()
+        self._hook(checkpoint)
         seconds = time.perf_counter() - start
-        freed = gpu - torch.cuda.memory_allocated() if device == "cuda" else 0
-        connection.send((seconds, status_bytes("VmRSS") - before, freed))
+        freed = held - gpu.memory_allocated() if gpu else 0
+        return seconds, status_bytes("VmRSS") - self._before, freed
 
 
 def run_state(name: str, rounds: int) -> dict[str, Any]:
     """Figures of every way for one state; the first round is apart."""
     nbytes, nr_tensors = STATES[name]
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    processes = []
-    for way in WAYS:
-        pipes[way], theirs = context.Pipe()
-        process = context.Process(target=measure, args=(theirs, way, nbytes, nr_tensors))
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes[way].recv()  # ready
-    others = Others()
     answers: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
-    for _ in range(rounds + 1):
-        for way in WAYS:
-            pipes[way].send("save")
-            answers[way].append(pipes[way].recv())
-    share = others.share()
-    for way in WAYS:
-        pipes[way].send(None)
-    for process in processes:
-        process.join()
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(way, Saves, way, nbytes, nr_tensors)).ready() for way in WAYS
+        ]
+        others = Others()
+        for _ in range(rounds + 1):
+            for worker in workers:
+                answers[worker.name].append(worker.call("save"))
+        share = others.share()
     return {
         "nbytes": nbytes,
         "nr_tensors": nr_tensors,

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 
 class BenchError(Exception):
@@ -195,6 +195,23 @@ class Spec:
     nr_params: int
     threads: int
     pool_bytes: int = 0
+
+
+# ---- the command line ----------------------------------------------------------------------
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with what `main` returns; with a sentence on stderr and 2 where it cannot
+    run, 130 after Ctrl-C."""
+    name = Path(sys.argv[0]).name
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; its files are removed", file=sys.stderr)
+        sys.exit(130)
 
 
 # ---- output --------------------------------------------------------------------------------

@@ -61,13 +61,14 @@ class Rank:
         self.path = directory / "checkpoint"
         self.save = ALL[way]()
         self.started = 0.0  # when the last save was called
+        self.rss = 0  # what the process had then
         self.state_s = 0.0  # what get_state_dict took before that
         for _ in range(4):
             self.step()
         self.nbytes = options.state / options.ranks
         # Makes pools, plans and processes, and is the one whose memory is measured: later the
         # training's own heap grows as well.
-        self.memory = self._peak_of_a_save()
+        self.memory = self.one(busy=False)["memory"]
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         self.model(self.batch).sum().backward()
@@ -84,6 +85,8 @@ class Rank:
         self.state_s = time.perf_counter() - start
         stamp = Stamp()
         self.barrier()
+        self.rss = status_bytes("VmRSS")
+        reset_peak_rss()  # now: steps before and after a save take memory of their own
         cpu, start = time.thread_time(), time.perf_counter()
         self.started = start
         response = self.save({"model": model, "optimizer": optimizer}, self.path)
@@ -99,7 +102,6 @@ class Rank:
         self.step()
 
     def one(self, busy: bool) -> dict[str, float]:
-        reset_peak_rss()
         cpu = time.process_time()
         response, took, stamp = self.begin()
         begun = time.perf_counter_ns()
@@ -111,14 +113,10 @@ class Rank:
             "finished_s": stamp.at_ns / 1e9 - self.started,
             "cpu_s": time.process_time() - cpu,
             "stall_s": ticks.worst_ns / 1e9,
+            "memory": (status_bytes("VmHWM") - self.rss) / self.nbytes,
         }
         self.end(response)
         return figures
-
-    def _peak_of_a_save(self) -> float:
-        rss = status_bytes("VmRSS")
-        self.one(busy=False)
-        return (status_bytes("VmHWM") - rss) / self.nbytes
 
     def loop(self) -> dict[str, list[float]]:
         """Of several saves: what each has cost, and what as many steps without one would have."""
@@ -202,6 +200,7 @@ class Rank:
                     break
                 for metric, value in self.one(busy=scenario == "busy").items():
                     figures.setdefault(metric, []).append(value)
+            del figures["memory"]
         found["idle"]["memory"] = [self.memory]
         found["loop"] = self.loop()
         if self.is_ours:

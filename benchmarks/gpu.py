@@ -15,22 +15,20 @@ it shows that the script works, and its figures mean nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import queue
 import shutil
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common import print_table, write_json
-from gpu_measures import MEASURES
+from common import BenchError, print_table, write_json
 from gpu_rows import Rows, other_rows, saves_rows
 from gpu_ways import OURS, WAYS
 from machine import machine_facts
+from process import Worker
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("saves", "sweep", "pinning", "profile", "ahead")
@@ -41,36 +39,16 @@ COLUMNS = ("", "blocked", "GPU memory", "reserved", "steps", "D2H GB/s", ".item(
 # ---- a process of its own for each -----------------------------------------------------------
 
 
-def _run(answers: Any, part: str, arguments: tuple[Any, ...]) -> None:
-    try:
-        answers.put((True, MEASURES[part](*arguments)))
-    except Exception as error:
-        answers.put((False, f"{type(error).__name__}: {error}"))
-
-
 def in_process(part: str, limit_s: float, *arguments: Any) -> Any:
     """What a measure returns, or a sentence on why it did not."""
     limit_s = min(limit_s, WAY_TIMEOUT_S)
     if limit_s < 1:
         return "not begun: the time was over"
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=_run, args=(answers, part, arguments))
-    process.start()
-    end = time.monotonic() + limit_s
-    answer: tuple[bool, Any] = (False, f"took more than {limit_s:.0f} s and was ended")
-    while time.monotonic() < end:
-        with contextlib.suppress(queue.Empty):
-            answer = answers.get(timeout=0.5)
-            break
-        if not process.is_alive():
-            answer = (False, f"its process ended with status {process.exitcode}")
-            break
-    process.join(10 if answer[0] else 1)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    return answer[1] if answer[0] else str(answer[1])
+    try:
+        with Worker(part, import_module, "gpu_measures", limit_s=limit_s) as worker:
+            return worker.ready().call("measure", part, *arguments)
+    except BenchError as error:
+        return str(error).splitlines()[0]
 
 
 # ---- the run ---------------------------------------------------------------------------------

@@ -14,35 +14,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import multiprocessing
 import os
 import statistics
-import sys
 import warnings
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pictures
-from common import (
-    BenchError,
-    Series,
-    format_size,
-    format_times,
-    parse_size,
-    print_table,
-    turned,
-    write_json,
-)
-from machine import (
-    Others,
-    add_directory_options,
-    check_memory,
-    facts_lines,
-    keep_memory,
-    machine_facts,
-    scratch_directory,
-)
+from common import Series, end_with, format_size, format_times, parse_size, print_table, turned
+from machine import Others, add_directory_options, facts_lines, keep_memory, measured_in
+from process import Worker
 
 WAYS = ("none", "synchronous", "lightning", "stillframe")
 STEP_S = 0.12  # a step takes at least 0.1 s
@@ -51,84 +32,52 @@ GOAL = 0.02  # of the steps per second, with 160 MB and one save every 20 steps
 GOAL_BYTES, GOAL_EVERY = 160 * 10**6, 20
 
 
-def worker(connection: Connection, way: str, nbytes: int, directory: str) -> None:
-    """In a process of its own: one fit for each message `(batch, steps, every)`, until None."""
-    warnings.simplefilter("ignore")
-    from fit_training import Training
+class Fits:
+    """One way, in a process of its own."""
 
-    fit = Training(way, nbytes, Path(directory)).fit
-    for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
-        logging.getLogger(name).setLevel(logging.ERROR)
-    keep_memory()
-    connection.send("ready")
-    while (message := connection.recv()) is not None:
+    def __init__(self, way: str, nbytes: int, directory: Path) -> None:
+        warnings.simplefilter("ignore")
+        from fit_training import Training
+
+        self._fit = Training(way, nbytes, directory).fit
+        for name in ("lightning.pytorch", "lightning.fabric"):  # which set their levels on import
+            logging.getLogger(name).setLevel(logging.ERROR)
+        keep_memory()
+
+    def fit(self, batch: int, steps: int, every: int) -> dict[str, float]:
         os.sync()  # nobody pays for what another has left to write
-        connection.send(fit(*message))
+        return self._fit(batch, steps, every)
 
 
-class Workers:
-    """A process for each way."""
-
-    def __init__(self, nbytes: int, directory: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes: dict[str, Connection] = {}
-        self.processes = []
-        for way in WAYS:
-            self.pipes[way], theirs = context.Pipe()
-            process = context.Process(target=worker, args=(theirs, way, nbytes, str(directory)))
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self._answer(way)
-
-    def fit(self, way: str, batch: int, steps: int, every: int) -> dict[str, float]:
-        self.pipes[way].send((batch, steps, every))
-        answer: dict[str, float] = self._answer(way)
-        return answer
-
-    def _answer(self, way: str) -> Any:
-        try:
-            return self.pipes[way].recv()
-        except EOFError:
-            raise BenchError(f"the process of {way} ended; what it said stands above") from None
-
-    def close(self) -> None:
-        for pipe in self.pipes.values():
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-
-
-def find_batch(workers: Workers) -> int:
+def find_batch(none: Worker) -> int:
     """Rows a batch, so that a step takes STEP_S."""
     batch = 16
     while True:
-        step = workers.fit("none", batch, SKIPPED + 5, 0)["step_s"]
+        step = none.call("fit", batch, SKIPPED + 5, 0)["step_s"]
         if step >= STEP_S * 0.9:
             return batch
         batch = max(batch + 8, int(batch * min(4.0, STEP_S / step)))
 
 
 def run_state(nbytes: int, everies: list[int], rounds: int, saves: int, directory: Path) -> Any:
-    workers = Workers(nbytes, directory)
-    try:
-        batch = find_batch(workers)
-        for way in WAYS:  # pool and allocator are warm from here on
-            workers.fit(way, batch, 2 * SKIPPED + 4, SKIPPED)
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker(way, Fits, way, nbytes, directory)).ready() for way in WAYS
+        ]
+        batch = find_batch(workers[0])
+        for worker in workers:  # pool and allocator are warm from here on
+            worker.call("fit", batch, 2 * SKIPPED + 4, SKIPPED)
         others = Others()
         found: dict[int, dict[str, list[dict[str, float]]]] = {}
         steps = SKIPPED + max(everies) * saves
         for number in range(rounds):
-            for way in turned(WAYS, number):
-                plain = workers.fit(way, batch, steps, 0)["steps_per_s"]
+            for worker in turned(workers, number):
+                plain = worker.call("fit", batch, steps, 0)["steps_per_s"]
                 for every in turned(everies, number):
-                    fit = workers.fit(way, batch, steps, every)
+                    fit = worker.call("fit", batch, steps, every)
                     fit["lost"] = 1 - fit["steps_per_s"] / plain
-                    found.setdefault(every, {}).setdefault(way, []).append(fit)
+                    found.setdefault(every, {}).setdefault(worker.name, []).append(fit)
         return {"batch": batch, "others": others.share(), "every": found}
-    finally:
-        workers.close()
 
 
 def judge(shares: dict[str, Series], goal: float | None) -> str:
@@ -178,12 +127,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8, help="turns of each way, 8 by default")
     options = parser.parse_args()
     largest = max(options.state)
-    check_memory(9 * largest)
     results: dict[int, Any] = {}
-    with scratch_directory(
-        options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=8 * largest
-    ) as directory:
-        facts = machine_facts(directory)
+    with measured_in(options, memory=9 * largest, disk=8 * largest) as (directory, facts):
         for nbytes in options.state:
             results[nbytes] = run_state(
                 nbytes, options.every, options.rounds, options.saves, directory
@@ -198,15 +143,9 @@ def main() -> int:
         if result["others"] >= 0.03:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
-    if options.json:
-        document = {"machine": facts, "results": results}
-        write_json(options.json, document)
-        pictures.beside(options.json, document)
+    pictures.keep(options.json, {"machine": facts, "results": results})
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        sys.exit(f"lightning_fit.py: {error}")
+    end_with(main)

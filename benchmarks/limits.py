@@ -14,28 +14,13 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pictures
-from common import (
-    BenchError,
-    Series,
-    format_size,
-    format_times,
-    parse_size,
-    print_table,
-    write_json,
-)
-from machine import (
-    add_directory_options,
-    check_memory,
-    facts_lines,
-    machine_facts,
-    scratch_directory,
-)
+from common import Series, end_with, format_size, format_times, parse_size, print_table
+from machine import add_directory_options, facts_lines, measured_in
 
 CALL_BYTES = 4 << 20  # bytes a write call
 PAGE_BYTES = 4096
@@ -156,7 +141,6 @@ def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> Series:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--state", type=parse_size, default=1_070_000_000, help="bytes (1.07GB)")
     parser.add_argument("--rounds", type=int, default=5)
@@ -166,26 +150,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.state, args.rounds = min(args.state, 160_000_000), 3
     nbytes = -(-args.state // PAGE_BYTES) * PAGE_BYTES
-    try:
-        check_memory(3 * nbytes)
-        with scratch_directory(
-            args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * nbytes
-        ) as directory:
-            facts = machine_facts(directory)
-            series = {"memcpy, one thread": measure_copy(nbytes, args.rounds)}
-            cores = len(os.sched_getaffinity(0))
-            if cores > 1:
-                series["memcpy, two threads"] = measure_copy(nbytes, args.rounds, 2)
-            disk = RawDisk(directory, nbytes)
-            pairs = [(disk.direct(), disk.buffered()) for _ in range(args.rounds)]
-            series["O_DIRECT write + fdatasync"] = Series.of([pair[0] for pair in pairs])
-            series["buffered write + fsync"] = Series.of([pair[1] for pair in pairs])
-    except BenchError as error:
-        print(f"limits.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("limits.py: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    with measured_in(args, memory=3 * nbytes, disk=2 * nbytes) as (directory, facts):
+        series = {"memcpy, one thread": measure_copy(nbytes, args.rounds)}
+        if len(os.sched_getaffinity(0)) > 1:
+            series["memcpy, two threads"] = measure_copy(nbytes, args.rounds, 2)
+        disk = RawDisk(directory, nbytes)
+        pairs = [(disk.direct(), disk.buffered()) for _ in range(args.rounds)]
+        series["O_DIRECT write + fdatasync"] = Series.of([pair[0] for pair in pairs])
+        series["buffered write + fsync"] = Series.of([pair[1] for pair in pairs])
     print("\n".join(facts_lines(facts)))
     rows = [
         [
@@ -200,13 +172,10 @@ def main(argv: list[str] | None = None) -> int:
         ["", "median (min..max)", "rate"],
         rows,
     )
-    if args.json:
-        figures = {name: s.to_json() for name, s in series.items()}
-        document = {"facts": facts, "nbytes": nbytes, "seconds": figures}
-        write_json(args.json, document)
-        pictures.beside(args.json, document)
+    figures = {name: s.to_json() for name, s in series.items()}
+    pictures.keep(args.json, {"facts": facts, "nbytes": nbytes, "seconds": figures})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -256,6 +256,28 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
         signal.signal(signal.SIGTERM, previous)
 
 
+def forget(path: Path) -> None:
+    """Lets the page cache drop a file."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def measured_in(
+    options: argparse.Namespace, *, memory: int, disk: int
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(scratch directory, the machine's facts), where there is so much memory and room."""
+    check_memory(memory)
+    with scratch_directory(
+        options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=disk
+    ) as directory:
+        yield directory, machine_facts(directory)
+
+
 def check_memory(need_bytes: int) -> None:
     """Raises BenchError where the run would not fit into memory."""
     left = available_memory()

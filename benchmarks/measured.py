@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -38,8 +39,10 @@ class Figures:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
 
     def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
+        """`figures`: a metric's value; nan is none."""
         for metric, value in figures.items():
-            self._values[scenario, who, metric].append(value)
+            if not math.isnan(value):
+                self._values[scenario, who, metric].append(value)
 
     def series(self, scenario: str, who: str, metric: str) -> Series | None:
         values = self._values.get((scenario, who, metric))

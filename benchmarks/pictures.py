@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import Series, format_seconds, format_size
+from common import Series, format_seconds, format_size, write_json
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, PEERS, TORCH, TORCH_NO_CRC
 
 MISSING = (
@@ -53,6 +53,13 @@ FITS = {
 }
 FORWARD, STEP, WAIT = "#e4e7eb", "#b8c0ca", "#3b4754"
 PARTS = (("call_s", "call", 1.0), ("gate_s", "gate", 0.65), ("slowdown_s", "slower steps", 0.35))
+
+
+def keep(json_path: Path | None, document: dict[str, Any]) -> None:
+    """Saves the document of a run, where that is wanted, and its pictures beside it."""
+    if json_path is not None:
+        write_json(json_path, document)
+        beside(json_path, document)
 
 
 def beside(json_path: Path, document: dict[str, Any], out: Path | None = None) -> Path | None:

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common import (
     BenchError,
     Series,
+    end_with,
     format_size,
     format_times,
     parse_size,
     print_table,
     write_json,
 )
-from machine import add_directory_options, facts_lines, machine_facts, scratch_directory
+from machine import (
+    add_directory_options,
+    facts_lines,
+    forget,
+    measured_in,
+    reset_peak_rss,
+    status_bytes,
+)
 
 LIGHTNING, OURS = "Lightning's", "stillframe"
 WAYS = (LIGHTNING, OURS)
@@ -46,7 +52,6 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
     """One training: makes `path`, or goes on from it. Says when its first step had ended."""
     import lightning as L
     import torch
-    from restore_process import resident_nbytes
     from stillframe.lightning import AsyncCheckpointIO
 
     class Module(L.LightningModule):
@@ -64,7 +69,7 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
             return torch.optim.AdamW(self.parameters())
 
         def on_train_start(self) -> None:
-            found["peak_nbytes"] = float(resident_nbytes("VmHWM") - before)
+            found["peak_nbytes"] = float(status_bytes("VmHWM") - before)
 
         def on_train_batch_end(self, *_: Any) -> None:
             found.setdefault("at", time.monotonic())
@@ -80,8 +85,8 @@ def run(way: str, path: Path, nbytes: int) -> dict[str, float]:
         accelerator="cpu",
     )
     module = Module()
-    before = resident_nbytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = status_bytes("VmRSS")
+    reset_peak_rss()
     data = torch.utils.data.DataLoader(torch.zeros(8, 1))  # type: ignore[arg-type]
     trainer.fit(module, data, ckpt_path=None if way == MAKE else str(path))
     if way == MAKE:
@@ -108,20 +113,9 @@ def _in_a_process(way: str, path: Path, nbytes: int) -> dict[str, float]:
     return {"seconds": found["at"] - start, "peak_nbytes": found["peak_nbytes"]}
 
 
-def _forget(path: Path) -> None:
-    """Lets the page cache drop a synced file."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def measure(
-    directory: Path, nbytes: int, rounds: int, progress: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
     """Series of seconds and of the peak over the model, by situation and way."""
     path = directory / "restart.ckpt"
-    progress("restart: making the file")
     _in_a_process(MAKE, path, nbytes)
     runs: dict[str, dict[str, list[dict[str, float]]]] = {
         situation: {way: [] for way in WAYS} for situation in (WARM, COLD)
@@ -129,9 +123,8 @@ def measure(
     for number in range(rounds):
         for situation, found in runs.items():
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-                progress(f"restart: round {number + 1} of {rounds}")
                 if situation == COLD:
-                    _forget(path)
+                    forget(path)
                 else:
                     path.read_bytes()
                 found[way].append(_in_a_process(way, path, nbytes))
@@ -164,7 +157,6 @@ def show(found: dict[str, Any], rounds: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", type=parse_size, default=1_070_000_000, help="of the state")
@@ -176,15 +168,8 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(run(args.run[0], Path(args.run[1]), int(args.run[2]))))
         return 0
     nbytes, rounds = (QUICK_NBYTES, 1) if args.quick else (args.size, args.rounds)
-    try:
-        with scratch_directory(
-            args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=2 * nbytes
-        ) as directory:
-            facts = machine_facts(directory)
-            found = measure(directory, nbytes, rounds, lambda text: None)
-    except BenchError as error:
-        print(f"restart.py: {error}", file=sys.stderr)
-        return 2
+    with measured_in(args, memory=0, disk=2 * nbytes) as (directory, facts):
+        found = measure(directory, nbytes, rounds)
     print("\n".join(facts_lines(facts)))
     show(found, rounds)
     if args.json:
@@ -193,4 +178,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -12,35 +12,23 @@ reads on two threads. README.md says how each figure is counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import mmap
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pictures
-from common import (
-    BenchError,
-    Series,
-    Spec,
-    format_times,
-    print_table,
-    progress_line,
-    write_json,
-)
+from common import Series, Spec, end_with, format_times, print_table, progress_line
 from limits import CALL_BYTES
-from machine import (
-    add_directory_options,
-    check_memory,
-    facts_lines,
-    machine_facts,
-    scratch_directory,
-)
-from restore_process import MMAP, OURS, TORCH, WAYS, Load, worker
+from machine import add_directory_options, facts_lines, forget, measured_in
+from process import Worker
+from restore_process import MMAP, OURS, TORCH, WAYS, Load
 
 RAW = "O_DIRECT reads, four threads"
 FIRST, AGAIN, COLD = "first", "again", "cold"
@@ -76,15 +64,6 @@ QUICK_STATES = {
 
 
 # ---- files and raw reads ----------------------------------------------------------------------
-
-
-def _forget(path: Path) -> None:
-    """Lets the page cache drop a synced file."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def _keep(path: Path) -> None:
@@ -129,6 +108,14 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 # ---- rounds -------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def worker() -> Iterator[Callable[..., Any]]:
+    """A fresh process that has imported everything; call it with a function's name and more."""
+    with Worker("a measured process", import_module, "restore_process") as process:
+        process.ready().call("prepare")
+        yield process.call
+
+
 def files_of(path: Path) -> list[Path]:
     """The files that the ways read."""
     return [path, *path.parent.glob(f"{path.name}.dcp/*"), *path.parent.glob("*.safetensors")]
@@ -137,13 +124,13 @@ def files_of(path: Path) -> list[Path]:
 def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
     """Each way once in each situation; every other round in the other order."""
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
-    _forget(path)
+    forget(path)
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
             with worker() as ask:
                 for each in files_of(path):
-                    (_forget if situation == COLD else _keep)(each)
+                    (forget if situation == COLD else _keep)(each)
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
@@ -161,7 +148,7 @@ def _verify_round(
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
     for name in READS[number % 3 :] + READS[: number % 3]:  # whoever is first may find it faster
-        _forget(path)
+        forget(path)
         values[name].append(calls[name]())
 
 
@@ -288,7 +275,6 @@ def show(found: dict[str, Any], rounds: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, or 2 with a sentence on stderr where it cannot run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="of loads; three times as many reads")
     parser.add_argument("--quick", action="store_true", help="160 MB and 10 MB, three rounds")
@@ -303,30 +289,16 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"no such state: {', '.join(sorted(unknown))}; there are {list(chosen)}")
         chosen = {state: chosen[state] for state in args.only}
     largest = max(spec.nbytes for spec in chosen.values())
-    try:
-        check_memory(3 * largest)
-        with (
-            scratch_directory(
-                args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=5 * largest
-            ) as directory,
-            progress_line() as progress,
-        ):
-            facts = machine_facts(directory)
-            found = measure(directory, chosen, rounds, progress)
-    except BenchError as error:
-        print(f"restore.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("restore.py: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    with (
+        measured_in(args, memory=3 * largest, disk=5 * largest) as (directory, facts),
+        progress_line() as progress,
+    ):
+        found = measure(directory, chosen, rounds, progress)
     print("\n".join(facts_lines(facts)))
     show(found, rounds)
-    if args.json:
-        document = {"facts": facts, "rounds": rounds, "states": found}
-        write_json(args.json, document)
-        pictures.beside(args.json, document)
+    pictures.keep(args.json, {"facts": facts, "rounds": rounds, "states": found})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

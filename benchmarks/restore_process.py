@@ -1,20 +1,18 @@
-"""The processes in which `restore.py` measures: all imported, they answer requests."""
+"""What `restore.py` measures, in processes of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import importlib.util
-import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common import BenchError, Spec
+from machine import reset_peak_rss, status_bytes
 
 TORCH, MMAP, OURS = "torch.load", "torch.load(mmap=True)", "stillframe.load"
 DCP, SAFETENSORS = "DCP load", "safetensors"
@@ -31,18 +29,16 @@ class Load(NamedTuple):
     peak_nbytes: float
 
 
-def resident_nbytes(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise BenchError(f"this system does not tell {name}")
+def prepare() -> None:
+    """Imports everything: the first call is not to pay for it."""
+    import torch
+    from stillframe._shell import cli  # noqa: F401
+    from torch.distributed import checkpoint  # noqa: F401
+
+    torch.set_num_threads(2)
 
 
-# ---- in the process -----------------------------------------------------------------------------
-
-
-def make(path: str, spec: Spec) -> float:
+def make(path: str, spec: Spec) -> None:
     """The files: torch's, DCP's and safetensors' of the same tensors, synced."""
     import states
     import torch
@@ -60,7 +56,6 @@ def make(path: str, spec: Spec) -> float:
     if HAS_SAFETENSORS:
         _safetensors().save_file(flat, f"{path}.safetensors")
     os.sync()
-    return 0.0
 
 
 def load(path: str, way: str) -> Load:
@@ -69,8 +64,8 @@ def load(path: str, way: str) -> Load:
 
     gc.collect()
     read = _calls()[way]
-    before = resident_nbytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    reset_peak_rss()
     start, cpu = time.perf_counter(), time.process_time()
     tensors = states.tensors_of(read(path))
     for each in tensors:
@@ -78,7 +73,7 @@ def load(path: str, way: str) -> Load:
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     if not tensors:
         raise BenchError(f"{way} found no tensors")
-    return Load(seconds, cpu, resident_nbytes("VmHWM") - before)
+    return Load(seconds, cpu, status_bytes("VmHWM") - before)
 
 
 def verify(path: str) -> float:
@@ -135,53 +130,3 @@ def _calls() -> dict[str, Callable[[str], Any]]:
         SAFETENSORS: lambda path: _safetensors().load_file(f"{path}.safetensors"),
         OURS: stillframe.load,
     }
-
-
-def _serve(connection: Any) -> None:
-    """Answers each request (a function's name and its arguments) until there is no more."""
-    import torch
-    from stillframe._shell import cli  # noqa: F401  (the first call is not to pay for the import)
-    from torch.distributed import checkpoint  # noqa: F401
-
-    requests: dict[str, Callable[..., Any]] = {
-        each.__name__: each for each in (make, load, verify, memcpy)
-    }
-    torch.set_num_threads(2)
-    while (request := connection.recv()) is not None:
-        try:
-            connection.send(requests[request[0]](*request[1:]))
-        except Exception as error:
-            connection.send(f"{type(error).__name__}: {error}")
-
-
-# ---- in the parent ------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def worker() -> Iterator[Callable[..., Any]]:
-    """A fresh process that has imported everything; call it with a request."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-
-    def ask(*request: Any) -> Any:
-        try:
-            ours.send(request)
-            answer = ours.recv()
-        except (EOFError, BrokenPipeError) as error:
-            raise BenchError("a measured process ended") from error
-        if isinstance(answer, str):
-            raise BenchError(f"a measured process failed: {answer}")
-        return answer
-
-    try:
-        yield ask
-        with contextlib.suppress(BrokenPipeError):
-            ours.send(None)
-    finally:
-        process.join(10)
-        if process.is_alive():
-            process.kill()
-        ours.close()

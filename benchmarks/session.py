@@ -1,24 +1,15 @@
-"""The process that one peer is measured in, and the parent's hold on it.
-
-`Worker` runs one peer over one state in a process of its own, so that memory, allocator and thread
-pools of one never show up in the figures of another; it answers one command at a time and sleeps
-in between.
-"""
+"""What one peer over one state is asked to do, in the process that it is measured in."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
-import multiprocessing
 import os
 import shutil
-import signal
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +25,24 @@ GIVE_UP_NS = 600 * 10**9  # a save that takes longer has hung
 LATE_STEP_S = 1.0  # after that a step finds its copy made, unless it takes longer than a second
 SAMPLE_S = 0.002  # between two looks at the bytes written
 
-# A worker's answer: numbers, and for pictures lists of them.
+# An answer: numbers, and for pictures lists of them.
 Answer = dict[str, float]
 
 
-class _Session:
-    """The measured process: one peer, one state."""
+class Session:
+    """One peer, one state, files in a directory of its own."""
 
-    def __init__(self, peer: str, spec: Spec, directory: str) -> None:
+    def __init__(self, peer: str, spec: Spec, directory: Path) -> None:
         import states
+
+        self._directory = Path(tempfile.mkdtemp(dir=directory))
+        # Lightning writes its temporary where tempfile says; keep it on the disk that is measured.
+        os.environ["TMPDIR"] = str(self._directory)
 
         self._state = states.make(spec)
         self._tensors_of = states.tensors_of
         # After the state: a peer may read the environment, and Lightning's Trainer is made there.
         self._peer: Peer = PEERS[peer][0]()
-        self._directory = Path(directory)
         self._number = 0
         for _ in range(WARM_STEPS):
             self._state.step(SAVE_BATCH)
@@ -265,79 +259,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _serve(conn: Connection, peer: str, spec: Spec, directory: str) -> None:
-    """The child's main: answers commands until `close` or the parent's end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and removes the files
-    # Lightning writes its temporary where tempfile says; keep it on the disk that is measured.
-    os.environ["TMPDIR"] = directory
-    try:
-        session = _Session(peer, spec, directory)
-        conn.send(("ok", session.info()))
-        while True:
-            name, arguments = conn.recv()
-            conn.send(("ok", getattr(session, name)(**arguments)))
-            if name == "close":
-                return
-    except (EOFError, BrokenPipeError):
-        return
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            conn.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-
-
-# ---- in the parent -------------------------------------------------------------------------
-
-
-class Worker:
-    """One peer over one state in a fresh process (spawned, never forked); a context manager."""
-
-    def __init__(self, peer: str, spec: Spec, directory: Path) -> None:
-        self.peer = peer
-        self.spec = spec
-        own = directory / f"{time.monotonic_ns()}"
-        own.mkdir()
-        context = multiprocessing.get_context("spawn")
-        self._conn, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, peer, spec, str(own)), daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self.info: Answer = {}
-
-    def ready(self) -> None:
-        """Waits until the state stands and its first steps are done."""
-        self.info = self._answer()
-
-    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Runs one command there; BenchError with the worker's own traceback if it fails."""
-        self._conn.send((name, arguments))
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        try:
-            if not self._conn.poll(GIVE_UP_NS / 1e9 + 60):
-                raise BenchError(f"{self.peer}: no answer from its process")
-            kind, value = self._conn.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join(5)
-            raise BenchError(
-                f"{self.peer}: its process died (exit code {self._process.exitcode})"
-            ) from None
-        if kind != "ok":
-            raise BenchError(f"{self.peer}: {value}")
-        return {str(k): v for k, v in value.items() if not (isinstance(v, float) and math.isnan(v))}
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.call("close")
-            self._process.join(30)
-        self._conn.close()
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()

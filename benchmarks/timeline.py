@@ -19,20 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, Spec, Stamp, format_size, parse_size, print_table, write_json
-from machine import (
-    add_directory_options,
-    check_memory,
-    facts_lines,
-    keep_memory,
-    machine_facts,
-    scratch_directory,
-)
+from common import BenchError, Spec, Stamp, end_with, format_size, parse_size, print_table
+from machine import add_directory_options, facts_lines, keep_memory, measured_in
 from peers import DCP, LIGHTNING, OURS, PEERS, TORCH
+from process import Worker
 
 WAYS = (TORCH, LIGHTNING, DCP, OURS)
 BEFORE = 3  # steps that are drawn before the save
@@ -177,13 +172,9 @@ def run(options: argparse.Namespace, directory: Path) -> dict[str, list[dict[str
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 subprocess.run(["sync", "-f", scratch], check=True)  # nobody pays for another's
-                command = [sys.executable, __file__, "--dir", scratch, "--way", way]
-                command += ["--state", str(options.state), "--batch", str(options.batch)]
-                command += ["--threads", str(options.threads)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-                if done.returncode != 0:
-                    raise BenchError(f"{way} failed; what it said stands above")
-                turns[way].append(json.loads(done.stdout.splitlines()[-1]))
+                sizes = (options.state, options.batch, options.threads)
+                with Worker(way, import_module, "timeline") as worker:
+                    turns[way].append(worker.ready().call("turn", way, *sizes, scratch))
             print(f"{way}: lost {turns[way][-1]['lost_s'] * 1e3:.0f} ms", file=sys.stderr)
     return turns
 
@@ -208,30 +199,16 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = (options.state, options.batch, options.threads)
-    if options.way:
-        print(json.dumps(turn(options.way, *sizes, str(options.dir))))
-        return 0
-    check_memory(6 * options.state)
-    with scratch_directory(
-        options.dir, allow_tmpfs=options.allow_tmpfs, need_bytes=3 * options.state
-    ) as directory:
-        facts = machine_facts(directory)
+    need = {"memory": 6 * options.state, "disk": 3 * options.state}
+    with measured_in(options, **need) as (directory, facts):
         turns = run(options, directory)
     print("\n".join(facts_lines(facts)))
     print(f"{format_size(options.state)} of state, batches of {options.batch}")
     show(turns)
-    if options.json:
-        document = {"facts": facts, "state": options.state, "turns": turns}
-        write_json(options.json, document)
-        pictures.beside(options.json, document)
+    pictures.keep(options.json, {"facts": facts, "state": options.state, "turns": turns})
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BenchError as error:
-        sys.exit(f"timeline.py: {error}")
+    end_with(main)

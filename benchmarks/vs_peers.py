@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,15 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, format_size, parse_size, progress_line, turned, write_json
+from common import end_with, format_size, parse_size, progress_line, turned, write_json
 from figures import print_results
 from goals import GOALS
 from limits import PAGE_BYTES, RawDisk, measure_copy
-from machine import add_directory_options, check_memory, machine_facts, scratch_directory
+from machine import add_directory_options, measured_in
 from measured import Figures, Settings
 from peers import PEERS, RAW
+from process import Worker
 from scenarios import ONE_AFTER_ANOTHER, SCENARIOS, Scenario, peers_of, spec_of
-from session import Worker
+from session import Session
 
 SLOW_S = 10.0  # a way to save that takes longer
 FEW_ROUNDS = 2  # has only that many warm rounds
@@ -78,7 +78,7 @@ class Run:
         with self._fleet(state, peers) as fleet:
             saved = False
             for scenario in scenarios:
-                here = [w for w in fleet if w.peer in peers_of(scenario, peers)]
+                here = [w for w in fleet if w.name in peers_of(scenario, peers)]
                 if scenario.kind == "save":
                     self._saves(here, scenario, cold=not saved)
                     saved = True
@@ -95,11 +95,15 @@ class Run:
         spec = spec_of(state, self.settings)
         self._progress(f"{state}: building {format_size(spec.nbytes)} in {len(peers)} processes")
         with contextlib.ExitStack() as stack:
-            fleet = [stack.enter_context(Worker(p, spec, self._directory)) for p in peers]
+            fleet = [
+                stack.enter_context(Worker(peer, Session, peer, spec, self._directory))
+                for peer in peers
+            ]
             for worker in fleet:
-                worker.ready()
-                self.figures.add(f"state {state}", worker.peer, worker.info)
+                self.figures.add(f"state {state}", worker.name, worker.ready().call("info"))
             yield fleet
+            for worker in fleet:
+                worker.call("close")
 
     def _saves(self, fleet: list[Worker], scenario: Scenario, *, cold: bool) -> None:
         """Rounds of one save each; the first is cold unless the processes saved before."""
@@ -107,24 +111,22 @@ class Run:
         slow: set[str] = set()
         for number, name in enumerate(names):
             for worker in turned(fleet, number):
-                if worker.peer in slow and number >= FEW_ROUNDS + cold:
+                if worker.name in slow and number >= FEW_ROUNDS + cold:
                     continue
-                self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.peer}")
+                self._progress(f"{name}, round {number + 1} of {len(names)}: {worker.name}")
                 answer = worker.call(
                     "save",
                     busy=scenario.busy,
                     check=number == 0,
                     computing=scenario.computing,
                 )
-                self.figures.add(name, worker.peer, answer)
+                self.figures.add(name, worker.name, answer)
                 if answer["finished_s"] > SLOW_S:
-                    slow.add(worker.peer)
+                    slow.add(worker.name)
             self._progress(f"{name}, round {number + 1} of {len(names)}: raw disk")
             assert self._disk is not None
-            direct, buffered = self._disk.direct(), self._disk.buffered()
-            self.figures.add(name, RAW, {"buffered_s": buffered})
-            if not math.isnan(direct):
-                self.figures.add(name, RAW, {"finished_s": direct})
+            raw = {"finished_s": self._disk.direct(), "buffered_s": self._disk.buffered()}
+            self.figures.add(name, RAW, raw)
 
     def _loop(self, fleet: list[Worker], scenario: Scenario) -> None:
         """Rounds of a pair each; the first is a warm-up kept apart."""
@@ -136,9 +138,9 @@ class Run:
         for number in range(pairs + 1):
             for worker in turned(fleet, number):
                 name = scenario.name
-                self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.peer}")
+                self._progress(f"{name}, round {number + 1} of {pairs + 1}: {worker.name}")
                 answer = worker.call("pair", steps=steps, batch=batch)
-                self.figures.add(name if number else scenario.cold, worker.peer, answer)
+                self.figures.add(name if number else scenario.cold, worker.name, answer)
 
     def _gate(self, fleet: list[Worker], scenario: Scenario) -> None:
         s = self.settings
@@ -150,20 +152,20 @@ class Run:
             for worker in turned(fleet, number):
                 self._progress(f"{scenario.name}, round {number + 1} of {s.rounds + 1}")
                 answer = worker.call("gate")
-                self.figures.add(scenario.name if number else scenario.cold, worker.peer, answer)
+                self.figures.add(scenario.name if number else scenario.cold, worker.name, answer)
 
     def _once(self, fleet: list[Worker], scenario: Scenario) -> None:
         for worker in fleet:
-            self._progress(f"{scenario.name}: {worker.peer}")
+            self._progress(f"{scenario.name}: {worker.name}")
             if scenario.kind == "watch":
                 worker.call("save", busy=False, check=False)  # whoever is cold is not any more
                 curve = worker.call("watch")
-                self.curves[worker.peer] = curve
-                self.figures.add(scenario.name, worker.peer, {"finished_s": curve["times_s"][-1]})
+                self.curves[worker.name] = curve
+                self.figures.add(scenario.name, worker.name, {"finished_s": curve["times_s"][-1]})
             else:
                 answer = worker.call("growth", saves=self.settings.growth_saves)
                 self.resident = answer.pop("resident_nbytes")
-                self.figures.add(scenario.name, worker.peer, answer)
+                self.figures.add(scenario.name, worker.name, answer)
 
 
 # ---- the command line ----------------------------------------------------------------------
@@ -271,7 +273,6 @@ def _document(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; 0, 2 where it cannot run, 130 after Ctrl-C."""
     args = _parse(argv)
     peers = [p for p in PEERS if p in args.peers and importlib.util.find_spec(PEERS[p][1])]
     for missing in [p for p in args.peers if p not in peers]:
@@ -286,23 +287,13 @@ def main(argv: list[str] | None = None) -> int:
     names = [scenario.name for scenario in chosen]
     largest = max((spec_of(s.state, settings).nbytes for s in chosen), default=0)
     json_path = args.json or Path("build") / "vs_peers.json"
-    try:
-        check_memory(_need_memory(settings, names, len(peers)))
-        with (
-            scratch_directory(
-                args.dir, allow_tmpfs=args.allow_tmpfs, need_bytes=int(2.5 * largest)
-            ) as directory,
-            progress_line() as progress,
-        ):
-            facts = machine_facts(directory)
-            run = Run(settings, peers, directory, progress)
-            run.all(names)
-    except BenchError as error:
-        print(f"vs_peers.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("vs_peers.py: interrupted; its files are removed", file=sys.stderr)
-        return 130
+    memory, disk = _need_memory(settings, names, len(peers)), int(2.5 * largest)
+    with (
+        measured_in(args, memory=memory, disk=disk) as (directory, facts),
+        progress_line() as progress,
+    ):
+        run = Run(settings, peers, directory, progress)
+        run.all(names)
     print_results(run.figures, settings, peers, facts, args.quick or args.state < FULL_STATE)
     document = _document(run, facts)
     write_json(json_path, document)
@@ -312,4 +303,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -12,34 +12,17 @@ PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 {
 	PyObject *type = state->stillframe_error;
 
-	switch (code) {
-	case SFR_EFORK:
-		type = state->fork_error;
-		break;
-	case SFR_EBUSY:
-		type = state->busy_error;
-		break;
-	case SFR_ECORRUPT:
-		type = state->corrupt_error;
-		break;
-	case SFR_ETORN:
-		type = state->torn_error;
-		break;
-	case SFR_EEXHAUSTED:
-		type = state->pool_exhausted_error;
-		break;
-	case -ENOMEM:
+#define X(member, name, its_code)                                                                  \
+	if (code == (its_code))                                                                    \
+		type = state->member;
+	SFR_PY_ERRORS(X)
+#undef X
+	if (code == -ENOMEM)
 		return PyErr_NoMemory();
-	case -EINVAL:
+	if (code == -EINVAL)
 		type = PyExc_ValueError;
-		break;
-	default:
-		if (code > -1000) {
-			errno = -code;
-			return PyErr_SetFromErrno(PyExc_OSError);
-		}
-		break;
-	}
+	else if (code > -1000)
+		return sfr_py_raise_os(state, code);
 	PyErr_SetString(type, sfr_code_message(code));
 	return NULL;
 }
@@ -49,7 +32,7 @@ PyObject *sfr_py_sentence(const struct sfr_err *err)
 	if (err->code == 0)
 		return PyUnicode_FromString("");
 	if (err->note[0])
-		return PyUnicode_DecodeUTF8(err->note, (Py_ssize_t)strlen(err->note), "replace");
+		return sfr_py_text(err->note);
 	return PyUnicode_FromString(err->code > -1000 ? strerror(-err->code) :
 							sfr_code_message(err->code));
 }
@@ -81,30 +64,67 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 	return *slot ? PyModule_AddType(module, *slot) : -1;
 }
 
-int sfr_py_timeout(PyObject *timeout, uint64_t *left_ns)
+struct sfr_py_state *sfr_py_state_of(PyObject *object)
 {
-	double seconds;
-
-	if (timeout == NULL || timeout == Py_None) {
-		*left_ns = SFR_FOREVER;
-		return 0;
-	}
-	seconds = PyFloat_AsDouble(timeout);
-	if (seconds == -1.0 && PyErr_Occurred())
-		return -1;
-	if (!(seconds > 0))
-		*left_ns = 0;
-	else
-		*left_ns = seconds > 1e9 ? SFR_FOREVER : (uint64_t)(seconds * 1e9);
-	return 0;
+	return PyType_GetModuleState(Py_TYPE(object));
 }
 
-int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns)
+PyObject *sfr_py_none(PyObject *object, int rc)
 {
-	if (PyErr_CheckSignals() < 0)
-		return -1;
-	*slice_ns = *left_ns < SFR_PY_SLICE_NS ? *left_ns : SFR_PY_SLICE_NS;
-	if (*left_ns != SFR_FOREVER)
-		*left_ns -= *slice_ns;
-	return 0;
+	if (rc < 0)
+		return sfr_py_raise(sfr_py_state_of(object), rc);
+	Py_RETURN_NONE;
+}
+
+PyObject *sfr_py_unless(PyObject *object, int rc, int no)
+{
+	if (rc == SFR_PY_RAISED)
+		return NULL;
+	if (rc < 0 && rc != no)
+		return sfr_py_raise(sfr_py_state_of(object), rc);
+	return PyBool_FromLong(rc == 0);
+}
+
+PyObject *sfr_py_text(const char *text)
+{
+	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+int sfr_py_u64(PyObject *number, uint64_t *out)
+{
+	*out = PyLong_AsUnsignedLongLong(number);
+	return *out == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+#define SLICE_NS UINT64_C(50000000)
+
+struct sfr_py_wait sfr_py_wait(PyObject *timeout)
+{
+	struct sfr_py_wait wait = { .left_ns = SFR_FOREVER, .rc = SFR_PY_BEGINS };
+	double seconds;
+
+	if (timeout == NULL || timeout == Py_None)
+		return wait;
+	seconds = PyFloat_AsDouble(timeout);
+	if (seconds == -1.0 && PyErr_Occurred())
+		wait.rc = SFR_PY_RAISED;
+	else if (!(seconds > 0))
+		wait.left_ns = 0;
+	else if (seconds <= 1e9)
+		wait.left_ns = (uint64_t)(seconds * 1e9);
+	return wait;
+}
+
+int sfr_py_goes_on(struct sfr_py_wait *wait)
+{
+	if (wait->rc != SFR_PY_BEGINS && (wait->rc != SFR_EAGAIN || wait->left_ns == 0))
+		return 0;
+	if (wait->left_ns > 0 && PyErr_CheckSignals() < 0) {
+		wait->rc = SFR_PY_RAISED;
+		return 0;
+	}
+	wait->slice_ns = wait->left_ns < SLICE_NS ? wait->left_ns : SLICE_NS;
+	if (wait->left_ns != SFR_FOREVER)
+		wait->left_ns -= wait->slice_ns;
+	return 1;
 }

@@ -1,7 +1,10 @@
 /* The module stillframe._core: its state, and the files that make it up. */
 #include "module.h"
-
-#include <string.h>
+#include "sfr/log.h"
+#include "sfr/notice.h"
+#include "sfr/save.h"
+#include "sfr/snapshot.h"
+#include "trace/trace.h"
 
 /* Single-phase look-ups of the module's state; the module outlives its types. */
 struct sfr_py_state *sfr_py_state(PyObject *module)
@@ -9,55 +12,58 @@ struct sfr_py_state *sfr_py_state(PyObject *module)
 	return PyModule_GetState(module);
 }
 
-static int get_error(PyObject *errors, const char *name, PyObject **slot)
-{
-	*slot = PyObject_GetAttrString(errors, name);
-	return *slot ? 0 : -1;
-}
-
 static int exec_errors(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 	PyObject *errors = PyImport_ImportModule("stillframe.errors");
-	int rc = -1;
+	int all = errors != NULL;
 
-	if (!errors)
-		return -1;
-	if (get_error(errors, "StillframeError", &state->stillframe_error) == 0 &&
-	    get_error(errors, "ForkError", &state->fork_error) == 0 &&
-	    get_error(errors, "BusyError", &state->busy_error) == 0 &&
-	    get_error(errors, "PoolExhaustedError", &state->pool_exhausted_error) == 0 &&
-	    get_error(errors, "CorruptCheckpointError", &state->corrupt_error) == 0 &&
-	    get_error(errors, "TornSnapshotError", &state->torn_error) == 0 &&
-	    get_error(errors, "SaveError", &state->save_error) == 0)
-		rc = 0;
-	Py_DECREF(errors);
-	return rc;
+#define X(member, name, code)                                                                      \
+	all = all && (state->member = PyObject_GetAttrString(errors, name)) != NULL;
+	SFR_PY_ERRORS(X)
+#undef X
+	Py_XDECREF(errors);
+	return all ? 0 : -1;
+}
+
+/* What the package calls by the names that it has in the core. */
+static int exec_constants(PyObject *module)
+{
+#define CONSTANT(name)                                                                             \
+	{                                                                                          \
+		#name, SFR_##name                                                                  \
+	}
+	static const struct {
+		const char *name;
+		long value;
+	} constants[] = {
+		CONSTANT(SAVE_DURABLE),    CONSTANT(SAVE_NESTED),     CONSTANT(SAVE_CHECK_BYTES),
+		CONSTANT(SAVE_NO_WAIT),    CONSTANT(SAVE_UNORDERED),  CONSTANT(WAIT_COPIED),
+		CONSTANT(WAIT_STAGED),     CONSTANT(WAIT_ENDED),      CONSTANT(NOTICE_COPIED),
+		CONSTANT(NOTICE_ENDED),    CONSTANT(NOTICE_TEXT),     CONSTANT(NOTICE_STOP),
+		CONSTANT(NOTICE_SNAPSHOT), CONSTANT(SNAPSHOT_SHARED), CONSTANT(SNAPSHOT_LEAVES),
+		CONSTANT(APART),           CONSTANT(WORK_SAVE),       CONSTANT(WORK_REMOVE),
+		CONSTANT(WORK_LINK),       CONSTANT(TRACE_CALL),      CONSTANT(TRACE_PLAN),
+		CONSTANT(TRACE_GATE),      CONSTANT(ETORN),           CONSTANT(EEXHAUSTED),
+		CONSTANT(ECANCELLED),      CONSTANT(ECORRUPT),
+	};
+
+	for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
+		if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
+			return -1;
+	return 0;
 }
 
 static int traverse(PyObject *module, visitproc visit, void *arg)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
-	Py_VISIT(state->engine_type);
-	Py_VISIT(state->ticket_type);
-	Py_VISIT(state->parts_type);
-	Py_VISIT(state->load_type);
-	Py_VISIT(state->work_type);
-	Py_VISIT(state->restore_type);
-	Py_VISIT(state->kinds_type);
-	Py_VISIT(state->collector_type);
-	Py_VISIT(state->observer_type);
-	Py_VISIT(state->snapshot_type);
-	Py_VISIT(state->memory_type);
-	Py_VISIT(state->onload_type);
-	Py_VISIT(state->stillframe_error);
-	Py_VISIT(state->fork_error);
-	Py_VISIT(state->busy_error);
-	Py_VISIT(state->pool_exhausted_error);
-	Py_VISIT(state->corrupt_error);
-	Py_VISIT(state->torn_error);
-	Py_VISIT(state->save_error);
+#define X(name) Py_VISIT(state->name##_type);
+	SFR_PY_TYPES(X)
+#undef X
+#define X(member, name, code) Py_VISIT(state->member);
+	SFR_PY_ERRORS(X)
+#undef X
 	return 0;
 }
 
@@ -65,25 +71,12 @@ static int clear(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
-	Py_CLEAR(state->engine_type);
-	Py_CLEAR(state->ticket_type);
-	Py_CLEAR(state->parts_type);
-	Py_CLEAR(state->load_type);
-	Py_CLEAR(state->work_type);
-	Py_CLEAR(state->restore_type);
-	Py_CLEAR(state->kinds_type);
-	Py_CLEAR(state->collector_type);
-	Py_CLEAR(state->observer_type);
-	Py_CLEAR(state->snapshot_type);
-	Py_CLEAR(state->memory_type);
-	Py_CLEAR(state->onload_type);
-	Py_CLEAR(state->stillframe_error);
-	Py_CLEAR(state->fork_error);
-	Py_CLEAR(state->busy_error);
-	Py_CLEAR(state->pool_exhausted_error);
-	Py_CLEAR(state->corrupt_error);
-	Py_CLEAR(state->torn_error);
-	Py_CLEAR(state->save_error);
+#define X(name) Py_CLEAR(state->name##_type);
+	SFR_PY_TYPES(X)
+#undef X
+#define X(member, name, code) Py_CLEAR(state->member);
+	SFR_PY_ERRORS(X)
+#undef X
 	return 0;
 }
 
@@ -96,6 +89,7 @@ static PyModuleDef_Slot slots[] = {
 	/* one a line: what is added does not move the others */
 	/* clang-format off */
 	{ Py_mod_exec, exec_errors },
+	{ Py_mod_exec, exec_constants },
 	{ Py_mod_exec, sfr_py_add_engine },
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_parts },

@@ -12,20 +12,36 @@
 
 #include "sfr/err.h"
 
-/* Module state: types and the exception classes of stillframe.errors, borrowed from nowhere:
- * strong references, visited and cleared by the module. */
+/* CPython says which arguments a function is called with, wanted or not. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+/* The module's types, and the exceptions of stillframe.errors: what each is called there, and the code
+ * that it is raised for (0: none of its own). */
+/* clang-format off */
+#define SFR_PY_TYPES(X)                                                                            \
+	X(engine) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work) X(restore)    \
+	X(kinds) X(collector) X(observer)
+/* clang-format on */
+#define SFR_PY_ERRORS(X)                                                                           \
+	X(stillframe_error, "StillframeError", 0)                                                  \
+	X(fork_error, "ForkError", SFR_EFORK)                                                      \
+	X(busy_error, "BusyError", SFR_EBUSY)                                                      \
+	X(pool_exhausted_error, "PoolExhaustedError", SFR_EEXHAUSTED)                              \
+	X(corrupt_error, "CorruptCheckpointError", SFR_ECORRUPT)                                   \
+	X(torn_error, "TornSnapshotError", SFR_ETORN)
+
+/* Module state: strong references, visited and cleared by the module. */
 struct sfr_py_state {
-	PyTypeObject *engine_type, *ticket_type, *load_type; /* engine.c, ticket.c, log.c */
-	PyTypeObject *work_type, *restore_type;              /* work.c, restore.c */
-	PyTypeObject *collector_type, *kinds_type;           /* skeleton.c, kinds.c */
-	PyTypeObject *parts_type;                            /* parts.c */
-	PyTypeObject *observer_type;                         /* observer.c */
-	PyTypeObject *snapshot_type, *memory_type;           /* snapshot.c, memory.c */
-	PyTypeObject *onload_type;                           /* onload.c */
-	PyObject *stillframe_error, *fork_error, *busy_error, *pool_exhausted_error;
-	PyObject *corrupt_error, *torn_error, *save_error;
+#define X(name) PyTypeObject *name##_type;
+	SFR_PY_TYPES(X)
+#undef X
+#define X(member, name, code) PyObject *member;
+	SFR_PY_ERRORS(X)
+#undef X
 };
 struct sfr_py_state *sfr_py_state(PyObject *module);
+/* The same by an object of one of the types, which have no subclasses. */
+struct sfr_py_state *sfr_py_state_of(PyObject *object);
 
 /* Raises what `code` (negative) stands for; always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
@@ -45,11 +61,38 @@ void sfr_py_free(PyObject *object);
 /* Makes a type of the module and puts it into the state's slot. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
-/* Waits go in slices, so that signals are answered: a timeout in seconds or None becomes
- * nanoseconds left; each turn answers signals (-1 when a handler raised) and takes a slice. */
-#define SFR_PY_SLICE_NS UINT64_C(50000000)
-int sfr_py_timeout(PyObject *timeout, uint64_t *left_ns);
-int sfr_py_slice(uint64_t *left_ns, uint64_t *slice_ns);
+/* A type of the module: final. `more` are flags beyond those that all have. */
+#define SFR_PY_TYPE(variable, type_name, layout, more, of_slots)                                   \
+	static PyType_Spec variable = {                                                            \
+		.name = "stillframe._core." type_name,                                             \
+		.basicsize = sizeof(layout),                                                       \
+		.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | (more),                   \
+		.slots = (of_slots),                                                               \
+	}
+
+/* What a method answers with, of a code: None, or what a negative one stands for is raised. */
+PyObject *sfr_py_none(PyObject *object, int rc);
+/* True; False for the code `no`; SFR_PY_RAISED and other negative ones as above. */
+PyObject *sfr_py_unless(PyObject *object, int rc, int no);
+/* A str of what the core says, whatever bytes it is. */
+PyObject *sfr_py_text(const char *text);
+/* A number of 64 bits: 0, or -1 with an exception set. */
+int sfr_py_u64(PyObject *number, uint64_t *out);
+
+/* A wait that answers signals: it goes in slices, in each of which the interpreter lock may be given up.
+ *
+ *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: for ever
+ *     while (sfr_py_goes_on(&w))                         once at least
+ *             w.rc = ...(w.slice_ns);
+ *
+ * It is over when the code is not SFR_EAGAIN, the time has passed, or a handler has raised. */
+enum { SFR_PY_BEGINS = 1, SFR_PY_RAISED };
+struct sfr_py_wait {
+	uint64_t left_ns, slice_ns;
+	int rc; /* a code of the core's, or one of those above */
+};
+struct sfr_py_wait sfr_py_wait(PyObject *timeout);
+int sfr_py_goes_on(struct sfr_py_wait *wait);
 
 /* Starts loading the line of memory at `address`, which may be a stale one: prefetching cannot
  * fault. GCC takes a function of nothing but prefetches for one without effects, and drops the

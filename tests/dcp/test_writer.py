@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, eventually, leased, loaded
 from fix_entries import Recorded
+from fix_memory import peak_of
 from stillframe.dcp import FileSystemWriter, PinnedStager, Reader
 from stillframe.testing import fault
 from torch.distributed.checkpoint.api import CheckpointException
@@ -349,3 +350,14 @@ def test_a_tensor_without_bytes_is_refused_by_its_name(tmp_path, save):
     with pytest.raises(CheckpointException, match=r"deep\.w is on the meta device"):
         save(state, tmp_path / "c")
     assert not (tmp_path / "c").exists() or files(tmp_path / "c") == []
+
+
+# Beside the copy: three buffers of 4 MiB, which do not grow with the state, plans and metadata, and
+# what a first save touches of libraries. 22 MiB were seen.
+FIXED = 24 << 20
+
+
+def test_a_first_save_takes_its_state_once_and_a_fixed_amount_of_memory(tmp_path: Path) -> None:
+    state = {str(i): torch.ones(64 << 10) for i in range(256)}  # 64 MiB
+    peak = peak_of(lambda: stillframe.dcp.save(state, tmp_path / "a", no_dist=True))
+    assert 64 << 20 <= peak <= (64 << 20) + FIXED

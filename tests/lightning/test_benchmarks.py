@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 from pathlib import Path
 
@@ -20,37 +22,34 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-class Requests:
-    """What a measured process is asked, and what it answers."""
-
-    def __init__(self, *requests):
-        self.requests = [*requests, None]
-        self.answers = []
-
-    def recv(self):
-        return self.requests.pop(0)
-
-    def send(self, answer):
-        self.answers.append(answer)
-
-
 def test_loads_are_measured(scripts, tmp_path):
     import restore
     import restore_process
 
     path, spec = str(tmp_path / "x.pt"), restore.Spec(200_000, "mlp", 2, 2)
-    connection = Requests(
-        ("make", path, spec),
-        *(("load", path, way) for way in restore.WAYS),
-        ("memcpy", path),
-        ("verify", path),
-    )
-    restore_process._serve(connection)
-    made, *loads, memcpy, verify = connection.answers
-    assert made == 0.0
-    assert all(isinstance(each, restore.Load) and each.seconds > 0 for each in loads), loads
-    assert memcpy > 0
-    assert verify > 0
+    restore_process.prepare()
+    restore_process.make(path, spec)
+    loads = [restore_process.load(path, way) for way in restore.WAYS]
+    assert all(each.seconds > 0 for each in loads), loads
+    assert restore_process.memcpy(path) > 0
+    assert restore_process.verify(path) > 0
+
+
+def test_a_process_answers_until_it_fails(scripts):
+    from common import BenchError
+    from process import Worker
+
+    def ask(module, *request):
+        with Worker("it", importlib.import_module, module, limit_s=10.0) as worker:
+            return worker.ready().call(*request)
+
+    assert ask("math", "sqrt", 4) == 2
+    with pytest.raises(BenchError, match=r"^it: ValueError: .*\nTraceback"):
+        ask("math", "sqrt", -1)
+    with pytest.raises(BenchError, match=r"^it: its process died \(exit code 3\)$"):
+        ask("os", "_exit", 3)
+    with pytest.raises(BenchError, match=r"^it: took more than 10 s"):
+        ask("time", "sleep", 600)
 
 
 def test_what_is_measured_beside_the_loads_has_a_colour_too(scripts):
@@ -91,20 +90,21 @@ def test_each_fit_is_held_against_one_without_checkpoints_in_the_same_turn(scrip
 
     asked = []
 
-    class Workers:
-        def __init__(self, nbytes, directory):
-            pass
+    class Worker(contextlib.nullcontext):
+        def __init__(self, name, make, *arguments):
+            super().__init__(self)
+            self.name = name
 
-        def close(self):
-            asked.append("closed")
+        def ready(self):
+            return self
 
-        def fit(self, way, batch, steps, every):
-            asked.append((way, steps, every))
-            return {"steps_per_s": 10.0 - every / 5 * (way != "none"), "step_s": 1.0}
+        def call(self, method, batch, steps, every):
+            asked.append((self.name, steps, every))
+            return {"steps_per_s": 10.0 - every / 5 * (self.name != "none"), "step_s": 1.0}
 
-    monkeypatch.setattr(lightning_fit, "Workers", Workers)
+    monkeypatch.setattr(lightning_fit, "Worker", Worker)
     found = lightning_fit.run_state(10**6, [20, 5], 2, 3, Path("unused"))["every"]
-    counted = asked[-1 - 2 * 4 * 3 : -1]
+    counted = asked[-2 * 4 * 3 :]
     turns = [counted[at : at + 3] for at in range(0, len(counted), 3)]
     ways = [*lightning_fit.WAYS, *lightning_fit.WAYS[1:], lightning_fit.WAYS[0]]
     assert [turn[0] for turn in turns] == [(way, 63, 0) for way in ways]
@@ -113,4 +113,3 @@ def test_each_fit_is_held_against_one_without_checkpoints_in_the_same_turn(scrip
         shares = {way: [fit["lost"] for fit in each] for way, each in fits.items()}
         share = pytest.approx(every / 50)
         assert shares == {way: [share if way != "none" else 0.0] * 2 for way in lightning_fit.WAYS}
-    assert asked[-1] == "closed"

@@ -221,6 +221,13 @@ def test_imports_only_go_down():
     assert circles(imports(ROOT / "benchmarks")) == []
 
 
+def test_only_commands_bound_the_whole_process():
+    """A training's own allocations would meet a limit that a pickle's reader has set."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]")]
+    found = {file for file in files if re.search(r"\b(setrlimit|prlimit)\b", file.read_text())}
+    assert {file.relative_to(PACKAGE).parts[0] for file in found} == {"_shell"}
+
+
 def test_the_architecture_page_shows_these_layers():
     page = (ROOT / "ARCHITECTURE.md").read_text()
     shown = re.findall(r"(?m)^\| `(\w+)` \|", page)

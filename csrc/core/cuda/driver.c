@@ -317,6 +317,31 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope)
 	scope->pushed = false;
 }
 
+int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
+		   CUstream *stream, char *why, size_t why_len)
+{
+	const char *call = "cuCtxPushCurrent";
+	struct sfr__cuda_scope scope;
+	CUresult rc;
+	int ret;
+
+	*context = NULL;
+	*stream = NULL;
+	ret = sfr__cuda_retain(cu, device, context, why, why_len);
+	if (ret < 0)
+		return ret;
+	rc = sfr__cuda_enter(&scope, cu, *context);
+	SFR__CUDA_THEN(rc, call, "cuStreamCreate", cu->stream_new(stream, CU_STREAM_NON_BLOCKING));
+	sfr__cuda_leave(&scope);
+	if (rc == CUDA_SUCCESS)
+		return 0;
+	sfr__cuda_explain(cu, device, call, rc, why, why_len);
+	sfr__cuda_release(cu, device);
+	*context = NULL;
+	*stream = NULL;
+	return -EIO;
+}
+
 /* ---- errors --------------------------------------------------------------- */
 
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,

@@ -94,6 +94,19 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
+/* One more of several calls, unless one before it failed; `call` names the last that was made. */
+#define SFR__CUDA_THEN(rc, call, name, made)                                                       \
+	do {                                                                                       \
+		if ((rc) == CUDA_SUCCESS) {                                                        \
+			(call) = (name);                                                           \
+			(rc) = (made);                                                             \
+		}                                                                                  \
+	} while (0)
+
+/* Retains a device's context and makes a stream in it. 0, or -ENODEV / -EIO with `why`, and both NULL. */
+int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
+		   CUstream *stream, char *why, size_t why_len);
+
 /* "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)" */
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
 		       char *text, size_t len);

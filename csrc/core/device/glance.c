@@ -85,25 +85,12 @@ static void close_eye(struct eye *eye, const char *call, CUresult rc)
 /* Makes the stream. 0 or -errno. */
 static int open_eye(struct eye *eye)
 {
-	struct sfr__cuda_scope scope;
 	char why[160];
-	CUresult rc;
-	int ret;
 
 	eye->cu = sfr__cuda_get(NULL, 0);
 	if (!eye->cu)
 		return -ENODEV;
-	ret = sfr__cuda_retain(eye->cu, eye->device, &eye->context, why, sizeof(why));
-	if (ret < 0)
-		return ret;
-	rc = sfr__cuda_enter(&scope, eye->cu, eye->context);
-	if (rc == CUDA_SUCCESS)
-		rc = eye->cu->stream_new(&eye->stream, CU_STREAM_NON_BLOCKING);
-	sfr__cuda_leave(&scope);
-	if (rc == CUDA_SUCCESS)
-		return 0;
-	sfr__cuda_release(eye->cu, eye->device);
-	return -EIO;
+	return sfr__cuda_open(eye->cu, eye->device, &eye->context, &eye->stream, why, sizeof(why));
 }
 
 static struct eye *find_locked(uint32_t device)

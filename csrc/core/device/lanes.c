@@ -45,26 +45,15 @@ static void free_lane(struct sfr__cuda_lane *lane)
 /* Makes the stream and starts the thread. 0 or -errno with `why`. */
 static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 {
-	struct sfr__cuda_scope scope;
 	char name[16];
-	CUresult rc;
-	int ret;
+	int ret =
+		sfr__cuda_open(lane->cu, lane->device, &lane->context, &lane->stream, why, why_len);
 
-	ret = sfr__cuda_retain(lane->cu, lane->device, &lane->context, why, why_len);
 	if (ret < 0)
 		return ret;
-	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
-	if (rc == CUDA_SUCCESS)
-		rc = lane->cu->stream_new(&lane->stream, CU_STREAM_NON_BLOCKING);
-	sfr__cuda_leave(&scope);
-	if (rc != CUDA_SUCCESS) {
-		lane->stream = NULL;
-		sfr__cuda_explain(lane->cu, lane->device, "cuStreamCreate", rc, why, why_len);
-		return -EIO;
-	}
 	(void)snprintf(name, sizeof(name),
 		       lane->way == SFR__CUDA_OUT ? "sfr-cuda%u" : "sfr-onload%u", lane->device);
-	ret = sfr__thread_start_prompt(&lane->thread, name, sfr__cuda_lane_main, lane);
+	ret = sfr__thread_start(&lane->thread, name, SFR__PROMPT, sfr__cuda_lane_main, lane);
 	if (ret < 0)
 		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
 	return ret;

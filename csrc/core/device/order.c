@@ -50,16 +50,16 @@ void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err
 void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event,
 			     struct sfr_err *err)
 {
+	const char *call = "cuCtxPushCurrent";
 	struct sfr__cuda_scope scope;
 	CUresult rc;
 
 	if (!*event)
 		return;
 	rc = sfr__cuda_enter(&scope, lane->cu, lane->context);
-	if (rc == CUDA_SUCCESS)
-		rc = lane->cu->stream_wait(stream, *event, 0);
+	SFR__CUDA_THEN(rc, call, "cuStreamWaitEvent", lane->cu->stream_wait(stream, *event, 0));
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane, "cuStreamWaitEvent", rc, err);
+		(void)sfr__cuda_failed(lane, call, rc, err);
 	sfr__cuda_event_put(lane, *event);
 	*event = NULL;
 	sfr__cuda_leave(&scope);

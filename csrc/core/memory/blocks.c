@@ -72,6 +72,17 @@ struct sfr__block *sfr__pool_pop(struct sfr__list *list)
 	return block;
 }
 
+void sfr__pool_filter(struct sfr__list *list)
+{
+	struct sfr__block **at = &list->head;
+
+	while (*at != NULL)
+		if (sfr__pool_in_hand((*at)->state))
+			*at = (*at)->next;
+		else
+			at = &(*at)->next;
+}
+
 bool sfr__pool_in_hand(enum sfr__block_state state)
 {
 	return state != SFR__BLOCK_RESERVED && state != SFR__BLOCK_FREE &&
@@ -114,6 +125,10 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 {
 	pool->committed_bytes += now - block->committed;
 	sfr__budget_hold((int64_t)now - (int64_t)block->committed);
+	if (block->state == SFR__BLOCK_LEASED)
+		pool->leased_bytes += now - block->committed;
+	if (block->state == SFR__BLOCK_RETIRED)
+		pool->retired_bytes += now - block->committed;
 	sfr__pool_uncount_locked(pool, block);
 	block->committed = now;
 	sfr__pool_count_locked(pool, block);

@@ -27,19 +27,6 @@
 
 #include "memory/pool_int.h"
 
-/* Takes out of a list the blocks that are in hand by now. */
-static void filter_locked(struct sfr__list *list)
-{
-	struct sfr__block **at = &list->head;
-
-	while (*at != NULL) {
-		if (sfr__pool_in_hand((*at)->state))
-			*at = (*at)->next;
-		else
-			at = &(*at)->next;
-	}
-}
-
 /* What block `i` of a run is to have. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
@@ -95,9 +82,9 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
 		lease->nr_blocks++;
 	}
 	pool->nr_held += lease->nr_blocks;
-	filter_locked(&pool->reserved);
-	filter_locked(&pool->partial);
-	filter_locked(&pool->whole);
+	sfr__pool_filter(&pool->reserved);
+	sfr__pool_filter(&pool->partial);
+	sfr__pool_filter(&pool->whole);
 	wake_waiters_locked(pool);
 }
 
@@ -232,8 +219,8 @@ static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t 
 	return rc;
 }
 
-static int place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
-		 bool whole, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
+		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
@@ -277,18 +264,6 @@ fail:
 	sfr_sys.free(plan.extents);
 	sfr_sys.free(lease.runs);
 	return rc;
-}
-
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
-		    uint64_t slice_ns, char **addrs, struct sfr__lease *out)
-{
-	return place(pool, lens, nr, nr_own, false, slice_ns, addrs, out);
-}
-
-int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr,
-			  uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out)
-{
-	return place(pool, lens, nr, nr_own, true, slice_ns, addrs, out);
 }
 
 void sfr__pool_hold(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)

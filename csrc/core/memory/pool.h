@@ -111,12 +111,10 @@ struct sfr__lease {
  * block at least is left as long as saves need some (sfr__pool_join) but the `nr_own` that the
  * caller itself holds up. SFR_EAGAIN when `slice_ns` passes (0: no wait); SFR_EEXHAUSTED when the
  * items do not fit beside what is held, so that only a holder could end the wait; -ENOMEM. On
- * success the lease is held. */
-int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, uint32_t nr_own,
-		    uint64_t slice_ns, char **addrs, struct sfr__lease *out);
-/* The same in blocks that have all their memory, which a driver can be told of. */
-int sfr__pool_place_whole(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr,
-			  uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
+ * success the lease is held. `whole`: in blocks that have all their memory, which a driver can be
+ * told of. */
+int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, bool whole,
+		    uint32_t nr_own, uint64_t slice_ns, char **addrs, struct sfr__lease *out);
 /* Pins the blocks of such a lease where they are, as far as the system lets us: what stays
  * pageable is noted. Needs a context. By one thread at a time. Whether all are. */
 bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease);

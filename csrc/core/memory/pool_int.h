@@ -104,6 +104,8 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
 struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
+/* Takes out the blocks that are in hand by now. */
+void sfr__pool_filter(struct sfr__list *list);
 /* Whether it is full in the sense of supply.c. What changes that has `nr_full` counted anew:
  * sfr__pool_uncount_locked before, sfr__pool_count_locked after. */
 static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)

@@ -25,7 +25,8 @@
  * by two threads at a time, which changes no byte that is there already. But who takes memory waits
  * until none is at it: a trim, and whoever the system refuses memory or gives a driver's in its place.
  * Pages that went from under such a thread would be touched where they are not, or be made anew
- * and counted by nobody. For a pool that a driver knows it is the same: blocks are pinned by those who use
+ * and counted by nobody. And the piece that it was at is counted when it has made it, whoever has the
+ * block by then, or none: who took it over may have wanted no more, or given up. For a pool that a driver knows it is the same: blocks are pinned by those who use
  * them, which is quicker with memory that is there.
  */
 #include "memory/numa.h"
@@ -162,6 +163,36 @@ bool sfr__pool_reclaim_locked(struct sfr__pool *pool)
 	return any;
 }
 
+/* Whether it is in the hand of a thread that makes it piece by piece. */
+static bool is_being_made_locked(const struct sfr__pool *pool, const struct sfr__block *block)
+{
+	const struct sfr__maker *maker = pool->makers;
+
+	while (maker != NULL && maker->block != block)
+		maker = maker->next;
+	return maker != NULL;
+}
+
+/* The block has `now` bytes, by a thread that may have lost it meanwhile. In other hands it is not
+ * counted: those give it all that they want, or take back all that it has not. */
+static void count_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now)
+{
+	const enum sfr__block_state state = block->state;
+	const bool listed = state == SFR__BLOCK_RESERVED || state == SFR__BLOCK_FREE;
+
+	if (block->committed >= now || state == SFR__BLOCK_SHRINKING ||
+	    (state == SFR__BLOCK_GROWING && !is_being_made_locked(pool, block)))
+		return;
+	if (listed) {
+		sfr__pool_move_locked(pool, block, SFR__BLOCK_GROWING);
+		sfr__pool_filter(&pool->reserved);
+		sfr__pool_filter(&pool->partial);
+	}
+	sfr__pool_recount_locked(pool, block, now);
+	if (listed)
+		put_back_locked(pool, block);
+}
+
 /* Piece by piece, for as long as nobody minds. -errno: the piece may be there in part. */
 static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*go_on)(void *arg),
 		       void *arg)
@@ -182,8 +213,8 @@ static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*
 		sfr__lock(&pool->mu);
 		if (!yes)
 			break;
-		if (rc == 0 && maker->block != NULL)
-			sfr__pool_recount_locked(pool, block, now);
+		if (rc == 0)
+			count_locked(pool, block, now);
 	}
 	return rc;
 }

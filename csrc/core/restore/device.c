@@ -53,46 +53,34 @@ static struct sfr__restore_device *find(struct sfr_restore *r, uint32_t device)
 static int open_device(struct sfr_restore *r, uint32_t number, char *why, size_t why_len)
 {
 	struct sfr__restore_device device = { .device = number };
-	struct sfr__cuda_scope scope;
-	CUresult rc;
 	int ret;
 
 	if (r->nr_devices == SFR__RESTORE_DEVICES || r->nr_threads != 0)
 		return -EOPNOTSUPP;
 	r->cu = sfr__cuda_get(why, why_len);
-	ret = r->cu == NULL ? -ENODEV :
-			      sfr__cuda_retain(r->cu, number, &device.context, why, why_len);
+	ret = r->cu == NULL ?
+		      -ENODEV :
+		      sfr__cuda_open(r->cu, number, &device.context, &device.stream, why, why_len);
 	if (ret < 0)
 		return ret;
-	rc = sfr__cuda_enter(&scope, r->cu, device.context);
-	if (rc == CUDA_SUCCESS)
-		rc = r->cu->stream_new(&device.stream, CU_STREAM_NON_BLOCKING);
-	sfr__cuda_leave(&scope);
-	if (rc != CUDA_SUCCESS) {
-		sfr__cuda_explain(r->cu, number, "cuStreamCreate", rc, why, why_len);
-		sfr__cuda_release(r->cu, number);
-		return -EIO;
-	}
 	r->devices[r->nr_devices++] = device;
 	return 0;
 }
 
-/* E: our stream waits for what is on the caller's. */
+/* E: our stream waits for what is on the caller's. `call`: the one that failed. */
 static CUresult follow(const struct sfr__cuda *cu, const struct sfr__restore_device *device,
-		       CUstream stream)
+		       CUstream stream, const char **call)
 {
 	struct sfr__cuda_scope scope;
 	CUevent event = NULL;
 	CUresult rc = sfr__cuda_enter(&scope, cu, device->context);
 
-	if (rc == CUDA_SUCCESS)
-		rc = cu->event_new(&event, CU_EVENT_DISABLE_TIMING);
-	if (rc == CUDA_SUCCESS) {
-		rc = cu->event_record(event, stream);
-		if (rc == CUDA_SUCCESS)
-			rc = cu->stream_wait(device->stream, event, 0);
+	*call = "cuCtxPushCurrent";
+	SFR__CUDA_THEN(rc, *call, "cuEventCreate", cu->event_new(&event, CU_EVENT_DISABLE_TIMING));
+	SFR__CUDA_THEN(rc, *call, "cuEventRecord", cu->event_record(event, stream));
+	SFR__CUDA_THEN(rc, *call, "cuStreamWaitEvent", cu->stream_wait(device->stream, event, 0));
+	if (event != NULL)
 		(void)cu->event_free(event); /* the wait is for it as it was recorded */
-	}
 	sfr__cuda_leave(&scope);
 	return rc;
 }
@@ -101,6 +89,7 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 		       size_t why_len)
 {
 	struct sfr__restore_device *device = find(r, number);
+	const char *call;
 	CUresult rc;
 
 	if (r->fork_generation != sfr_fork_generation())
@@ -112,10 +101,10 @@ int sfr_restore_device(struct sfr_restore *r, uint32_t number, uint64_t stream, 
 			return ret;
 		device = find(r, number);
 	}
-	rc = follow(r->cu, device, (CUstream)(uintptr_t)stream);
+	rc = follow(r->cu, device, (CUstream)(uintptr_t)stream, &call);
 	if (rc == CUDA_SUCCESS)
 		return 0;
-	sfr__cuda_explain(r->cu, number, "cuStreamWaitEvent", rc, why, why_len);
+	sfr__cuda_explain(r->cu, number, call, rc, why, why_len);
 	return -EIO;
 }
 
@@ -162,8 +151,6 @@ int sfr__restore_pin(struct sfr__reader *reader)
 		reader->buffers[i].mem = pinned ? mem : NULL;
 	}
 	sfr__cuda_leave(&scope);
-	if (!pinned)
-		sfr__restore_unpin(reader);
 	return pinned ? 0 : -ENOMEM;
 }
 
@@ -194,13 +181,14 @@ bool sfr__restore_send(struct sfr_restore *r, struct sfr__buffer *buffer, uint64
 {
 	const struct sfr__restore_device *device = r->targets[index].device;
 	struct sfr__cuda_scope scope;
+	const char *call = "cuCtxPushCurrent";
 	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
 
-	if (rc == CUDA_SUCCESS)
-		rc = r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream);
+	SFR__CUDA_THEN(rc, call, "cuMemcpyHtoDAsync",
+		       r->cu->copy_to((CUdeviceptr)(uintptr_t)to, from, len, device->stream));
 	sfr__cuda_leave(&scope);
 	if (rc != CUDA_SUCCESS)
-		device_failed(r, device, "cuMemcpyHtoDAsync", rc, index);
+		device_failed(r, device, call, rc, index);
 	else
 		buffer->devices |= 1u << (device - r->devices);
 	return rc == CUDA_SUCCESS;
@@ -222,17 +210,20 @@ int sfr__restore_later(struct sfr__buffer *buffer, const struct sfr__part *part)
 	return 0;
 }
 
-/* An event of the buffer behind what is on the device's stream. */
-static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__buffer *buffer)
+/* An event of the buffer behind what is on the device's stream. `call`: the one that failed. */
+static CUresult record(const struct sfr_restore *r, unsigned k, struct sfr__buffer *buffer,
+		       const char **call)
 {
 	const struct sfr__restore_device *device = &r->devices[k];
 	struct sfr__cuda_scope scope;
 	CUresult rc = sfr__cuda_enter(&scope, r->cu, device->context);
 
-	if (rc == CUDA_SUCCESS && buffer->landed[k] == NULL)
-		rc = r->cu->event_new(&buffer->landed[k], CU_EVENT_DISABLE_TIMING);
-	if (rc == CUDA_SUCCESS)
-		rc = r->cu->event_record(buffer->landed[k], device->stream);
+	*call = "cuCtxPushCurrent";
+	if (buffer->landed[k] == NULL)
+		SFR__CUDA_THEN(rc, *call, "cuEventCreate",
+			       r->cu->event_new(&buffer->landed[k], CU_EVENT_DISABLE_TIMING));
+	SFR__CUDA_THEN(rc, *call, "cuEventRecord",
+		       r->cu->event_record(buffer->landed[k], device->stream));
 	sfr__cuda_leave(&scope);
 	return rc;
 }
@@ -264,12 +255,13 @@ void sfr__restore_fly(struct sfr_restore *r, struct sfr__buffer *buffer)
 {
 	for (unsigned k = 0; k < r->nr_devices; k++) {
 		CUresult rc = CUDA_SUCCESS;
+		const char *call;
 
 		if ((buffer->devices & 1u << k) != 0)
-			rc = record(r, k, buffer);
+			rc = record(r, k, buffer, &call);
 		if (rc == CUDA_SUCCESS)
 			continue;
-		device_failed(r, &r->devices[k], "cuEventRecord", rc, 0);
+		device_failed(r, &r->devices[k], call, rc, 0);
 		give_up(r, buffer);
 		return;
 	}

@@ -77,22 +77,15 @@ static int make(struct sfr_snapshot *s, const uint64_t *lens, bool common, uint3
 {
 	struct sfr__pool *pool = s->engine->pool;
 	const uint64_t block_bytes = s->engine->opts.block_bytes;
+	const bool whole = s->nr_parts || s->leaves; /* small ones leave, too */
 	struct sfr__lot *lot = sfr_sys.calloc(1, sizeof(*lot));
 	int rc;
 
 	if (!lot)
 		return -ENOMEM;
-	if (common) {
-		lot->len = block_bytes;
-		rc = sfr__pool_place_whole(pool, &block_bytes, 1, nr_own, slice_ns, &lot->base,
-					   &lot->lease);
-	} else if (s->nr_parts || s->leaves) {
-		rc = sfr__pool_place_whole(pool, lens, s->nr_sources, nr_own, slice_ns, s->copies,
-					   &lot->lease);
-	} else {
-		rc = sfr__pool_place(pool, lens, s->nr_sources, nr_own, slice_ns, s->copies,
-				     &lot->lease);
-	}
+	lot->len = common ? block_bytes : 0;
+	rc = sfr__pool_place(pool, common ? &block_bytes : lens, common ? 1 : s->nr_sources, whole,
+			     nr_own, slice_ns, common ? &lot->base : s->copies, &lot->lease);
 	if (rc == 0 && s->shared) {
 		rc = sfr__pool_share(pool, &lot->lease, true);
 		if (rc < 0) {

@@ -3,8 +3,6 @@
 #include "core/objects.h"
 #include "offload/offload.h"
 
-#include <string.h>
-
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "pool_bytes",    "block_bytes",   "writer_threads",
@@ -49,75 +47,60 @@ static void engine_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static PyObject *engine_close(ARGS)
+static struct sfr_engine *get(PyObject *object)
 {
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
-	uint64_t left, slice;
-	int rc;
+	return ((struct sfr_py_engine *)object)->engine;
+}
 
-	(void)kwnames;
-	if (sfr_py_timeout(nargs > 0 ? args[0] : NULL, &left) < 0)
+static PyObject *engine_close(PyObject *object, PyObject *args)
+{
+	PyObject *timeout = NULL;
+	struct sfr_py_wait w;
+
+	if (!PyArg_ParseTuple(args, "|O:close", &timeout))
 		return NULL;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	w = sfr_py_wait(timeout);
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_engine_close(self->engine, slice);
+		w.rc = sfr_engine_close(get(object), w.slice_ns);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN && left > 0);
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc == 0);
-}
-
-static PyObject *engine_warm_up(ARGS)
-{
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
-	unsigned long long nbytes;
-	int rc;
-
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "warm_up takes the number of bytes");
-		return NULL;
 	}
-	nbytes = PyLong_AsUnsignedLongLong(args[0]);
-	if (nbytes == (unsigned long long)-1 && PyErr_Occurred())
-		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_warm_up(self->engine, nbytes);
-	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
 
-static PyObject *engine_trim(ARGS)
+static PyObject *engine_warm_up(PyObject *object, PyObject *number)
 {
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
+	uint64_t nbytes;
 	int rc;
 
-	UNUSED_ARGS;
+	if (sfr_py_u64(number, &nbytes) < 0)
+		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_trim(self->engine);
+	rc = sfr_engine_warm_up(get(object), nbytes);
 	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_none(object, rc);
 }
 
-static PyObject *engine_stats(ARGS)
+static PyObject *engine_trim(PyObject *object, PyObject *unused)
 {
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
+	int rc;
+
+	Py_BEGIN_ALLOW_THREADS
+	rc = sfr_engine_trim(get(object));
+	Py_END_ALLOW_THREADS
+	return sfr_py_none(object, rc);
+}
+
+static PyObject *engine_stats(PyObject *object, PyObject *unused)
+{
 	struct sfr_stats stats;
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_stats(self->engine, &stats);
+	rc = sfr_engine_stats(get(object), &stats);
 	Py_END_ALLOW_THREADS
 	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+		return sfr_py_none(object, rc);
 	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
 			     (unsigned long long)stats.pool_bytes, "block_bytes",
 			     (unsigned long long)stats.block_bytes, "committed_bytes",
@@ -129,72 +112,53 @@ static PyObject *engine_stats(ARGS)
 			     (unsigned long long)stats.saves_total);
 }
 
-static PyObject *engine_use_device(ARGS)
+static PyObject *engine_use_device(PyObject *object, PyObject *number)
 {
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	char why[256];
 	long device;
 	int rc;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "use_device takes a device's number");
-		return NULL;
-	}
-	device = PyLong_AsLong(args[0]);
+	device = PyLong_AsLong(number);
 	if (device == -1 && PyErr_Occurred())
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_use_device(self->engine, (uint32_t)device, why, sizeof(why));
+	rc = sfr_engine_use_device(get(object), (uint32_t)device, why, sizeof(why));
 	Py_END_ALLOW_THREADS
-	if (rc < 0 && !why[0])
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyUnicode_FromString(why);
+	return rc < 0 && !why[0] ? sfr_py_none(object, rc) : PyUnicode_FromString(why);
 }
 
-static PyObject *engine_has_pinned(ARGS)
+static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
 {
-	unsigned long long address;
+	uint64_t address;
 
-	(void)cls, (void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "has_pinned takes an address");
+	if (sfr_py_u64(number, &address) < 0)
 		return NULL;
-	}
-	address = PyLong_AsUnsignedLongLong(args[0]);
-	if (address == (unsigned long long)-1 && PyErr_Occurred())
-		return NULL;
-	return PyBool_FromLong(sfr_engine_has_pinned(((struct sfr_py_engine *)object)->engine,
-						     address));
+	return PyBool_FromLong(sfr_engine_has_pinned(get(object), address));
 }
 
-static PyObject *engine_driver(ARGS)
+static PyObject *engine_driver(PyObject *object, PyObject *unused)
 {
-	struct sfr_py_engine *self = (struct sfr_py_engine *)object;
 	char text[1024];
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_driver(self->engine, text, sizeof(text));
+	rc = sfr_engine_driver(get(object), text, sizeof(text));
 	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_text(text);
 }
 
 static PyMethodDef methods[] = {
-	METHOD("close", engine_close,
-	       "close(timeout=None) -> bool: False when the timeout passed."),
-	METHOD("warm_up", engine_warm_up,
-	       "warm_up(nbytes): gives memory to that much of the pool."),
-	METHOD("trim", engine_trim, "trim(): gives the memory of free blocks back."),
-	METHOD("stats", engine_stats, "stats() -> dict of int."),
-	METHOD("use_device", engine_use_device,
-	       "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''."),
-	METHOD("has_pinned", engine_has_pinned,
-	       "has_pinned(address) -> bool: it lies in the pool, where a driver knows it."),
-	METHOD("driver", engine_driver, "driver() -> str: a sentence on CUDA."),
+	{ "close", engine_close, METH_VARARGS,
+	  "close(timeout=None) -> bool: False when the timeout passed." },
+	{ "warm_up", engine_warm_up, METH_O,
+	  "warm_up(nbytes): gives memory to that much of the pool." },
+	{ "trim", engine_trim, METH_NOARGS, "trim(): gives the memory of free blocks back." },
+	{ "stats", engine_stats, METH_NOARGS, "stats() -> dict of int." },
+	{ "use_device", engine_use_device, METH_O,
+	  "use_device(number) -> str: makes its lane, has warm_up pin; why not, or ''." },
+	{ "has_pinned", engine_has_pinned, METH_O,
+	  "has_pinned(address) -> bool: it lies in the pool, where a driver knows it." },
+	{ "driver", engine_driver, METH_NOARGS, "driver() -> str: a sentence on CUDA." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -207,12 +171,7 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Engine",
-	.basicsize = sizeof(struct sfr_py_engine),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "Engine", struct sfr_py_engine, 0, slots);
 
 int sfr_py_add_engine(PyObject *module)
 {

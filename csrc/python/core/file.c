@@ -85,7 +85,7 @@ static int fill_window(struct sfr_py_file *self)
 }
 
 /* Reads `len` bytes at the place into `to`, all of them; the place moves on. -1: an exception. */
-static int take(struct sfr_py_file *self, PyTypeObject *cls, char *to, size_t len)
+static int take(struct sfr_py_file *self, char *to, size_t len)
 {
 	int64_t got;
 
@@ -117,26 +117,18 @@ static int take(struct sfr_py_file *self, PyTypeObject *cls, char *to, size_t le
 	}
 	return 0;
 shorter:
-	PyErr_SetString(((struct sfr_py_state *)PyType_GetModuleState(cls))->corrupt_error,
+	PyErr_SetString(sfr_py_state_of((PyObject *)self)->corrupt_error,
 			"the file became shorter while it was read");
 	return -1;
 }
 
-static PyObject *file_seek(ARGS)
+static PyObject *file_seek(PyObject *object, PyObject *args)
 {
 	struct sfr_py_file *self = (struct sfr_py_file *)object;
 	long long off, from;
-	long whence = 0;
+	int whence = 0;
 
-	(void)cls, (void)kwnames;
-	if (nargs < 1 || nargs > 2) {
-		PyErr_SetString(PyExc_TypeError, "seek takes an offset and from where");
-		return NULL;
-	}
-	off = PyLong_AsLongLong(args[0]);
-	if (nargs > 1)
-		whence = PyLong_AsLong(args[1]);
-	if (PyErr_Occurred())
+	if (!PyArg_ParseTuple(args, "L|i:seek", &off, &whence))
 		return NULL;
 	from = whence == 0 ? 0 : whence == 1 ? (long long)self->at : (long long)self->len;
 	if (whence < 0 || whence > 2 || off < -from || off > INT64_MAX - from) {
@@ -147,57 +139,51 @@ static PyObject *file_seek(ARGS)
 	return PyLong_FromUnsignedLongLong(self->at);
 }
 
-static PyObject *file_tell(ARGS)
+static PyObject *file_tell(PyObject *object, PyObject *unused)
 {
-	UNUSED_ARGS;
 	return PyLong_FromUnsignedLongLong(((struct sfr_py_file *)object)->at);
 }
 
-static PyObject *file_readinto(ARGS)
+static PyObject *file_readinto(PyObject *object, PyObject *buffer)
 {
 	struct sfr_py_file *self = (struct sfr_py_file *)object;
 	Py_buffer to;
 	size_t len;
 	int rc;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "readinto takes a buffer");
-		return NULL;
-	}
-	if (PyObject_GetBuffer(args[0], &to, PyBUF_WRITABLE) < 0)
+	if (PyObject_GetBuffer(buffer, &to, PyBUF_WRITABLE) < 0)
 		return NULL;
 	len = clip(self, (size_t)to.len);
-	rc = take(self, cls, to.buf, len);
+	rc = take(self, to.buf, len);
 	PyBuffer_Release(&to);
 	return rc < 0 ? NULL : PyLong_FromSize_t(len);
 }
 
-static PyObject *file_read(ARGS)
+static PyObject *file_read(PyObject *object, PyObject *args)
 {
 	struct sfr_py_file *self = (struct sfr_py_file *)object;
+	PyObject *number = Py_None, *bytes;
 	long long want = -1;
-	PyObject *bytes;
 	size_t len;
 
-	(void)kwnames;
-	if (nargs > 0 && args[0] != Py_None) {
-		want = PyLong_AsLongLong(args[0]);
-		if (want == -1 && PyErr_Occurred())
-			return NULL;
-	}
+	if (!PyArg_ParseTuple(args, "|O:read", &number))
+		return NULL;
+	if (number != Py_None)
+		want = PyLong_AsLongLong(number);
+	if (want == -1 && PyErr_Occurred())
+		return NULL;
 	len = clip(self, want < 0 ? SIZE_MAX : (size_t)want);
 	bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)len);
-	if (bytes && take(self, cls, PyBytes_AsString(bytes), len) < 0)
+	if (bytes && take(self, PyBytes_AsString(bytes), len) < 0)
 		Py_CLEAR(bytes);
 	return bytes;
 }
 
 static PyMethodDef methods[] = {
-	METHOD("seek", file_seek, "seek(offset, whence=0) -> int."),
-	METHOD("tell", file_tell, "tell() -> int."),
-	METHOD("read", file_read, "read(nbytes=-1) -> bytes: fewer only at the end."),
-	METHOD("readinto", file_readinto, "readinto(buffer) -> int: fewer only at the end."),
+	{ "seek", file_seek, METH_VARARGS, "seek(offset, whence=0) -> int." },
+	{ "tell", file_tell, METH_NOARGS, "tell() -> int." },
+	{ "read", file_read, METH_VARARGS, "read(nbytes=-1) -> bytes: fewer only at the end." },
+	{ "readinto", file_readinto, METH_O, "readinto(buffer) -> int: fewer only at the end." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -209,12 +195,7 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.File",
-	.basicsize = sizeof(struct sfr_py_file),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "File", struct sfr_py_file, 0, slots);
 
 int sfr_py_add_file(PyObject *module)
 {

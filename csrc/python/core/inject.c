@@ -17,8 +17,6 @@ PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
 
 static PyObject *install(PyObject *self, PyObject *unused)
 {
-	(void)self;
-	(void)unused;
 	(void)sfr_inject_install(); /* has no way to fail */
 	Py_RETURN_NONE;
 }
@@ -48,7 +46,6 @@ static PyObject *set(PyObject *self, PyObject *args)
 	struct sfr_fault fault;
 	int rc;
 
-	(void)self;
 	if (get_fault(args, &fault) < 0)
 		return NULL;
 	rc = sfr_inject_set(&fault);
@@ -68,7 +65,6 @@ static PyObject *drop(PyObject *self, PyObject *args)
 {
 	struct sfr_fault fault;
 
-	(void)self;
 	if (get_fault(args, &fault) < 0)
 		return NULL;
 	return PyBool_FromLong(sfr_inject_drop(&fault) == 0);
@@ -78,8 +74,6 @@ PyDoc_STRVAR(clear_doc, "inject_clear()\n--\n\nNo faults; counters to zero.");
 
 static PyObject *clear(PyObject *self, PyObject *unused)
 {
-	(void)self;
-	(void)unused;
 	sfr_inject_clear();
 	Py_RETURN_NONE;
 }
@@ -91,7 +85,6 @@ static PyObject *calls(PyObject *self, PyObject *args)
 {
 	const char *call;
 
-	(void)self;
 	if (!PyArg_ParseTuple(args, "s", &call))
 		return NULL;
 	return PyLong_FromUnsignedLongLong(sfr_inject_calls(call));
@@ -101,8 +94,6 @@ PyDoc_STRVAR(hits_doc, "inject_hits()\n--\n\nFaults that acted since the last cl
 
 static PyObject *hits(PyObject *self, PyObject *unused)
 {
-	(void)self;
-	(void)unused;
 	return PyLong_FromUnsignedLongLong(sfr_inject_hits());
 }
 
@@ -111,8 +102,6 @@ PyDoc_STRVAR(remove_doc, "inject_remove()\n--\n\n"
 
 static PyObject *remove_wrappers(PyObject *self, PyObject *unused)
 {
-	(void)self;
-	(void)unused;
 	sfr_inject_remove();
 	Py_RETURN_NONE;
 }
@@ -124,7 +113,6 @@ static PyObject *tune(PyObject *module, PyObject *args)
 {
 	unsigned long long piece_bytes, nr_in_flight;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "KK:cuda_tune", &piece_bytes, &nr_in_flight))
 		return NULL;
 	sfr__cuda_tune(piece_bytes, nr_in_flight);
@@ -138,7 +126,6 @@ static PyObject *tune_log(PyObject *module, PyObject *args)
 {
 	unsigned long long patience_ns;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "K:log_tune", &patience_ns))
 		return NULL;
 	sfr_log_tune(patience_ns);

@@ -7,7 +7,6 @@
 #include "sfr/snapshot.h"
 #include "sfr/notice.h"
 
-#include <string.h>
 #include <unistd.h>
 
 /* ---- log ---- */
@@ -31,32 +30,28 @@ static PyObject *log_exists(PyObject *module, PyObject *key)
 {
 	const char *path = PyBytes_AsString(key);
 
-	(void)module;
 	return path ? PyLong_FromLong(sfr_log_exists(path)) : NULL;
 }
 
 static PyObject *log_drain(PyObject *module, PyObject *timeout)
 {
-	uint64_t left, slice, seq = 0;
-	int rc;
+	struct sfr_py_wait w = sfr_py_wait(timeout);
+	uint64_t seq = 0;
 
-	if (sfr_py_timeout(timeout, &left) < 0)
-		return NULL;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_log_drain(&seq, slice);
+		w.rc = sfr_log_drain(&seq, w.slice_ns);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN && left > 0);
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(sfr_py_state(module), rc);
-	return PyBool_FromLong(rc == 0);
+	}
+	if (w.rc == SFR_PY_RAISED)
+		return NULL;
+	if (w.rc < 0 && w.rc != SFR_EAGAIN)
+		return sfr_py_raise(sfr_py_state(module), w.rc);
+	return PyBool_FromLong(w.rc == 0);
 }
 
 static PyObject *log_pending(PyObject *module, PyObject *unused)
 {
-	(void)module, (void)unused;
 	return PyLong_FromUnsignedLongLong(sfr_log_pending());
 }
 
@@ -64,7 +59,6 @@ static PyObject *log_unanswered(PyObject *module, PyObject *unused)
 {
 	char text[1024];
 
-	(void)module, (void)unused;
 	if (!sfr_log_unanswered(text, sizeof(text)))
 		text[0] = '\0';
 	return PyUnicode_DecodeFSDefault(text);
@@ -72,7 +66,6 @@ static PyObject *log_unanswered(PyObject *module, PyObject *unused)
 
 static PyObject *log_stop(PyObject *module, PyObject *unused)
 {
-	(void)module, (void)unused;
 	Py_BEGIN_ALLOW_THREADS(void)
 	sfr_log_stop(); /* always 0 */
 	Py_END_ALLOW_THREADS
@@ -87,7 +80,6 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	PyObject *sentence;
 	int rc;
 
-	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. The package
 	 * keeps everything in flight by its number: the references are only the notice's. */
 	Py_BEGIN_ALLOW_THREADS
@@ -97,7 +89,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
-	sentence = PyUnicode_DecodeUTF8(notice.text, (Py_ssize_t)strlen(notice.text), "replace");
+	sentence = sfr_py_text(notice.text);
 	return sentence ? Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 					sentence) :
 			  NULL;
@@ -105,14 +97,12 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 
 static PyObject *notice_stop(PyObject *module, PyObject *unused)
 {
-	(void)module, (void)unused;
 	sfr_notice_stop();
 	Py_RETURN_NONE;
 }
 
 static PyObject *fork_generation(PyObject *module, PyObject *unused)
 {
-	(void)module, (void)unused;
 	return PyLong_FromUnsignedLongLong(sfr_fork_generation());
 }
 
@@ -158,14 +148,12 @@ static void load_end(struct sfr_py_load *self)
 
 static PyObject *load_close(PyObject *object, PyObject *unused)
 {
-	(void)unused;
 	load_end((struct sfr_py_load *)object);
 	Py_RETURN_NONE;
 }
 
 static PyObject *load_fileno(PyObject *object, PyObject *unused)
 {
-	(void)unused;
 	return PyLong_FromLong(((struct sfr_py_load *)object)->fd);
 }
 
@@ -176,28 +164,25 @@ static void load_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static PyObject *load_open(ARGS)
+static PyObject *load_open(PyObject *object, PyObject *unused)
 {
 	struct sfr_py_load *self = (struct sfr_py_load *)object;
-	uint64_t left = SFR_FOREVER, slice;
-	int rc;
+	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	UNUSED_ARGS;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_log_load_wait(self->load, slice, &self->fd);
+		w.rc = sfr_log_load_wait(self->load, w.slice_ns, &self->fd);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
-	if (rc < 0)
-		return sfr_py_raise_os(PyType_GetModuleState(cls), rc);
+	}
+	if (w.rc == SFR_PY_RAISED)
+		return NULL;
+	if (w.rc < 0)
+		return sfr_py_raise_os(sfr_py_state_of(object), w.rc);
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef load_methods[] = {
-	{ "open", (PyCFunction)(void (*)(void))load_open,
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS,
+	{ "open", load_open, METH_NOARGS,
 	  "open(): waits for the saves and removes of the name that were submitted before, then opens "
 	  "what the name is at that point of the log. Once." },
 	{ "fileno", load_fileno, METH_NOARGS,
@@ -214,12 +199,7 @@ static PyType_Slot load_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec load_spec = {
-	.name = "stillframe._core.LogLoad",
-	.basicsize = sizeof(struct sfr_py_load),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = load_slots,
-};
+SFR_PY_TYPE(load_spec, "LogLoad", struct sfr_py_load, 0, load_slots);
 
 static PyMethodDef functions[] = {
 	{ "log_remove", log_remove, METH_O, "log_remove(key): appends a remove to the log." },

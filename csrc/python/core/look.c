@@ -10,7 +10,6 @@ static PyObject *look(PyObject *module, PyObject *args)
 	const char *path;
 	int follow_link, rc;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "yp:look", &path, &follow_link))
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS

@@ -61,12 +61,8 @@ static PyType_Slot memory_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec memory_spec = {
-	.name = "stillframe._core.SnapshotMemory",
-	.basicsize = sizeof(struct sfr_py_memory),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = memory_slots,
-};
+SFR_PY_TYPE(memory_spec, "SnapshotMemory", struct sfr_py_memory, Py_TPFLAGS_DISALLOW_INSTANTIATION,
+	    memory_slots);
 
 PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot)
 {

@@ -33,13 +33,4 @@ int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS
 /* A new dict; NULL with an exception set. */
 PyObject *sfr_py_report(const struct sfr_report *report);
 
-/* Methods that are told their class, by which they find the module's state; none takes keywords. */
-#define ARGS                                                                                       \
-	PyObject *object, PyTypeObject *cls, PyObject *const *args, Py_ssize_t nargs,              \
-		PyObject *kwnames
-#define UNUSED_ARGS (void)cls, (void)args, (void)nargs, (void)kwnames
-#define METHOD(name, function, doc)                                                                \
-	{ name, (PyCFunction)(void (*)(void))function,                                             \
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, doc }
-
 #endif

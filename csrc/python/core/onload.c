@@ -3,8 +3,6 @@
 #include "core/objects.h"
 #include "offload/offload.h"
 
-#include <string.h>
-
 struct sfr_py_onload {
 	PyObject_HEAD
 	struct sfr_onload *onload;
@@ -15,24 +13,17 @@ static int start(struct sfr_engine *engine, uint32_t device, uint64_t stream, co
 		 struct sfr_snapshot *from, struct sfr_onload **out)
 {
 	const uint32_t nr = (uint32_t)((size_t)rows->len / sizeof(struct sfr_onload_copy));
-	uint64_t left = SFR_FOREVER, slice;
+	struct sfr_py_wait w = sfr_py_wait(NULL);
 	int64_t torn;
-	int rc;
 
-	for (;;) {
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
+		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
+		if (w.rc == SFR_EAGAIN)
+			(void)sfr_snapshot_wait(from, w.slice_ns, &torn); /* the next start tells */
 		Py_END_ALLOW_THREADS
-		if (rc != SFR_EAGAIN)
-			return rc;
-		if (sfr_py_slice(&left, &slice) < 0)
-			return SFR_EAGAIN;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_snapshot_wait(from, slice, &torn);
-		Py_END_ALLOW_THREADS
-		if (rc < 0 && rc != SFR_EAGAIN)
-			return rc;
 	}
+	return w.rc;
 }
 
 static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -62,8 +53,8 @@ static PyObject *onload_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 			from = ((struct sfr_py_snapshot *)snapshot)->snapshot;
 		rc = start(((struct sfr_py_engine *)engine)->engine, device, stream, &rows, from,
 			   &self->onload);
-		if (rc < 0) {
-			if (rc != SFR_EAGAIN) /* then a signal handler has raised */
+		if (rc != 0) {
+			if (rc != SFR_PY_RAISED)
 				(void)sfr_py_raise(state, rc);
 			Py_DECREF((PyObject *)self);
 			self = NULL;
@@ -81,83 +72,70 @@ static void onload_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* order(stream) -> whether that stream waits for the copies; else the caller has to */
-static PyObject *onload_order(ARGS)
+static struct sfr_onload *get(PyObject *object)
 {
-	struct sfr_onload *onload = ((struct sfr_py_onload *)object)->onload;
-	unsigned long long stream;
+	return ((struct sfr_py_onload *)object)->onload;
+}
+
+static PyObject *onload_order(PyObject *object, PyObject *handle)
+{
+	uint64_t stream;
 	int rc;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "order takes a stream's handle");
-		return NULL;
-	}
-	stream = PyLong_AsUnsignedLongLong(args[0]);
-	if (stream == (unsigned long long)-1 && PyErr_Occurred())
+	if (sfr_py_u64(handle, &stream) < 0)
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_onload_order(onload, stream);
+	rc = sfr_onload_order(get(object), stream);
 	Py_END_ALLOW_THREADS
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc == 0);
+	return sfr_py_unless(object, rc, SFR_EAGAIN);
 }
 
-/* wait(timeout=None) -> False when the timeout passed */
-static PyObject *onload_wait(ARGS)
+static PyObject *onload_wait(PyObject *object, PyObject *args)
 {
-	struct sfr_onload *onload = ((struct sfr_py_onload *)object)->onload;
-	uint64_t left, slice;
-	int rc;
+	PyObject *timeout = NULL;
+	struct sfr_py_wait w;
 
-	(void)kwnames;
-	if (sfr_py_timeout(nargs > 0 ? args[0] : NULL, &left) < 0)
+	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
-	rc = sfr_onload_wait(onload, 0);
-	while (rc == SFR_EAGAIN && left > 0) {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	w = sfr_py_wait(timeout);
+	if (w.rc != SFR_PY_RAISED)
+		w.rc = sfr_onload_wait(get(object), 0);
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_onload_wait(onload, slice);
+		w.rc = sfr_onload_wait(get(object), w.slice_ns);
 		Py_END_ALLOW_THREADS
 	}
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc == 0);
+	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
 
-/* error() -> a sentence on what a device failed with, or "" */
-static PyObject *onload_error(ARGS)
+static PyObject *onload_error(PyObject *object, PyObject *unused)
 {
 	struct sfr_err err;
 
-	(void)cls;
-	UNUSED_ARGS;
-	sfr_onload_error(((struct sfr_py_onload *)object)->onload, &err);
+	sfr_onload_error(get(object), &err);
 	return sfr_py_sentence(&err);
 }
 
-/* times() -> (seconds of the copies, seconds that a stream waited), or None: not known yet */
-static PyObject *onload_times(ARGS)
+static PyObject *onload_times(PyObject *object, PyObject *unused)
 {
 	uint64_t copying_ns, waited_ns;
-	int rc =
-		sfr_onload_times(((struct sfr_py_onload *)object)->onload, &copying_ns, &waited_ns);
+	int rc = sfr_onload_times(get(object), &copying_ns, &waited_ns);
 
-	UNUSED_ARGS;
 	if (rc == SFR_EAGAIN)
 		Py_RETURN_NONE;
 	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+		return sfr_py_none(object, rc);
 	return Py_BuildValue("dd", (double)copying_ns / 1e9, (double)waited_ns / 1e9);
 }
 
 static PyMethodDef methods[] = {
-	METHOD("order", onload_order, "order(stream) -> bool: False when the host has to wait."),
-	METHOD("wait", onload_wait, "wait(timeout=None) -> bool: False when the timeout passed."),
-	METHOD("times", onload_times, "times() -> (seconds copied, seconds waited) or None."),
-	METHOD("error", onload_error, "error() -> str: what a device failed with, or ''."),
+	{ "order", onload_order, METH_O,
+	  "order(stream) -> bool: that stream waits for the copies; False when the host has to." },
+	{ "wait", onload_wait, METH_VARARGS,
+	  "wait(timeout=None) -> bool: False when the timeout passed." },
+	{ "times", onload_times, METH_NOARGS,
+	  "times() -> (seconds of the copies, seconds that a stream waited), or None: not yet." },
+	{ "error", onload_error, METH_NOARGS, "error() -> str: what a device failed with, or ''." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -169,12 +147,7 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Onload",
-	.basicsize = sizeof(struct sfr_py_onload),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "Onload", struct sfr_py_onload, 0, slots);
 
 int sfr_py_add_onload(PyObject *module)
 {

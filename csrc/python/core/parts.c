@@ -9,14 +9,11 @@
 
 static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+	static char *names[] = { NULL };
 	struct sfr_py_parts *self;
 	int rc;
 
-	if (kwargs && PyDict_Size(kwargs) > 0) {
-		PyErr_SetString(PyExc_TypeError, "Parts takes no keywords");
-		return NULL;
-	}
-	if (!PyArg_ParseTuple(args, ":Parts"))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Parts", names))
 		return NULL;
 	self = (struct sfr_py_parts *)sfr_py_alloc(type);
 	if (!self)
@@ -88,17 +85,12 @@ static int add_bytes(struct sfr_parts *parts, PyObject *item)
 	return rc;
 }
 
-static PyObject *parts_append(ARGS)
+static PyObject *parts_append(PyObject *object, PyObject *items)
 {
 	struct sfr_parts *parts = ((struct sfr_py_parts *)object)->parts;
 	PyObject *places, *fast;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "append takes a sequence of items");
-		return NULL;
-	}
-	fast = PySequence_Fast(args[0], "append takes a sequence of items");
+	fast = PySequence_Fast(items, "append takes a sequence of items");
 	places = fast ? PyList_New(0) : NULL;
 	for (Py_ssize_t i = 0; places && i < PySequence_Size(fast); i++) {
 		PyObject *item = PySequence_GetItem(fast, i), *place = NULL;
@@ -112,7 +104,7 @@ static PyObject *parts_append(ARGS)
 			place = Py_BuildValue("KK", (unsigned long long)off,
 					      (unsigned long long)(sfr_parts_len(parts) - off));
 		else if (!PyErr_Occurred())
-			(void)sfr_py_raise(PyType_GetModuleState(cls), rc); /* always NULL */
+			(void)sfr_py_raise(sfr_py_state_of(object), rc); /* always NULL */
 		if (!place || PyList_Append(places, place) < 0)
 			Py_CLEAR(places);
 		Py_XDECREF(place);
@@ -121,61 +113,41 @@ static PyObject *parts_append(ARGS)
 	return places;
 }
 
-static PyObject *parts_source(ARGS)
+static PyObject *parts_source(PyObject *object, PyObject *args)
 {
 	unsigned long long addr, nbytes;
-	int rc;
 
-	(void)kwnames;
-	if (nargs != 2) {
-		PyErr_SetString(PyExc_TypeError, "source takes an address and a length");
+	if (!PyArg_ParseTuple(args, "KK:source", &addr, &nbytes))
 		return NULL;
-	}
-	addr = PyLong_AsUnsignedLongLong(args[0]);
-	nbytes = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[1]);
-	if (PyErr_Occurred())
-		return NULL;
-	rc = sfr_parts_source(((struct sfr_py_parts *)object)->parts, addr, nbytes);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_none(object,
+			   sfr_parts_source(((struct sfr_py_parts *)object)->parts, addr, nbytes));
 }
 
-static PyObject *parts_crc(ARGS)
+static PyObject *parts_crc(PyObject *object, PyObject *number)
 {
-	unsigned long source;
-	int rc;
+	uint64_t source;
+	int rc = -EINVAL;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "crc takes the number of a source");
+	if (sfr_py_u64(number, &source) < 0)
 		return NULL;
-	}
-	source = PyLong_AsUnsignedLong(args[0]);
-	if (PyErr_Occurred())
-		return NULL;
-	rc = source > UINT32_MAX ?
-		     -EINVAL :
-		     sfr_parts_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	if (source <= UINT32_MAX)
+		rc = sfr_parts_crc(((struct sfr_py_parts *)object)->parts, (uint32_t)source);
+	return sfr_py_none(object, rc);
 }
 
 static PyObject *parts_nbytes(PyObject *object, void *closure)
 {
-	(void)closure;
 	return PyLong_FromUnsignedLongLong(sfr_parts_len(((struct sfr_py_parts *)object)->parts));
 }
 
 static PyMethodDef methods[] = {
-	METHOD("append", parts_append,
-	       "append(items) -> [(offset, length)]: adds bytes-like objects as they are, and tuples"
-	       " (storage, numel, sizes, strides, address, nbytes) as archives of a tensor."),
-	METHOD("source", parts_source,
-	       "source(address, nbytes): adds memory, which stays as it is until the save has"
-	       " ended."),
-	METHOD("crc", parts_crc, "crc(source): adds four bytes, the CRC-32 of an earlier source."),
+	{ "append", parts_append, METH_O,
+	  "append(items) -> [(offset, length)]: adds bytes-like objects as they are, and tuples"
+	  " (storage, numel, sizes, strides, address, nbytes) as archives of a tensor." },
+	{ "source", parts_source, METH_VARARGS,
+	  "source(address, nbytes): adds memory, which stays as it is until the save has ended." },
+	{ "crc", parts_crc, METH_O,
+	  "crc(source): adds four bytes, the CRC-32 of an earlier source." },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -193,12 +165,7 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Parts",
-	.basicsize = sizeof(struct sfr_py_parts),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "Parts", struct sfr_py_parts, 0, slots);
 
 int sfr_py_add_parts(PyObject *module)
 {

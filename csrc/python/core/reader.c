@@ -3,8 +3,6 @@
  * A check runs in slices without the interpreter lock. In between signals are answered and, if the
  * caller wants to show progress, a callable is told how far it is; whatever either raises ends the
  * check. */
-#include <string.h>
-
 #include "check/check.h"
 #include "restore/restore.h"
 #include "module.h"
@@ -17,33 +15,15 @@ static PyObject *records_as_list(const struct sfr_check_result *result)
 {
 	PyObject *list = PyList_New((Py_ssize_t)result->nr_listed);
 
-	if (list == NULL)
-		return NULL;
-	for (uint32_t i = 0; i < result->nr_listed; i++) {
-		const char *name = result->bad[i].name;
-		PyObject *shown, *pair;
-
+	for (uint32_t i = 0; list != NULL && i < result->nr_listed; i++) {
 		/* A damaged name may be any bytes. */
-		shown = PyUnicode_DecodeUTF8(name, (Py_ssize_t)strlen(name), "replace");
-		if (shown == NULL)
-			goto fail;
-		pair = Py_BuildValue("(Ns)", shown, result->bad[i].reason);
-		if (pair == NULL)
-			goto fail;
-		if (PyList_SetItem(list, (Py_ssize_t)i, pair) != 0)
-			goto fail;
+		PyObject *pair = Py_BuildValue("(Ns)", sfr_py_text(result->bad[i].name),
+					       result->bad[i].reason);
+
+		if (pair == NULL || PyList_SetItem(list, (Py_ssize_t)i, pair) != 0)
+			Py_CLEAR(list);
 	}
 	return list;
-fail:
-	Py_DECREF(list);
-	return NULL;
-}
-
-static PyObject *error_as_text(const struct sfr_check_result *result)
-{
-	if (result->error[0] == '\0')
-		return Py_NewRef(Py_None);
-	return PyUnicode_DecodeUTF8(result->error, (Py_ssize_t)strlen(result->error), "replace");
 }
 
 static PyObject *result_as_dict(const struct sfr_check_result *result)
@@ -53,24 +33,17 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 		[SFR_FORMAT_ARCHIVE] = "archive",
 		[SFR_FORMAT_LEGACY] = "legacy",
 	};
-	PyObject *error = error_as_text(result), *records = NULL, *dict = NULL;
+	PyObject *error = result->error[0] ? sfr_py_text(result->error) : Py_NewRef(Py_None);
 
-	if (error == NULL)
-		goto fail;
-	records = records_as_list(result);
-	if (records == NULL)
-		goto fail;
-	dict = Py_BuildValue("{s:O,s:O,s:O,s:s,s:K,s:K,s:K,s:K,s:O}", "ok",
+	/* Of a NULL among them it makes NULL, and lets go of the others. */
+	return Py_BuildValue("{s:O,s:O,s:N,s:s,s:K,s:K,s:K,s:K,s:N}", "ok",
 			     result->ok ? Py_True : Py_False, "headers",
 			     result->headers ? Py_True : Py_False, "error", error, "format",
 			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
 			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
 			     (unsigned long long)result->nr_unchecked, "num_bad",
-			     (unsigned long long)result->nr_bad, "bad_records", records);
-fail:
-	Py_XDECREF(error);
-	Py_XDECREF(records);
-	return dict;
+			     (unsigned long long)result->nr_bad, "bad_records",
+			     records_as_list(result));
 }
 
 /* Between two slices: 0, or -1 with an exception set. */
@@ -189,7 +162,6 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 	unsigned int value = 0;
 	uint32_t crc;
 
-	(void)module; /* the function needs no state */
 	if (!PyArg_ParseTuple(args, "y*|I:crc32", &data, &value))
 		return NULL;
 	if (data.len < CRC_ALONE) {
@@ -210,8 +182,6 @@ PyDoc_STRVAR(crc32_name_doc,
 
 static PyObject *crc32_name(PyObject *module, PyObject *unused)
 {
-	(void)module; /* the function needs no state */
-	(void)unused; /* no arguments */
 	return PyUnicode_FromString(sfr_crc32_name());
 }
 

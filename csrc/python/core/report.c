@@ -2,8 +2,6 @@
 #include "module.h"
 #include "core/objects.h"
 
-#include <string.h>
-
 /* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
 static long long since(const struct sfr_report *report, uint64_t then_ns)
 {
@@ -19,8 +17,7 @@ static PyObject *fallbacks(const struct sfr_report *report)
 
 		if (!report->fallback[i][0])
 			continue;
-		text = PyUnicode_DecodeUTF8(report->fallback[i],
-					    (Py_ssize_t)strlen(report->fallback[i]), "replace");
+		text = sfr_py_text(report->fallback[i]);
 		if (!text || PyList_Append(list, text) < 0)
 			Py_CLEAR(list);
 		Py_XDECREF(text);
@@ -35,7 +32,7 @@ PyObject *sfr_py_report(const struct sfr_report *r)
 
 	if (!sentences)
 		return NULL;
-	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL sL ss sN sN}", "state",
+	return Py_BuildValue("{ss si ss sL ss sK sK sK sK sK sK sL sL sL ss sN sN}", "state",
 			     sfr_state_name(r->state), "code", r->err.code, "phase",
 			     sfr_phase_name(r->err.phase), "index", (long long)r->err.index, "note",
 			     r->err.note, "nbytes", (unsigned long long)r->nbytes,
@@ -44,9 +41,8 @@ PyObject *sfr_py_report(const struct sfr_report *r)
 			     "peak_pool_bytes", (unsigned long long)r->peak_pool_bytes,
 			     "slot_wait_ns", (unsigned long long)r->slot_wait_ns, "block_wait_ns",
 			     (unsigned long long)r->block_wait_ns, "launched_after_ns",
-			     since(r, r->launched_ns), "copied_after_ns", since(r, r->copied_ns),
-			     "staged_after_ns", since(r, r->staged_ns), "ended_after_ns",
-			     since(r, r->ended_ns), "io_mode",
+			     since(r, r->launched_ns), "staged_after_ns", since(r, r->staged_ns),
+			     "ended_after_ns", since(r, r->ended_ns), "io_mode",
 			     io_modes[r->io_mode <= SFR_IO_BUFFERED ? r->io_mode : 0], "over_slots",
 			     PyBool_FromLong((long)r->over_slots), "fallbacks", sentences);
 }

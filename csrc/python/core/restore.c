@@ -4,7 +4,6 @@
  * until a record was waited for or the restore is closed. Waits go in slices, without the
  * interpreter lock, and answer signals. */
 #include <errno.h>
-#include <string.h>
 
 #include "check/check.h"
 #include "restore/restore.h"
@@ -67,9 +66,17 @@ static struct sfr_restore *get(PyObject *object)
 	return restore;
 }
 
+/* 0 with an exception set for what is none; with `all`, the number behind the last stands for each. */
+static int is_record(const struct sfr_restore *restore, uint64_t index, int all)
+{
+	if (index < sfr_restore_nr(restore) + (all != 0))
+		return 1;
+	PyErr_SetString(PyExc_IndexError, "there are fewer records");
+	return 0;
+}
+
 static PyObject *restore_close(PyObject *object, PyObject *unused)
 {
-	(void)unused;
 	end((struct sfr_py_restore *)object);
 	Py_RETURN_NONE;
 }
@@ -109,10 +116,8 @@ static PyObject *restore_into(PyObject *object, PyObject *args)
 
 		if (mem == NULL && PyErr_Occurred())
 			return NULL;
-		if (first + (uint64_t)i >= sfr_restore_nr(restore)) {
-			PyErr_SetString(PyExc_IndexError, "there are fewer records");
+		if (!is_record(restore, first + (uint64_t)i, 0))
 			return NULL;
-		}
 		sfr_restore_into(restore, first + (uint64_t)i, mem);
 	}
 	Py_RETURN_NONE;
@@ -142,12 +147,9 @@ static PyObject *restore_into_device(PyObject *object, PyObject *args)
 	unsigned long long index, mem;
 	unsigned int device;
 
-	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem))
+	if (restore == NULL || !PyArg_ParseTuple(args, "KIK:into_device", &index, &device, &mem) ||
+	    !is_record(restore, index, 0))
 		return NULL;
-	if (index >= sfr_restore_nr(restore)) {
-		PyErr_SetString(PyExc_IndexError, "there are fewer records");
-		return NULL;
-	}
 	sfr_restore_into_device(restore, index, device, mem);
 	Py_RETURN_NONE;
 }
@@ -165,11 +167,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 	Py_END_ALLOW_THREADS
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
-	if (rc < 0) {
-		errno = -rc;
-		return PyErr_SetFromErrno(PyExc_OSError);
-	}
-	Py_RETURN_NONE;
+	return rc < 0 ? sfr_py_raise_os(sfr_py_state_of(object), rc) : Py_NewRef(Py_None);
 }
 
 static PyObject *restore_find(PyObject *object, PyObject *name)
@@ -195,12 +193,8 @@ static PyObject *restore_reach(PyObject *object, PyObject *number)
 	struct sfr_restore *restore = get(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
 
-	if (restore == NULL || PyErr_Occurred())
+	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 0))
 		return NULL;
-	if (index >= sfr_restore_nr(restore)) {
-		PyErr_SetString(PyExc_IndexError, "there are fewer records");
-		return NULL;
-	}
 	return PyLong_FromUnsignedLongLong(sfr_restore_reach(restore, index));
 }
 
@@ -208,24 +202,17 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 {
 	struct sfr_restore *restore = get(object);
 	unsigned long long index = PyLong_AsUnsignedLongLong(number);
-	uint64_t left = SFR_FOREVER, slice;
-	int rc;
+	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	if (restore == NULL || PyErr_Occurred())
+	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 1))
 		return NULL;
-	if (index > sfr_restore_nr(restore)) {
-		PyErr_SetString(PyExc_IndexError, "there are fewer records");
-		return NULL;
-	}
-	rc = sfr_restore_wait(restore, index, 0);
-	while (rc == SFR_EAGAIN) {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	w.rc = sfr_restore_wait(restore, index, 0);
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_restore_wait(restore, index, slice);
+		w.rc = sfr_restore_wait(restore, index, w.slice_ns);
 		Py_END_ALLOW_THREADS
 	}
-	return PyBool_FromLong(rc == 0);
+	return w.rc == SFR_PY_RAISED ? NULL : PyBool_FromLong(w.rc == 0);
 }
 
 static PyObject *restore_failure(PyObject *object, PyObject *unused)
@@ -235,7 +222,6 @@ static PyObject *restore_failure(PyObject *object, PyObject *unused)
 	const char *name;
 	size_t len;
 
-	(void)unused;
 	if (restore == NULL)
 		return NULL;
 	failure = sfr_restore_failure(restore);
@@ -249,7 +235,6 @@ static PyObject *restore_done(PyObject *object, PyObject *unused)
 {
 	struct sfr_restore *restore = get(object);
 
-	(void)unused;
 	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_done(restore));
 }
 
@@ -257,7 +242,6 @@ static PyObject *restore_nr(PyObject *object, void *unused)
 {
 	struct sfr_restore *restore = get(object);
 
-	(void)unused;
 	return restore == NULL ? NULL : PyLong_FromUnsignedLongLong(sfr_restore_nr(restore));
 }
 
@@ -299,16 +283,9 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Restore",
-	.basicsize = sizeof(struct sfr_py_restore),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "Restore", struct sfr_py_restore, Py_TPFLAGS_DISALLOW_INSTANTIATION, slots);
 
 int sfr_py_add_restore(PyObject *module)
 {
-	if (PyModule_AddIntConstant(module, "ECORRUPT", SFR_ECORRUPT) < 0)
-		return -1;
 	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->restore_type);
 }

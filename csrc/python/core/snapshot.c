@@ -1,10 +1,7 @@
 /* _core.Snapshot: a handle on struct sfr_snapshot. */
 #include "module.h"
 #include "core/objects.h"
-#include "sfr/notice.h"
 #include "sfr/snapshot.h"
-
-#include <string.h>
 
 static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -50,42 +47,48 @@ static void snapshot_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* lease(timeout=None). Answers signals while it waits: nothing is held then. To one that does not
- * wait, a pool that is busy is a pool that is exhausted. */
-static PyObject *snapshot_lease(ARGS)
+static struct sfr_snapshot *get(PyObject *object)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-	struct sfr_py_state *state = PyType_GetModuleState(cls);
-	uint64_t left, slice = 0;
-	int rc;
-
-	(void)kwnames;
-	if (sfr_py_timeout(nargs > 0 ? args[0] : Py_None, &left) < 0)
-		return NULL;
-	do {
-		if (left > 0 && sfr_py_slice(&left, &slice) < 0)
-			return NULL;
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_snapshot_lease(s, slice);
-		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN && left > 0);
-	if (rc == SFR_EAGAIN)
-		rc = SFR_EEXHAUSTED;
-	return rc < 0 ? sfr_py_raise(state, rc) : sfr_py_memory(state, s);
+	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* start(streams=()): what a device failed with is error()'s to say, and only the end of the copy
- * makes it final; so it is not raised here. */
-static PyObject *snapshot_start(ARGS)
+/* Nothing is held while it waits. To one that does not wait, a pool that is busy is a pool that is
+ * exhausted. */
+static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_snapshot *s = get(object);
+	PyObject *timeout = NULL;
+	struct sfr_py_wait w;
+
+	if (!PyArg_ParseTuple(args, "|O:lease", &timeout))
+		return NULL;
+	w = sfr_py_wait(timeout);
+	while (sfr_py_goes_on(&w)) {
+		Py_BEGIN_ALLOW_THREADS
+		w.rc = sfr_snapshot_lease(s, w.slice_ns);
+		Py_END_ALLOW_THREADS
+	}
+	if (w.rc == 0)
+		return sfr_py_memory(sfr_py_state_of(object), s);
+	if (w.rc == SFR_PY_RAISED)
+		return NULL;
+	return sfr_py_none(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
+}
+
+/* What a device failed with is error()'s to say, and only the end of the copy makes it final; so it
+ * is not raised here. */
+static PyObject *snapshot_start(PyObject *object, PyObject *args)
+{
+	struct sfr_snapshot *s = get(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	PyObject *tuple = NULL;
 	struct sfr_err err;
 	int rc = 0, nr = 0;
 
-	(void)kwnames;
-	if (nargs > 0)
-		nr = sfr_py_streams(args[0], streams);
+	if (!PyArg_ParseTuple(args, "|O:start", &tuple))
+		return NULL;
+	if (tuple)
+		nr = sfr_py_streams(tuple, streams);
 	if (nr < 0)
 		return NULL;
 	if (nr > 0)
@@ -95,50 +98,34 @@ static PyObject *snapshot_start(ARGS)
 		rc = sfr_snapshot_start(s);
 	sfr_snapshot_error(s, &err);
 	Py_END_ALLOW_THREADS
-	if (rc < 0 && err.code == 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_none(object, err.code == 0 ? rc : 0);
 }
 
-/* gate(streams) -> whether every byte is copied */
-static PyObject *snapshot_gate(ARGS)
+static PyObject *snapshot_gate(PyObject *object, PyObject *tuple)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_snapshot *s = get(object);
 	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
-	uint64_t left = SFR_FOREVER, slice;
+	int nr = sfr_py_streams(tuple, streams), copied = 0;
+	struct sfr_py_wait w = sfr_py_wait(NULL);
 	int64_t torn;
-	int rc, nr, copied = 0;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
-		return NULL;
-	}
-	nr = sfr_py_streams(args[0], streams);
 	if (nr < 0)
 		return NULL;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, slice);
-		copied = rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
+		w.rc = sfr_snapshot_gate(s, streams, (uint32_t)nr, w.slice_ns);
+		copied = w.rc == 0 && sfr_snapshot_wait(s, 0, &torn) == 0;
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(copied);
+	}
+	return sfr_py_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
 }
 
-/* error() -> a sentence on what a device failed with, or "" */
-static PyObject *snapshot_error(ARGS)
+static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_snapshot *s = get(object);
 	struct sfr_err err;
 	int64_t torn;
 
-	(void)cls;
-	UNUSED_ARGS;
 	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
 		sfr_snapshot_error(s, &err);
 	} else { /* which waits for the engine's lock */
@@ -149,13 +136,11 @@ static PyObject *snapshot_error(ARGS)
 	return sfr_py_sentence(&err);
 }
 
-static PyObject *snapshot_offsets(ARGS)
+static PyObject *snapshot_offsets(PyObject *object, PyObject *unused)
 {
 	struct sfr_py_snapshot *self = (struct sfr_py_snapshot *)object;
 	PyObject *list = PyList_New((Py_ssize_t)self->nr_sources);
 
-	(void)cls;
-	UNUSED_ARGS;
 	for (uint32_t i = 0; list && i < self->nr_sources; i++) {
 		PyObject *off = PyLong_FromUnsignedLongLong(sfr_snapshot_offset(self->snapshot, i));
 
@@ -165,168 +150,138 @@ static PyObject *snapshot_offsets(ARGS)
 	return list;
 }
 
-/* wait(timeout=None) -> (copied, torn) */
-static PyObject *snapshot_wait(ARGS)
+static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-	uint64_t left, slice;
-	int64_t torn;
-	int rc;
+	struct sfr_snapshot *s = get(object);
+	PyObject *timeout = NULL, *copied;
+	struct sfr_py_wait w;
+	int64_t torn = -1;
 
-	(void)kwnames;
-	if (sfr_py_timeout(nargs > 0 ? args[0] : NULL, &left) < 0)
+	if (!PyArg_ParseTuple(args, "|O:wait", &timeout))
 		return NULL;
-	rc = sfr_snapshot_wait(s, 0, &torn);
-	while (rc == SFR_EAGAIN && left > 0) {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	w = sfr_py_wait(timeout);
+	if (w.rc != SFR_PY_RAISED)
+		w.rc = sfr_snapshot_wait(s, 0, &torn);
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_snapshot_wait(s, slice, &torn);
+		w.rc = sfr_snapshot_wait(s, w.slice_ns, &torn);
 		Py_END_ALLOW_THREADS
 	}
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return Py_BuildValue("NL", PyBool_FromLong(rc == 0), (long long)torn);
+	copied = sfr_py_unless(object, w.rc, SFR_EAGAIN);
+	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;
 }
 
-static PyObject *snapshot_hold(ARGS)
+static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_hold(s);
+	rc = sfr_snapshot_hold(get(object));
 	Py_END_ALLOW_THREADS
-	if (rc < 0 && rc != SFR_ESTATE)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc == 0);
+	return sfr_py_unless(object, rc, SFR_ESTATE);
 }
 
-static PyObject *snapshot_unhold(ARGS)
+static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-
-	(void)cls;
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_unhold(s);
+	sfr_snapshot_unhold(get(object));
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
 
-static PyObject *snapshot_view(ARGS)
+static PyObject *snapshot_view(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_view(s);
+	rc = sfr_snapshot_view(get(object));
 	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_none(object, rc);
 }
 
-static PyObject *snapshot_unview(ARGS)
+static PyObject *snapshot_unview(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-
-	(void)cls;
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_unview(s);
+	sfr_snapshot_unview(get(object));
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
 
-/* file() -> (descriptor, offset in it, address, length), or None: no process can map it */
-static PyObject *snapshot_file(ARGS)
+static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
+	struct sfr_snapshot *s = get(object);
 	uint64_t off, len;
 	char *base;
 	int rc, fd;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_snapshot_file(s, &fd, &off);
 	Py_END_ALLOW_THREADS
-	if (rc == SFR_ESTATE)
-		Py_RETURN_NONE;
 	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+		return sfr_py_none(object, rc == SFR_ESTATE ? 0 : rc);
 	sfr_snapshot_memory(s, &base, &len);
 	return Py_BuildValue("iKKK", fd, (unsigned long long)off,
 			     (unsigned long long)(uintptr_t)base, (unsigned long long)len);
 }
 
-static PyObject *snapshot_will_return(ARGS)
+static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
-	int yes = nargs == 1 ? PyObject_IsTrue(args[0]) : -1;
+	int yes = PyObject_IsTrue(truth);
 
-	(void)cls, (void)kwnames;
 	if (yes < 0)
-		return nargs == 1 ? NULL : PyErr_Format(PyExc_TypeError, "will_return(yes)");
+		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	sfr_snapshot_will_return(s, yes);
+	sfr_snapshot_will_return(get(object), yes);
 	Py_END_ALLOW_THREADS
 	Py_RETURN_NONE;
 }
 
-static PyObject *snapshot_leased(ARGS)
+static PyObject *snapshot_leased(PyObject *object, PyObject *unused)
 {
-	struct sfr_snapshot *s = ((struct sfr_py_snapshot *)object)->snapshot;
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_leased(s);
+	rc = sfr_snapshot_leased(get(object));
 	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc);
+	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
 }
 
 static PyObject *snapshot_number(PyObject *object, void *closure)
 {
-	(void)closure;
-	return PyLong_FromUnsignedLongLong(sfr_snapshot_number(((struct sfr_py_snapshot *)object)
-								       ->snapshot));
+	return PyLong_FromUnsignedLongLong(sfr_snapshot_number(get(object)));
 }
-
-static PyMethodDef methods[] = {
-	METHOD("lease", snapshot_lease,
-	       "lease(timeout=None) -> SnapshotMemory: waits for saves if need be."),
-	METHOD("start", snapshot_start,
-	       "start(streams=()): copies what is captured, queues the rest."),
-	METHOD("gate", snapshot_gate,
-	       "gate(streams) -> bool: the next step may begin; True when all is copied."),
-	METHOD("error", snapshot_error, "error() -> str: what a device failed with, or ''."),
-	METHOD("offsets", snapshot_offsets, "offsets() -> where each copy is in the memory."),
-	METHOD("wait", snapshot_wait,
-	       "wait(timeout=None) -> (False when the timeout passed, torn source or -1)."),
-	METHOD("hold", snapshot_hold, "hold() -> bool: False when the memory has gone back."),
-	METHOD("unhold", snapshot_unhold, "unhold(): ends one hold."),
-	METHOD("view", snapshot_view, "view(): the memory is in somebody's hands once more."),
-	METHOD("unview", snapshot_unview, "unview(): ends one view."),
-	METHOD("file", snapshot_file,
-	       "file() -> (descriptor, offset in it, address, length), None: it is private, or gone."),
-	METHOD("will_return", snapshot_will_return,
-	       "will_return(yes): others wait for its memory from now on, or do not any more."),
-	METHOD("leased", snapshot_leased, "leased() -> bool."),
-	{ NULL, NULL, 0, NULL },
-};
 
 static PyObject *snapshot_copying_s(PyObject *object, void *closure)
 {
-	(void)closure;
-	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(((struct sfr_py_snapshot *)object)
-									  ->snapshot) /
-				  1e9);
+	return PyFloat_FromDouble((double)sfr_snapshot_copying_ns(get(object)) / 1e9);
 }
+
+static PyMethodDef methods[] = {
+	{ "lease", snapshot_lease, METH_VARARGS,
+	  "lease(timeout=None) -> SnapshotMemory: waits for saves if need be." },
+	{ "start", snapshot_start, METH_VARARGS,
+	  "start(streams=()): copies what is captured, queues the rest." },
+	{ "gate", snapshot_gate, METH_O,
+	  "gate(streams) -> bool: the next step may begin; True when all is copied." },
+	{ "error", snapshot_error, METH_NOARGS,
+	  "error() -> str: what a device failed with, or ''." },
+	{ "offsets", snapshot_offsets, METH_NOARGS,
+	  "offsets() -> where each copy is in the memory." },
+	{ "wait", snapshot_wait, METH_VARARGS,
+	  "wait(timeout=None) -> (False when the timeout passed, torn source or -1)." },
+	{ "hold", snapshot_hold, METH_NOARGS,
+	  "hold() -> bool: False when the memory has gone back." },
+	{ "unhold", snapshot_unhold, METH_NOARGS, "unhold(): ends one hold." },
+	{ "view", snapshot_view, METH_NOARGS,
+	  "view(): the memory is in somebody's hands once more." },
+	{ "unview", snapshot_unview, METH_NOARGS, "unview(): ends one view." },
+	{ "file", snapshot_file, METH_NOARGS,
+	  "file() -> (descriptor, offset in it, address, length), None: it is private, or gone." },
+	{ "will_return", snapshot_will_return, METH_O,
+	  "will_return(yes): others wait for its memory from now on, or do not any more." },
+	{ "leased", snapshot_leased, METH_NOARGS, "leased() -> bool." },
+	{ NULL, NULL, 0, NULL },
+};
 
 static PyGetSetDef getset[] = {
 	{ "copying_s", snapshot_copying_s, NULL, "what devices took for what leaves", NULL },
@@ -343,21 +298,9 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Snapshot",
-	.basicsize = sizeof(struct sfr_py_snapshot),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
+SFR_PY_TYPE(spec, "Snapshot", struct sfr_py_snapshot, 0, slots);
 
 int sfr_py_add_snapshot(PyObject *module)
 {
-	struct sfr_py_state *state = sfr_py_state(module);
-
-	if (PyModule_AddIntConstant(module, "SNAPSHOT_SHARED", SFR_SNAPSHOT_SHARED) < 0 ||
-	    PyModule_AddIntConstant(module, "SNAPSHOT_LEAVES", SFR_SNAPSHOT_LEAVES) < 0 ||
-	    PyModule_AddIntConstant(module, "APART", SFR_APART) < 0 ||
-	    PyModule_AddIntConstant(module, "NOTICE_SNAPSHOT", SFR_NOTICE_SNAPSHOT) < 0)
-		return -1;
-	return sfr_py_add_type(module, &spec, &state->snapshot_type);
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->snapshot_type);
 }

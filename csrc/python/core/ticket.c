@@ -1,7 +1,6 @@
 /* _core.Ticket: a handle on struct sfr_ticket. */
 #include "module.h"
 #include "core/objects.h"
-#include "sfr/notice.h"
 #include "sfr/parts.h"
 
 struct sfr_py_ticket {
@@ -110,211 +109,153 @@ struct submission {
  * lets go of it once. */
 static int submit_on(struct submission *s, uint64_t slice)
 {
-	int rc;
+	for (;; s->stage++) {
+		int rc = 0;
 
-	if (s->stage == BEGIN) {
-		if (s->nr_streams > 0) {
+		if (s->stage == BEGIN && s->nr_streams > 0)
 			rc = sfr_save_begin(s->ticket, s->streams, (uint32_t)s->nr_streams);
-			if (rc < 0)
-				return rc;
-		}
-		s->stage = ADMIT;
-	}
-	if (s->stage == ADMIT) {
-		rc = sfr_save_admit(s->ticket, slice);
+		else if (s->stage == ADMIT)
+			rc = sfr_save_admit(s->ticket, slice);
+		else if (s->stage == CAPTURE)
+			rc = sfr_save_capture(s->ticket, slice);
+		else if (s->stage == LAUNCH)
+			return sfr_save_launch(s->ticket);
 		if (rc < 0)
 			return rc;
-		s->stage = CAPTURE;
 	}
-	if (s->stage == CAPTURE) {
-		rc = sfr_save_capture(s->ticket, slice);
-		if (rc < 0)
-			return rc;
-		s->stage = LAUNCH;
-	}
-	return sfr_save_launch(s->ticket);
 }
 
-static void abandon(struct sfr_ticket *t)
+static struct sfr_ticket *get(PyObject *object)
 {
-	Py_BEGIN_ALLOW_THREADS
-	sfr_save_abandon(t);
-	Py_END_ALLOW_THREADS
+	return ((struct sfr_py_ticket *)object)->ticket;
 }
 
-static PyObject *ticket_submit(ARGS)
+static PyObject *ticket_submit(PyObject *object, PyObject *args)
 {
-	struct submission s = { .ticket = ((struct sfr_py_ticket *)object)->ticket };
-	uint64_t left = SFR_FOREVER, slice;
-	int rc;
+	struct submission s = { .ticket = get(object) };
+	struct sfr_py_wait w = sfr_py_wait(NULL);
+	PyObject *tuple = NULL;
 
-	(void)kwnames;
-	if (nargs > 0)
-		s.nr_streams = sfr_py_streams(args[0], s.streams);
+	if (!PyArg_ParseTuple(args, "|O:submit", &tuple))
+		return NULL;
+	if (tuple)
+		s.nr_streams = sfr_py_streams(tuple, s.streams);
 	if (s.nr_streams < 0)
 		return NULL;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0) {
-			if (s.stage == CAPTURE)
-				abandon(s.ticket);
-			return NULL;
-		}
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = submit_on(&s, slice);
+		w.rc = submit_on(&s, w.slice_ns);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
-	if (rc == SFR_EEXHAUSTED && s.stage == CAPTURE)
-		abandon(s.ticket);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	}
+	if (s.stage == CAPTURE && (w.rc == SFR_EEXHAUSTED || w.rc == SFR_PY_RAISED)) {
+		Py_BEGIN_ALLOW_THREADS
+		sfr_save_abandon(s.ticket);
+		Py_END_ALLOW_THREADS
+	}
+	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_none(object, w.rc);
 }
 
-static PyObject *ticket_wait(ARGS)
+static PyObject *ticket_wait(PyObject *object, PyObject *args)
 {
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
-	uint64_t left, slice;
-	long what;
-	int rc;
+	struct sfr_ticket *t = get(object);
+	PyObject *timeout = NULL;
+	struct sfr_py_wait w;
+	int what;
 
-	(void)kwnames;
-	if (nargs < 1 || nargs > 2) {
-		PyErr_SetString(PyExc_TypeError, "wait takes what to wait for, and a timeout");
-		return NULL;
-	}
-	what = PyLong_AsLong(args[0]);
-	if (what == -1 && PyErr_Occurred())
+	if (!PyArg_ParseTuple(args, "i|O:wait", &what, &timeout))
 		return NULL;
 	if (what < SFR_WAIT_COPIED || what > SFR_WAIT_ENDED) {
 		PyErr_SetString(PyExc_ValueError, "no such state to wait for");
 		return NULL;
 	}
-	if (sfr_py_timeout(nargs > 1 ? args[1] : NULL, &left) < 0)
-		return NULL;
+	w = sfr_py_wait(timeout);
 	/* Mostly it is known, and the lock need not be let go of to see that. */
-	if (sfr_save_reached(t, (enum sfr_wait_for)what) || (what == SFR_WAIT_ENDED && left == 0)) {
-		rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	} else {
-		do {
-			slice = 0;
-			if (left > 0 && sfr_py_slice(&left, &slice) < 0)
-				return NULL;
-			Py_BEGIN_ALLOW_THREADS
-			rc = sfr_save_wait(t, (enum sfr_wait_for)what, slice);
-			Py_END_ALLOW_THREADS
-		} while (rc == SFR_EAGAIN && left > 0);
-	}
-	if (rc < 0 && rc != SFR_EAGAIN)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	if (rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
-		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
-	return PyBool_FromLong(rc == 0);
-}
-
-static PyObject *ticket_gate(ARGS)
-{
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
-	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
-	uint64_t left = SFR_FOREVER, slice;
-	int rc, nr_streams, copied = 0;
-
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "gate takes a tuple of (device, stream)");
-		return NULL;
-	}
-	nr_streams = sfr_py_streams(args[0], streams);
-	if (nr_streams < 0)
-		return NULL;
-	do {
-		if (sfr_py_slice(&left, &slice) < 0)
-			return NULL;
+	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
+				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
+		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
+	while (sfr_py_goes_on(&w)) {
 		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_gate(t, streams, (uint32_t)nr_streams, slice);
-		copied = rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
+		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns);
 		Py_END_ALLOW_THREADS
-	} while (rc == SFR_EAGAIN);
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(copied);
+	}
+	if (w.rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
+		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
+	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
 
-static PyObject *ticket_confirm(ARGS)
+static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 {
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
-	long long torn;
+	struct sfr_ticket *t = get(object);
+	struct sfr_stream streams[SFR_PY_MAX_STREAMS];
+	int nr = sfr_py_streams(tuple, streams), copied = 0;
+	struct sfr_py_wait w = sfr_py_wait(NULL);
+
+	if (nr < 0)
+		return NULL;
+	while (sfr_py_goes_on(&w)) {
+		Py_BEGIN_ALLOW_THREADS
+		w.rc = sfr_save_gate(t, streams, (uint32_t)nr, w.slice_ns);
+		copied = w.rc == 0 && sfr_save_wait(t, SFR_WAIT_COPIED, 0) == 0;
+		Py_END_ALLOW_THREADS
+	}
+	return sfr_py_unless(object, w.rc == 0 && !copied ? SFR_EAGAIN : w.rc, SFR_EAGAIN);
+}
+
+static PyObject *ticket_confirm(PyObject *object, PyObject *index)
+{
+	long long torn = PyLong_AsLongLong(index);
 	int rc;
 
-	(void)kwnames;
-	if (nargs != 1) {
-		PyErr_SetString(PyExc_TypeError, "confirm takes the index of a torn source, or -1");
-		return NULL;
-	}
-	torn = PyLong_AsLongLong(args[0]);
 	if (torn == -1 && PyErr_Occurred())
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_save_confirm(t, torn);
+	rc = sfr_save_confirm(get(object), torn);
 	Py_END_ALLOW_THREADS
-	if (rc < 0 && rc != SFR_ESTATE)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc == 0);
+	return sfr_py_unless(object, rc, SFR_ESTATE);
 }
 
-static PyObject *ticket_cancel(ARGS)
+static PyObject *ticket_cancel(PyObject *object, PyObject *unused)
 {
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
 	int rc;
 
-	UNUSED_ARGS;
 	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_save_cancel(t);
+	rc = sfr_save_cancel(get(object));
 	Py_END_ALLOW_THREADS
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(rc);
+	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
 }
 
-static PyObject *ticket_state(ARGS)
+static PyObject *ticket_state(PyObject *object, PyObject *unused)
 {
 	enum sfr_state state;
-	int staged, rc = sfr_save_state(((struct sfr_py_ticket *)object)->ticket, &state, &staged);
+	int staged, rc = sfr_save_state(get(object), &state, &staged);
 
-	UNUSED_ARGS;
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyUnicode_FromString(sfr_state_name(state));
+	return rc < 0 ? sfr_py_none(object, rc) : PyUnicode_FromString(sfr_state_name(state));
 }
 
-static PyObject *ticket_is_staged(ARGS)
+static PyObject *ticket_is_staged(PyObject *object, PyObject *unused)
 {
 	enum sfr_state state;
-	int staged, rc = sfr_save_state(((struct sfr_py_ticket *)object)->ticket, &state, &staged);
+	int staged, rc = sfr_save_state(get(object), &state, &staged);
 
-	UNUSED_ARGS;
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return PyBool_FromLong(staged);
+	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(staged);
 }
 
-static PyObject *ticket_progress(ARGS)
+static PyObject *ticket_progress(PyObject *object, PyObject *unused)
 {
 	uint64_t written, nbytes;
-	int rc = sfr_save_progress(((struct sfr_py_ticket *)object)->ticket, &written, &nbytes);
+	int rc = sfr_save_progress(get(object), &written, &nbytes);
 
-	UNUSED_ARGS;
 	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
+		return sfr_py_none(object, rc);
 	return Py_BuildValue("KK", (unsigned long long)written, (unsigned long long)nbytes);
 }
 
-static PyObject *ticket_report(ARGS)
+static PyObject *ticket_report(PyObject *object, PyObject *unused)
 {
-	struct sfr_ticket *t = ((struct sfr_py_ticket *)object)->ticket;
+	struct sfr_ticket *t = get(object);
 	struct sfr_report r;
 	int rc;
 
-	UNUSED_ARGS;
 	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
 		rc = sfr_save_report(t, &r);
 	} else { /* which waits for the engine's lock */
@@ -322,34 +263,31 @@ static PyObject *ticket_report(ARGS)
 		rc = sfr_save_report(t, &r);
 		Py_END_ALLOW_THREADS
 	}
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	return sfr_py_report(&r);
+	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_report(&r);
 }
 
 static PyObject *ticket_number(PyObject *object, void *closure)
 {
-	(void)closure;
-	return PyLong_FromUnsignedLongLong(sfr_ticket_number(((struct sfr_py_ticket *)object)
-								     ->ticket));
+	return PyLong_FromUnsignedLongLong(sfr_ticket_number(get(object)));
 }
 
 static PyMethodDef methods[] = {
-	METHOD("submit", ticket_submit,
-	       "submit(streams=()): marks the state on the current stream of each device, takes a"
-	       " slot, captures, launches."),
-	METHOD("gate", ticket_gate,
-	       "gate(streams) -> bool: the step on these streams comes after every copy; True when"
-	       " all have ended."),
-	METHOD("wait", ticket_wait,
-	       "wait(what, timeout=None) -> bool: False when the timeout passed."),
-	METHOD("confirm", ticket_confirm,
-	       "confirm(torn) -> bool: the verdict on versions, given once."),
-	METHOD("cancel", ticket_cancel, "cancel() -> bool: the save ends as cancelled."),
-	METHOD("state", ticket_state, "state() -> str."),
-	METHOD("is_staged", ticket_is_staged, "is_staged() -> bool: and has not failed."),
-	METHOD("progress", ticket_progress, "progress() -> (bytes written, bytes in all)."),
-	METHOD("report", ticket_report, "report() -> dict."),
+	{ "submit", ticket_submit, METH_VARARGS,
+	  "submit(streams=()): marks the state on the current stream of each device, takes a"
+	  " slot, captures, launches." },
+	{ "gate", ticket_gate, METH_O,
+	  "gate(streams) -> bool: the step on these streams comes after every copy; True when"
+	  " all have ended." },
+	{ "wait", ticket_wait, METH_VARARGS,
+	  "wait(what, timeout=None) -> bool: False when the timeout passed." },
+	{ "confirm", ticket_confirm, METH_O,
+	  "confirm(torn) -> bool: the verdict on versions, given once." },
+	{ "cancel", ticket_cancel, METH_NOARGS, "cancel() -> bool: the save ends as cancelled." },
+	{ "state", ticket_state, METH_NOARGS, "state() -> str." },
+	{ "is_staged", ticket_is_staged, METH_NOARGS, "is_staged() -> bool: and has not failed." },
+	{ "progress", ticket_progress, METH_NOARGS,
+	  "progress() -> (bytes written, bytes in all)." },
+	{ "report", ticket_report, METH_NOARGS, "report() -> dict." },
 	{ "of_parts", ticket_of_parts, METH_VARARGS | METH_CLASS,
 	  "of_parts(engine, dir, name, parts, flags, fs=0) -> Ticket: a save of Parts, which are empty"
 	  " afterwards. What they refer to stays as it is until the save has ended." },
@@ -371,45 +309,9 @@ static PyType_Slot slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec spec = {
-	.name = "stillframe._core.Ticket",
-	.basicsize = sizeof(struct sfr_py_ticket),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = slots,
-};
-
-static int add_constants(PyObject *module)
-{
-	static const struct {
-		const char *name;
-		long value;
-	} constants[] = {
-		{ "SAVE_DURABLE", SFR_SAVE_DURABLE },
-		{ "SAVE_NESTED", SFR_SAVE_NESTED },
-		{ "SAVE_CHECK_BYTES", SFR_SAVE_CHECK_BYTES },
-		{ "SAVE_NO_WAIT", SFR_SAVE_NO_WAIT },
-		{ "SAVE_UNORDERED", SFR_SAVE_UNORDERED },
-		{ "WAIT_COPIED", SFR_WAIT_COPIED },
-		{ "WAIT_STAGED", SFR_WAIT_STAGED },
-		{ "WAIT_ENDED", SFR_WAIT_ENDED },
-		{ "NOTICE_COPIED", SFR_NOTICE_COPIED },
-		{ "NOTICE_ENDED", SFR_NOTICE_ENDED },
-		{ "NOTICE_TEXT", SFR_NOTICE_TEXT },
-		{ "NOTICE_STOP", SFR_NOTICE_STOP },
-		{ "ETORN", SFR_ETORN },
-		{ "EEXHAUSTED", SFR_EEXHAUSTED },
-		{ "ECANCELLED", SFR_ECANCELLED },
-	};
-
-	for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
-		if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
-			return -1;
-	return 0;
-}
+SFR_PY_TYPE(spec, "Ticket", struct sfr_py_ticket, 0, slots);
 
 int sfr_py_add_ticket(PyObject *module)
 {
-	if (add_constants(module) < 0)
-		return -1;
 	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->ticket_type);
 }

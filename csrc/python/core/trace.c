@@ -23,7 +23,6 @@ static PyObject *trace_stop(PyObject *module, PyObject *unused)
 	struct sfr_trace_result result;
 	int rc;
 
-	(void)module, (void)unused;
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_trace_stop(&result);
 	Py_END_ALLOW_THREADS
@@ -38,7 +37,6 @@ static PyObject *trace_name_thread(PyObject *module, PyObject *args)
 	unsigned long long tid;
 	const char *name;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "Ky:trace_name_thread", &tid, &name))
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
@@ -51,7 +49,6 @@ static PyObject *trace_begin(PyObject *module, PyObject *unused)
 {
 	uint64_t now = sfr_trace_begin();
 
-	(void)module, (void)unused;
 	return PyLong_FromUnsignedLongLong(now);
 }
 
@@ -60,7 +57,6 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	unsigned long long start, save, number;
 	int kind;
 
-	(void)module;
 	if (!PyArg_ParseTuple(args, "iKKK:trace_end", &kind, &start, &save, &number))
 		return NULL;
 	if (kind <= SFR_TRACE_SAVE || kind >= SFR_NR_TRACE_KINDS) {
@@ -74,14 +70,12 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 /* Called twice a step: an object's address is its number, and nothing is parsed. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
-	(void)module;
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);
 	Py_RETURN_NONE;
 }
 
 static PyObject *trace_step_ends(PyObject *module, PyObject *optimizer)
 {
-	(void)module;
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, true);
 	Py_RETURN_NONE;
 }
@@ -103,9 +97,5 @@ static PyMethodDef functions[] = {
 
 int sfr_py_add_trace(PyObject *module)
 {
-	if (PyModule_AddIntConstant(module, "TRACE_CALL", SFR_TRACE_CALL) < 0 ||
-	    PyModule_AddIntConstant(module, "TRACE_PLAN", SFR_TRACE_PLAN) < 0 ||
-	    PyModule_AddIntConstant(module, "TRACE_GATE", SFR_TRACE_GATE) < 0)
-		return -1;
 	return PyModule_AddFunctions(module, functions);
 }

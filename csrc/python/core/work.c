@@ -36,14 +36,9 @@ static void work_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-static PyObject *work_append(ARGS)
+static PyObject *work_append(PyObject *object, PyObject *unused)
 {
-	int rc = sfr_log_work_append(((struct sfr_py_work *)object)->work);
-
-	UNUSED_ARGS;
-	if (rc < 0)
-		return sfr_py_raise(PyType_GetModuleState(cls), rc);
-	Py_RETURN_NONE;
+	return sfr_py_none(object, sfr_log_work_append(((struct sfr_py_work *)object)->work));
 }
 
 static PyObject *work_end(PyObject *object, PyObject *ok)
@@ -58,14 +53,12 @@ static PyObject *work_end(PyObject *object, PyObject *ok)
 
 static PyObject *work_number(PyObject *object, void *unused)
 {
-	(void)unused;
 	return PyLong_FromUnsignedLongLong(sfr_log_work_number(((struct sfr_py_work *)object)
 								       ->work));
 }
 
 static PyMethodDef work_methods[] = {
-	{ "append", (PyCFunction)(void (*)(void))work_append,
-	  METH_METHOD | METH_FASTCALL | METH_KEYWORDS, "append(): submits it. Once." },
+	{ "append", work_append, METH_NOARGS, "append(): submits it. Once." },
 	{ "end", work_end, METH_O, "end(ok): it has ended; the first end counts." },
 	{ NULL, NULL, 0, NULL },
 };
@@ -84,19 +77,13 @@ static PyType_Slot work_slots[] = {
 	{ 0, NULL },
 };
 
-static PyType_Spec work_spec = {
-	.name = "stillframe._core.LogWork",
-	.basicsize = sizeof(struct sfr_py_work),
-	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = work_slots,
-};
+SFR_PY_TYPE(work_spec, "LogWork", struct sfr_py_work, 0, work_slots);
 
 static PyObject *log_work_next(PyObject *module, PyObject *unused)
 {
 	uint64_t number;
 	int rc, after_good;
 
-	(void)unused;
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_log_work_next(SFR_FOREVER, &number, &after_good);
@@ -118,10 +105,7 @@ static PyMethodDef functions[] = {
 
 int sfr_py_add_work(PyObject *module)
 {
-	if (PyModule_AddFunctions(module, functions) < 0 ||
-	    PyModule_AddIntConstant(module, "WORK_SAVE", SFR_WORK_SAVE) < 0 ||
-	    PyModule_AddIntConstant(module, "WORK_REMOVE", SFR_WORK_REMOVE) < 0 ||
-	    PyModule_AddIntConstant(module, "WORK_LINK", SFR_WORK_LINK) < 0)
+	if (PyModule_AddFunctions(module, functions) < 0)
 		return -1;
 	return sfr_py_add_type(module, &work_spec, &sfr_py_state(module)->work_type);
 }

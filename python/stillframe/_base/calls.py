@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from types import FrameType
 
 
 class _Frames(threading.local):
@@ -25,14 +26,17 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, the one that called it, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _drop_ended(frames: list[FrameType]) -> bool:
     """Takes out frames that this thread is not in any more; whether there was one."""
-    stack = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        stack.add(frame)
-        frame = frame.f_back
-    ended = [each for each in frames if each not in stack]
+    living = set(stack(sys._getframe(1)))
+    ended = [each for each in frames if each not in living]
     for each in ended:
         frames.remove(each)
     return bool(ended)
@@ -57,12 +61,7 @@ class inside:  # a context manager that reads as a verb
         calls.append(sys._getframe(1))
         return nested
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _leave(_frames.calls, sys._getframe(1))
 
 
@@ -84,12 +83,7 @@ class no_collection:  # likewise
             frames.append(sys._getframe(1))
             gc.disable()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._enabled:
             gc.enable()
             _leave(_frames.no_collection, sys._getframe(1))

@@ -15,7 +15,6 @@ import errno
 import logging
 import os
 import threading
-from types import TracebackType
 
 from stillframe import _core
 from stillframe.errors import BusyError, StillframeError
@@ -92,12 +91,7 @@ class trace:  # a context manager that reads as a verb
         _current = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -11,13 +11,12 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from stillframe import _core
 from stillframe._base import looks
-from stillframe._tree import contents
 from stillframe._tree.keypaths import Stub
 from stillframe.errors import CorruptCheckpointError
 
@@ -125,8 +124,12 @@ class Checked:
     bad: list[tuple[str, str]]
 
 
-def check(directory: str) -> Checked:
+def check(directory: str, read: Callable[[IO[bytes]], Any]) -> Checked:
     """Compares every CRC of a checkpoint, and its metadata with its files.
+
+    Args:
+        read: The object of a pickle, made of stubs, without bounds or within those that a command
+            sets the process.
 
     Raises:
         CorruptCheckpointError: Its metadata cannot be read.
@@ -135,7 +138,7 @@ def check(directory: str) -> Checked:
     found = Checked(0, 0, 0, [])
     by_file: dict[str, list[_Place]] = {}
     for name in sorted(each for each in os.listdir(directory) if looks.is_sharded([each])):
-        for place in _places(os.path.join(directory, name)):
+        for place in _places(os.path.join(directory, name), read):
             by_file.setdefault(place.file, []).append(place)
             found.nr_items += 1
             found.nr_unchecked += place.transformed
@@ -176,7 +179,7 @@ class _Place:
     transformed: bool
 
 
-def _places(path: str) -> list[_Place]:
+def _places(path: str, read: Callable[[IO[bytes]], Any]) -> list[_Place]:
     """Where the items are, as a metadata file says.
 
     Raises:
@@ -184,7 +187,7 @@ def _places(path: str) -> list[_Place]:
     """
     with open(path, "rb") as file:
         try:
-            root = contents.read(file)
+            root = read(file)
             return [
                 _Place(
                     _name_of(index.state),

@@ -20,17 +20,19 @@ go of since.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType
 from typing import Any
 
+from stillframe._base.calls import stack
+from stillframe._save.guard import code_of
+
 _SIGNALS = tuple(sorted(signal.valid_signals()))
-_MAX_WRAPPERS = 16  # of one handler or one plugin; more is a cycle
+_MAX_WRAPPERS = 16  # of one plugin; more is a cycle
 
 _handler_codes: set[CodeType] = set()
 
@@ -55,8 +57,7 @@ def calling_trainer(plugin: object, method: str) -> Any:
     The type `Fabric` for a strategy of Fabric; None where no strategy is on the stack: a direct
     call, or one of Lightning's launchers.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == method and code.co_argcount > 0:
             holder: Any = frame.f_locals.get(code.co_varnames[0])
@@ -67,24 +68,18 @@ def calling_trainer(plugin: object, method: str) -> Any:
                 if not hasattr(holder, "lightning_module"):
                     return Fabric
                 return getattr(holder.lightning_module, "_trainer", None)
-        frame = frame.f_back
     return None
 
 
 def meets_others_later(trainer: Any) -> bool:
     """Whether all ranks meet in a barrier behind the save that is being made: where it is asked
     for by `trainer.save_checkpoint`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code.co_name == "save_checkpoint"
-            and code.co_argcount > 0
-            and frame.f_locals.get(code.co_varnames[0]) is trainer
-        ):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name == "save_checkpoint"
+        and frame.f_code.co_argcount > 0
+        and frame.f_locals.get(frame.f_code.co_varnames[0]) is trainer
+        for frame in stack(sys._getframe(1))
+    )
 
 
 def note_signal_handlers() -> None:
@@ -92,7 +87,7 @@ def note_signal_handlers() -> None:
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler):
-            code = _code_of(handler)
+            code = code_of(handler)
             if code is not None:
                 _handler_codes.add(code)
 
@@ -107,8 +102,7 @@ def inside_signal_handler() -> bool:
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs its handlers in the main thread only.
     note_signal_handlers()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code in _handler_codes:
             if not code.co_flags & inspect.CO_VARARGS:
@@ -117,21 +111,4 @@ def inside_signal_handler() -> bool:
             interrupted = frame.f_back
             if any(argument is interrupted for argument in frame.f_locals.get(name, ())):
                 return True
-        frame = frame.f_back
     return False
-
-
-def _code_of(handler: Any) -> CodeType | None:
-    """The code that runs first when `handler` is called; None where that is not Python code."""
-    for _ in range(_MAX_WRAPPERS):
-        if isinstance(handler, FunctionType):
-            return handler.__code__
-        if isinstance(handler, MethodType):
-            handler = handler.__func__
-        elif isinstance(handler, functools.partial):
-            handler = handler.func
-        elif hasattr(handler, "__wrapped__"):
-            handler = handler.__wrapped__
-        else:
-            handler = inspect.getattr_static(type(handler), "__call__", None)
-    return None

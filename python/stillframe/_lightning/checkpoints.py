@@ -274,7 +274,7 @@ class Checkpoints:
     def training_ends(self, trainer: Any) -> None:
         self._trainers.ends(trainer)
 
-    def tend(self) -> None:
+    def tell(self) -> None:
         """Tells loggers what is due, and lets go of removes that waited for it."""
         self._current_work().rotation.tell()
 

@@ -53,12 +53,12 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             gate.wait()
-            checkpoints.tend()
+            checkpoints.tell()
 
-    def _tend(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def _tell(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.tend()
+            checkpoints.tell()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         checkpoints = checkpoints_of(trainer)
@@ -80,26 +80,21 @@ class CompanionHooks:
         _stand_over(wraps, checkpoints, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_epoch_start(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            gate.wait()
-            note_signal_handlers()
             checkpoints.training_starts(trainer)
-            checkpoints.tend()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        checkpoints = checkpoints_of(trainer)
-        if checkpoints is not None:
-            gate.wait()
+        if checkpoints_of(trainer) is not None:
             note_signal_handlers()
-            checkpoints.tend()
+            self._wait(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             checkpoints.training_ends(trainer)
-            gate.wait()
-            checkpoints.tend()
+            self._wait(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Callbacks are not torn down after an exception, and loggers are finalised next. What is
@@ -118,7 +113,7 @@ class CompanionHooks:
             finally:
                 checkpoints.detach(trainer)
 
-    on_train_batch_start = on_train_batch_end = _tend
+    on_train_batch_start = on_train_batch_end = _tell
     on_fit_start = on_fit_end = _wait
     on_sanity_check_start = on_sanity_check_end = _wait
     on_train_epoch_end = _wait

@@ -27,16 +27,16 @@ class PluginOptions:
             together with an option of the engine.
     """
 
-    engine: Engine | None
-    pool_bytes: Size | None
-    max_in_flight: int
-    when_busy: WhenBusy
-    durable: bool
-    overlap: bool
-    check_mutation: bool
-    on_durable: OnDurable | None
-    on_error: OnError
-    log_metrics: bool
+    engine: Engine | None = None
+    pool_bytes: Size | None = None
+    max_in_flight: int = DEFAULT_IN_FLIGHT
+    when_busy: WhenBusy = "wait"
+    durable: bool = True
+    overlap: bool = True
+    check_mutation: bool = False
+    on_durable: OnDurable | None = None
+    on_error: OnError = "raise"
+    log_metrics: bool = False
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):

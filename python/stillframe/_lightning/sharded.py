@@ -31,7 +31,6 @@ from stillframe._lightning.strategies import sharded_as
 from stillframe._lightning.wraps import Wraps
 from stillframe._lightning.writers import Writers
 from stillframe._save import gate
-from stillframe._save.options import DEFAULT_IN_FLIGHT
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 log = logging.getLogger("stillframe")
@@ -163,18 +162,7 @@ def sharded(strategy: Any) -> Any:
     return strategy
 
 
-_OPTIONS = PluginOptions(
-    engine=None,
-    pool_bytes=None,
-    max_in_flight=DEFAULT_IN_FLIGHT,
-    when_busy="wait",
-    durable=True,
-    overlap=True,
-    check_mutation=False,
-    on_durable=None,
-    on_error="raise",
-    log_metrics=False,
-)
+_OPTIONS = PluginOptions()
 
 
 def _refuse(strategy: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from stillframe._save.completion import start_once
@@ -35,12 +34,7 @@ class WaitingLine:
         self._runs = start_once(self._thread)  # no line where it is too late for a thread
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         if self._runs:
             self._thread.join()

@@ -34,8 +34,6 @@ from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
 
-_MAX_WRAPPERS = 16
-
 
 class Slots:
     """How many saves of a plugin may be under way.
@@ -189,17 +187,6 @@ def _take_one(items: list[Any]) -> bool:
     except IndexError:
         return False
     return True
-
-
-def wraps_ours(io: Any, ours: type[Any]) -> bool:
-    """Whether one of our plugins is `io` or inside it."""
-    for _ in range(_MAX_WRAPPERS):
-        if io is None:
-            return False
-        if isinstance(io, ours):
-            return True
-        io = getattr(io, "_checkpoint_io", None)
-    return False
 
 
 def _take(

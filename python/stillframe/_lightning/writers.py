@@ -23,10 +23,11 @@ import torch
 
 from stillframe._base.paths import is_remote
 from stillframe._lightning import rotation
+from stillframe._lightning.caller import io_chain
 from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
 from stillframe._lightning.reading import read
-from stillframe._lightning.wrapped import Inner, Slots, wraps_ours
+from stillframe._lightning.wrapped import Inner, Slots
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, limits_of, submit
 from stillframe._save.handle import SaveHandle
@@ -141,7 +142,7 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
     Raises:
         ValueError: `checkpoint_io` is an `ours`, or has one inside.
     """
-    if wraps_ours(checkpoint_io, ours):
+    if any(isinstance(io, ours) for io in (checkpoint_io, *io_chain(checkpoint_io))):
         raise ValueError(
             f"{name}(checkpoint_io=...) takes another CheckpointIO, not one of stillframe's: it"
             " would wait for itself."

@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import time
-from types import TracebackType
 from typing import cast
 
 from stillframe import _core
@@ -106,12 +105,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -11,15 +11,18 @@ What a signal handler raises is not ours, wherever it came in, and goes on its w
 from __future__ import annotations
 
 import functools
+import inspect
 import signal
 import threading
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_MAX_WRAPPERS = 16  # of one handler; more is a cycle
 
 
 def guarded(
@@ -53,7 +56,7 @@ def _is_of_a_handler(error: BaseException) -> bool:
     run on the main thread, between any two lines."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    handlers = {code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in handlers:
@@ -62,11 +65,17 @@ def _is_of_a_handler(error: BaseException) -> bool:
     return False
 
 
-def _code_of(function: Any) -> CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    if callable(function) and not hasattr(function, "__code__"):
-        function = type(function).__call__
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+def code_of(handler: Any) -> CodeType | None:
+    """The code that runs first when `handler` is called; None where that is not Python code."""
+    for _ in range(_MAX_WRAPPERS):
+        if isinstance(handler, FunctionType):
+            return handler.__code__
+        if isinstance(handler, MethodType):
+            handler = handler.__func__
+        elif isinstance(handler, functools.partial):
+            handler = handler.func
+        elif hasattr(handler, "__wrapped__"):
+            handler = handler.__wrapped__
+        else:
+            handler = inspect.getattr_static(type(handler), "__call__", None)
+    return None

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from stillframe import _core
 from stillframe._base import device
+from stillframe._base.calls import stack
 from stillframe._base.dtensor import dtensor, memory_of
 from stillframe._save import steps
 from stillframe._save.guard import guarded
@@ -88,12 +89,12 @@ class Owner:
 
     __slots__ = (
         "__weakref__",
-        "_depth",
         "_known",
         "_rests",
         "_rivals",
         "_seen",
         "_serial",
+        "_steps_nested",
         "_why",
         "closure_place",
         "gated",
@@ -105,7 +106,7 @@ class Owner:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._serial = next(_serials)
-        self._depth = 0
+        self._steps_nested = 0  # that have begun, one in the other
         self._known = False
         self._rests = False  # the observer's word at the end of the last step
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
@@ -149,16 +150,16 @@ class Owner:
         One that raised has left its mark, since torch then runs no hook. So a mark counts as a
         step around this one only where that step is found on the stack.
         """
-        nested = self._depth > 0 and _steps_on_stack(optimizer) > 1
-        self._depth = self._depth + 1 if nested else 1
+        nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
+        self._steps_nested = self._steps_nested + 1 if nested else 1
         if not nested:
             self.gated = True
 
     def end(self, optimizer: Optimizer) -> bool:
         """A step has ended: looks at what only the next one should change. False inside a step
         around it."""
-        if self._depth > 1:
-            self._depth -= 1
+        if self._steps_nested > 1:
+            self._steps_nested -= 1
             return False
         if not self.gated:
             self.ungated = True
@@ -170,7 +171,7 @@ class Owner:
                 if not self._rests:
                     self._record(groups, state)
         finally:
-            self._depth = 0
+            self._steps_nested = 0
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
@@ -269,13 +270,10 @@ class _Burial:
 
 
 def _steps_on_stack(optimizer: Optimizer) -> int:
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None:
-        if frame.f_code in step_codes and frame.f_locals.get("self") is optimizer:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(
+        frame.f_code in step_codes and frame.f_locals.get("self") is optimizer
+        for frame in stack(sys._getframe(1))
+    )
 
 
 @bookkeeping
@@ -292,7 +290,7 @@ def find(optimizer: Optimizer) -> Owner | None:
     return owner if owner is not None and owner.ref() is optimizer else None
 
 
-def meet(optimizer: Optimizer) -> Owner:
+def find_or_make(optimizer: Optimizer) -> Owner:
     """The owner that stands for the optimizer; a new one at its first step."""
     owner = find(optimizer)
     if owner is None:
@@ -333,20 +331,16 @@ def active() -> bool:
     # interpreter's, and whoever asks at the same time waits for ever.
     own = threading.current_thread()
     return any(
-        _may_step(sys._getframe()) if thread is own else thread.is_alive()
+        any(map(_may_step, stack(sys._getframe()))) if thread is own else thread.is_alive()
         for thread in list(_active.values())
     )
 
 
-def _may_step(frame: FrameType | None) -> bool:
-    """Whether a step is on a stack, or a compiled function in which one may be."""
-    while frame is not None:
-        code = frame.f_code
-        if (
-            code in step_codes
-            or code.co_filename == steps.HOOKED.co_filename
-            or code.co_name.startswith("torch_dynamo_resume")
-        ):
-            return True
-        frame = frame.f_back
-    return False
+def _may_step(frame: FrameType) -> bool:
+    """Whether it is a step, or a compiled function in which one may be."""
+    code = frame.f_code
+    return (
+        code in step_codes
+        or code.co_filename == steps.HOOKED.co_filename
+        or code.co_name.startswith("torch_dynamo_resume")
+    )

@@ -33,232 +33,168 @@ class Package:
     writers: tuple[str, ...] = ()
 
 
+def _classes(package: str, listed: str) -> dict[str, tuple[str, ...]]:
+    """Names of classes by module, of lines such as ``module: Class Class``."""
+    lines = (line.partition(":") for line in listed.split("\n") if line.strip())
+    return {f"{package}.{module.strip()}": tuple(names.split()) for module, _, names in lines}
+
+
 PACKAGES = {
     "bitsandbytes": Package(
         "bitsandbytes",
         ("0.50",),
-        {
-            "bitsandbytes.optim.adagrad": (
-                "Adagrad",
-                "Adagrad32bit",
-                "Adagrad8bit",
-            ),
-            "bitsandbytes.optim.adam": (
-                "Adam",
-                "Adam32bit",
-                "Adam8bit",
-            ),
-            "bitsandbytes.optim.adamw": (
-                "AdamW",
-                "AdamW32bit",
-                "AdamW8bit",
-            ),
-            "bitsandbytes.optim.ademamix": (
-                "AdEMAMix",
-                "AdEMAMix8bit",
-            ),
-            "bitsandbytes.optim.lamb": (
-                "LAMB",
-                "LAMB32bit",
-                "LAMB8bit",
-            ),
-            "bitsandbytes.optim.lars": (
-                "LARS",
-                "LARS32bit",
-                "LARS8bit",
-            ),
-            "bitsandbytes.optim.lion": (
-                "Lion",
-                "Lion32bit",
-                "Lion8bit",
-            ),
-            "bitsandbytes.optim.rmsprop": (
-                "RMSprop",
-                "RMSprop32bit",
-                "RMSprop8bit",
-            ),
-            "bitsandbytes.optim.sgd": (
-                "SGD",
-                "SGD32bit",
-                "SGD8bit",
-            ),
-        },
+        _classes(
+            "bitsandbytes.optim",
+            """
+            adagrad: Adagrad Adagrad32bit Adagrad8bit
+            adam: Adam Adam32bit Adam8bit
+            adamw: AdamW AdamW32bit AdamW8bit
+            ademamix: AdEMAMix AdEMAMix8bit
+            lamb: LAMB LAMB32bit LAMB8bit
+            lars: LARS LARS32bit LARS8bit
+            lion: Lion Lion32bit Lion8bit
+            rmsprop: RMSprop RMSprop32bit RMSprop8bit
+            sgd: SGD SGD32bit SGD8bit
+            """,
+        ),
     ),
     "lion_pytorch": Package(
         "lion-pytorch",
         ("0.2",),
-        {
-            "lion_pytorch.cautious_lion": ("Lion",),
-            "lion_pytorch.foreach": ("Lion",),
-            "lion_pytorch.lion_pytorch": ("Lion",),
-        },
+        _classes(
+            "lion_pytorch",
+            """
+            cautious_lion: Lion
+            foreach: Lion
+            lion_pytorch: Lion
+            """,
+        ),
     ),
     "pytorch_optimizer": Package(
         "pytorch_optimizer",
         ("4.1",),
-        {
-            "pytorch_optimizer.optimizer.a2grad": ("A2Grad",),
-            "pytorch_optimizer.optimizer.adabelief": ("AdaBelief",),
-            "pytorch_optimizer.optimizer.adabound": ("AdaBound",),
-            "pytorch_optimizer.optimizer.adadelta": ("AdaDelta",),
-            "pytorch_optimizer.optimizer.adafactor": ("AdaFactor",),
-            "pytorch_optimizer.optimizer.adagc": ("AdaGC",),
-            "pytorch_optimizer.optimizer.adahessian": ("AdaHessian",),
-            "pytorch_optimizer.optimizer.adai": ("Adai",),
-            "pytorch_optimizer.optimizer.adalite": ("Adalite",),
-            "pytorch_optimizer.optimizer.adam_mini": ("AdamMini",),
-            "pytorch_optimizer.optimizer.adamax": ("AdaMax",),
-            "pytorch_optimizer.optimizer.adamc": ("AdamC",),
-            "pytorch_optimizer.optimizer.adamg": ("AdamG",),
-            "pytorch_optimizer.optimizer.adamod": ("AdaMod",),
-            "pytorch_optimizer.optimizer.adamp": (
-                "AdamP",
-                "SGDP",
-            ),
-            "pytorch_optimizer.optimizer.adams": ("AdamS",),
-            "pytorch_optimizer.optimizer.adamw": ("StableAdamW",),
-            "pytorch_optimizer.optimizer.adan": ("Adan",),
-            "pytorch_optimizer.optimizer.adanorm": ("AdaNorm",),
-            "pytorch_optimizer.optimizer.adapnm": ("AdaPNM",),
-            "pytorch_optimizer.optimizer.adashift": ("AdaShift",),
-            "pytorch_optimizer.optimizer.adasmooth": ("AdaSmooth",),
-            "pytorch_optimizer.optimizer.ademamix": (
-                "AdEMAMix",
-                "SimplifiedAdEMAMix",
-            ),
-            "pytorch_optimizer.optimizer.adopt": ("ADOPT",),
-            "pytorch_optimizer.optimizer.aggmo": ("AggMo",),
-            "pytorch_optimizer.optimizer.aida": ("Aida",),
-            "pytorch_optimizer.optimizer.amos": ("Amos",),
-            "pytorch_optimizer.optimizer.ano": ("Ano",),
-            "pytorch_optimizer.optimizer.apollo": (
-                "APOLLO",
-                "ApolloDQN",
-            ),
-            "pytorch_optimizer.optimizer.avagrad": ("AvaGrad",),
-            "pytorch_optimizer.optimizer.bcos": ("BCOS",),
-            "pytorch_optimizer.optimizer.came": ("CAME",),
-            "pytorch_optimizer.optimizer.conda": ("Conda",),
-            "pytorch_optimizer.optimizer.dadapt": (
-                "DAdaptAdaGrad",
-                "DAdaptAdam",
-                "DAdaptAdan",
-                "DAdaptLion",
-                "DAdaptSGD",
-            ),
-            "pytorch_optimizer.optimizer.dash": ("DASH",),
-            "pytorch_optimizer.optimizer.diffgrad": ("DiffGrad",),
-            "pytorch_optimizer.optimizer.dual_adam": ("DualAdam",),
-            "pytorch_optimizer.optimizer.emonavi": (
-                "EmoFact",
-                "EmoLynx",
-                "EmoNavi",
-            ),
-            "pytorch_optimizer.optimizer.exadam": ("EXAdam",),
-            "pytorch_optimizer.optimizer.fadam": ("FAdam",),
-            "pytorch_optimizer.optimizer.fira": ("Fira",),
-            "pytorch_optimizer.optimizer.focus": ("FOCUS",),
-            "pytorch_optimizer.optimizer.fromage": ("Fromage",),
-            "pytorch_optimizer.optimizer.ftrl": ("FTRL",),
-            "pytorch_optimizer.optimizer.galore": ("GaLore",),
-            "pytorch_optimizer.optimizer.grams": ("Grams",),
-            "pytorch_optimizer.optimizer.gravity": ("Gravity",),
-            "pytorch_optimizer.optimizer.grokfast": ("GrokFastAdamW",),
-            "pytorch_optimizer.optimizer.kate": ("Kate",),
-            "pytorch_optimizer.optimizer.lamb": ("Lamb",),
-            "pytorch_optimizer.optimizer.laprop": ("LaProp",),
-            "pytorch_optimizer.optimizer.lars": ("LARS",),
-            "pytorch_optimizer.optimizer.lion": ("Lion",),
-            "pytorch_optimizer.optimizer.lora_rite": ("LoRARite",),
-            "pytorch_optimizer.optimizer.madgrad": ("MADGRAD",),
-            "pytorch_optimizer.optimizer.mars": ("MARS",),
-            "pytorch_optimizer.optimizer.msvag": ("MSVAG",),
-            "pytorch_optimizer.optimizer.muon.adago": ("AdaGO",),
-            "pytorch_optimizer.optimizer.muon.adamuon": ("AdaMuon",),
-            "pytorch_optimizer.optimizer.muon.muon": ("Muon",),
-            "pytorch_optimizer.optimizer.muon.normuon": ("NorMuon",),
-            "pytorch_optimizer.optimizer.nero": ("Nero",),
-            "pytorch_optimizer.optimizer.novograd": ("NovoGrad",),
-            "pytorch_optimizer.optimizer.padam": ("PAdam",),
-            "pytorch_optimizer.optimizer.pid": ("PID",),
-            "pytorch_optimizer.optimizer.pnm": ("PNM",),
-            "pytorch_optimizer.optimizer.prodigy": ("Prodigy",),
-            "pytorch_optimizer.optimizer.psgd": ("Kron",),
-            "pytorch_optimizer.optimizer.qhadam": ("QHAdam",),
-            "pytorch_optimizer.optimizer.qhm": ("QHM",),
-            "pytorch_optimizer.optimizer.racs": (
-                "Alice",
-                "RACS",
-            ),
-            "pytorch_optimizer.optimizer.radam": ("RAdam",),
-            "pytorch_optimizer.optimizer.ranger": ("Ranger",),
-            "pytorch_optimizer.optimizer.ranger21": ("Ranger21",),
-            "pytorch_optimizer.optimizer.rose": ("ROSE",),
-            "pytorch_optimizer.optimizer.sara": ("SaRA",),
-            "pytorch_optimizer.optimizer.schedulefree": (
-                "ScheduleFreeAdamW",
-                "ScheduleFreeRAdam",
-                "ScheduleFreeSGD",
-            ),
-            "pytorch_optimizer.optimizer.sgd": (
-                "ASGD",
-                "AccSGD",
-                "SGDSaI",
-                "SGDW",
-                "SignSGD",
-                "VSGD",
-            ),
-            "pytorch_optimizer.optimizer.shampoo": (
-                "ScalableShampoo",
-                "Shampoo",
-            ),
-            "pytorch_optimizer.optimizer.sm3": ("SM3",),
-            "pytorch_optimizer.optimizer.snsm": ("AdamWSN",),
-            "pytorch_optimizer.optimizer.soap": ("SOAP",),
-            "pytorch_optimizer.optimizer.sophia": ("SophiaH",),
-            "pytorch_optimizer.optimizer.spam": (
-                "SPAM",
-                "StableSPAM",
-            ),
-            "pytorch_optimizer.optimizer.splus": ("SPlus",),
-            "pytorch_optimizer.optimizer.srmm": ("SRMM",),
-            "pytorch_optimizer.optimizer.sso": ("SpectralSphere",),
-            "pytorch_optimizer.optimizer.swats": ("SWATS",),
-            "pytorch_optimizer.optimizer.tam": (
-                "AdaTAM",
-                "TAM",
-            ),
-            "pytorch_optimizer.optimizer.tiger": ("Tiger",),
-            "pytorch_optimizer.optimizer.yogi": ("Yogi",),
-        },
+        _classes(
+            "pytorch_optimizer.optimizer",
+            """
+            a2grad: A2Grad
+            adabelief: AdaBelief
+            adabound: AdaBound
+            adadelta: AdaDelta
+            adafactor: AdaFactor
+            adagc: AdaGC
+            adahessian: AdaHessian
+            adai: Adai
+            adalite: Adalite
+            adam_mini: AdamMini
+            adamax: AdaMax
+            adamc: AdamC
+            adamg: AdamG
+            adamod: AdaMod
+            adamp: AdamP SGDP
+            adams: AdamS
+            adamw: StableAdamW
+            adan: Adan
+            adanorm: AdaNorm
+            adapnm: AdaPNM
+            adashift: AdaShift
+            adasmooth: AdaSmooth
+            ademamix: AdEMAMix SimplifiedAdEMAMix
+            adopt: ADOPT
+            aggmo: AggMo
+            aida: Aida
+            amos: Amos
+            ano: Ano
+            apollo: APOLLO ApolloDQN
+            avagrad: AvaGrad
+            bcos: BCOS
+            came: CAME
+            conda: Conda
+            dadapt: DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD
+            dash: DASH
+            diffgrad: DiffGrad
+            dual_adam: DualAdam
+            emonavi: EmoFact EmoLynx EmoNavi
+            exadam: EXAdam
+            fadam: FAdam
+            fira: Fira
+            focus: FOCUS
+            fromage: Fromage
+            ftrl: FTRL
+            galore: GaLore
+            grams: Grams
+            gravity: Gravity
+            grokfast: GrokFastAdamW
+            kate: Kate
+            lamb: Lamb
+            laprop: LaProp
+            lars: LARS
+            lion: Lion
+            lora_rite: LoRARite
+            madgrad: MADGRAD
+            mars: MARS
+            msvag: MSVAG
+            muon.adago: AdaGO
+            muon.adamuon: AdaMuon
+            muon.muon: Muon
+            muon.normuon: NorMuon
+            nero: Nero
+            novograd: NovoGrad
+            padam: PAdam
+            pid: PID
+            pnm: PNM
+            prodigy: Prodigy
+            psgd: Kron
+            qhadam: QHAdam
+            qhm: QHM
+            racs: Alice RACS
+            radam: RAdam
+            ranger: Ranger
+            ranger21: Ranger21
+            rose: ROSE
+            sara: SaRA
+            schedulefree: ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD
+            sgd: ASGD AccSGD SGDSaI SGDW SignSGD VSGD
+            shampoo: ScalableShampoo Shampoo
+            sm3: SM3
+            snsm: AdamWSN
+            soap: SOAP
+            sophia: SophiaH
+            spam: SPAM StableSPAM
+            splus: SPlus
+            srmm: SRMM
+            sso: SpectralSphere
+            swats: SWATS
+            tam: AdaTAM TAM
+            tiger: Tiger
+            yogi: Yogi
+            """,
+        ),
         writers=("train", "eval"),
     ),
     "schedulefree": Package(
         "schedulefree",
         ("1.4",),
-        {
-            "schedulefree.adamw_schedulefree": ("AdamWScheduleFree",),
-            "schedulefree.adamw_schedulefree_paper": ("AdamWScheduleFreePaper",),
-            "schedulefree.adamw_schedulefree_reference": ("AdamWScheduleFreeReference",),
-            "schedulefree.radam_schedulefree": ("RAdamScheduleFree",),
-            "schedulefree.sgd_schedulefree": ("SGDScheduleFree",),
-            "schedulefree.sgd_schedulefree_reference": ("SGDScheduleFreeReference",),
-        },
+        _classes(
+            "schedulefree",
+            """
+            adamw_schedulefree: AdamWScheduleFree
+            adamw_schedulefree_paper: AdamWScheduleFreePaper
+            adamw_schedulefree_reference: AdamWScheduleFreeReference
+            radam_schedulefree: RAdamScheduleFree
+            sgd_schedulefree: SGDScheduleFree
+            sgd_schedulefree_reference: SGDScheduleFreeReference
+            """,
+        ),
         writers=("train", "eval"),
     ),
     "torchao": Package(
         "torchao",
         ("0.18",),
-        {
-            "torchao.optim.adam": (
-                "Adam4bit",
-                "Adam8bit",
-                "AdamFp8",
-                "AdamW4bit",
-                "AdamW8bit",
-                "AdamWFp8",
-                "_AdamW",
-            ),
-        },
+        _classes(
+            "torchao.optim",
+            """
+            adam: Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8 _AdamW
+            """,
+        ),
     ),
 }

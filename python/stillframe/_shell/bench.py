@@ -114,11 +114,7 @@ class _Bench:
         self._add("memcpy", raw.copy_seconds(self._source, self._target))
         self._progress("raw write + sync")
         path = self._directory / "raw"
-        written = raw.write_seconds(path, self._source, direct=self.direct)
-        if written is None:
-            self.direct = False
-            written = raw.write_seconds(path, self._source, direct=False)
-        assert written is not None
+        written, self.direct = raw.write_seconds(path, self._source)
         self._add("write", written)
         self._progress("save")
         report = self._save()
@@ -126,11 +122,7 @@ class _Bench:
         self._add("staged", report.staged_after_s)
         self._add("durable", report.durable_after_s)
         self._progress("raw read")
-        read = raw.read_seconds(path, self._target, direct=self.direct)
-        if read is None:
-            read = raw.read_seconds(path, self._target, direct=False)
-        assert read is not None
-        self._add("read", read)
+        self._add("read", raw.read_seconds(path, self._target)[0])
         path.unlink()
         self._progress("load")
         self._load()
@@ -168,10 +160,7 @@ def _choose_size(directory: Path, asked: int | None, progress: Callable[[str], N
             short = "memory" if memory < room else f"room in {directory.parent}"
             raise BenchError(f"there is too little {short} to measure anything")
         probe, path = raw.make_buffer(_PROBE_NBYTES), directory / "probe"
-        seconds = raw.write_seconds(path, probe, direct=True)
-        if seconds is None:
-            seconds = raw.write_seconds(path, probe, direct=False)
-        assert seconds is not None
+        seconds, _ = raw.write_seconds(path, probe)
         path.unlink()
         asked = int(min(max(_PROBE_NBYTES / seconds * _WRITE_S, _LEAST_NBYTES), most, _MOST_NBYTES))
     elif asked > memory:

@@ -9,6 +9,7 @@ import mmap
 import os
 import resource
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CALL_BYTES = 4 << 20  # of one write or read: larger ones gain nothing
@@ -118,77 +119,73 @@ def copy_seconds(source: mmap.mmap, target: mmap.mmap) -> float:
     return time.perf_counter() - start
 
 
-def write_seconds(path: Path, source: mmap.mmap, *, direct: bool) -> float | None:
-    """Seconds to write `source` to a new file and have it on the disk; None where `direct` (past
-    the page cache) is refused. The file stays.
+def write_seconds(path: Path, source: mmap.mmap) -> tuple[float, bool]:
+    """Seconds to write `source` to a new file and have it on the disk, and whether it went past the
+    page cache, as it does where the file system can. The file stays.
 
     Counted are room, writes and fdatasync; open and close are not.
     """
-    flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o600)
-    except OSError as error:
-        if direct and _refuses_direct(error):
-            return None
-        raise
-    try:
-        with memoryview(source) as view:
+
+    def write(direct: int) -> float:
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+        with _opened(path, flags | direct) as fd, memoryview(source) as view:
             start = time.perf_counter()
-            try:
-                if direct:
-                    _reserve(fd, len(source))
-                done = 0
-                while done < len(source):
-                    done += os.pwrite(fd, view[done : done + CALL_BYTES], done)
-            except OSError as error:
-                if direct and _refuses_direct(error):
-                    return None
-                raise
+            if direct:
+                _reserve(fd, len(source))
+            done = 0
+            while done < len(source):
+                done += os.pwrite(fd, view[done : done + CALL_BYTES], done)
             os.fdatasync(fd)
             return time.perf_counter() - start
-    finally:
-        os.close(fd)
+
+    return _direct_if_it_goes(write)
 
 
-def read_seconds(path: Path, target: mmap.mmap, *, direct: bool) -> float | None:
-    """Seconds to read the file into `target`, which is as long; None where `direct` is refused.
+def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
+    """Seconds to read the file into `target`, which is as long; and whether past the page cache.
 
-    Without `direct` the page cache is asked to forget the file first, which it may not do.
+    Where that is refused the page cache is asked to forget the file first, which it may not do.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-    except OSError as error:
-        if direct and _refuses_direct(error):
-            return None
-        raise
-    try:
-        if not direct:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        with memoryview(target) as view:
+
+    def read(direct: int) -> float:
+        with _opened(path, os.O_RDONLY | direct) as fd, memoryview(target) as view:
+            if not direct:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             done = 0
             while done < len(target):
-                try:
-                    got = os.preadv(fd, [view[done : done + CALL_BYTES]], done)
-                except OSError as error:
-                    if direct and _refuses_direct(error):
-                        return None
-                    raise
+                got = os.preadv(fd, [view[done : done + CALL_BYTES]], done)
                 if got == 0:
                     raise OSError(errno.EIO, "the file is shorter than what was written", str(path))
                 done += got
             return time.perf_counter() - start
+
+    return _direct_if_it_goes(read)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
     finally:
         os.close(fd)
+
+
+def _direct_if_it_goes(measure: Callable[[int], float]) -> tuple[float, bool]:
+    """What `measure` says of O_DIRECT, or of no flag where the file system has none."""
+    try:
+        return measure(os.O_DIRECT), True
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+            raise
+    return measure(0), False
 
 
 def forget(path: Path) -> None:
     """Asks the page cache to drop a synced file, so that reading it means the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(path, os.O_RDONLY) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -197,8 +194,3 @@ def _reserve(fd: int, nbytes: int) -> None:
     libc = ctypes.CDLL(None)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     libc.fallocate(fd, 0, 0, nbytes)
-
-
-def _refuses_direct(error: OSError) -> bool:
-    """Whether this is what a file system without O_DIRECT says."""
-    return error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)

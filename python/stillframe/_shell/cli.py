@@ -110,9 +110,10 @@ def verify_directory(path: str) -> Finding:
     """Checks a checkpoint of torch.distributed.checkpoint: every item, and whether the files are
     those that its metadata names."""
     from stillframe._dcp import check
+    from stillframe._shell import contents
 
     try:
-        found = check.check(path)
+        found = check.check(path, contents.read)
     except CorruptCheckpointError as error:
         return Finding(path, DAMAGED, str(error))
     except MemoryError:

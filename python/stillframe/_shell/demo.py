@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stillframe._base.sizes import decimal
+from stillframe._shell import bench_raw as raw
 from stillframe._shell.console import Console
 from stillframe._shell.usage import SAVES
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
                     nbytes=options.size,
                     steps=options.steps,
                     directory=directory / "checkpoints",
-                    place=f"{directory}, {_file_system(directory) or 'unknown file system'}",
+                    place=f"{directory}, {_file_system(directory)}",
                     kept=options.dir is not None,
                 ).tell()
     except CannotRun as reason:
@@ -92,7 +93,7 @@ def _directory(wanted: Path | None) -> Iterator[Path]:
         yield wanted.resolve()
         return
     for parent in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
-        if os.access(parent, os.W_OK | os.X_OK) and _file_system(parent) != "tmpfs":
+        if os.access(parent, os.W_OK | os.X_OK) and raw.file_system_of(parent) != "tmpfs":
             break
     else:
         parent = Path(tempfile.gettempdir())
@@ -101,32 +102,8 @@ def _directory(wanted: Path | None) -> Iterator[Path]:
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that `path` is on, such as "ext4"; "" where it cannot be said."""
-    found = ("", "")
-    try:
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            left, _, right = line.partition(" - ")
-            mount = left.split()[4]
-            if path.resolve().is_relative_to(mount) and len(mount) >= len(found[0]):
-                found = (mount, right.split()[0])
-    except OSError:
-        pass
-    return found[1]
-
-
-def _free_memory() -> int | None:
-    """Bytes that this process may still take: what the machine has left, or its cgroup."""
-    left: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                left.append(int(line.split()[1]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        if (limit := (group / "memory.max").read_text().strip()) != "max":
-            left.append(int(limit) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass
-    return min(left) if left else None
+    kind = raw.file_system_of(path)
+    return "unknown file system" if kind == "unknown" else kind
 
 
 def _check_room(nbytes: int, directory: Path) -> None:
@@ -139,8 +116,8 @@ def _check_room(nbytes: int, directory: Path) -> None:
             f"{decimal(need)}: give a smaller --size, or a --dir with more room"
         )
     need = MEMORY_BASE + MEMORY_FACTOR * nbytes
-    memory = _free_memory()
-    if memory is not None and memory < need:
+    memory = raw.free_memory()
+    if memory < need:
         raise CannotRun(
             f"{decimal(memory)} of memory are free, and checkpoints of {decimal(nbytes)} need "
             f"{decimal(need)} here, most of it for Lightning's copies: give a smaller --size"

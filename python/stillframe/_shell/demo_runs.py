@@ -35,6 +35,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningsCheckpointIO
 
 from stillframe import Engine, SaveReport
+from stillframe._shell import bench_raw as raw
 from stillframe._shell.demo_model import DigitBatches, DigitsModel
 from stillframe.lightning import AsyncCheckpointIO
 
@@ -167,9 +168,9 @@ def train(
     )
     model = DigitsModel(width)
     os.sync()  # nobody pays for what another has left to write
-    load = _Load()
+    others = raw.Others()
     trainer.fit(model, DigitBatches(), ckpt_path=resume)
-    run.others_share = load.others_share()
+    run.others_share = others.share()
     run.losses = model.losses
     run.model = model
     return run
@@ -298,33 +299,6 @@ class _Memory:
     def grown(self) -> int | None:
         """Bytes from the start to the peak, or None where the kernel does not say."""
         return None if self._before is None else _status_bytes("VmHWM") - self._before
-
-
-class _Load:
-    """What other programs take of the machine's processors, from here on."""
-
-    def __init__(self) -> None:
-        self._before = self._read()
-
-    def others_share(self) -> float:
-        """0..1; 0 where the kernel does not say."""
-        total, idle, own = (
-            now - then for now, then in zip(self._read(), self._before, strict=True)
-        )
-        return max(0.0, (total - idle - own) / total) if total > 0 else 0.0
-
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        """Seconds of all processors, idle ones, and this process, since some moment."""
-        own = time.process_time()
-        try:
-            with open("/proc/stat") as stat:
-                # user nice system idle iowait irq softirq steal
-                ticks = [int(word) for word in stat.readline().split()[1:9]]
-        except OSError:
-            return 0.0, 0.0, 0.0
-        second = os.sysconf("SC_CLK_TCK")
-        return sum(ticks) / second, (ticks[3] + ticks[4]) / second, own
 
 
 def _status_bytes(name: str) -> int:

@@ -25,9 +25,9 @@ from stillframe._base import looks, records
 from stillframe._base.bar import printable
 from stillframe._base.calls import no_collection
 from stillframe._base.sizes import decimal
+from stillframe._shell import contents
 from stillframe._shell.cli import folded
-from stillframe._tree import contents
-from stillframe._tree.contents import Tensor, Value
+from stillframe._shell.contents import Tensor, Value
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 _LOCAL = 30  # bytes of a record's header before its name

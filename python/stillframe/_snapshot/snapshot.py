@@ -21,7 +21,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -81,12 +80,7 @@ class Snapshot(Generic[T]):
     def __reduce__(self) -> Any:
         raise TypeError("a Snapshot belongs to the process that made it: hand over its .tree")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def __repr__(self) -> str:

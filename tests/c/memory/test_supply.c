@@ -122,7 +122,7 @@ static void the_cap_bounds_it_and_what_snapshots_hold_does_not_count(void)
 	struct sfr__lease held;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &held), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &held), 0);
 	sfr__pool_join(pool, 1);
 	CHECK(sfr__pool_lacks(pool));
 	supply_all(pool);
@@ -219,7 +219,7 @@ static void a_run_gets_it_too(void)
 	char *addr;
 
 	begin_to_supply(&thread, 16 * MIB);
-	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 1, 0, &addr, &run), 0);
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, false, 1, 0, &addr, &run), 0);
 	sfr__pool_unplace(shared_pool, &run);
 	end_supply(thread);
 }
@@ -530,7 +530,7 @@ static void finish_as_a_run(void)
 	struct sfr__lease run;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 1, 0, &addr, &run), 0);
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, false, 1, 0, &addr, &run), 0);
 	CHECK_EQ(stats(shared_pool).leased_bytes, 16 * MIB);
 	sfr__pool_unplace(shared_pool, &run);
 }
@@ -562,7 +562,7 @@ static void *place_all(void *run)
 	const uint64_t lens[1] = { 16 * MIB };
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, 0, SFR_FOREVER, &addr, run), 0);
+	CHECK_EQ(sfr__pool_place(shared_pool, lens, 1, false, 0, SFR_FOREVER, &addr, run), 0);
 	return NULL;
 }
 

@@ -8,10 +8,11 @@
 static struct sfr__pool *pool;
 static pthread_barrier_t let_go_on;
 static __thread bool is_maker;
-static __thread int refusal; /* errno for who takes the block over, or 0 */
-static atomic_bool stands;   /* the maker does, in its second piece */
-static atomic_bool taken;    /* memory was, meanwhile */
-static atomic_int taker;     /* the thread that takes the block over; -1: it has ended */
+static __thread int refusal;    /* errno for who takes the block over, or 0 */
+static atomic_bool stands;      /* the maker does, in its second piece */
+static atomic_bool taken;       /* memory was, meanwhile */
+static atomic_int taker;        /* the thread that takes the block over; -1: it has ended */
+static struct sfr__block *kept; /* what it still has then */
 
 static int watched_madvise(void *addr, size_t len, int advice)
 {
@@ -111,6 +112,13 @@ static void take_from_a_thread_that_stands(void (*take)(void), uint64_t left)
 		CHECK_EQ(pthread_join(maker, NULL), 0);
 		CHECK_EQ(pthread_join(other, NULL), 0);
 		CHECK_EQ(resident(pool->range.base, 8 * MIB), left);
+		if (!sfr__pin_is_foreign(&pool->blocks[0]))
+			CHECK_EQ(stats(pool).committed_bytes, left);
+		CHECK_EQ(stats(pool).leased_bytes, kept != NULL ? left : 0);
+		if (kept != NULL)
+			sfr__pool_put(pool, kept);
+		kept = NULL;
+		CHECK_EQ(stats(pool).leased_bytes, 0);
 		CHECK_EQ(sfr__pool_trim(pool), 0);
 		CHECK_EQ(stats(pool).committed_bytes, 0);
 		CHECK_EQ(resident(pool->range.base, 8 * MIB), 0);
@@ -146,6 +154,29 @@ static void so_does_a_writer_that_goes_on_with_the_block(void)
 	take_from_a_thread_that_stands(be_refused_as_a_writer, 2 * MIB);
 }
 
+static bool never(void *arg)
+{
+	(void)arg;
+	return false;
+}
+
+static void give_up_as_a_writer(void)
+{
+	sfr__pool_keep_pace(pool, 0, 1, never, NULL);
+}
+
+static void want_no_more_than_there_is(void)
+{
+	kept = lease(pool, MIB);
+}
+
+/* The thread is in its second piece when it loses the block: that counts once it is there. */
+static void what_a_thread_makes_of_a_block_that_it_has_lost_is_counted(void)
+{
+	take_from_a_thread_that_stands(give_up_as_a_writer, 4 * MIB);
+	take_from_a_thread_that_stands(want_no_more_than_there_is, 4 * MIB);
+}
+
 /* The memory that a driver gives takes the place of the block's own. */
 static void be_given_memory_of_a_driver(void)
 {
@@ -179,6 +210,7 @@ int main(void)
 	sfr_sys.madvise = watched_madvise;
 	RUN(a_save_that_the_system_refuses_memory_leaves_it_to_who_makes_it);
 	RUN(so_does_a_writer_that_goes_on_with_the_block);
+	RUN(what_a_thread_makes_of_a_block_that_it_has_lost_is_counted);
 	RUN(so_does_who_has_the_driver_s_memory_in_its_place);
 	return check_done();
 }

@@ -1,5 +1,7 @@
 /* The restore to devices: over the fake driver, several devices in one load, and files that are not
  * what they were. */
+#include <errno.h>
+
 #include "restore/restore.h"
 #include "cuda/fix_cuda.h"
 
@@ -22,6 +24,9 @@ static void save_one(void)
 
 /* What a device has in the end; host memory stands for its own. */
 static unsigned char arrived[SAVING_NR][SAVING_LEN];
+
+/* What the first failure of the last restore is put down to. */
+static char reason[160];
 
 /* Sends data/i to device i % 2, and all else nowhere. */
 static int restore_to_two(int fd)
@@ -55,6 +60,9 @@ static int restore_to_two(int fd)
 	rc = sfr_restore_go(r, sfr_restore_nr(r));
 	if (rc == 0)
 		rc = sfr_restore_wait(r, sfr_restore_nr(r), SFR_FOREVER);
+	(void)snprintf(reason, sizeof(reason), "%s",
+		       rc < 0 && sfr_restore_failure(r)->reason ? sfr_restore_failure(r)->reason :
+								  "");
 	sfr_restore_free(r);
 	CHECK_EQ(fake.fake_cuda_nr_violations(), 0);
 	return rc;
@@ -128,6 +136,76 @@ static void a_device_that_refuses_ends_the_load_of_the_other_too(void)
 	(void)close(fd);
 }
 
+/* Of each of several calls in a row, made for a device that is opened or sent to. */
+static void the_call_that_failed_is_named_and_no_other(void)
+{
+	static const char *const opening[] = { "cuStreamCreate", "cuEventCreate", "cuEventRecord",
+					       "cuStreamWaitEvent" };
+	static const char *const sending[] = { "cuMemcpyHtoDAsync_v2", "cuEventCreate",
+					       "cuEventRecord" };
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	for (size_t i = 0; i < sizeof(opening) / sizeof(opening[0]); i++) {
+		struct sfr_restore *r = NULL;
+		struct sfr_check *check;
+		char why[160] = "";
+
+		CHECK_EQ(sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check), 0);
+		CHECK_EQ(sfr_check_run(check, SFR_FOREVER), 0);
+		CHECK_EQ(sfr_restore_new(check, fd, 0, &r), 0);
+		fake.fake_cuda_reset();
+		fake.fake_cuda_fail(opening[i], 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
+		CHECK_EQ(sfr_restore_device(r, 0, 0, why, sizeof(why)), -EIO);
+		CHECK(strstr(why, opening[i]) != NULL);
+		sfr_restore_free(r);
+		CHECK_EQ(fake.fake_cuda_live("contexts"), 0);
+	}
+	for (size_t i = 0; i < sizeof(sending) / sizeof(sending[0]); i++) {
+		fake.fake_cuda_reset();
+		/* Each device that is opened has its E first, which has an event of its own. */
+		fake.fake_cuda_fail(sending[i], i == 0 ? 1 : 3, 1, CUDA_ERROR_OUT_OF_MEMORY);
+		CHECK(restore_to_two(fd) != 0);
+		CHECK(strncmp(strstr(reason, "cu"), sending[i], strcspn(sending[i], "_")) == 0);
+	}
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
+static void what_was_refused_first_is_said(void)
+{
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	fake.fake_cuda_fail("cuMemcpyHtoDAsync_v2", 2, 0, 999);
+	fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* behind the first copy */
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(reason, "cuMemcpyHtoDAsync") != NULL);
+	CHECK(fake.fake_cuda_hits() > 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
+/* Nobody knows whether a copy still reads from it. */
+static void a_buffer_of_a_device_that_does_not_answer_is_nobodys_again(void)
+{
+	int64_t nr_before;
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	nr_before = fake.fake_cuda_live("allocated");
+	fake.fake_cuda_fail("cuEventQuery", 1, 1, 999);
+	fake.fake_cuda_fail("cuStreamQuery", 1, 1, 999);
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(reason, "cuEventQuery") != NULL);
+	CHECK_EQ(fake.fake_cuda_live("allocated"), nr_before + 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -136,6 +214,9 @@ int main(void)
 	RUN(records_of_one_file_go_to_two_devices);
 	RUN(no_flipped_byte_is_called_good);
 	RUN(a_device_that_refuses_ends_the_load_of_the_other_too);
+	RUN(what_was_refused_first_is_said);
+	RUN(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again);
+	RUN(the_call_that_failed_is_named_and_no_other);
 	saving_rmdir(dir);
 	return check_done();
 }

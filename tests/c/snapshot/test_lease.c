@@ -32,7 +32,7 @@ static void a_block_is_refused_when_runs_hold_all_of_them(void)
 	struct sfr__block *block;
 	char *addr;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, SFR_FOREVER, &block), SFR_EEXHAUSTED);
 	sfr__pool_hold(pool, &lease, false);
 	sfr__pool_hold(pool, &lease, false); /* twice is fine */
@@ -54,16 +54,16 @@ static void a_spare_block_is_left_to_saves(void)
 
 	sfr__pool_join(pool, 0);
 	/* The saves end by themselves, so it is a wait and no refusal. */
-	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
-	CHECK_EQ(sfr__pool_place(pool, most, 1, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, most, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ(sfr__pool_get(pool, 1, 1, 0, &block), 0);
 	sfr__pool_put(pool, block);
 	sfr__pool_unplace(pool, &lease);
 	/* Who holds the only save up itself would wait for ever. */
-	CHECK_EQ(sfr__pool_place(pool, all, 1, 1, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 1, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_leave(pool, 0);
-	CHECK_EQ(sfr__pool_place(pool, all, 1, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, all, 1, false, 0, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_free(pool);
 }
@@ -80,7 +80,7 @@ static void *wait_for_a_run(void *arg)
 	struct run_client *me = arg;
 	char *addr;
 
-	me->rc = sfr__pool_place(me->pool, &me->len, 1, 0, SFR_FOREVER, &addr, &me->lease);
+	me->rc = sfr__pool_place(me->pool, &me->len, 1, false, 0, SFR_FOREVER, &addr, &me->lease);
 	return NULL;
 }
 
@@ -117,13 +117,13 @@ static void a_run_waits_for_blocks_of_saves(void)
 
 	for (int i = 0; i < 4; i++)
 		CHECK_EQ(sfr__pool_get(pool, 1, MIB, 0, &blocks[i]), 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[0]);
 	sfr__pool_put(pool, blocks[2]);
 	/* Two blocks, but they do not touch. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), SFR_EAGAIN);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), SFR_EAGAIN);
 	sfr__pool_put(pool, blocks[1]);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	CHECK_EQ((uintptr_t)addr % MIB, 0);
 	memset(addr, 1, 2 * MIB);
 	sfr__pool_unplace(pool, &lease);
@@ -146,7 +146,7 @@ static void items_go_into_runs_that_lie_apart(void)
 		if (i != 1)
 			sfr__pool_put(pool, blocks[i]);
 	/* Free: 0, and 2 to 5. All of them are needed, so no window has room. */
-	CHECK_EQ(sfr__pool_place(pool, lens, 5, 0, 0, addrs, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 5, false, 0, 0, addrs, &lease), 0);
 	CHECK(addrs[2] == NULL);
 	for (int i = 0; i < 5; i++) {
 		CHECK_EQ((uintptr_t)addrs[i] % SFR_ALIGN, 0);
@@ -169,14 +169,14 @@ static void memory_that_is_there_is_used_first(void)
 	struct sfr__lease first, second;
 	char *addr, *again;
 
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &first), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &first), 0);
 	CHECK_EQ(stats(pool).committed_bytes, 8 * MIB);
 	CHECK(all_resident(addr, 7 * MIB));
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &again, &second), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &again, &second), 0);
 	sfr__pool_unplace(pool, &first);
 	sfr__pool_unplace(pool, &second);
 	for (int i = 0; i < 5; i++) {
-		CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &again, &second), 0);
+		CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &again, &second), 0);
 		sfr__pool_unplace(pool, &second);
 		CHECK_EQ(stats(pool).committed_bytes, 16 * MIB);
 	}
@@ -193,11 +193,11 @@ static void a_system_without_memory_is_said_so(void)
 	use_odd_system();
 	pool = make(4 * MIB, MIB);
 	refuse_populate = ENOMEM;
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, SFR_FOREVER, &addr, &lease), -ENOMEM);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, SFR_FOREVER, &addr, &lease), -ENOMEM);
 	CHECK(lease.runs == NULL);
 	refuse_populate = 0;
 	CHECK_EQ(stats(pool).leased_bytes, 0);
-	CHECK_EQ(sfr__pool_place(pool, lens, 1, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(sfr__pool_place(pool, lens, 1, false, 0, 0, &addr, &lease), 0);
 	sfr__pool_unplace(pool, &lease);
 	sfr__pool_free(pool);
 }
@@ -222,7 +222,7 @@ static void memory_of_a_run_is_made_by_as_many_threads_as_there_are(void)
 		if (refused > 0)
 			CHECK_EQ(sfr_inject_set(&fault), 0);
 		started = sfr_inject_calls("thread_create");
-		CHECK_EQ(sfr__pool_place(pool, lens, 2, 0, 0, addrs, &lease), 0);
+		CHECK_EQ(sfr__pool_place(pool, lens, 2, false, 0, 0, addrs, &lease), 0);
 		CHECK_EQ(sfr_inject_calls("thread_create") - started, refused == 0 ? 3 : refused);
 		CHECK(all_resident(addrs[0], 7 * MIB) && all_resident(addrs[1], 9 * MIB));
 		CHECK_EQ(stats(pool).leased_bytes, 16 * MIB);

@@ -264,9 +264,9 @@ def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, mo
     monkeypatch.setattr(bench_raw, "free_memory", lambda: 7 * 1000 * MIB)
     for seconds, expected in ((0.1, 320 * MIB), (100.0, 32 * MIB), (1e-6, 512 * MIB)):
 
-        def write(path: Path, source: object, *, direct: bool, seconds: float = seconds) -> float:
+        def write(path: Path, source: object, seconds: float = seconds) -> tuple[float, bool]:
             path.touch()
-            return seconds
+            return seconds, True
 
         monkeypatch.setattr(bench_raw, "write_seconds", write)
         assert bench._choose_size(tmp_path, None, lambda _: None) == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from _stillframe_command import main as command
-from stillframe._shell import demo, usage
+from stillframe._shell import bench_raw, usage
 
 GIB = 1 << 30
 
@@ -45,7 +45,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
 
 
 def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "_free_memory", lambda: GIB)
+    monkeypatch.setattr(bench_raw, "free_memory", lambda: GIB)
     assert command(["demo", "--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err
 
@@ -169,7 +169,7 @@ def run_demo(
     arguments: list[str], directory: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The demo in a process of its own, with `directory` for its temporary files."""
-    if demo._file_system(Path(tempfile.gettempdir())) == "tmpfs":
+    if bench_raw.file_system_of(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
     return subprocess.run(
         [sys.executable, "-m", "stillframe", "demo", *arguments],

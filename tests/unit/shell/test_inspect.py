@@ -21,7 +21,7 @@ from fix_checkpoints import (
     offset_of_storage,
     small_state,
 )
-from stillframe._tree import contents
+from stillframe._shell import contents
 
 
 class Dangerous:

@@ -99,7 +99,7 @@ def _bounded(nbytes: int) -> Iterator[None]:
     """Lets this process have so much new memory, and no more, as a pickle of so many bytes needs.
 
     A wrong bit in the number of a place in the unpickler's list of objects has CPython fill a list
-    of any length: 64 GB. Only the commands read pickles so, each in a process of its own.
+    of any length: 64 GB. Only commands may: it is all of the process that is bounded.
     """
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     in_use = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

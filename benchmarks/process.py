@@ -1,0 +1,87 @@
+"""A process of its own for what is measured, and the parent's hold on it.
+
+Memory, allocator and thread pools of one way never show up in the figures of another. The process
+answers one request at a time and sleeps in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from common import BenchError
+
+GIVE_UP_S = 660.0  # what takes longer has hung
+
+
+def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """The child's main: calls methods of what `make` made, until the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and removes the files
+    try:
+        measured = make(*arguments)
+        connection.send((True, None))
+        while True:
+            name, values, named = connection.recv()
+            connection.send((True, getattr(measured, name)(*values, **named)))
+    except (EOFError, BrokenPipeError):
+        return
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            text = f"{type(error).__name__}: {error}"
+            connection.send((False, (text, traceback.format_exc())))
+
+
+class Worker:
+    """`make(*arguments)` in a fresh process (spawned, never forked); a context manager."""
+
+    def __init__(
+        self, name: str, make: Callable[..., Any], *arguments: Any, limit_s: float = GIVE_UP_S
+    ) -> None:
+        self.name = name
+        self._limit_s = limit_s  # of one answer
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> Worker:
+        """Waits until it is made."""
+        self._answer()
+        return self
+
+    def call(self, method: str, *values: Any, **named: Any) -> Any:
+        """What the method returns there; BenchError with the traceback of there if it raises."""
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self._connection.send((method, values, named))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            if not self._connection.poll(self._limit_s):
+                text = f"{self.name}: took more than {self._limit_s:.0f} s and was ended"
+                raise BenchError(text)
+            went, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            raise BenchError(
+                f"{self.name}: its process died (exit code {self._process.exitcode})"
+            ) from None
+        if not went:
+            raise BenchError(f"{self.name}: {value[0]}\n{value[1]}")
+        return value
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._connection.close()
+        self._process.join(30 if kind is None else 0)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
