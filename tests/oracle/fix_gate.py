@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from stillframe import _core
 from stillframe._save import gate
 from stillframe._tree.skeleton import Skeleton
 from torch import Tensor
@@ -25,7 +26,7 @@ def skeleton_of(tensors: Iterable[Tensor]) -> Skeleton:
     return Skeleton(
         data=b"",
         storages=list(storages.values()),
-        identities=list(storages),
+        numbers=_core.Numbers(list(storages)),
         rows=rows,
         num_tensors=len(storages),
         fallbacks=[],
@@ -42,8 +43,8 @@ def deferred(*tensors: Tensor) -> list[bool]:
     deferral = gate.defer(skeleton, overlap=True)
     deferral.close()
     assert [i for i, lane in enumerate(lanes(skeleton)) if lane == 1] == sorted(deferral.indices)
-    chosen = {skeleton.identities[i] for i in deferral.indices}
-    return [t.untyped_storage()._cdata in chosen for t in tensors]
+    numbers = [skeleton.numbers.get(t.untyped_storage()._cdata) for t in tensors]
+    return [number in deferral.indices for number in numbers]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

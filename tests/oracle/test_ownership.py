@@ -23,6 +23,7 @@ from fix_gate import (
     skeleton_of,
     state_tensors,
 )
+from stillframe import _core
 from stillframe._save import gate, ownership
 from stillframe._save.keepers import Marks
 from stillframe._tree.skeleton import SOURCE
@@ -900,9 +901,25 @@ def test_whether_an_unknown_optimizers_storage_is_copied_late_is_not_searched_fo
     run_steps(opt, 2)
     owner = ownership.find(opt)
     made = skeleton_of([p])
-    numbers = {made.identities[0]: 0}
-    marks = Marks(numbers, made.rows, Unsearchable(), [], [], [])
+    marks = Marks(made.numbers, made.rows, Unsearchable(), [], [], [])
     assert owner is not None
     assert "its step is not known" in str(owner.captured(marks))
     SOURCE.pack_into(made.rows, 0, 0, 0, 1, 0)
     assert owner.captured(marks) is None
+
+
+def test_a_number_beyond_the_rows_is_refused() -> None:
+    tensor = torch.zeros(1 << 16)
+    numbers = _core.Numbers([tensor.untyped_storage()._cdata])
+    with pytest.raises(IndexError, match="beyond the rows"):
+        _core.Observer.defer_kept([tensor], Marks(numbers, bytearray(), [], [], [], []))
+    for unusable in ({}, [], None):
+        marks = Marks(unusable, bytearray(24), [], [], [], [])  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            _core.Observer.defer_kept([tensor], marks)
+        if unusable != []:
+            with pytest.raises(TypeError):
+                _core.Numbers(unusable)  # type: ignore[arg-type]
+    for identity in (-1, 1 << 64):
+        with pytest.raises(OverflowError):
+            _core.Numbers([identity])

@@ -97,26 +97,26 @@ static int defer_watch(struct sfr_py_table *t, const struct sfr_py_watch *watch,
 	return defer_one(marks, index, row, start, ret);
 }
 
-/* The row of a storage in the save, NULL where it is in none. 0, or -1 with an exception set. Asked
- * for anew each time: what the lists let go of may run code that resizes the array. */
-static int find_row(const struct sfr_py_marks *marks, PyObject *ident, PyObject **index,
+/* The row of a storage in the save, NULL where it is in none, and a new reference to its number.
+ * 0, or -1 with an exception set. Asked for anew each time: what the lists let go of may run code that
+ * resizes the array. */
+static int find_row(const struct sfr_py_marks *marks, uint64_t identity, PyObject **index,
 		    struct sfr_source **row)
 {
 	const size_t nr_rows = (size_t)PyByteArray_Size(marks->rows) / sizeof(**row);
-	size_t number;
+	const uint64_t *number = sfr_py_map_find(&marks->numbers->map, identity);
 
 	*row = NULL;
-	*index = PyDict_GetItemWithError(marks->numbers, ident);
-	if (!*index)
-		return PyErr_Occurred() ? -1 : 0;
-	number = PyLong_AsSize_t(*index);
-	if (number < nr_rows) {
-		*row = (struct sfr_source *)(void *)PyByteArray_AsString(marks->rows) + number;
+	*index = NULL;
+	if (!number)
 		return 0;
-	}
-	if (!PyErr_Occurred())
+	if (*number >= nr_rows) {
 		PyErr_SetString(PyExc_IndexError, "a storage's number lies beyond the rows");
-	return -1;
+		return -1;
+	}
+	*row = (struct sfr_source *)(void *)PyByteArray_AsString(marks->rows) + *number;
+	*index = PyLong_FromUnsignedLongLong(*number);
+	return *index ? 0 : -1;
 }
 
 /* Whether a save that has this row for the storage may copy it late. */
@@ -140,14 +140,17 @@ static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *ma
 	for (i = 0; i < t->nr_watches; i++) {
 		const struct sfr_py_watch *watch = &t->watches[i];
 		struct sfr_source *row;
+		int ret = 0;
 
 		if (watch->verdict != SFR_PY_DEFERRABLE || watch->epoch != self->epoch ||
 		    watch->nr_marked != watch->nr_claims)
 			continue;
-		if (find_row(marks, watch->ident, &index, &row))
+		if (find_row(marks, watch->cdata, &index, &row))
 			return -1;
-		if (row && is_deferred(self, watch, row) &&
-		    defer_watch(t, watch, row, index, marks))
+		if (row && is_deferred(self, watch, row))
+			ret = defer_watch(t, watch, row, index, marks);
+		Py_XDECREF(index);
+		if (ret)
 			return -1;
 	}
 	return 0;
@@ -169,24 +172,17 @@ int sfr_py_observer_defer(struct sfr_py_observer *self, PyObject *groups, PyObje
 
 int sfr_py_defer_kept(PyObject *tensors, const struct sfr_py_marks *marks)
 {
-	const struct sfr_py_torch *torch = &sfr_py_torch;
-	Py_ssize_t i;
-
-	for (i = 0; i < PyList_Size(tensors); i++) {
+	for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
 		PyObject *tensor = PyList_GetItem(tensors, i), *index = NULL;
-		PyObject *storage = sfr_py_storage_of(tensor);
-		PyObject *ident = storage ? sfr_py_read(&torch->cdata, storage) : NULL;
 		Py_ssize_t start = PyList_Size(marks->owners);
 		struct sfr_source *row = NULL;
-		int ret = ident ? find_row(marks, ident, &index, &row) : -1;
+		int ret = find_row(marks, sfr_py_identity_of(tensor), &index, &row);
 
-		Py_XDECREF(ident);
-		Py_XDECREF(storage);
+		if (!ret && row && row->lane == SFR_CAPTURED &&
+		    row->nbytes > SFR_PY_KEPT_MIN_NBYTES)
+			ret = defer_one(marks, index, row, start, add_tensor(marks, index, tensor));
+		Py_XDECREF(index);
 		if (ret)
-			return -1;
-		if (!row || row->lane != SFR_CAPTURED || row->nbytes <= SFR_PY_KEPT_MIN_NBYTES)
-			continue;
-		if (defer_one(marks, index, row, start, add_tensor(marks, index, tensor)))
 			return -1;
 	}
 	return 0;

@@ -223,11 +223,14 @@ PyDoc_STRVAR(observer_defer_doc,
 
 static int read_marks(PyObject *tuple, struct sfr_py_marks *m)
 {
-	if (!PyArg_ParseTuple(tuple, "O!O!O!O!O!O!:marks", &PyDict_Type, &m->numbers,
-			      &PyByteArray_Type, &m->rows, &PyList_Type, &m->indices, &PyList_Type,
-			      &m->owners, &PyList_Type, &m->tensors, &PyList_Type, &m->versions))
+	PyObject *numbers;
+
+	if (!PyArg_ParseTuple(tuple, "OO!O!O!O!O!:marks", &numbers, &PyByteArray_Type, &m->rows,
+			      &PyList_Type, &m->indices, &PyList_Type, &m->owners, &PyList_Type,
+			      &m->tensors, &PyList_Type, &m->versions))
 		return -1;
-	return 0;
+	m->numbers = sfr_py_numbers_from(numbers);
+	return m->numbers != NULL ? 0 : -1;
 }
 
 static PyObject *observer_defer(struct sfr_py_observer *self, PyObject *args)

@@ -6,6 +6,7 @@
 
 #include "module.h"
 #include "torch/map.h"
+#include "torch/numbers.h"
 
 /* What a weak reference refers to, borrowed: Py_None once it is gone, NULL with an exception set for
  * what is no weak reference. CPython 3.13 deprecates the function; the one in its place is not in
@@ -211,7 +212,8 @@ void sfr_py_eyes_fini(struct sfr_py_observer *self);
 
 /* What a save consists of, and what of it is copied behind its call: keepers.Marks, borrowed. */
 struct sfr_py_marks {
-	PyObject *numbers, *rows;                        /* of the storages, by their address */
+	struct sfr_py_numbers *numbers;                  /* of the storages */
+	PyObject *rows;                                  /* by number */
 	PyObject *indices, *owners, *tensors, *versions; /* lists that are appended to */
 };
 

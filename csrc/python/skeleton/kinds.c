@@ -259,6 +259,7 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 		PyObject *item = PyList_GetItem(list, i);
 		PyObject *dtype, *storage_class, *sample;
 		unsigned int itemsize;
+		Py_ssize_t name_len;
 
 		if (item == NULL || !PyTuple_Check(item)) {
 			PyErr_SetString(PyExc_TypeError, "a dtype's entry is a tuple");
@@ -272,9 +273,10 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
 			return -1;
 		}
-		entry->name = PyUnicode_AsUTF8AndSize(storage_class, NULL);
+		entry->name = PyUnicode_AsUTF8AndSize(storage_class, &name_len);
 		if (entry->name == NULL)
 			return -1;
+		entry->name_len = (size_t)name_len;
 		Py_INCREF(dtype);
 		entry->dtype = dtype;
 		Py_INCREF(storage_class);

@@ -167,13 +167,13 @@ static PyObject *devices_of(const struct sfr_py_collector *c)
 	return tuple;
 }
 
-/* finish() -> (storages, identities, rows, elsewhere, number of tensors, devices).
+/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices).
  * `elsewhere` lists the numbers of the storages that are neither in host memory nor on a CUDA
  * device; their rows have no address. */
 static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	PyObject *identities = NULL, *elsewhere = NULL, *rows = NULL, *result = NULL, *number;
+	PyObject *elsewhere = NULL, *rows = NULL, *result = NULL, *number;
 	struct sfr_source *sources;
 	size_t i;
 	int rc = 0;
@@ -188,10 +188,9 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 	for (i = 0; i < c->nr_storages; i++)
 		if (!c->storages[i].known && sfr_py_ask_storage(c, i) != 0)
 			return NULL;
-	identities = PyList_New((Py_ssize_t)c->nr_storages);
 	elsewhere = PyList_New(0);
 	rows = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(c->nr_storages * sizeof(*sources)));
-	if (identities == NULL || elsewhere == NULL || rows == NULL)
+	if (elsewhere == NULL || rows == NULL)
 		goto fail;
 	sources = (struct sfr_source *)(void *)PyByteArray_AsString(rows);
 	for (i = 0; i < c->nr_storages; i++) {
@@ -201,11 +200,6 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 
 		sources[i] = (struct sfr_source){ ours ? entry->addr : 0, entry->nbytes,
 						  SFR_CAPTURED, entry->device };
-		number = PyLong_FromUnsignedLongLong(entry->identity);
-		if (number == NULL)
-			goto fail;
-		if (PyList_SetItem(identities, (Py_ssize_t)i, number) != 0) /* takes it over */
-			goto fail;
 		if (ours)
 			continue;
 		number = PyLong_FromSize_t(i);
@@ -216,10 +210,9 @@ static PyObject *collector_finish(PyObject *self, PyObject *unused)
 		if (rc != 0)
 			goto fail;
 	}
-	result = Py_BuildValue("OOOOnN", c->storage_list, identities, rows, elsewhere,
+	result = Py_BuildValue("OOOOnN", c->storage_list, c->numbers, rows, elsewhere,
 			       (Py_ssize_t)count_tensors(c), devices_of(c));
 fail:
-	Py_XDECREF(identities);
 	Py_XDECREF(elsewhere);
 	Py_XDECREF(rows);
 	return result;
@@ -282,7 +275,7 @@ static void collector_dealloc(PyObject *self)
 	PyMem_Free(c->found);
 	sfr_py_map_fini(&c->found_at);
 	PyMem_Free(c->storages);
-	sfr_py_map_fini(&c->storage_at);
+	Py_CLEAR(c->numbers);
 	sfr_py_map_fini(&c->dtype_at);
 	sfr_py_trail_fini(&c->before);
 	sfr_py_trail_fini(&c->trail);
@@ -293,6 +286,26 @@ static void collector_dealloc(PyObject *self)
 		PyMem_Free(rows);
 	}
 	sfr_py_free(self);
+}
+
+/* Makes room for what the save before had found. 0, or -1 with MemoryError set. */
+static int make_room_as_before(struct sfr_py_collector *c)
+{
+	size_t nr = c->before.nr;
+
+	if (nr == 0)
+		return 0;
+	return sfr_py_map_reserve(&c->found_at, nr) != 0 ||
+			       sfr_py_map_reserve(&c->numbers->map, nr) != 0 ||
+			       sfr_py_map_reserve(&c->dtype_at, c->any_dtypes ? 0 : nr) != 0 ||
+			       sfr_py_grow((void **)&c->found, nr, &c->found_room,
+					   sizeof(*c->found)) != 0 ||
+			       sfr_py_grow((void **)&c->storages, nr, &c->storages_room,
+					   sizeof(*c->storages)) != 0 ||
+			       sfr_py_grow((void **)&c->trail.steps, nr, &c->trail.room,
+					   sizeof(*c->trail.steps)) != 0 ?
+		       -1 :
+		       0;
 }
 
 /* Collector(kinds, plain_road, plain_cpu, plain_cuda, any_dtypes=False) */
@@ -322,7 +335,8 @@ static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	c->any_dtypes = any_dtypes;
 	sfr_py_trail_take(c);
 	c->storage_list = PyList_New(0);
-	if (c->storage_list == NULL) {
+	c->numbers = sfr_py_numbers_make();
+	if (c->storage_list == NULL || c->numbers == NULL || make_room_as_before(c) != 0) {
 		Py_DECREF(c);
 		return NULL;
 	}
@@ -335,7 +349,7 @@ static PyMethodDef collector_methods[] = {
 	{ "add_storage", collector_add_storage, METH_VARARGS,
 	  "add_storage(storage, identity, device, addr, dtype) -> its number." },
 	{ "finish", collector_finish, METH_NOARGS,
-	  "finish() -> (storages, identities, rows, elsewhere, number of tensors, devices)." },
+	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
 	{ "meet", sfr_py_collector_meet, METH_O,
 	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
@@ -368,7 +382,7 @@ int sfr_py_add_skeleton(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
-	if (sfr_py_add_kinds(module) != 0)
+	if (sfr_py_add_kinds(module) != 0 || sfr_py_add_numbers(module) != 0)
 		return -1;
 	state->collector_type =
 		(PyTypeObject *)PyType_FromModuleAndSpec(module, &collector_spec, NULL);

@@ -16,6 +16,7 @@
 
 #include "torch/bridge.h"
 #include "torch/map.h"
+#include "torch/numbers.h"
 #include "module.h"
 
 /* ---- kinds.c ------------------------------------------------------------ */
@@ -60,6 +61,7 @@ struct sfr_py_dtype {
 	PyObject *dtype;
 	PyObject *storage_class; /* "FloatStorage", a str */
 	const char *name;        /* its UTF-8, as long as it */
+	size_t name_len;
 	uint32_t itemsize;
 };
 
@@ -157,11 +159,11 @@ struct sfr_py_collector {
 	struct sfr_py_map found_at; /* tensor -> number */
 	struct sfr_py_storage *storages;
 	size_t nr_storages, storages_room;
-	struct sfr_py_map storage_at; /* StorageImpl -> number */
-	struct sfr_py_map dtype_at;   /* address of bytes -> dtype they are seen as (borrowed) */
-	PyObject *storage_list;       /* list of UntypedStorage, by number */
-	size_t tagged;                /* number of the storage on a device that was tagged last */
-	struct sfr_py_rows *rows;     /* found[].row points into them */
+	struct sfr_py_numbers *numbers; /* of the storages */
+	struct sfr_py_map dtype_at;     /* address of bytes -> dtype they are seen as (borrowed) */
+	PyObject *storage_list;         /* list of UntypedStorage, by number */
+	size_t tagged;                  /* number of the storage on a device that was tagged last */
+	struct sfr_py_rows *rows;       /* found[].row points into them */
 	struct sfr_py_trail before, trail; /* of the save before, and of this one */
 	uintptr_t holder;                  /* the dict met last */
 	bool finished;
@@ -177,8 +179,13 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor);
 /* Asks a storage for its address and length. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number);
+/* Gives an array room for `wanted` items. */
+int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item);
 /* Doubles an array that is full. */
-int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item);
+static inline int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
+{
+	return used < *room ? 0 : sfr_py_grow(array, *room == 0 ? 64 : 2 * *room, room, item);
+}
 
 /* Enters a tensor met for the first time (`exact`: no subclass); *number is its place. */
 int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact, size_t *number);

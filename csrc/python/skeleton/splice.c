@@ -76,11 +76,13 @@ static inline void put_op(struct out *out, unsigned char op)
 /* An opcode with an argument of `len` bytes, little-endian. */
 static inline void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
 {
+	unsigned char *to = out->mem + out->len; /* bytes may lie anywhere, in `out` too */
 	size_t i;
 
-	put_op(out, op);
+	to[0] = op;
 	for (i = 0; i < len; i++)
-		put_op(out, (unsigned char)(arg >> (8 * i)));
+		to[1 + i] = (unsigned char)(arg >> (8 * i));
+	out->len += 1 + len;
 }
 
 static void put_int(struct out *out, int64_t value)
@@ -143,20 +145,26 @@ static uint32_t put_keep(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* A global, written out at its first use and got back from *slot later. */
-static void put_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
-		       const char *name)
+/* A global, at its first use. */
+static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
+			 const char *name)
 {
-	if (*slot != 0) {
-		put_get(out, *slot);
-		return;
-	}
 	put_op(out, OP_GLOBAL);
 	put_bytes(out, module, strlen(module));
 	put_op(out, '\n');
 	put_bytes(out, name, strlen(name));
 	put_op(out, '\n');
 	*slot = put_keep(out, memo);
+}
+
+/* A global, written out at its first use and got back from *slot later. */
+static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot,
+			      const char *module, const char *name)
+{
+	if (*slot != 0)
+		put_get(out, *slot);
+	else
+		write_global(out, memo, slot, module, name);
 }
 
 /* An empty OrderedDict of its own: a tensor's hooks. */
@@ -221,7 +229,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 			  const struct sfr_py_found *tensor, struct text *tag)
 {
-	const char *name = job->kinds->dtype[tensor->dtype].name;
+	const struct sfr_py_dtype *dtype = &job->kinds->dtype[tensor->dtype];
 	PyObject *location = job->storages[tensor->storage].location;
 	Py_ssize_t len;
 
@@ -230,7 +238,7 @@ static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 		return -1;
 	tag->len = (size_t)len;
 	len = TENSOR_ROOM + (Py_ssize_t)(2 * INT_ROOM * tensor->row[SFR_ROW_NDIM]);
-	return reserve(out, (size_t)len + tag->len + strlen(name)) ? 0 : -1;
+	return reserve(out, (size_t)len + tag->len + dtype->name_len) ? 0 : -1;
 }
 
 /* The opcodes that rebuild one tensor. 0 or -1. */

@@ -12,15 +12,10 @@
 
 enum { NR_WORDS = 4096 }; /* for the rows of some hundred tensors, at a time */
 
-/* Doubles an array that is full. 0, or -1 with MemoryError set. */
-int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
+int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 {
-	size_t wanted = *room == 0 ? 64 : 2 * *room;
-	void *grown;
+	void *grown = PyMem_Realloc(*array, wanted * item);
 
-	if (used < *room)
-		return 0;
-	grown = PyMem_Realloc(*array, wanted * item);
 	if (grown == NULL) {
 		(void)PyErr_NoMemory(); /* always NULL */
 		return -1;
@@ -34,7 +29,7 @@ int sfr_py_make_room(void **array, size_t used, size_t *room, size_t item)
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number)
 {
-	const uint64_t *known = sfr_py_map_find(&c->storage_at, identity);
+	const uint64_t *known = sfr_py_map_find(&c->numbers->map, identity);
 	struct sfr_py_storage entry = { 0 };
 
 	if (known) {
@@ -53,7 +48,7 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 		return -1;
 	*number = c->nr_storages;
 	c->storages[c->nr_storages++] = entry;
-	return sfr_py_map_add(&c->storage_at, identity, *number);
+	return sfr_py_map_add(&c->numbers->map, identity, *number);
 }
 
 /* Refuses bytes that are seen as two dtypes, in torch's words. 0 or -1. */
@@ -176,16 +171,28 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
+/* Where the tensor's storage has its memory, 0 where the bridge cannot tell, and where somebody
+ * else than torch's own method is to be asked. */
+static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
+{
+	uint64_t itemsize = c->kinds->dtype[tensor->dtype].itemsize;
+
+	if (c->kinds->method[SFR_PY_DATA_PTR] == NULL)
+		return 0;
+	return sfr_py_bridge_address(sfr_py_handle_of(tensor->object),
+				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
+}
+
 /* Enters the storage of a plain tensor, which is not known. 1; 0 where it has no memory (zeros that are
  * nowhere, for one); -1 with an exception set. */
 static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
 		     uint64_t identity, size_t *number)
 {
 	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
-	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = 0;
+	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = told_address(c, tensor);
 	int rc = -1;
 
-	if (storage == NULL || ask_address(c, storage, nbytes, &addr) != 0) {
+	if (storage == NULL || (addr == 0 && ask_address(c, storage, nbytes, &addr) != 0)) {
 		rc = sfr_py_refused();
 	} else if (sfr_py_enter_storage(c, storage, identity, tensor->on_host, number) == 0) {
 		c->storages[*number].addr = addr;
@@ -201,7 +208,7 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
-	const uint64_t *known = identity != 0 ? sfr_py_map_find(&c->storage_at, identity) : NULL;
+	const uint64_t *known = identity != 0 ? sfr_py_map_find(&c->numbers->map, identity) : NULL;
 	size_t number = known ? (size_t)*known : 0;
 	int rc = known ? 1 : 0;
 

@@ -105,6 +105,15 @@ int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, in
 	return words;
 }
 
+uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead)
+{
+	void *data = NULL;
+
+	if (torch.aoti_torch_get_data_ptr(tensor, &data) || !data)
+		return 0;
+	return (uint64_t)(uintptr_t)data - ahead;
+}
+
 /* ---- make ------------------------------------------------------------------------- */
 
 static void put_hold(void *data, void *hold)

@@ -57,6 +57,11 @@ int sfr_py_bridge_load(void);
  * that is more than `room`, make room and call again), or -1 when torch has refused. */
 int64_t sfr_py_bridge_describe(struct AtenTensorOpaque *tensor, int64_t *row, int64_t room);
 
+/* Where the memory of a tensor's storage begins, `ahead` bytes before the tensor's first element; a
+ * copy-on-write storage owns its memory afterwards. 0 where there is none, where the tensor has no
+ * element, and where torch refuses. */
+uint64_t sfr_py_bridge_address(struct AtenTensorOpaque *tensor, uint64_t ahead);
+
 /* Whether this torch makes tensors over given memory: from 2.11 on. */
 bool sfr_py_bridge_makes(void);
 

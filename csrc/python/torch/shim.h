@@ -27,6 +27,7 @@ struct AtenTensorOpaque;
 	       (struct AtenTensorOpaque * tensor, int64_t **borrowed))                             \
 	NEEDED(int32_t, aoti_torch_get_storage_offset,                                             \
 	       (struct AtenTensorOpaque * tensor, int64_t *offset))                                \
+	NEEDED(int32_t, aoti_torch_get_data_ptr, (struct AtenTensorOpaque * tensor, void **data))  \
 	NEEDED(int32_t, aoti_torch_get_storage_size,                                               \
 	       (struct AtenTensorOpaque * tensor, int64_t *nbytes))                                \
 	NEEDED(int32_t, aoti_torch__reinterpret_tensor,                                            \

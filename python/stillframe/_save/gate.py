@@ -72,7 +72,7 @@ class Pending(Protocol):
 class Sources(Protocol):
     """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
 
-    identities: list[int]
+    numbers: _core.Numbers
     rows: bytearray
 
 
@@ -101,11 +101,11 @@ class Deferral:
 
     __slots__ = (
         "__weakref__",
-        "_identities",
         "_late",
         "_numbers",
         "_overtaken",
         "_parts",
+        "_storages",
         "_tensors",
         "_versions",
         "fallbacks",
@@ -115,8 +115,8 @@ class Deferral:
     def __init__(self) -> None:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
-        self._identities: list[int] = []  # of all storages of the save
-        self._late: set[int] | None = None  # of those copied after the call, once asked for
+        self._storages: _core.Numbers | None = None  # all of the save's
+        self._late: set[int] | None = None  # numbers of those copied after the call, once asked for
         self._numbers: list[int] = []  # of the storage under the tensor at the same place
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -148,8 +148,8 @@ class Deferral:
     def holds(self, identity: int) -> bool:
         """Whether the storage with this StorageImpl is copied after the call."""
         if self._late is None:
-            self._late = {self._identities[index] for index in self.indices}
-        return identity in self._late
+            self._late = set(self.indices)
+        return self._storages is not None and self._storages.get(identity) in self._late
 
     def release(self) -> None:
         """Lets go of the tensors once the verdict is given; `distrust` still works."""
@@ -161,16 +161,15 @@ class Deferral:
 
     def _ask(self, sources: Sources) -> None:
         """Asks everybody what of the save may be copied late, and why nothing is."""
-        numbers = dict(zip(sources.identities, range(len(sources.identities)), strict=True))
-        tensors, versions = self._tensors, self._versions
-        marks = Marks(numbers, sources.rows, self.indices, self._numbers, tensors, versions)
+        lists = self.indices, self._numbers, self._tensors, self._versions
+        marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())
         for owner in (*owners, *keepers.known):
             before = len(self.indices)
             owner.defer(marks)
             if len(self.indices) > before:
                 self._parts.append((len(self.indices), owner))
-        self._identities = sources.identities
+        self._storages = sources.numbers
         for sentence in (owner.captured(marks) for owner in owners):
             if sentence is not None and sentence not in self.fallbacks:
                 self.fallbacks.append(sentence)

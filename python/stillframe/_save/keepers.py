@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from stillframe import _core
 from stillframe._tree.skeleton import SOURCE
 
 
@@ -18,7 +19,7 @@ class Marks(NamedTuple):
     """The storages of a save, and which of them are copied behind its call.
 
     Attributes:
-        numbers: A storage's number in the save, by its StorageImpl.
+        numbers: A storage's number in the save, by the address of its StorageImpl.
         rows: What is known of each, `struct sfr_source`; marking one changes its lane.
         indices: The numbers of those marked.
         owners: For each tensor over them, the storage's number,
@@ -26,7 +27,7 @@ class Marks(NamedTuple):
         versions: and its version.
     """
 
-    numbers: dict[int, int]
+    numbers: _core.Numbers
     rows: bytearray
     indices: list[int]
     owners: list[int]

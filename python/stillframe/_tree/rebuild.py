@@ -137,7 +137,7 @@ class Builder:
         made: New tensors, by id of the old ones.
         firsts: By number of the storage, a new tensor over the new one; None where there is none.
         others: By id of every other tensor: the number of its storage, or what it is made from.
-        identities: Of the old storages, by number.
+        numbers: Of the old storages.
         memory, offsets, nbytes: Where the new storages' bytes are.
     """
 
@@ -146,7 +146,7 @@ class Builder:
         made: dict[int, Any],
         firsts: list[Tensor | None],
         others: dict[int, Any],
-        identities: list[int],
+        numbers: _core.Numbers,
         memory: Any,
         offsets: list[int],
         nbytes: Sequence[int],
@@ -154,7 +154,7 @@ class Builder:
         self._memo = made
         self._firsts = firsts
         self._others = others
-        self._identities = identities
+        self._numbers = numbers
         self._memory = memory
         self._offsets = offsets
         self._nbytes = nbytes
@@ -174,11 +174,10 @@ class Builder:
         return first.untyped_storage()
 
     def _same_storage(self, old: UntypedStorage) -> UntypedStorage:
-        return self.storage(self._numbers[old._cdata])
-
-    @functools.cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {identity: number for number, identity in enumerate(self._identities)}
+        number = self._numbers.get(old._cdata)
+        if number is None:
+            raise KeyError(old._cdata)
+        return self.storage(number)
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
         """Copies a storage of another device."""

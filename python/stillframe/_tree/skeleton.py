@@ -59,8 +59,8 @@ class Skeleton:
         storages: Storages in host memory or on CUDA devices; number ``i`` becomes the record
             ``data/i``. Their bytes stay where ``rows`` says as long as this list lives and nobody
             resizes them.
-        identities: Addresses of the StorageImpls in the caller's tree, in the same order. They
-            differ from those of ``storages`` where a storage was copied to the host.
+        numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
+            These differ from those of ``storages`` where a storage was copied to the host.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: Distinct tensor objects.
         fallbacks: Sentences for the report.
@@ -69,7 +69,7 @@ class Skeleton:
 
     data: bytes
     storages: list[UntypedStorage]
-    identities: list[int]
+    numbers: _core.Numbers
     rows: bytearray
     num_tensors: int
     fallbacks: list[str]
@@ -293,12 +293,12 @@ def build(obj: object) -> Skeleton:
     except Exception as error:
         culprit.note(error, obj)
         raise
-    storages, identities, rows, elsewhere, num_tensors, devices = collector.finish()
+    storages, numbers, rows, elsewhere, num_tensors, devices = collector.finish()
     data = collector.splice(pickle)
     fallbacks = _fetch(storages, rows, elsewhere)
     if not _sees_words:
         fallbacks.append(_UNSEEN)
-    return Skeleton(data, storages, identities, rows, num_tensors, fallbacks, devices)
+    return Skeleton(data, storages, numbers, rows, num_tensors, fallbacks, devices)
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:

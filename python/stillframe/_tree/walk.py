@@ -65,7 +65,7 @@ class Tree:
 
     Attributes:
         storages: The storages, each once; they are alive as long as this object.
-        identities: Addresses of their StorageImpls.
+        numbers: Their numbers, by the addresses of their StorageImpls.
         rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 where a storage is
             neither in host memory nor on a CUDA device.
         elsewhere: Numbers of those.
@@ -94,7 +94,7 @@ class Tree:
         with torch._C.DisableTorchFunction(), no_collection():
             self._find(root, self._collector)
             found = self._collector.finish()
-        self.storages, self.identities, self.rows, self.elsewhere, exact, self.devices = found
+        self.storages, self.numbers, self.rows, self.elsewhere, exact, self.devices = found
         others = sum(type(each) not in PLAIN for each in self._held)
         self._num_tensors = exact + others + len(self._wrapped)
         if self.devices and not lanes:
@@ -265,7 +265,7 @@ class Tree:
             self._others.update((id(tensor), number) for tensor, number in left)
             made.update(objects or {})
             nbytes = memoryview(self.rows).cast("Q")[1::3]
-            builder = Builder(made, firsts, self._others, self.identities, memory, offsets, nbytes)
+            builder = Builder(made, firsts, self._others, self.numbers, memory, offsets, nbytes)
             for number in self.elsewhere:
                 builder.fetch(number, self.storages[number])
             builder.wrap(self._dtensor, self._wrapped, self._hanging)

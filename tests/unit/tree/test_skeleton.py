@@ -281,11 +281,12 @@ def test_rows_say_where_each_storage_lies():
     tree.append(torch.UntypedStorage(5))
     made = build(tree)
     assert len(made.rows) == 24 * len(made.storages)
-    for row, storage, identity in zip(rows_of(made), made.storages, made.identities, strict=True):
+    for number, (row, storage) in enumerate(zip(rows_of(made), made.storages, strict=True)):
         assert row == (storage.data_ptr(), storage.nbytes(), 0, 0)
         assert type(storage) is torch.UntypedStorage
-        assert storage._cdata == identity
-    assert len(made.storages) == 6
+        assert made.numbers.get(storage._cdata) == number
+    assert len(made.storages) == len(made.numbers) == 6
+    assert made.numbers.get(1) is made.numbers.get(0) is None
     assert made.fallbacks == []
 
 
@@ -343,7 +344,7 @@ def test_storages_elsewhere_are_copied_with_a_sentence():
 
 def names_of(tree, tensor):
     made = build(tree)
-    return made.names(made.identities.index(tensor.untyped_storage()._cdata))
+    return made.names(made.numbers.get(tensor.untyped_storage()._cdata))
 
 
 def test_names_are_key_paths_of_the_tensors_over_a_storage():

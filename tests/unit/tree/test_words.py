@@ -170,6 +170,7 @@ right = skeleton._samples()
 for place in (1, 2, 3):
     lies = [(*each[:place], each[place] + 1, *each[place + 1 :]) for each in right]
     assert not _core.learn_words(lies)
+    assert not _core.learn_words([*right[:-1], lies[-1]])
 for handles in ([None] * 4, [each[-1] for each in reversed(right)]):
     lies = [(*each[:-1], handle) for each, handle in zip(right, handles)]
     assert not _core.learn_words(lies)
@@ -198,6 +199,8 @@ import io, sys, torch
 from stillframe._tree.skeleton import build
 
 long = torch.ones(1).as_strided((1,) * 64, tuple(2**40 + i for i in range(64)))
+many = [long[:] for _ in range(1000)]
+assert len(build(many).data) > 1000 * 64 * 10
 tag = "tag" * 3000
 torch.serialization.register_package(1, lambda _: tag, lambda *_: None)
 for tree in (long, [long, torch.ones(2), {"again": long}], "x" * 9000, [[long], "x" * 9000]):

@@ -1,0 +1,96 @@
+/* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
+ *
+ * A collector fills it, and who wants to know whether a storage is in the save looks there: the
+ * observers in C, the gate in Python. A dict of Python's ints would be made anew at each save, with two
+ * of them for each storage, whose hashes collide: addresses end in zeros.
+ */
+#include "torch/numbers.h"
+
+/* Of this process, whose interpreter is the one that torch is in. */
+static PyTypeObject *numbers_type;
+
+struct sfr_py_numbers *sfr_py_numbers_make(void)
+{
+	return (struct sfr_py_numbers *)sfr_py_alloc(numbers_type); /* zeroed */
+}
+
+struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
+{
+	if (Py_TYPE(object) == numbers_type)
+		return (struct sfr_py_numbers *)object;
+	PyErr_SetString(PyExc_TypeError, "Numbers are wanted");
+	return NULL;
+}
+
+/* Numbers(identities): of storages in this order. */
+static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	struct sfr_py_numbers *self = NULL;
+	PyObject *identities;
+
+	(void)type;
+	if (kwargs != NULL || !PyArg_ParseTuple(args, "O!:Numbers", &PyList_Type, &identities)) {
+		if (!PyErr_Occurred())
+			PyErr_SetString(PyExc_TypeError, "Numbers() takes a list");
+		return NULL;
+	}
+	self = sfr_py_numbers_make();
+	for (Py_ssize_t i = 0; self != NULL && i < PyList_Size(identities); i++) {
+		uint64_t identity = PyLong_AsUnsignedLongLong(PyList_GetItem(identities, i));
+
+		if (PyErr_Occurred() || sfr_py_map_add(&self->map, identity, (uint64_t)i) != 0)
+			Py_CLEAR(self);
+	}
+	return (PyObject *)self;
+}
+
+static void numbers_dealloc(PyObject *self)
+{
+	sfr_py_map_fini(&((struct sfr_py_numbers *)self)->map);
+	sfr_py_free(self);
+}
+
+static PyObject *numbers_get(PyObject *self, PyObject *identity)
+{
+	uint64_t key = PyLong_AsUnsignedLongLong(identity);
+	const uint64_t *number;
+
+	if (PyErr_Occurred())
+		return NULL;
+	number = sfr_py_map_find(&((struct sfr_py_numbers *)self)->map, key);
+	if (number == NULL)
+		Py_RETURN_NONE;
+	return PyLong_FromUnsignedLongLong(*number);
+}
+
+static Py_ssize_t numbers_len(PyObject *self)
+{
+	return (Py_ssize_t)((struct sfr_py_numbers *)self)->map.used;
+}
+
+static PyMethodDef numbers_methods[] = {
+	{ "get", numbers_get, METH_O, "get(identity) -> its storage's number, None: it has none." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot numbers_slots[] = {
+	{ Py_tp_doc,
+	  (void *)"Numbers(identities): of storages, by the address of their StorageImpl" },
+	{ Py_tp_new, (void *)numbers_new },
+	{ Py_tp_dealloc, (void *)numbers_dealloc },
+	{ Py_tp_methods, numbers_methods },
+	{ Py_mp_length, (void *)numbers_len },
+	{ 0, NULL },
+};
+
+static PyType_Spec numbers_spec = {
+	.name = "stillframe._core.Numbers",
+	.basicsize = sizeof(struct sfr_py_numbers),
+	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+	.slots = numbers_slots,
+};
+
+int sfr_py_add_numbers(PyObject *module)
+{
+	return sfr_py_add_type(module, &numbers_spec, &numbers_type);
+}
