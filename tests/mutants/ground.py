@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import math
 import os
 import runpy
 import shutil
@@ -32,7 +31,6 @@ PARTS = (
 )
 NOT_COPIED = {"__pycache__", "build", ".hypothesis"}
 C_TIMEOUT_S, PYTHON_TIMEOUT_S, BUILD_TIMEOUT_S = 60.0, 240.0, 600.0
-LEAST_TIMEOUT_S = 10.0  # a machine may be busier than it was
 # What setup.py builds the first extension of.
 RECIPE = """
 import json
@@ -153,17 +151,20 @@ class Ground:
     # ---- tests ------------------------------------------------------------------------------
 
     def run(self, tests: list[str], took_s: float | None = None) -> Ran:
-        """Runs one C program, or tests of pytest together. What took `took_s` without an edit is
-        given up sooner: many edits make a test hang."""
-        most_s = math.inf if took_s is None else LEAST_TIMEOUT_S + 10 * took_s
+        """Runs one C program, or tests of pytest together.
+
+        Args:
+            took_s: What they took without an edit. Many edits have a test hang, which is given up
+                the sooner. A run without an edit is given up late: nothing is known after that.
+        """
         if is_pytest(tests[0]):
             options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={60 * self.patience}"]
             options += ["--tb=line"]
             command = [sys.executable, "-m", "pytest", *options, *tests]
-            return self._run(command, min(PYTHON_TIMEOUT_S, most_s))
+            return self._run(command, _limit_s(PYTHON_TIMEOUT_S, took_s))
         program = self._program(tests[0])
         tsan = ["setarch", "-R"] if "/tsan/" in program and shutil.which("setarch") else []
-        return self._run([*tsan, f"./{program}"], min(C_TIMEOUT_S, most_s))
+        return self._run([*tsan, f"./{program}"], _limit_s(C_TIMEOUT_S, took_s))
 
     def _program(self, test: str) -> str:
         return f"build/{test}" if "/" in test else f"build/{self.variant}/{test}"
@@ -209,6 +210,12 @@ class Ground:
         if done.returncode == 0:
             return ""
         return (done.stderr or done.stdout).strip() or f"{command[0]} failed"
+
+
+def _limit_s(usual_s: float, took_s: float | None) -> float:
+    if took_s is None:
+        return 5 * usual_s
+    return max(min(usual_s, 10 + 10 * took_s), 2 * took_s)  # it may be busier now
 
 
 def is_pytest(test: str) -> bool:

@@ -151,8 +151,6 @@ int sfr__restore_pin(struct sfr__reader *reader)
 		reader->buffers[i].mem = pinned ? mem : NULL;
 	}
 	sfr__cuda_leave(&scope);
-	if (!pinned)
-		sfr__restore_unpin(reader);
 	return pinned ? 0 : -ENOMEM;
 }
 

@@ -120,7 +120,7 @@ void sfr__restore_piece(struct sfr__reader *reader, struct sfr__buffer *buffer, 
 			size_t len, uint64_t first, uint64_t last);
 
 /* device.c; for a restore without devices all but the first do nothing. */
-/* Memory that devices can be sent, for a reader. -ENOMEM. */
+/* Memory that devices can be sent, for a reader, which has to be unpinned in any case. -ENOMEM. */
 int sfr__restore_pin(struct sfr__reader *reader);
 void sfr__restore_unpin(struct sfr__reader *reader);
 /* Around all that a reader does: the devices' context is its own in between. */

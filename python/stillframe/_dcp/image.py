@@ -90,7 +90,6 @@ class DataFile:
             self.path,
             owners=self._owners,
             durable=durable,
-            ordered=False,  # no other save has this name; what names it is committed in order
         )
         self._owners = []
 

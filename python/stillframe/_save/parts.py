@@ -2,7 +2,7 @@
 
     parts = Parts()
     places = parts.append([row_of(tensor), b"bytes", ...])     an archive of torch.save, or bytes
-    handle = submit_parts(engine, parts, path, owners=[...])   a save as any other
+    handle = submit_parts(engine, parts, path, owners=[...])   a save without a place in the log
 
 Nothing is copied in the call: what is long enough is written from where it is, the rest goes
 through a few buffers of the writers. So the sources, which `owners` keep alive, may not change
@@ -22,10 +22,9 @@ from stillframe import _core
 from stillframe._base import paths
 from stillframe._base.calls import inside
 from stillframe._save import completion, gate
-from stillframe._save import ordered as log_order
 from stillframe._save.core_save import CoreSave
 from stillframe._save.engine import Engine, Path, core_of, note_use
-from stillframe._save.handle import SaveHandle, wait_for_end
+from stillframe._save.handle import SaveHandle
 from stillframe._save.options import SaveOptions
 from stillframe._tree.skeleton import Skeleton
 
@@ -94,27 +93,24 @@ def submit_parts(
     *,
     owners: Sequence[Any],
     durable: bool = True,
-    ordered: bool = True,
 ) -> SaveHandle:
-    """Starts the save of a file. Waits where as many saves are under way as there may be.
+    """Starts the save of a file that has a name which nobody else writes, removes or reads. It
+    has no place in the log: it waits neither for other saves' slots nor for their ends, and what
+    comes later does not wait for it. Waits where as many such saves are under way as there may be.
 
     Args:
         parts: What is in it; empty afterwards.
         path: Where it goes, as for `async_save`; a link there is replaced.
         owners: Whatever keeps the sources' memory; let go of when the save has ended.
         durable: As for `async_save`.
-        ordered: False for a name that nobody else writes, removes or reads: it waits neither for
-            other saves' slots nor for their ends, and what comes later does not wait for it.
 
     Raises:
         As `async_save`, but for what concerns an object: what is wrong with the parts is an OSError
         or a MemoryError.
     """
     entered = time.perf_counter()
-    if ordered:
-        log_order.refuse_inside()
     options = SaveOptions(
-        overlap=False, durable=durable, follow_link=False, wait_for_slot=True, ordered=ordered
+        overlap=False, durable=durable, follow_link=False, wait_for_slot=True, ordered=False
     )
     with inside() as nested:
         core = core_of(engine)
@@ -137,6 +133,4 @@ def submit_parts(
         )
         save.launch(deferral)
         note_use(engine)
-        if completion.completion.over:
-            wait_for_end(save)
         return save

@@ -231,13 +231,18 @@ static bool adds_directories;
 
 static int add_and_rmdir(const char *path)
 {
+	int rc;
+
 	if (additions_left > 0) {
 		additions_left--;
 		file_put(dir_path(path, "late"), "x", 1);
 		if (adds_directories)
 			CHECK(mkdir(dir_path(path, "late_dir"), 0700) == 0 || errno == EEXIST);
 	}
-	return plain.rmdir(path);
+	rc = plain.rmdir(path);
+	if (rc == 0)
+		errno = EACCES; /* which says nothing then */
+	return rc;
 }
 
 static void what_is_added_meanwhile_goes_too_but_not_for_ever(void)

@@ -160,6 +160,7 @@ static void the_call_that_failed_is_named_and_no_other(void)
 		CHECK_EQ(sfr_restore_device(r, 0, 0, why, sizeof(why)), -EIO);
 		CHECK(strstr(why, opening[i]) != NULL);
 		sfr_restore_free(r);
+		CHECK_EQ(fake.fake_cuda_live("contexts"), 0);
 	}
 	for (size_t i = 0; i < sizeof(sending) / sizeof(sending[0]); i++) {
 		fake.fake_cuda_reset();
@@ -172,6 +173,39 @@ static void the_call_that_failed_is_named_and_no_other(void)
 	(void)close(fd);
 }
 
+static void what_was_refused_first_is_said(void)
+{
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	fake.fake_cuda_fail("cuMemcpyHtoDAsync_v2", 2, 0, 999);
+	fake.fake_cuda_fail("cuEventRecord", 3, 1, 999); /* behind the first copy */
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(reason, "cuMemcpyHtoDAsync") != NULL);
+	CHECK(fake.fake_cuda_hits() > 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
+/* Nobody knows whether a copy still reads from it. */
+static void a_buffer_of_a_device_that_does_not_answer_is_nobodys_again(void)
+{
+	int64_t nr_before;
+	int fd;
+
+	save_one();
+	fd = open_file("a");
+	nr_before = fake.fake_cuda_live("allocated");
+	fake.fake_cuda_fail("cuEventQuery", 1, 1, 999);
+	fake.fake_cuda_fail("cuStreamQuery", 1, 1, 999);
+	CHECK_EQ(restore_to_two(fd), -EIO);
+	CHECK(strstr(reason, "cuEventQuery") != NULL);
+	CHECK_EQ(fake.fake_cuda_live("allocated"), nr_before + 1);
+	fake.fake_cuda_reset();
+	(void)close(fd);
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -180,6 +214,8 @@ int main(void)
 	RUN(records_of_one_file_go_to_two_devices);
 	RUN(no_flipped_byte_is_called_good);
 	RUN(a_device_that_refuses_ends_the_load_of_the_other_too);
+	RUN(what_was_refused_first_is_said);
+	RUN(a_buffer_of_a_device_that_does_not_answer_is_nobodys_again);
 	RUN(the_call_that_failed_is_named_and_no_other);
 	saving_rmdir(dir);
 	return check_done();

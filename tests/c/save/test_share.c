@@ -313,6 +313,24 @@ static void a_write_is_noticed_whoever_copies_it(void)
 	}
 }
 
+static void what_is_taken_off_the_end_of_the_list_leaves_the_rest_there(void)
+{
+	struct sfr_engine *engine = saving_engine_of(BLOCK, 1, 1, 1);
+	struct sfr__shared works[3] = { 0 };
+
+	sfr__lock(&engine->mu); /* no thread sees the list meanwhile */
+	for (int i = 0; i < 2; i++)
+		sfr__shared_push_locked(engine, &works[i]);
+	sfr__shared_remove_locked(engine, &works[1]);
+	sfr__shared_push_locked(engine, &works[2]);
+	CHECK(engine->shared.head == &works[0] && works[0].next == &works[2]);
+	for (int i = 0; i < 3; i++)
+		sfr__shared_remove_locked(engine, &works[i]);
+	CHECK(engine->shared.head == NULL && engine->shared.tail == NULL);
+	sfr__unlock(&engine->mu);
+	saving_end(engine);
+}
+
 int main(void)
 {
 	dir = saving_dir();
@@ -329,6 +347,7 @@ int main(void)
 	RUN(one_block_is_enough_for_all_who_copy);
 	RUN(a_cancel_while_others_copy_gives_every_block_back);
 	RUN(a_write_is_noticed_whoever_copies_it);
+	RUN(what_is_taken_off_the_end_of_the_list_leaves_the_rest_there);
 	for (int i = 0; i < NR_SOURCES; i++)
 		free(bytes[i]);
 	saving_rmdir(dir);

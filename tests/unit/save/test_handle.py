@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from stillframe._save.handle import Deadline, wait_for_end
 from stillframe.testing import fault, held, slow
 
 STATE = {"w": torch.arange(1000.0)}
@@ -56,6 +57,7 @@ def test_a_cancelled_coroutine_leaves_the_save_alone(tmp_path: Path) -> None:
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(handle, 0.05)
         assert not handle.done()
+        assert not handle._outcome._wakers  # it is not kept for as long as the save takes
         return handle
 
     with held("fdatasync"):
@@ -90,6 +92,36 @@ def test_awaiting_outside_asyncio_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="needs a running asyncio loop"):
         handle.__await__().send(None)
     handle.result()
+
+
+def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(handle: stillframe.SaveHandle) -> None:
+        raise ArithmeticError(handle.path)
+
+    with held("fdatasync"):
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        handle.add_done_callback(fails)
+    assert handle.result().nbytes
+    while not caplog.records:
+        time.sleep(0.001)
+    handle.add_done_callback(fails)
+    assert [each.getMessage() for each in caplog.records] == ["stillframe: a callback failed"] * 2
+
+
+def test_who_waits_for_an_end_alone_leaves_the_error_to_be_seen(tmp_path: Path) -> None:
+    with fault("rename"):
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        wait_for_end(handle)
+    with pytest.raises(stillframe.SaveError):
+        stillframe.wait_all()
+
+
+def test_what_is_left_of_a_timeout_is_never_below_zero() -> None:
+    deadline = Deadline(0.001)
+    time.sleep(0.002)
+    assert deadline.left() == 0
 
 
 def test_an_ended_and_a_skipped_save_are_awaited_at_once(tmp_path: Path) -> None:

@@ -90,6 +90,18 @@ def test_targets_may_be_strided_parameters_or_a_part_of_what_is_in_the_file(writ
     assert set(target) == {"model"}
 
 
+def test_a_part_or_a_view_of_what_is_in_the_file_gets_its_own_bytes_alone(tmp_path):
+    """Its record is longer, or in another order: what lies behind the target stays as it is."""
+    weight = torch.arange(1.0, 1001.0).view(20, 50)
+    parts = {"head": weight[:1], "tail": weight[-1:], "turned": weight.t()}
+    stillframe.save({**parts, "weight": weight}, tmp_path / "x.pt")
+    for name, part in parts.items():
+        memory = torch.zeros(2000)
+        target = memory[: part.numel()].view(part.shape)
+        stillframe.load(tmp_path / "x.pt", into={name: target})
+        assert torch.equal(target, part) and not memory[part.numel() :].any()
+
+
 def test_what_shares_a_record_gets_it_from_wherever_the_first_target_lies(tmp_path):
     """The first target is read to its place, which others are copied from."""
     weight = torch.arange(1.0, 1001.0)
@@ -129,6 +141,7 @@ def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
     target["model"]["weight"] = torch.zeros(400, 300)
     target["model"]["bias"] = torch.zeros(400)
     target["model"]["extra"] = torch.zeros(1)
+    target["model"]["part"] = torch.empty(67, 200, device="meta")
     target["optim"].append(torch.zeros(2))
     with pytest.raises(
         ValueError,
@@ -139,9 +152,10 @@ def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
         "model.bias is float32 (400,), and float64",
         "model.extra is not",
         "optim.2 is not",
+        "model.part has no memory",
     ):
         assert words in str(error.value)
-    assert not any(each.any() for each in tensors(target))
+    assert not any(each.any() for each in tensors(target) if not each.is_meta)
     assert target["step"] == -1
 
 
@@ -159,6 +173,14 @@ def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):
     flip(path, path.read_bytes().index(state()["optim"][0].numpy().tobytes()) + 1000)
     with pytest.raises(CorruptCheckpointError, match=r"CRC.*: optim.0\).*half written"):
         stillframe.load(path, into=zeros_like(state()))
+
+
+def test_damage_in_what_nobody_wants_is_found_too(tmp_path):
+    path = tmp_path / "x.pt"
+    by_stillframe({"wanted": torch.ones(9), "last": torch.randn(1 << 19)}, path)
+    flip(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpointError, match=r"CRC.*: last\)"):
+        stillframe.load(path, into={"wanted": torch.zeros(9)})
 
 
 def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_graphs import SubTensor
+from stillframe._save.engine import is_used
 from stillframe._save.parts import Parts, row_of, submit_parts
 from stillframe.testing import fault, held, slow
 from torch import Tensor
@@ -244,7 +246,9 @@ def test_a_field_of_a_source_that_is_not_there_is_refused_for_good() -> None:
 def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> None:
     parts = Parts()
     parts.append([b"x"])
+    assert not is_used(engine)
     submit_parts(engine, parts, tmp_path / "a", owners=[]).result()
+    assert is_used(engine)  # configure() comes too late then
     with pytest.raises(ValueError):
         submit_parts(engine, parts, tmp_path / "b", owners=[])
 
@@ -258,8 +262,9 @@ def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> 
         torch.zeros(3).to(torch.float8_e4m3fn),
         torch.ones(1).expand(4),
         torch.empty(3, device="meta"),
+        torch.randn(3).as_subclass(SubTensor),
     ],
-    ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta"],
+    ids=["strided", "sparse", "conjugated", "float8", "expanded", "meta", "subclass"],
 )
 def test_what_torch_save_has_to_write_is_told(tensor: Tensor) -> None:
     assert row_of(tensor) is None

@@ -443,6 +443,35 @@ def test_exec_does_not_inherit_descriptors(tmp_path: Path) -> None:
     handle.result()
 
 
+def test_the_default_engine_is_configured_before_its_first_use_and_made_anew(
+    tmp_path: Path,
+) -> None:
+    done = run(
+        """
+        def refused(kind, **options):
+            try:
+                stillframe.configure(**options)
+            except kind:
+                return
+            raise AssertionError(f"{options} were not refused")
+        refused(ValueError, pool_bytes=5)
+        stillframe.configure(pool_bytes=32 << 20)
+        if os.fork() == 0:  # with the same options; it is in use once it was handed out
+            assert stillframe.default_engine().stats()["pool_bytes"] == 32 << 20
+            refused(stillframe.StillframeError, pool_bytes=64 << 20)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        stillframe.save(STATE, "a.pt")
+        refused(stillframe.StillframeError, pool_bytes=64 << 20)
+        stillframe.default_engine().close()
+        stillframe.save(STATE, "b.pt")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert whole(tmp_path / "a.pt") and whole(tmp_path / "b.pt")
+
+
 def test_importing_the_package_starts_no_thread_and_takes_no_memory(tmp_path: Path) -> None:
     done = run(
         """

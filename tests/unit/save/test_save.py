@@ -79,6 +79,25 @@ def test_overlap_false_captures_everything(tmp_path: Path) -> None:
     assert report.deferred_nbytes == 0
 
 
+def test_a_save_that_is_waited_for_defers_nothing_and_syncs_if_asked(tmp_path: Path) -> None:
+    model, optimizer, _ = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with slow("fdatasync", 0) as injected:
+        assert stillframe.save(state, tmp_path / "a.pt", durable=False).deferred_nbytes == 0
+        assert injected.calls("fdatasync") == 0
+        stillframe.save(state, tmp_path / "a.pt")
+        assert injected.calls("fdatasync") == 1
+
+
+def test_a_link_is_there_when_what_it_leads_to_is_going_to_be(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a.pt")
+    assert not stillframe.exists(tmp_path / "link")
+    with held("rename"):
+        handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+        assert stillframe.exists(tmp_path / "link")
+    handle.result()
+
+
 def test_a_captured_state_may_change_at_once(tmp_path: Path) -> None:
     w = torch.full((1_000_000,), 5.0)
     with held("pwrite"):
@@ -439,6 +458,9 @@ def test_engines_bound_what_is_in_flight(tmp_path: Path) -> None:
                 skipped = stillframe.async_save(STATE, tmp_path / "d.pt", engine=engine)
                 assert skipped.state == "skipped" and skipped.done()
             assert skipped.result() is None and skipped.exception() is None
+            called: list[object] = []
+            skipped.add_done_callback(called.append)
+            assert called == [skipped]
             assert skipped.upload_completion.result(1) is None and not skipped.cancel()
             skipped.wait_staged()
             first.result()
