@@ -44,15 +44,15 @@ int sfr__cond_init(pthread_cond_t *cond);
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
 /* now + slice, SFR_FOREVER kept. */
 uint64_t sfr__deadline(uint64_t slice_ns);
-/* Starts a named thread at nice 10, with every signal blocked but those that it would bring on
- * itself. 0 or -errno. */
-int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
-/* The same at the caller's priority, for one that a step may have to wait for: it also wakes up in
- * time from short sleeps. */
-int sfr__thread_start_prompt(pthread_t *thread, const char *name, void *(*main)(void *), void *arg);
-/* The same at the caller's priority, for one whose maker does nothing but wait for it. */
-int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *),
-			      void *arg);
+enum sfr__thread_kind {
+	SFR__BACKGROUND, /* at nice 10; the others have the caller's priority */
+	SFR__AWAITED,    /* its maker does nothing but wait for it */
+	SFR__PROMPT,     /* a step may have to wait for it: it wakes up in time from short sleeps */
+};
+/* Starts a named thread with every signal blocked but those that it would bring on itself. 0 or
+ * -errno. */
+int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
+		      void *(*main)(void *), void *arg);
 
 /* ---- err.c ---- */
 

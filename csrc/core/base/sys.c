@@ -184,7 +184,7 @@ struct start {
 	void *(*main)(void *);
 	void *arg;
 	char name[16]; /* the kernel's limit, with the final zero */
-	bool yields, prompt;
+	enum sfr__thread_kind kind;
 };
 
 /* Name and priority are set by the thread itself, so that they hold before its first line of
@@ -197,9 +197,9 @@ static void *thread_main(void *arg)
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at
 	 * the same priority: slower, and nothing worse. */
-	if (start.yields)
+	if (start.kind == SFR__BACKGROUND)
 		(void)sfr_sys.set_nice(WORKER_NICE);
-	if (start.prompt)
+	if (start.kind == SFR__PROMPT)
 		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* or it wakes a little late */
 	return start.main(start.arg);
 }
@@ -208,8 +208,8 @@ static void *thread_main(void *arg)
  * the program (Python's, SLURM's) for what is sent to the process ever runs on it. Those that a
  * thread brings on itself stay open: blocked, the kernel ends the process without asking a handler,
  * and nothing (faulthandler, a core dumper) could say where it crashed. */
-static int start_thread(pthread_t *thread, const char *name, void *(*main)(void *), void *arg,
-			bool yields, bool prompt)
+int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
+		      void *(*main)(void *), void *arg)
 {
 	static const int own[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE };
 	struct start *start;
@@ -221,8 +221,7 @@ static int start_thread(pthread_t *thread, const char *name, void *(*main)(void 
 		return -ENOMEM;
 	start->main = main;
 	start->arg = arg;
-	start->yields = yields;
-	start->prompt = prompt;
+	start->kind = kind;
 	memset(start->name, 0, sizeof(start->name));
 	strncpy(start->name, name, sizeof(start->name) - 1);
 
@@ -237,19 +236,4 @@ static int start_thread(pthread_t *thread, const char *name, void *(*main)(void 
 	if (rc != 0)
 		sfr_sys.free(start);
 	return -rc;
-}
-
-int sfr__thread_start(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
-{
-	return start_thread(thread, name, main, arg, true, false);
-}
-
-int sfr__thread_start_awaited(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
-{
-	return start_thread(thread, name, main, arg, false, false);
-}
-
-int sfr__thread_start_prompt(pthread_t *thread, const char *name, void *(*main)(void *), void *arg)
-{
-	return start_thread(thread, name, main, arg, false, true);
 }

@@ -136,8 +136,8 @@ int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
 	if (direct)
 		a->direct_fd = sfr__direct_open(fd);
 	for (; a->nr_threads < NR_THREADS; a->nr_threads++) {
-		rc = sfr__thread_start_awaited(&a->threads[a->nr_threads], "sfr-reader",
-					       reader_main, a);
+		rc = sfr__thread_start(&a->threads[a->nr_threads], "sfr-reader", SFR__AWAITED,
+				       reader_main, a);
 		if (rc < 0)
 			break;
 	}

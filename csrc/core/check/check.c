@@ -43,9 +43,8 @@
 #define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
 #define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */
 #define DIR_PIECE (1u << 16)
-#define SPARSE                                                                                     \
-	(1u                                                                                        \
-	 << 16) /* bytes a record, from which on their headers lie apart: twice readahead's start */
+/* Bytes a record, from which on their headers lie apart: twice readahead's start. */
+#define SPARSE (1u << 16)
 #define MOVES 512u     /* of a sort, in a step: a tenth of a millisecond */
 #define MOST_ALIKE 64u /* different names with one hash of 64 bits: by chance there is none */
 #define WORTH_THREADS (8u << 20) /* of data, for SFR_CHECK_BYTES; below, threads cost more */
@@ -53,8 +52,6 @@
 #define WINDOW (3u << 16)
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
 	       "a directory record fits the window");
-
-/* ---- verdicts ---------------------------------------------------------------- */
 
 /* ---- START ------------------------------------------------------------------- */
 

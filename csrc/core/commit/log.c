@@ -34,7 +34,7 @@ static void *log_main(void *unused);
 static int start_thread_locked(void)
 {
 	pthread_t thread; /* known to nobody until it ends */
-	int rc = sfr__thread_start(&thread, "sfr-log", log_main, NULL);
+	int rc = sfr__thread_start(&thread, "sfr-log", SFR__BACKGROUND, log_main, NULL);
 
 	sfr__log.nr_threads += rc == 0;
 	return rc;

@@ -53,7 +53,7 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 		return ret;
 	(void)snprintf(name, sizeof(name),
 		       lane->way == SFR__CUDA_OUT ? "sfr-cuda%u" : "sfr-onload%u", lane->device);
-	ret = sfr__thread_start_prompt(&lane->thread, name, sfr__cuda_lane_main, lane);
+	ret = sfr__thread_start(&lane->thread, name, SFR__PROMPT, sfr__cuda_lane_main, lane);
 	if (ret < 0)
 		(void)snprintf(why, why_len, "device %u: no thread for its lane", lane->device);
 	return ret;

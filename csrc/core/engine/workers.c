@@ -4,6 +4,7 @@
  * sleep, first makes memory for the pool as long as saves could use some (memory/supply.c).
  */
 #include <errno.h>
+#include <stdio.h> /* snprintf */
 
 #include "engine/engine.h"
 
@@ -121,30 +122,25 @@ static void serve(struct crew *crew)
 	sfr__unlock(&engine->mu);
 }
 
-static void *lane_main(void *engine)
+static void *lane_main(void *arg)
 {
-	struct crew crew = { engine, SFR__LANE, NULL };
+	struct sfr_engine *engine = arg;
 
-	crew.cv = &crew.engine->cv_lane;
-	serve(&crew);
+	serve(&(struct crew){ engine, SFR__LANE, &engine->cv_lane });
 	return NULL;
 }
 
-static void *writer_main(void *engine)
+static void *writer_main(void *arg)
 {
-	struct crew crew = { engine, SFR__WRITERS, NULL };
+	struct sfr_engine *engine = arg;
 
-	crew.cv = &crew.engine->cv_writer;
-	serve(&crew);
+	serve(&(struct crew){ engine, SFR__WRITERS, &engine->cv_writer });
 	return NULL;
 }
 
 int sfr__engine_start_locked(struct sfr_engine *engine)
 {
-	static const char *const names[] = { "sfr-writer0", "sfr-writer1", "sfr-writer2",
-					     "sfr-writer3", "sfr-writer4", "sfr-writer5",
-					     "sfr-writer6", "sfr-writer7" };
-	const uint32_t nr_names = sizeof(names) / sizeof(names[0]);
+	char name[32];
 	int rc;
 
 	if (engine->started)
@@ -156,15 +152,16 @@ int sfr__engine_start_locked(struct sfr_engine *engine)
 	}
 	/* A start that fails half-way keeps what runs; the next save goes on from there. */
 	while (engine->nr_writers < engine->opts.nr_writers) {
-		uint32_t i = engine->nr_writers;
+		const uint32_t i = engine->nr_writers;
 
-		rc = sfr__thread_start(&engine->writers[i], names[i < nr_names ? i : nr_names - 1],
-				       writer_main, engine);
+		(void)snprintf(name, sizeof(name), "sfr-writer%u", i);
+		rc = sfr__thread_start(&engine->writers[i], name, SFR__BACKGROUND, writer_main,
+				       engine);
 		if (rc < 0)
 			return rc;
 		engine->nr_writers++;
 	}
-	rc = sfr__thread_start(&engine->lane, "sfr-lane0", lane_main, engine);
+	rc = sfr__thread_start(&engine->lane, "sfr-lane0", SFR__BACKGROUND, lane_main, engine);
 	if (rc < 0)
 		return rc;
 	engine->started = true;

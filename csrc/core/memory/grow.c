@@ -60,7 +60,8 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		nr++;
 	/* Fewer threads, or none, only take longer. The caller waits for them. */
 	while (nr_threads + 1 < MAX_GROWERS && nr_threads + 1 < nr &&
-	       sfr__thread_start_awaited(&threads[nr_threads], "sfr-warm", grow_main, &job) == 0)
+	       sfr__thread_start(&threads[nr_threads], "sfr-warm", SFR__AWAITED, grow_main, &job) ==
+		       0)
 		nr_threads++;
 	(void)grow_main(&job);
 	while (nr_threads > 0)

@@ -180,8 +180,8 @@ static int start_thread(struct sfr_restore *r)
 	if (r->nr_devices != 0)
 		rc = sfr__restore_pin(reader);
 	if (rc == 0)
-		rc = sfr__thread_start_awaited(&reader->thread, "sfr-restore", restore_main,
-					       reader);
+		rc = sfr__thread_start(&reader->thread, "sfr-restore", SFR__AWAITED, restore_main,
+				       reader);
 	if (rc < 0)
 		free_reader(reader);
 	else

@@ -81,7 +81,8 @@ int sfr_trace_start(const char *path)
 		session.state = RUNNING;
 		session.nr_lost_seen = 0;
 		session.start_ns = sfr__now_ns();
-		rc = sfr__thread_start(&session.thread, "sfr-trace", trace_main, NULL);
+		rc = sfr__thread_start(&session.thread, "sfr-trace", SFR__BACKGROUND, trace_main,
+				       NULL);
 	}
 	if (rc == 0) {
 		sfr__rings_begin(session.number);

@@ -141,8 +141,6 @@ class OffloadedLayers:
     # ---- forward ----
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
-        if self._removed:
-            return  # a compiled function calls the hooks that it was compiled with
         given.refuse_reduction(layer)
         if any(use.layer is layer for use in self._open):  # it calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))

@@ -89,12 +89,12 @@ class Owner:
 
     __slots__ = (
         "__weakref__",
-        "_depth",
         "_known",
         "_rests",
         "_rivals",
         "_seen",
         "_serial",
+        "_steps_nested",
         "_why",
         "closure_place",
         "gated",
@@ -106,7 +106,7 @@ class Owner:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._serial = next(_serials)
-        self._depth = 0
+        self._steps_nested = 0  # that have begun, one in the other
         self._known = False
         self._rests = False  # the observer's word at the end of the last step
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
@@ -150,16 +150,16 @@ class Owner:
         One that raised has left its mark, since torch then runs no hook. So a mark counts as a
         step around this one only where that step is found on the stack.
         """
-        nested = self._depth > 0 and _steps_on_stack(optimizer) > 1
-        self._depth = self._depth + 1 if nested else 1
+        nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
+        self._steps_nested = self._steps_nested + 1 if nested else 1
         if not nested:
             self.gated = True
 
     def end(self, optimizer: Optimizer) -> bool:
         """A step has ended: looks at what only the next one should change. False inside a step
         around it."""
-        if self._depth > 1:
-            self._depth -= 1
+        if self._steps_nested > 1:
+            self._steps_nested -= 1
             return False
         if not self.gated:
             self.ungated = True
@@ -171,7 +171,7 @@ class Owner:
                 if not self._rests:
                     self._record(groups, state)
         finally:
-            self._depth = 0
+            self._steps_nested = 0
         return True
 
     def _record(self, groups: Any, state: Any) -> None:

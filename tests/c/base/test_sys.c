@@ -70,7 +70,7 @@ static void a_condition_wait_ends_at_its_deadline_or_when_woken(void)
 	CHECK(sfr__now_ns() >= deadline);
 	CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, 0), SFR_EAGAIN); /* long past */
 
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", signal_it, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, signal_it, &s), 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -96,7 +96,7 @@ static void a_wake_up_that_was_lost_is_made_up_for(void)
 
 	CHECK_EQ(sfr__cond_init(&s.cond), 0);
 	sfr__lock(&s.mu);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", tell_nobody, &s), 0);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, tell_nobody, &s), 0);
 	while (!s.flag)
 		CHECK_EQ(sfr__cond_wait(&s.cond, &s.mu, SFR_FOREVER), 0);
 	sfr__unlock(&s.mu);
@@ -140,7 +140,9 @@ static void a_thread_is_named_nice_and_deaf_to_signals_but_its_own(void)
 
 	(void)sigemptyset(&after);
 	(void)pthread_sigmask(SIG_SETMASK, NULL, &before);
-	if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-writer12345678", look_at_self, &self), 0))
+	if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-writer12345678", SFR__BACKGROUND,
+					look_at_self, &self),
+		      0))
 		return;
 	CHECK_EQ(sfr_sys.thread_join(thread, &value), 0);
 	CHECK(value == &self);
@@ -157,8 +159,6 @@ static void a_thread_is_named_nice_and_deaf_to_signals_but_its_own(void)
 /* A device's lane sleeps for as long as a few copies take, and training waits for it. */
 static void a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time(void)
 {
-	int (*const starts[])(pthread_t *, const char *, void *(*)(void *),
-			      void *) = { sfr__thread_start_awaited, sfr__thread_start_prompt };
 	int own_nice = getpriority(PRIO_PROCESS, 0);
 	int own_slack_ns = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
 
@@ -166,7 +166,10 @@ static void a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_ti
 		struct self self = { "", 0, 0, false, false };
 		pthread_t thread;
 
-		if (!CHECK_EQ(starts[prompt](&thread, "sfr-test", look_at_self, &self), 0))
+		if (!CHECK_EQ(sfr__thread_start(&thread, "sfr-test",
+						prompt ? SFR__PROMPT : SFR__AWAITED, look_at_self,
+						&self),
+			      0))
 			continue;
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 		CHECK_EQ(self.nice, own_nice);
@@ -185,17 +188,20 @@ static void a_thread_that_cannot_start_says_why_and_leaks_nothing(void)
 
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(sfr_inject_set(&no_thread), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", look_at_self, &self), -EAGAIN);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+		 -EAGAIN);
 	CHECK_EQ(sfr_inject_calls("malloc"), sfr_inject_calls("free"));
 	sfr_inject_clear();
 	CHECK_EQ(sfr_inject_set(&no_memory), 0);
-	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", look_at_self, &self), -ENOMEM);
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+		 -ENOMEM);
 	CHECK_EQ(sfr_inject_calls("thread_create"), 0);
 	sfr_inject_clear();
 
 	/* Where the priority may not be lowered the thread runs all the same. */
 	CHECK_EQ(sfr_inject_set(&no_nice), 0);
-	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", look_at_self, &self), 0))
+	if (CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__BACKGROUND, look_at_self, &self),
+		     0))
 		CHECK_EQ(sfr_sys.thread_join(thread, NULL), 0);
 	CHECK(self.blocked);
 	CHECK_EQ(self.nice, getpriority(PRIO_PROCESS, 0));
