@@ -81,13 +81,14 @@ static void what_is_there_is_not_written_over_and_what_is_wrong_is_refused(void)
 	dir_remove(dir);
 }
 
-static void a_write_that_falls_short_is_gone_on_with(void)
+static void a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed(void)
 {
 	struct sfr_fault shorter = { .call = "pwrite", .nth = 1, .limit = 2 };
 	struct sfr_fault stuck = {
 		.call = "pwrite", .nth = 1, .sticky = 1, .err = EINTR, .limit = -1
 	};
 	struct sfr_fault nothing = { .call = "pwrite", .nth = 1, .sticky = 1, .limit = 0 };
+	struct sfr_fault late = { .call = "close", .nth = 1, .err = EDQUOT, .limit = -1 };
 	struct sfr_step plan;
 	size_t nr_done;
 
@@ -106,6 +107,10 @@ static void a_write_that_falls_short_is_gone_on_with(void)
 	CHECK_EQ(sfr_inject_set(&nothing), 0);
 	(void)unlink(plan.path);
 	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EIO);
+	sfr_inject_clear();
+	CHECK_EQ(sfr_inject_set(&late), 0); /* as a network file system says it, unsynced */
+	(void)unlink(plan.path);
+	CHECK_EQ(sfr_steps(&plan, 1, &nr_done), -EDQUOT);
 	sfr_inject_remove();
 	dir_remove(dir);
 }
@@ -177,7 +182,7 @@ int main(void)
 	save_fill();
 	RUN(steps_are_taken_in_their_order);
 	RUN(what_is_there_is_not_written_over_and_what_is_wrong_is_refused);
-	RUN(a_write_that_falls_short_is_gone_on_with);
+	RUN(a_write_that_falls_short_is_gone_on_with_and_one_that_fails_late_has_failed);
 	RUN(whatever_fails_says_so_and_nothing_behind_it_is_done);
 	RUN(a_directory_is_listed_whole);
 	return check_done();

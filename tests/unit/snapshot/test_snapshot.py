@@ -216,6 +216,13 @@ def test_other_objects_are_left_whole(
     assert "Linear" in caplog.text
 
 
+def test_lists_and_dicts_keep_their_order(engine: stillframe.Engine) -> None:
+    tree = [3, "two", [torch.ones(1), 2.5], {"b": [], "a": (1, [None, 0])}]
+    with stillframe.snapshot(tree, engine=engine) as snap:
+        assert snap.tree == tree and list(snap.tree[3]) == ["b", "a"]  # type: ignore[arg-type]
+        assert snap.tree[2] is not tree[2] and snap.tree[3]["b"] is not tree[3]["b"]  # type: ignore[index,call-overload]
+
+
 def test_a_tree_may_contain_itself(engine: stillframe.Engine) -> None:
     tree: dict[str, Any] = {"tensor": torch.ones(2)}
     tree["list"] = [tree]
