@@ -193,9 +193,10 @@ def test_a_remote_checkpoint_is_in_the_order_too():
 
 
 EXIT = """
-import atexit, sys, torch
+import atexit, sys, time, torch
 import stillframe
 from stillframe import dcp
+from stillframe._dcp.joint import JointSave
 from stillframe.testing import fault, slow
 
 def late():
@@ -205,14 +206,19 @@ atexit.register(late)  # runs after stillframe's own, which was registered later
 slowly = slow("pwrite", 0.3)
 slowly.__enter__()
 if sys.argv[2] == "fails":
-    fault("fdatasync", sticky=True).__enter__()
+    failing = fault("fdatasync", sticky=True)
+    failing.__enter__()
     atexit.unregister(late)
+if sys.argv[2] == "planning":  # when the end begins, which `late` would wait with
+    atexit.unregister(late)
+    prepare = JointSave.prepare
+    JointSave.prepare = lambda *given: [time.sleep(0.5), prepare(*given)][1]
 dcp.async_save({"w": torch.ones(5)}, sys.argv[1] + "/c", no_dist=True)
 """
 
 
 def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
-    ways = ("well", "fails")
+    ways = ("well", "planning", "fails")
     running = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / way), way],
@@ -221,11 +227,14 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
         )
         for way in ways
     ]
-    well, fails = (process.communicate(timeout=60)[1] for process in running)
-    assert [process.returncode for process in running] == [0, 0]
-    for name in ("c", "late"):
-        assert (loaded({"w": torch.zeros(5)}, tmp_path / "well" / name)["w"] == 1).all()
-    assert "Traceback" not in well
+    *went_well, fails = (process.communicate(timeout=60)[1] for process in running)
+    assert [process.returncode for process in running] == [0, 0, 0]
+    for way, says in zip(ways, went_well, strict=False):
+        assert "Traceback" not in says
+        for path in (tmp_path / way).iterdir():
+            assert (loaded({"w": torch.zeros(5)}, path)["w"] == 1).all(), path
+    assert {path.name for path in (tmp_path / "well").iterdir()} == {"c", "late"}
+    assert {path.name for path in (tmp_path / "planning").iterdir()} == {"c"}
     assert "a save failed" in fails and "CheckpointException" in fails
     assert not stillframe.exists(tmp_path / "fails/c")
 

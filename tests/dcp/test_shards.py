@@ -18,12 +18,13 @@ pytestmark = [
 ]
 
 
-def sharded(value: float) -> Any:
+def sharded(value: float, **options: Any) -> Any:
     """Four rows in two shards, both of this rank."""
     halves = [ShardMetadata([row, 0], [2, 3], "rank:0/cpu") for row in (0, 2)]
-    tensor = sharded_tensor.empty(EnumerableShardingSpec(halves), 4, 3)
-    for number, shard in enumerate(tensor.local_shards()):
-        shard.tensor.fill_(value + number)
+    tensor = sharded_tensor.empty(EnumerableShardingSpec(halves), 4, 3, **options)
+    with torch.no_grad():
+        for number, shard in enumerate(tensor.local_shards()):
+            shard.tensor.fill_(value + number)
     return tensor
 
 
@@ -44,7 +45,7 @@ def test_a_state_with_sharded_tensors_is_saved_as_it_was_at_the_call(tmp_path):
 
 
 def test_what_is_put_together_is_what_was_taken_apart(tmp_path):
-    one, other = sharded(1), torch.ones(2)
+    one, other = sharded(1, requires_grad=True), torch.ones(2)  # its metadata says so
     tree = {"in": [{"a": one}, (one, "b")], "beside": [other]}
     apart = taken_apart(tree)
     assert [each.tolist() for each in apart["in"][0]["a"]] == [[[1] * 3] * 2, [[2] * 3] * 2]

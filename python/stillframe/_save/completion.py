@@ -153,15 +153,18 @@ class _Completion:
         self._exiting: threading.Thread | None = None
         self.over = False
 
-    def start(self) -> None:
+    def start(self, *, under_way: bool = False) -> None:
         """Before every save and remove.
+
+        Args:
+            under_way: It is a part of a save that the exit waits for.
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread is none that may save now.
             RuntimeError: The system has no thread to give.
         """
         mine = self._exiting is threading.current_thread() or callbacks.is_current()
-        if self._exiting is not None and not mine:
+        if self._exiting is not None and not (mine or under_way):
             raise StillframeError("the interpreter is exiting: no more saves and removes")
         if self.over:
             return

@@ -96,7 +96,8 @@ def submit_parts(
 ) -> SaveHandle:
     """Starts the save of a file that has a name which nobody else writes, removes or reads. It
     has no place in the log: it waits neither for other saves' slots nor for their ends, and what
-    comes later does not wait for it. Waits where as many such saves are under way as there may be.
+    comes later does not wait for it. As a part of a save that is under way it may begin while the
+    process ends. Waits where as many such saves are under way as there may be.
 
     Args:
         parts: What is in it; empty afterwards.
@@ -116,7 +117,7 @@ def submit_parts(
         core = core_of(engine)
         target = paths.target(path, follow_link=False, create_parents=False, durable=durable)
         flags = options.flags(nested=nested, when_busy="wait")
-        completion.completion.start()
+        completion.completion.start(under_way=True)
         ticket = _core.Ticket.of_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
