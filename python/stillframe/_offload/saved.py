@@ -34,9 +34,6 @@ class Use(Protocol):
     def version(self, number: int) -> int:
         """Of a weight on the device, while the forward runs."""
 
-    def changed(self, number: int) -> bool:
-        """Whether the forward has written to it so far."""
-
     def check(self, number: int, version: int) -> None:
         """Raises what autograd does of a weight that was written to since it was saved."""
 
@@ -163,11 +160,11 @@ class Weights:
         for each in held:
             if use is not None and each.begin <= begin < each.end:
                 number, version = each.number, tensor._version
-                if each.volatile or use.changed(number):
+                if each.volatile:
                     return _Copy(use, number, version, tensor.detach().clone())
                 return _Weight(use, number, version, _view(tensor, begin - each.begin), False)
         use, number = _cast_of(tensor)
-        if use is None or use.changed(number):
+        if use is None:
             return None
         return _Weight(use, number, use.version(number), _view(tensor, begin), cast=True)
 

@@ -43,9 +43,6 @@ class Use:
     def version(self, number: int) -> int:
         return (self.left if self.group is None else self.group.now())[number]
 
-    def changed(self, number: int) -> bool:
-        return self.group is not None and self.group.changed(number)
-
     def check(self, number: int, version: int) -> None:
         if not self.versions:
             return
