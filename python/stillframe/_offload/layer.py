@@ -109,7 +109,6 @@ class Layer:
                 for name in ("running_mean", "running_var", "num_batches_tracked"):
                     if module._buffers.get(name) is not None:
                         self.changing.add(indices[id(module._buffers[name])])
-        self.volatile = set(self.changing)  # by any forward
 
     def _look_at(self, module: nn.Module, entries: dict[str, Any], indices: dict[int, int]) -> None:
         for name, tensor in entries.items():
@@ -223,7 +222,6 @@ class Layer:
                 f"{self.name_of(lowered[0])} was changed by its module's forward, on a copy of"
                 " low precision: such a layer cannot be offloaded with dtype="
             )
-        self.volatile.update(changed)
         tensors = [group.tensors[index] for index in changed]
         if stays:
             tensors = [tensor.detach().clone() for tensor in tensors]

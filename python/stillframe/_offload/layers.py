@@ -162,7 +162,7 @@ class OffloadedLayers:
         use.tensors = layer.tensors
         self._open.append(use)
         use.put(self._on_device(use, group))
-        weights.add(use, group.tensors, layer.volatile)
+        weights.add(use, group.tensors)
         use.hooks = SavedHooks()
         use.hooks.enter()
         if torch.is_grad_enabled():

@@ -11,7 +11,7 @@ around ours, so `torch.utils.checkpoint` and others work around an offloaded lay
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -72,19 +72,6 @@ class _Weight(NamedTuple):
         return self.view.of(weight.to(self.view.dtype) if self.cast else weight)
 
 
-class _Copy(NamedTuple):
-    """Of a weight that its module's forward writes to: what comes back is what that has left."""
-
-    use: Use
-    number: int
-    version: int
-    tensor: Tensor
-
-    def unpack(self) -> Tensor:
-        self.use.check(self.number, self.version)
-        return self.tensor
-
-
 class Kept(NamedTuple):
     """What stays as it is: torch looks at versions only where there are no hooks."""
 
@@ -128,7 +115,6 @@ class _Held(NamedTuple):
     begin: int
     end: int
     number: int
-    volatile: bool  # its module's forward changes it
 
 
 class Weights:
@@ -137,19 +123,19 @@ class Weights:
     def __init__(self) -> None:
         self._uses: dict[int, tuple[Use, list[_Held]]] = {}
 
-    def add(self, use: Use, tensors: Sequence[Tensor], volatile: Collection[int]) -> None:
-        """Has views of the tensors saved as such; but copies of those that the forward changes."""
+    def add(self, use: Use, tensors: Sequence[Tensor]) -> None:
+        """Has views of the tensors saved as such."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
             held = self._uses.setdefault(tensor.untyped_storage()._cdata, (use, []))[1]
-            held.append(_Held(begin, end, index, index in volatile))
+            held.append(_Held(begin, end, index))
 
     def drop(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
-    def find(self, tensor: Tensor) -> _Weight | _Copy | None:
+    def find(self, tensor: Tensor) -> _Weight | None:
         """What is to be saved for a view, or a cast, of one of them; None for any other."""
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
@@ -159,10 +145,8 @@ class Weights:
         use, held = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in held:
             if use is not None and each.begin <= begin < each.end:
-                number, version = each.number, tensor._version
-                if each.volatile:
-                    return _Copy(use, number, version, tensor.detach().clone())
-                return _Weight(use, number, version, _view(tensor, begin - each.begin), False)
+                view = _view(tensor, begin - each.begin)
+                return _Weight(use, each.number, tensor._version, view, cast=False)
         use, number = _cast_of(tensor)
         if use is None:
             return None
