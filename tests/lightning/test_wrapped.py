@@ -1,8 +1,10 @@
 """`AsyncCheckpointIO(checkpoint_io=other)`: another CheckpointIO saves, in our order."""
 
+import gc
 import os
 import pickle
 import threading
+import weakref
 
 import fsspec
 import numpy as np
@@ -11,6 +13,8 @@ import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
 from stillframe._base.calls import inside
+from stillframe._lightning.wrapped_save import WrappedSave
+from stillframe._save import completion
 from stillframe._save.ordered import wait_for_path
 
 SIZE = 300 * 300
@@ -138,6 +142,89 @@ def test_the_memory_is_held_until_the_save_returns_and_then_given_back(lit, tmp_
         assert engine.stats()["leased_bytes"] == 0
 
 
+def under_way(path):
+    """The handle of a save that has not ended, or None."""
+    found = [save for save in completion.in_flight.values() if save.path == str(path)]
+    return found[0] if found else None
+
+
+def test_the_handle_of_a_save_waits_and_lets_go_at_its_end(lit, tmp_path):
+    gate, heard = Gate(opened=False), threading.Event()
+    plugin = lit.AsyncCheckpointIO(
+        other(lit, gate), pool_bytes=64 << 20, on_durable=lambda path, report: heard.set()
+    )
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    handle = under_way(tmp_path / "a.ckpt")
+    taken = weakref.ref(handle.take())
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.05)
+    assert handle.state == "writing"
+    gate.event.set()
+    assert heard.wait(60)  # though nobody waits for the save
+    handle.result()
+    assert under_way(tmp_path / "a.ckpt") is None
+    gc.collect()
+    assert taken() is None
+    plugin.teardown()
+
+
+def test_the_other_that_waits_for_its_own_save_is_told(lit, tmp_path):
+    told, begun = [], threading.Event()
+
+    class Waiting(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            assert begun.wait(60)
+            try:
+                under_way(path).result(timeout=5)
+            except stillframe.StillframeError as error:
+                told.append(str(error))
+
+    plugin = lit.AsyncCheckpointIO(Waiting(), pool_bytes=64 << 20)
+    plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    begun.set()
+    plugin.teardown()
+    assert len(told) == 1 and "wait for its own end" in told[0]
+
+
+def test_the_memory_is_back_before_a_save_says_that_it_has_ended(lit, tmp_path, monkeypatch):
+    leased, real = [], WrappedSave.end_well
+
+    def end_well(self, *args):
+        leased.append(engine.stats()["leased_bytes"])
+        real(self, *args)
+
+    monkeypatch.setattr(WrappedSave, "end_well", end_well)
+    with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
+        plugin = lit.AsyncCheckpointIO(other(lit), engine=engine)
+        plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+        plugin.teardown()
+    assert leased == [0]
+
+
+def test_an_error_holds_none_of_the_others_frames(lit, tmp_path):
+    gate = Gate(opened=False)
+    plugin = lit.AsyncCheckpointIO(other(lit, gate), pool_bytes=64 << 20)
+    plugin.save_checkpoint(state(), tmp_path / "fail.ckpt")
+    handle = under_way(tmp_path / "fail.ckpt")
+    gate.event.set()
+    error = handle.exception()
+    assert isinstance(error, OSError) and error.__traceback__ is None
+    plugin.teardown()
+
+
+def test_what_cannot_be_submitted_is_not_under_way(lit, tmp_path, monkeypatch):
+    def submit(*args):
+        raise MemoryError("no room in the log")
+
+    plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=64 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("stillframe._save.ordered.submit", submit)
+        with pytest.raises(MemoryError, match="no room"):
+            plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
+    assert under_way(tmp_path / "a.ckpt") is None
+    plugin.teardown()
+
+
 def test_saves_removes_and_loads_are_in_order(lit, tmp_path):
     gate = Gate(opened=False)
     io = other(lit, gate)
@@ -240,13 +327,14 @@ def test_a_checkpoint_larger_than_the_pool_is_saved_inside_the_call(lit, tmp_pat
     assert "does not fit into the pool" in caplog.text
 
 
-def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path):
+def test_two_snapshots_take_turns_in_a_pool_for_one(lit, tmp_path, caplog):
     plugin = lit.AsyncCheckpointIO(other(lit), pool_bytes=48 << 20, max_in_flight=4)
     for nr in range(4):
         plugin.save_checkpoint({"x": torch.full((8 << 20,), float(nr))}, tmp_path / f"{nr}.ckpt")
     plugin.teardown()
     for nr in range(4):
         assert load(tmp_path / f"{nr}.ckpt")["x"][-1] == nr
+    assert "does not fit into the pool" not in caplog.text
 
 
 def test_the_other_may_take_a_snapshot_while_a_save_waits_behind_it(lit, tmp_path):
