@@ -125,6 +125,8 @@ static void the_errors_that_end_a_device_end_it_and_no_others(void)
 		fake.fake_cuda_fail("cuEventQuery", 1, 0, code); /* of a piece in flight */
 		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), ends ? -EIO : 0);
 		CHECK(fake.fake_cuda_hits() > 0);
+		/* A device that is known to have ended is asked nothing more. */
+		CHECK(!ends || fake.fake_cuda_calls("cuEventQuery") < 8);
 		CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
 		CHECK_EQ(stats.leased_bytes, 0);
 		fake.fake_cuda_reset();
