@@ -31,6 +31,35 @@ static void captured_and_deferred_bytes_are_copied(void)
 	sfr_engine_put(engine);
 }
 
+/* The copy stands still meanwhile: neither a step nor a reader goes past it. */
+static void nobody_goes_past_a_copy_that_is_under_way(void)
+{
+	const struct sfr_fault still = {
+		.call = "lane_copy", .nth = 1, .sticky = 1, .limit = -1, .delay_ns = SFR_FOREVER
+	};
+	struct sfr_engine *engine = make_engine(NR_BLOCKS);
+	struct sfr_source sources[NR];
+	struct sfr_snapshot *s;
+	int64_t torn;
+
+	CHECK_EQ(sfr_inject_install(), 0);
+	CHECK_EQ(sfr_inject_set(&still), 0);
+	fill(7);
+	describe(sources, true);
+	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 1000000), SFR_EAGAIN);
+	CHECK_EQ(sfr_snapshot_wait(s, 1000000, &torn), SFR_EAGAIN);
+	CHECK_EQ(sfr_inject_drop(&still), 0);
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, SFR_FOREVER), 0);
+	fill(99);
+	CHECK(holds(s, sources, 7));
+	drop(s);
+	take_notice(NULL);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	sfr_inject_remove();
+}
+
 /* There is no room for samples of what is captured, and nothing to compare them with. */
 static void what_is_captured_is_not_sampled(void)
 {
@@ -364,6 +393,7 @@ static void every_arrow_of_the_diagram_was_taken_and_no_other(void)
 int main(void)
 {
 	RUN(captured_and_deferred_bytes_are_copied);
+	RUN(nobody_goes_past_a_copy_that_is_under_way);
 	RUN(what_is_captured_is_not_sampled);
 	RUN(a_snapshot_of_nothing_is_one);
 	RUN(a_change_before_the_copy_is_found);
