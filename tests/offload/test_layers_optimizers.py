@@ -98,6 +98,7 @@ def test_what_another_models_layers_have_met_is_not_raised_by_a_step(fake, how, 
     own.step()
     assert not torch.equal(before, resident[0][0].weight)
     with pytest.raises(stillframe.StillframeError):
+        handle.wait()  # until then nobody may have looked at the device
         model[1](numbers(0))
     try:
         handle.remove()

@@ -27,5 +27,5 @@ def fake() -> Iterator[testing.FakeDriver]:
             stillframe.wait_all(timeout=60)
         violations, syncs = driver.violations, driver.calls("sync")
         driver.reset()
-        assert violations == []
+        assert violations == [], violations
         assert syncs == 0
