@@ -228,6 +228,11 @@ def _start(target: Tensor) -> int:
 
 def _over(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
     """The tensor as the file has it, over its record's bytes, which begin at `start`."""
+    if start % found.element_size():
+        # Its elements are larger than the target's, and would begin elsewhere.
+        record = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        record.set_(storage, start, (storage.nbytes() - start,), (1,))
+        storage, start = record.clone().untyped_storage(), 0
     first = start // found.element_size() + found.storage_offset()
     view = torch.empty(0, dtype=found.dtype, device=storage.device)
     view.set_(storage, first, found.size(), found.stride())

@@ -229,3 +229,14 @@ def test_a_save_under_way_gets_the_state_as_it_was(tmp_path):
     assert not model.weight.any()
     assert equal(stillframe.load(tmp_path / "x.pt"), before)
     assert os.path.exists(tmp_path / "x.pt")
+
+
+def test_a_record_of_two_dtypes_goes_to_targets_that_begin_anywhere(tmp_path):
+    halves = torch.arange(1, 9, dtype=torch.int16).view(torch.uint16)
+    torch.save({"halves": halves, "whole": halves.view(torch.uint32)}, tmp_path / "x.pt")
+    # The first target begins where no element of the second one could.
+    first = torch.zeros(9, dtype=torch.int16).view(torch.uint16)[1:]
+    into = {"halves": first, "whole": torch.zeros(4, dtype=torch.int32).view(torch.uint32)}
+    stillframe.load(tmp_path / "x.pt", into=into)
+    assert into["halves"].view(torch.int16).tolist() == [*range(1, 9)]
+    assert torch.equal(into["whole"].view(torch.int16), halves.view(torch.int16))
