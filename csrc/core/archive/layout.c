@@ -223,7 +223,10 @@ void sfr__image_fini(struct sfr__image *img)
 	sfr_sys.free(img->runs);
 	sfr_sys.free(img->glue);
 	sfr_sys.free(img->fields);
-	*img = (struct sfr__image){ 0 };
+	img->entries = NULL;
+	img->runs = NULL;
+	img->glue = NULL;
+	img->fields = NULL;
 }
 
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)

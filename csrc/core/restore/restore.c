@@ -323,12 +323,7 @@ const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *
 
 uint64_t sfr_restore_done(struct sfr_restore *r)
 {
-	uint64_t done;
-
-	sfr__lock(&r->mu);
-	done = r->done;
-	sfr__unlock(&r->mu);
-	return done;
+	return sfr__under(&r->mu, r->done);
 }
 
 static void end_threads(struct sfr_restore *r)

@@ -225,8 +225,7 @@ static int stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint64_t
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	if (rc == 0) {
-		if (++t->flight.blocks_held > t->peak_blocks)
-			t->peak_blocks = t->flight.blocks_held;
+		sfr__ticket_take_block_locked(t);
 		sfr__push_block_locked(t, run, t->capture_blk++, block, false);
 	}
 	sfr__unlock(&engine->mu);
@@ -255,12 +254,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc; /* as below */
 	while (!t->in_place && t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
-		uint64_t now = sfr__now_ns();
-		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
-				 deadline > now          ? deadline - now :
-							   0;
-
-		rc = stage_next(t, run, slice);
+		rc = stage_next(t, run, sfr__time_left(deadline));
 		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 	}
@@ -268,9 +262,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			sfr__lock(&t->engine->mu);
-			sfr__ticket_fail_locked(t, &err);
-			sfr__unlock(&t->engine->mu);
+			sfr__ticket_fail(t, &err);
 		}
 	}
 	if (!t->capture_done)
