@@ -20,6 +20,21 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
+/* The first number of [from, to), `to` if there is none, that `is_before` is not true of, which it is
+ * of all in front of it. */
+#define sfr__lower_bound(number, from, to, is_before)                                              \
+	__extension__({                                                                            \
+		uint64_t sfr__low = (from), sfr__high = (to);                                      \
+		while (sfr__low < sfr__high) {                                                     \
+			const uint64_t number = sfr__low + (sfr__high - sfr__low) / 2;             \
+			if (is_before)                                                             \
+				sfr__low = number + 1;                                             \
+			else                                                                       \
+				sfr__high = number;                                                \
+		}                                                                                  \
+		sfr__low;                                                                          \
+	})
+
 /* The struct of which *ptr is this member. */
 #define sfr__container(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
