@@ -70,6 +70,15 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
+/* What a call of the core answers; the interpreter lock is let go of around it. */
+#define sfr_py_unlocked(call)                                                                      \
+	__extension__({                                                                            \
+		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
+		__auto_type sfr_py_answer = (call);                                                \
+		PyEval_RestoreThread(sfr_py_thread);                                               \
+		sfr_py_answer;                                                                     \
+	})
+
 /* What a method answers with, of a code: None, or what a negative one stands for is raised. */
 PyObject *sfr_py_none(PyObject *object, int rc);
 /* True; False for the code `no`; SFR_PY_RAISED and other negative ones as above. */

@@ -66,12 +66,7 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
 
 bool sfr__pool_lacks(struct sfr__pool *pool)
 {
-	bool lacks;
-
-	sfr__lock(&pool->mu);
-	lacks = sfr__pool_lacks_locked(pool);
-	sfr__unlock(&pool->mu);
-	return lacks;
+	return sfr__under(&pool->mu, sfr__pool_lacks_locked(pool));
 }
 
 static void want_locked(struct sfr__pool *pool, uint32_t nr)
@@ -308,12 +303,8 @@ void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_w
 			 bool (*go_on)(void *arg), void *arg)
 {
 	struct sfr__block *block;
-	bool behind;
 
-	sfr__lock(&pool->mu);
-	behind = pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted;
-	sfr__unlock(&pool->mu);
-	if (behind)
+	if (sfr__under(&pool->mu, pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted))
 		(void)supply(pool, false, go_on, arg);
 	if (nr_left != 0)
 		return;
