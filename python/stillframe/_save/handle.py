@@ -45,6 +45,12 @@ class SaveHandle:
         state = "of the parent process" if self._birth.foreign() else self.state
         return f"<SaveHandle {self._path!r} {state}>"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SaveHandle belongs to the process that made it: hand over its path, or the report"
+            " that result() returns"
+        )
+
     def __await__(self) -> Generator[Any, None, SaveReport | MaybeNone]:
         return self._awaited().__await__()
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
@@ -122,19 +123,18 @@ def _location(storage: UntypedStorage) -> str:
 def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
     """Tensors of several kinds, with what torch says of each: where its TensorImpl is, its dispatch
     keys, where its StorageImpl is, and a handle of torch's C shim."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
-        tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
-        return [
-            (
-                tensor,
-                tensor._cdata,
-                torch._C._dispatch_keys(tensor).raw_repr(),
-                tensor.untyped_storage()._cdata,
-                handle,
-            )
-            for tensor, handle in zip(tensors, _to_handles(tensors), strict=True)
-        ]
+    real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
+    tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
+    return [
+        (
+            tensor,
+            tensor._cdata,
+            torch._C._dispatch_keys(tensor).raw_repr(),
+            tensor.untyped_storage()._cdata,
+            handle,
+        )
+        for tensor, handle in zip(tensors, _to_handles(tensors), strict=True)
+    ]
 
 
 def _learn_words() -> bool:
@@ -213,14 +213,20 @@ def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
 make_tensors = True
 """Whether the bridge makes the tensors of a snapshot, where torch has a function for it (2.11)."""
 
-_sees_words = _learn_words()
+# Whatever is in force where this is imported for the first time, the tensors here are plain ones.
+with (
+    torch._C.DisableTorchFunction(),
+    torch._C._DisableTorchDispatch(),
+    pyfunctorch.temporarily_clear_interpreter_stack(),
+):
+    _sees_words = _learn_words()
+    _types = _make_types()
+    # Trees have a trail of their own, and may have tensors of any dtype.
+    _tree_types = _make_types(dtypes=_whole_dtypes())
 _UNSEEN = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
     " itself, as torch.save does, which is slower."
 )
-_types = _make_types()
-# Trees have a trail of their own, and may have tensors of any dtype.
-_tree_types = _make_types(dtypes=_whole_dtypes())
 
 
 def _transformed() -> bool:

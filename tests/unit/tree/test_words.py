@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -17,6 +18,8 @@ from stillframe import _core
 from stillframe._tree import skeleton
 from stillframe._tree.skeleton import build
 from test_skeleton import file_of, stock_file
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
 
@@ -192,6 +195,40 @@ def test_of_a_torch_that_keeps_its_tensors_otherwise_nothing_is_read(tmp_path: A
         [sys.executable, "-c", UNKNOWN, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class Refusing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("not here")
+
+
+class RefusingToo(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("nor here")
+
+
+def test_it_is_learned_wherever_the_package_is_imported_first() -> None:
+    spec = importlib.util.spec_from_file_location("again", skeleton.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    made = []
+
+    def import_it(x: torch.Tensor) -> torch.Tensor:
+        with Refusing(), RefusingToo():
+            made.append(importlib.util.module_from_spec(spec))
+            sys.modules["again"] = made[-1]  # where dataclasses look
+            try:
+                spec.loader.exec_module(made[-1])
+            finally:
+                del sys.modules["again"]
+        return x.sum()
+
+    torch.func.grad(import_it)(torch.ones(2))
+    torch.func.vmap(import_it)(torch.ones(2, 2))
+    for each in made:
+        known = _core.Collector(each._types, True, True, True)
+        assert each._sees_words
+        assert known.collect([torch.ones(2), torch.ones(2).half()]) == []
 
 
 LONG = """
