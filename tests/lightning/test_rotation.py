@@ -143,10 +143,10 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     files.publications += [first, second]
     files.remove(first.path)
     second.is_due = True
-    files.tell()
+    files.notify()
     assert calls == [] and os.path.exists(first.path)
     first.is_due = True
-    files.tell()
+    files.notify()
     files.wait()
     assert calls == ["a", "b"]
     assert not os.path.exists(first.path) and os.path.exists(second.path)
@@ -156,7 +156,7 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     calls = []
     files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
-        files.tell()
+        files.notify()
     assert not files.publications
     files.remove(str(place("a")))
     files.wait()
