@@ -1,7 +1,7 @@
 """What the benchmark scripts share: sizes, statistics, ticks, output.
 
-Nothing here imports torch at module level: the parent process of a benchmark stays small, and
-only the processes that save pay for torch.
+Nothing here imports torch: the parent process of a benchmark stays small, and only the processes
+that save pay for torch. So sizes and the line of progress are not the package's, which imports it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work) X(restore)    \
-	X(kinds) X(collector) X(observer)
+	X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
 	X(stillframe_error, "StillframeError", 0)                                                  \
@@ -70,6 +70,15 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
+/* What a call of the core answers; the interpreter lock is let go of around it. */
+#define sfr_py_unlocked(call)                                                                      \
+	__extension__({                                                                            \
+		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
+		__auto_type sfr_py_answer = (call);                                                \
+		PyEval_RestoreThread(sfr_py_thread);                                               \
+		sfr_py_answer;                                                                     \
+	})
+
 /* What a method answers with, of a code: None, or what a negative one stands for is raised. */
 PyObject *sfr_py_none(PyObject *object, int rc);
 /* True; False for the code `no`; SFR_PY_RAISED and other negative ones as above. */
@@ -104,23 +113,23 @@ static inline void sfr_py_prefetch(uintptr_t address)
 }
 
 /* Each adds types and functions; 0, or -1 with an exception set. */
-int sfr_py_add_engine(PyObject *module);   /* engine.c */
-int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
-int sfr_py_add_parts(PyObject *module);    /* parts.c */
-int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
-int sfr_py_add_memory(PyObject *module);   /* memory.c */
-int sfr_py_add_onload(PyObject *module);   /* onload.c */
-int sfr_py_add_look(PyObject *module);     /* look.c */
-int sfr_py_add_steps(PyObject *module);    /* steps.c */
-int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
-int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
-int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
-int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
-int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
-int sfr_py_add_restore(PyObject *module);  /* restore.c, likewise */
-int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
-int sfr_py_add_rebuild(PyObject *module);  /* rebuild.c */
-int sfr_py_add_observer(PyObject *module); /* observer.c */
-int sfr_py_add_trace(PyObject *module);    /* trace.c */
+int sfr_py_add_engine(PyObject *module);     /* engine.c */
+int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
+int sfr_py_add_parts(PyObject *module);      /* parts.c */
+int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
+int sfr_py_add_memory(PyObject *module);     /* memory.c */
+int sfr_py_add_onload(PyObject *module);     /* onload.c */
+int sfr_py_add_look(PyObject *module);       /* look.c */
+int sfr_py_add_steps(PyObject *module);      /* steps.c */
+int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
+int sfr_py_add_work(PyObject *module);       /* work.c: work in the log's order */
+int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */
+int sfr_py_add_reader(PyObject *module);     /* reader.c: check, crc32 */
+int sfr_py_add_file(PyObject *module);       /* file.c, called by reader.c */
+int sfr_py_add_restore(PyObject *module);    /* restore.c, likewise */
+int sfr_py_add_skeleton(PyObject *module);   /* skeleton.c */
+int sfr_py_add_containers(PyObject *module); /* containers.c */
+int sfr_py_add_observer(PyObject *module);   /* observer.c */
+int sfr_py_add_trace(PyObject *module);      /* trace.c */
 
 #endif

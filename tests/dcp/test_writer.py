@@ -266,7 +266,7 @@ for value in (0, 1):
 
 def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tmp_path):
     fixtures = os.path.dirname(fix_entries.__file__)
-    environment = {**os.environ, "PYTHONPATH": fixtures}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fixtures, *sys.path])}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)
     seen = []
     moments = sorted(tmp_path.glob("c.*"), key=lambda each: int(each.suffix[1:]))

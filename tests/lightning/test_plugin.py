@@ -41,6 +41,9 @@ def test_the_options_are_these(pkg):
 def test_an_unknown_way_of_telling_errors_is_refused(lit):
     with pytest.raises(ValueError, match="on_error"):
         lit.AsyncCheckpointIO(on_error="ignore")
+    for option in ("overlap", "log_metrics", "durable"):
+        with pytest.raises(TypeError, match=f"{option} has to be True or False, not 'no'"):
+            lit.AsyncCheckpointIO(**{option: "no"})
 
 
 def test_skipping_saves_is_refused_with_the_reason(pkg):

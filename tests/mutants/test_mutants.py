@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -250,3 +251,13 @@ def test_every_edit_of_the_list_applies_and_its_tests_are_there() -> None:
             if not (ROOT / name).exists() if ".py" in name else not list(found):
                 wrong.append(f"{mutant.file}: there is no test {test}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_tests_start_imports_the_copy_that_has_the_edit() -> None:
+    """A path of its own in place of the campaign's leads to the tree that is installed, in which
+    nothing is edited: every edit would live."""
+    told = '"PYTHONPATH": (.*)'
+    for path in (mutants.HERE.parent).rglob("*.py"):
+        if path.name not in ("ground.py", Path(__file__).name):
+            for value in re.findall(told, path.read_text()):
+                assert "sys.path" in value or "join(paths)" in value, f"{path.name}: {value}"

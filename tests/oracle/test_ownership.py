@@ -300,6 +300,16 @@ def test_a_resized_storage_is_captured() -> None:
     assert deferred(p) == [False]
 
 
+def test_a_resized_storage_is_deferred_once_it_is_observed_in_its_new_memory() -> None:
+    p = param()
+    opt = SGD([p], lr=0.1)
+    run_steps(opt, 4)
+    p.untyped_storage().resize_(8 * NUMEL)
+    assert deferred(p) == [False]
+    run_steps(opt, 4)
+    assert deferred(p) == [True]
+
+
 def test_freed_memory_is_not_looked_at() -> None:
     p = param(1 << 21)  # 8 MiB: unmapped as soon as it is freed
     opt = SGD([p], lr=0.1)
@@ -431,6 +441,7 @@ def test_inner_steps_of_one_step_count_no_cycles() -> None:
             super().step()
 
     gate.register_optimizer(Twice)
+    SGD([param()], lr=0.1)  # from the first one on, torch runs hooks around SGD's own step too
     p = param()
     opt = sgd_like(Twice, p)
     run_steps(opt, 2)

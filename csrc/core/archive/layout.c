@@ -223,7 +223,10 @@ void sfr__image_fini(struct sfr__image *img)
 	sfr_sys.free(img->runs);
 	sfr_sys.free(img->glue);
 	sfr_sys.free(img->fields);
-	*img = (struct sfr__image){ 0 };
+	img->entries = NULL;
+	img->runs = NULL;
+	img->glue = NULL;
+	img->fields = NULL;
 }
 
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device)
@@ -253,17 +256,11 @@ size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run 
  * so `off` stands in it, or in the zeros at the run's end. */
 static uint32_t entry_at(const struct sfr__image *img, const struct sfr__run *run, uint64_t off)
 {
-	uint32_t low = run->first_entry, high = run->first_entry + run->nr_entries;
+	const uint32_t first = run->first_entry;
 
-	while (high - low > 1) {
-		uint32_t mid = low + (high - low) / 2;
-
-		if (img->entries[mid].hdr_off <= off)
-			low = mid;
-		else
-			high = mid;
-	}
-	return low;
+	return (uint32_t)sfr__lower_bound(i, first + 1, first + run->nr_entries,
+					  img->entries[i].hdr_off <= off) -
+	       1;
 }
 
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,

@@ -65,6 +65,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 /* The image of parts, which are empty afterwards, and its own. What stands in them that failed;
  * -ENOMEM, -EFBIG: the parts are as they were. */
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
+/* Frees the tables; the figures stay. Twice is fine. */
 void sfr__image_fini(struct sfr__image *img);
 /* The run of these sources, NULL when there is none. */
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);

@@ -288,17 +288,8 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 /* The first field that ends behind `off`. */
 static uint32_t field_at(const struct sfr__image *img, uint64_t off)
 {
-	uint32_t low = 0, high = img->nr_fields;
-
-	while (low < high) {
-		uint32_t mid = low + (high - low) / 2;
-
-		if (img->fields[mid].off + SFR__FIELD_LEN <= off)
-			low = mid + 1;
-		else
-			high = mid;
-	}
-	return low;
+	return (uint32_t)sfr__lower_bound(i, 0, img->nr_fields,
+					  img->fields[i].off + SFR__FIELD_LEN <= off);
 }
 
 bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len)

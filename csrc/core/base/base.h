@@ -20,6 +20,21 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
+/* The first number of [from, to), `to` if there is none, that `is_before` is not true of, which it is
+ * of all in front of it. */
+#define sfr__lower_bound(number, from, to, is_before)                                              \
+	__extension__({                                                                            \
+		uint64_t sfr__low = (from), sfr__high = (to);                                      \
+		while (sfr__low < sfr__high) {                                                     \
+			const uint64_t number = sfr__low + (sfr__high - sfr__low) / 2;             \
+			if (is_before)                                                             \
+				sfr__low = number + 1;                                             \
+			else                                                                       \
+				sfr__high = number;                                                \
+		}                                                                                  \
+		sfr__low;                                                                          \
+	})
+
 /* The struct of which *ptr is this member. */
 #define sfr__container(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
@@ -42,8 +57,11 @@ int sfr__cond_init(pthread_cond_t *cond);
 /* Waits on `cond` until woken or `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN, at once and
  * with the mutex held throughout where that moment has passed. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* now + slice, SFR_FOREVER kept. */
+/* now + slice, SFR_FOREVER kept; and back: 0 once that moment has passed. */
 uint64_t sfr__deadline(uint64_t slice_ns);
+uint64_t sfr__time_left(uint64_t deadline_ns);
+/* Writes all of it, short writes and EINTR gone on with; `done` bytes are written. 0 or -errno. */
+int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
 enum sfr__thread_kind {
 	SFR__BACKGROUND, /* at nice 10; the others have the caller's priority */
 	SFR__AWAITED,    /* its maker does nothing but wait for it */

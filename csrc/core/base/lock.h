@@ -88,4 +88,13 @@ static inline void sfr__unlock(struct sfr__mutex *mutex)
 	(void)pthread_mutex_unlock(&mutex->mu);
 }
 
+/* What an expression is while the mutex is held. */
+#define sfr__under(mutex, expression)                                                              \
+	__extension__({                                                                            \
+		sfr__lock(mutex);                                                                  \
+		__auto_type sfr__value = (expression);                                             \
+		sfr__unlock(mutex);                                                                \
+		sfr__value;                                                                        \
+	})
+
 #endif

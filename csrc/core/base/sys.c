@@ -145,6 +145,34 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
 }
 
+uint64_t sfr__time_left(uint64_t deadline_ns)
+{
+	uint64_t now;
+
+	if (deadline_ns == SFR_FOREVER)
+		return SFR_FOREVER;
+	now = sfr__now_ns();
+	return deadline_ns > now ? deadline_ns - now : 0;
+}
+
+int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done)
+{
+	int stalled = 0; /* calls in a row without progress */
+
+	for (*done = 0; *done < len;) {
+		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
+		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+
+		if (put == 0 || (put < 0 && code != -EINTR))
+			return code;
+		stalled = put < 0 ? stalled + 1 : 0;
+		if (stalled == SFR__EINTR_TRIES)
+			return code;
+		*done += put > 0 ? (size_t)put : 0;
+	}
+	return 0;
+}
+
 int sfr__cond_init(pthread_cond_t *cond)
 {
 	pthread_condattr_t attr;

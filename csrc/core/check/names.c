@@ -102,16 +102,8 @@ bool sfr__names_find(const struct sfr__names *names, const char *name, size_t le
 		     uint64_t *place)
 {
 	const uint64_t hash = hash_name((const unsigned char *)name, len);
-	uint64_t from = *it, to = names->nr;
+	uint64_t from = sfr__lower_bound(i, *it, names->nr, names->v[i].hash < hash);
 
-	while (from < to) {
-		uint64_t middle = from + (to - from) / 2;
-
-		if (names->v[middle].hash < hash)
-			from = middle + 1;
-		else
-			to = middle;
-	}
 	if (from == names->nr || names->v[from].hash != hash)
 		return false;
 	*place = names->v[from].place;

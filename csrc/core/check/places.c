@@ -69,17 +69,9 @@ int sfr__places_add(struct sfr__places *p, const struct sfr__unzip_record *rec, 
 
 uint64_t sfr__places_at(const struct sfr__places *p, uint64_t central)
 {
-	uint64_t from = 0, to = p->nr;
+	uint64_t at = sfr__lower_bound(i, 0, p->nr, p->v[i].central < central);
 
-	while (from < to) {
-		uint64_t middle = from + (to - from) / 2;
-
-		if (p->v[middle].central < central)
-			from = middle + 1;
-		else
-			to = middle;
-	}
-	return from < p->nr && p->v[from].central == central ? from : p->nr;
+	return at < p->nr && p->v[at].central == central ? at : p->nr;
 }
 
 void sfr__places_fini(struct sfr__places *p)

@@ -58,12 +58,7 @@ char *sfr__log_key(const char *key)
 
 uint64_t sfr__log_close_seq(void)
 {
-	uint64_t seq;
-
-	sfr__lock(&sfr__log.mu);
-	seq = sfr__log.close_seq;
-	sfr__unlock(&sfr__log.mu);
-	return seq;
+	return sfr__under(&sfr__log.mu, sfr__log.close_seq);
 }
 
 int sfr_log_exists(const char *key)
@@ -102,12 +97,7 @@ int sfr_log_drain(uint64_t *seq, uint64_t slice_ns)
 
 uint64_t sfr_log_pending(void)
 {
-	uint64_t nr;
-
-	sfr__lock(&sfr__log.mu);
-	nr = sfr__log.nr_pending;
-	sfr__unlock(&sfr__log.mu);
-	return nr;
+	return sfr__under(&sfr__log.mu, sfr__log.nr_pending);
 }
 
 void sfr_log_tune(uint64_t patience_ns)

@@ -57,12 +57,7 @@ void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len)
 
 static bool is_still(struct sfr__cuda_lane *lane, const bool *none)
 {
-	bool yes;
-
-	sfr__lock(&lane->mu);
-	yes = !*none;
-	sfr__unlock(&lane->mu);
-	return yes;
+	return sfr__under(&lane->mu, !*none);
 }
 
 /* ---- spans -------------------------------------------------------------------- */
@@ -144,6 +139,11 @@ void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *
 
 /* ---- rows ----------------------------------------------------------------------- */
 
+static bool can_batch_rows(const struct sfr__cuda *cu, size_t nr)
+{
+	return cu->batch_3d && nr > 1;
+}
+
 static CUresult copy_rows_batch(const struct sfr__cuda *cu, CUstream stream,
 				const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch)
 {
@@ -180,7 +180,7 @@ CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 {
 	CUresult rc = CUDA_SUCCESS;
 
-	if (batched && cu->batch_3d && nr > 1)
+	if (batched && can_batch_rows(cu, nr))
 		return copy_rows_batch(cu, stream, rows, nr, dst_pitch);
 	for (size_t i = 0; i < nr && rc == CUDA_SUCCESS; i++) {
 		const CUDA_MEMCPY2D copy = { .srcMemoryType = CU_MEMORYTYPE_DEVICE,
@@ -200,11 +200,15 @@ CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
 			 size_t dst_pitch, bool pinned, struct sfr_err *err)
 {
-	bool batched = pinned && is_still(lane, &lane->no_row_batches);
+	bool batched =
+		pinned && can_batch_rows(lane->cu, nr) && is_still(lane, &lane->no_row_batches);
 	CUresult rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, batched);
 
-	if (batched && is_refusal(lane, rc, &lane->no_row_batches))
+	if (batched && is_refusal(lane, rc, &lane->no_row_batches)) {
+		batched = false;
 		rc = sfr__cuda_rows_queue(lane->cu, lane->stream, rows, nr, dst_pitch, false);
+	}
 	if (rc != CUDA_SUCCESS)
-		(void)sfr__cuda_failed(lane, "cuMemcpy2DAsync", rc, err);
+		(void)sfr__cuda_failed(lane, batched ? "cuMemcpy3DBatchAsync" : "cuMemcpy2DAsync",
+				       rc, err);
 }

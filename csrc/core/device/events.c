@@ -25,12 +25,7 @@ void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc)
 
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane)
 {
-	bool dead;
-
-	sfr__lock(&lane->mu);
-	dead = lane->dead;
-	sfr__unlock(&lane->mu);
-	return dead;
+	return sfr__under(&lane->mu, lane->dead);
 }
 
 bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)

@@ -58,12 +58,7 @@ static struct {
 
 static bool is_closed(struct eye *eye)
 {
-	bool closed;
-
-	sfr__lock(&eyes.mu);
-	closed = eye->closed;
-	sfr__unlock(&eyes.mu);
-	return closed;
+	return sfr__under(&eyes.mu, eye->closed);
 }
 
 static void close_eye(struct eye *eye, const char *call, CUresult rc)

@@ -140,12 +140,7 @@ void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq)
 
 bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq)
 {
-	bool yes;
-
-	sfr__lock(&lane->mu);
-	yes = seq <= lane->rush_seq;
-	sfr__unlock(&lane->mu);
-	return yes;
+	return sfr__under(&lane->mu, seq <= lane->rush_seq);
 }
 
 void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq)

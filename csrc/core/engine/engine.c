@@ -181,7 +181,7 @@ static bool is_used_locked(const struct sfr_engine *engine)
 
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 {
-	uint64_t deadline = sfr__deadline(slice_ns), now;
+	uint64_t deadline = sfr__deadline(slice_ns);
 	bool stop;
 	int rc = 0;
 
@@ -199,11 +199,8 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 	sfr__unlock(&engine->mu);
 	if (rc < 0)
 		return rc;
-	now = sfr__now_ns();
 	if (engine->close_seq) {
-		rc = sfr_log_drain(&engine->close_seq, deadline == SFR_FOREVER ? SFR_FOREVER :
-						       deadline > now          ? deadline - now :
-										 0);
+		rc = sfr_log_drain(&engine->close_seq, sfr__time_left(deadline));
 		if (rc < 0)
 			return rc;
 	}

@@ -8,6 +8,16 @@
 #include "sfr/place.h"
 #include "base/base.h"
 
+/* ---- dir.c ---- */
+
+/* "dir/name", malloc'ed, or NULL. */
+char *sfr__path_join(const char *dir, const char *name);
+/* Calls `each` with the names in a directory, but for "." and "..", until it answers other than 0. That
+ * answer, 0, or -errno of the directory. */
+int sfr__dir_each(const char *dir, int (*each)(void *arg, const char *name), void *arg);
+/* Syncs the entries of a directory: 0, also where its file system has no such thing, or -errno. */
+int sfr__dir_sync(const char *dir);
+
 /* ---- tmp.c ---- */
 
 #define SFR__TMP_NAME_LEN 128 /* more than the longest name we make */
@@ -19,8 +29,6 @@ struct sfr__tmp {
 	char name[SFR__TMP_NAME_LEN];
 };
 
-/* "dir/name", malloc'ed, or NULL. */
-char *sfr__path_join(const char *dir, const char *name);
 /* Makes and locks a new temporary in the open directory `dir`: 0 and *fd_out, and `tmp` is in the
  * list of live ones until sfr__tmp_forget. `err` gets phase and code, which are returned. */
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err);
@@ -96,7 +104,5 @@ void sfr__file_fini(struct sfr__file *f);
  * returned. Else not synced: remove.c says why. Where `heard_ns` is
  * given, it gets the time after each name: a large tree takes long and answers all the time. */
 int sfr__file_remove(const char *path, _Atomic uint64_t *heard_ns, struct sfr_err *err);
-/* Syncs the entries of a directory: 0, also where its file system has no such thing, or -errno. */
-int sfr__file_sync_dir(const char *path);
 
 #endif

@@ -86,32 +86,33 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	}
 }
 
+/* A directory that is gone through. */
+struct visit {
+	struct walk *walk;
+	const char *dir;
+	bool is_one; /* a checkpoint of DCP */
+};
+
+static int remove_name(void *arg, const char *name)
+{
+	const struct visit *visit = arg;
+	char *path = sfr__path_join(visit->dir, name);
+
+	if (!path)
+		return -ENOMEM;
+	remove_one(visit->walk, path, name);
+	sfr_sys.free(path);
+	return 0;
+}
+
 /* Removes what is in a directory; subdirectories go on the list. */
 static void scan(struct walk *w, const char *dir)
 {
-	DIR *stream = sfr_sys.opendir(dir);
-	struct dirent *entry;
+	struct visit visit = { .walk = w, .dir = dir };
+	int rc = sfr__dir_each(dir, remove_name, &visit);
 
-	if (!stream) {
-		if (errno != ENOENT)
-			failed(w, -errno);
-		return;
-	}
-	while ((entry = sfr_sys.readdir(stream))) {
-		const char *name = entry->d_name;
-		char *path;
-
-		if (strcmp(name, ".") == 0 || strcmp(name, "..") == 0)
-			continue;
-		path = sfr__path_join(dir, name);
-		if (!path) {
-			failed(w, -ENOMEM);
-			break;
-		}
-		remove_one(w, path, name);
-		sfr_sys.free(path);
-	}
-	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+	if (rc < 0 && rc != -ENOENT)
+		failed(w, rc);
 }
 
 /* ---- checkpoints of DCP ---- */
@@ -146,41 +147,25 @@ static int unlink_in(const char *dir, const char *name)
 	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is none */
 }
 
-int sfr__file_sync_dir(const char *dir)
+static int retract_name(void *arg, const char *name)
 {
-	int fd = sfr__fd_open(dir, O_RDONLY | O_DIRECTORY, 0), rc;
+	struct visit *visit = arg;
 
-	if (fd < 0)
-		return fd;
-	rc = sfr_sys.fsync(fd) < 0 ? -errno : 0;
-	(void)sfr__fd_close(fd); /* nothing was written */
-	return rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS ? 0 : rc;
+	/* Also where its metadata went before, but perhaps not on the disk. */
+	visit->is_one = visit->is_one || is_metadata(name) || is_data(name);
+	return is_metadata(name) ? unlink_in(visit->dir, name) : 0;
 }
 
 /* Has a directory be no checkpoint any more. False: nothing else of it may go. */
 static bool retract(struct walk *w, const char *dir)
 {
-	DIR *stream = sfr_sys.opendir(dir);
-	struct dirent *entry;
-	bool is_one = false;
-	int rc = stream || errno == ENOENT ? 0 : -errno;
+	struct visit visit = { .walk = w, .dir = dir };
+	int rc = sfr__dir_each(dir, retract_name, &visit);
 
-	while (stream && rc == 0) {
-		errno = 0;
-		entry = sfr_sys.readdir(stream);
-		rc = -errno;
-		if (!entry)
-			break;
-		rc = 0;
-		/* Also where its metadata went before, but perhaps not on the disk. */
-		is_one = is_one || is_metadata(entry->d_name) || is_data(entry->d_name);
-		if (is_metadata(entry->d_name))
-			rc = unlink_in(dir, entry->d_name);
-	}
-	if (stream)
-		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
-	if (rc == 0 && is_one)
-		rc = sfr__file_sync_dir(dir);
+	if (rc == -ENOENT)
+		rc = 0; /* it is gone, by somebody else */
+	if (rc == 0 && visit.is_one)
+		rc = sfr__dir_sync(dir);
 	if (rc < 0)
 		failed(w, rc);
 	return rc == 0;

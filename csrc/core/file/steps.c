@@ -18,37 +18,14 @@
 /* ---- steps ---- */
 
 /* 0 or -errno. */
-static int put_all(int fd, const char *bytes, size_t len)
-{
-	off_t off = 0;
-	int stalled = 0; /* calls in a row without progress */
-
-	while (len) {
-		ssize_t put = sfr_sys.pwrite(fd, bytes, len, off);
-		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
-
-		if (put == 0 || (put < 0 && code != -EINTR))
-			return code;
-		stalled = put < 0 ? stalled + 1 : 0;
-		if (stalled == SFR__EINTR_TRIES)
-			return code;
-		if (put > 0) {
-			bytes += put;
-			off += put;
-			len -= (size_t)put;
-		}
-	}
-	return 0;
-}
-
-/* 0 or -errno. */
 static int write_file(const struct sfr_step *step)
 {
 	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
+	size_t done;
 
 	if (fd < 0)
 		return fd;
-	rc = put_all(fd, step->bytes, step->len);
+	rc = sfr__write_all(fd, step->bytes, step->len, 0, &done);
 	if (rc == 0 && step->kind == SFR_STEP_WRITE_SYNCED && sfr_sys.fsync(fd) < 0)
 		rc = -errno;
 	/* Without a sync, a network file system may tell of a full disk no earlier. */
@@ -63,7 +40,7 @@ static int take(const struct sfr_step *step)
 	case SFR_STEP_WRITE_SYNCED:
 		return write_file(step);
 	case SFR_STEP_SYNC:
-		return sfr__file_sync_dir(step->path);
+		return sfr__dir_sync(step->path);
 	case SFR_STEP_RENAME:
 		return sfr_sys.rename(AT_FDCWD, step->path, step->bytes) < 0 ? -errno : 0;
 	case SFR_STEP_UNLINK:
@@ -91,8 +68,9 @@ struct text {
 };
 
 /* 0 or -ENOMEM. */
-static int add(struct text *text, const char *name)
+static int add_name(void *arg, const char *name)
 {
+	struct text *text = arg;
 	size_t len = strlen(name) + 1;
 
 	if (text->room - text->len < len) {
@@ -111,23 +89,9 @@ static int add(struct text *text, const char *name)
 
 int sfr_names(const char *path, char **names, size_t *len)
 {
-	DIR *stream = sfr_sys.opendir(path);
-	struct dirent *entry;
 	struct text text = { 0 };
-	int rc = stream ? 0 : -errno;
+	int rc = sfr__dir_each(path, add_name, &text);
 
-	while (rc == 0) {
-		errno = 0;
-		entry = sfr_sys.readdir(stream);
-		rc = -errno;
-		if (!entry)
-			break;
-		rc = 0;
-		if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-			rc = add(&text, entry->d_name);
-	}
-	if (stream)
-		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
 	if (rc < 0)
 		sfr_sys.free(text.bytes);
 	*names = rc < 0 ? NULL : text.bytes;

@@ -72,19 +72,6 @@ static void forget(void)
 }
 SFR__AT_FORK(forget)
 
-char *sfr__path_join(const char *dir, const char *name)
-{
-	size_t dir_len = strlen(dir), name_len = strlen(name);
-	char *path = sfr_sys.malloc(dir_len + 1 + name_len + 1);
-
-	if (!path)
-		return NULL;
-	memcpy(path, dir, dir_len);
-	path[dir_len] = '/';
-	memcpy(path + dir_len + 1, name, name_len + 1);
-	return path;
-}
-
 /* ---- names ---- */
 
 /* Reads the boot id into `boot`, without dashes. False where there is none. */
@@ -311,12 +298,19 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 
 /* ---- clearing away ---- */
 
-static void clean_one(int dir, const char *name, const char *path, const struct parsed *parsed,
-		      const char *boot)
+/* A directory of which dead temporaries are cleared. */
+struct cleaning {
+	const char *path;
+	int dir; /* it is open here */
+	char boot[BOOT_LEN + 1];
+};
+
+static void clean_one(const struct cleaning *cleaning, const char *name, const char *path,
+		      const struct parsed *parsed)
 {
 	int fd, code;
 
-	if (strcmp(parsed->boot, boot) != 0) {
+	if (strcmp(parsed->boot, cleaning->boot) != 0) {
 		if (first_time(path))
 			sfr__notice_text("%s is a temporary of another machine or of an earlier "
 					 "start of this one: remove it if no save there writes it",
@@ -325,38 +319,36 @@ static void clean_one(int dir, const char *name, const char *path, const struct 
 	}
 	if (is_ours(parsed))
 		return;
-	if (look(dir, name, &fd, &code) == UNKNOWN)
+	if (look(cleaning->dir, name, &fd, &code) == UNKNOWN)
 		name_unknown(path, code);
 	if (fd < 0)
 		return;
-	(void)sfr_sys.unlink(dir, name); /* if it fails, the next save tries again */
-	(void)sfr__fd_close(fd);         /* nothing was written to it */
+	(void)sfr_sys.unlink(cleaning->dir, name); /* if it fails, the next save tries again */
+	(void)sfr__fd_close(fd);                   /* nothing was written to it */
+}
+
+static int clean_name(void *arg, const char *name)
+{
+	const struct cleaning *cleaning = arg;
+	struct parsed parsed;
+	char *path;
+
+	if (!parse(name, &parsed))
+		return 0;
+	path = sfr__path_join(cleaning->path, name);
+	if (!path)
+		return -ENOMEM;
+	clean_one(cleaning, name, path, &parsed);
+	sfr_sys.free(path);
+	return 0;
 }
 
 void sfr__tmp_clean(int dir, const char *dir_path)
 {
-	char boot[BOOT_LEN + 1];
-	struct dirent *entry;
-	struct parsed parsed;
-	DIR *stream;
+	struct cleaning cleaning = { .path = dir_path, .dir = dir };
 
-	if (!get_boot(boot))
-		return;
-	stream = sfr_sys.opendir(dir_path);
-	if (!stream)
-		return; /* it may be writable and not readable */
-	while ((entry = sfr_sys.readdir(stream))) {
-		char *path;
-
-		if (!parse(entry->d_name, &parsed))
-			continue;
-		path = sfr__path_join(dir_path, entry->d_name);
-		if (!path)
-			break;
-		clean_one(dir, entry->d_name, path, &parsed, boot);
-		sfr_sys.free(path);
-	}
-	(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+	if (get_boot(cleaning.boot))
+		(void)sfr__dir_each(dir_path, clean_name, &cleaning); /* or the next save does */
 }
 
 /* ---- making one ---- */

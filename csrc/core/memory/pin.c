@@ -51,22 +51,12 @@ void sfr__pin_init(struct sfr__pin *pin)
 
 bool sfr__pin_is_on(struct sfr__pin *pin)
 {
-	bool on;
-
-	sfr__lock(&pin->mu);
-	on = pin->cu != NULL;
-	sfr__unlock(&pin->mu);
-	return on;
+	return sfr__under(&pin->mu, pin->cu != NULL);
 }
 
 int sfr__pin_node(struct sfr__pin *pin)
 {
-	int node;
-
-	sfr__lock(&pin->mu);
-	node = pin->cu ? pin->node : -1;
-	sfr__unlock(&pin->mu);
-	return node;
+	return sfr__under(&pin->mu, pin->cu ? pin->node : -1);
 }
 
 int sfr__pin_on(struct sfr__pin *pin, const struct sfr__cuda *cu, uint32_t device, char *why,

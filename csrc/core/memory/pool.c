@@ -299,10 +299,5 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 uint64_t sfr__pool_moves(struct sfr__pool *pool, enum sfr__block_state from,
 			 enum sfr__block_state to)
 {
-	uint64_t nr;
-
-	sfr__lock(&pool->mu);
-	nr = pool->moves[from][to];
-	sfr__unlock(&pool->mu);
-	return nr;
+	return sfr__under(&pool->mu, pool->moves[from][to]);
 }

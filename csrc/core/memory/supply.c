@@ -66,12 +66,7 @@ bool sfr__pool_lacks_locked(const struct sfr__pool *pool)
 
 bool sfr__pool_lacks(struct sfr__pool *pool)
 {
-	bool lacks;
-
-	sfr__lock(&pool->mu);
-	lacks = sfr__pool_lacks_locked(pool);
-	sfr__unlock(&pool->mu);
-	return lacks;
+	return sfr__under(&pool->mu, sfr__pool_lacks_locked(pool));
 }
 
 static void want_locked(struct sfr__pool *pool, uint32_t nr)
@@ -251,7 +246,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 {
 	struct sfr__maker maker = { pool->makers, block, block, idle };
 	const size_t had = block->committed;
-	struct sfr__near near;
+	struct sfr__numa near;
 	bool made = true;
 	int rc;
 
@@ -259,7 +254,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	pool->nr_filling++;
 	block->want = pool->block_bytes;
 	sfr__unlock(&pool->mu);
-	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
+	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
 	/* Once for the whole block: it excludes all who make memory in this process. */
 	rc = sfr__memory_open(sfr__pool_home(pool, block) + had, pool->block_bytes - had);
 	sfr__lock(&pool->mu);
@@ -274,7 +269,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	}
 	unlink_locked(pool, &maker);
 	sfr__unlock(&pool->mu);
-	sfr__near_end(&near);
+	sfr__numa_end(&near);
 	sfr__lock(&pool->mu);
 	return made;
 }
@@ -308,12 +303,8 @@ void sfr__pool_keep_pace(struct sfr__pool *pool, uint32_t nr_left, uint32_t nr_w
 			 bool (*go_on)(void *arg), void *arg)
 {
 	struct sfr__block *block;
-	bool behind;
 
-	sfr__lock(&pool->mu);
-	behind = pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted;
-	sfr__unlock(&pool->mu);
-	if (behind)
+	if (sfr__under(&pool->mu, pool->nr_full + pool->nr_filling + nr_left < pool->nr_wanted))
 		(void)supply(pool, false, go_on, arg);
 	if (nr_left != 0)
 		return;

@@ -259,17 +259,8 @@ uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index)
 {
 	/* The descriptor's first byte is in the last piece that is looked at for the record. */
 	const uint64_t to = sfr__round_up(sfr__restore_data_end(r, index) + 1, SFR__RESTORE_PIECE);
-	uint64_t from = index + 1, end = r->nr;
 
-	while (from < end) {
-		uint64_t middle = from + (end - from) / 2;
-
-		if (r->places[middle].hdr_off < to)
-			from = middle + 1;
-		else
-			end = middle;
-	}
-	return from;
+	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
 }
 
 int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
@@ -323,12 +314,7 @@ const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *
 
 uint64_t sfr_restore_done(struct sfr_restore *r)
 {
-	uint64_t done;
-
-	sfr__lock(&r->mu);
-	done = r->done;
-	sfr__unlock(&r->mu);
-	return done;
+	return sfr__under(&r->mu, r->done);
 }
 
 static void end_threads(struct sfr_restore *r)

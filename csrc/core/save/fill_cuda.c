@@ -66,15 +66,11 @@ static void send(struct sfr__cuda_fill *fill, bool with_event)
 /* Blocks of which nothing was given to the device, which is dead: no copy can be running. */
 static void give_back(struct sfr__cuda_fill *fill)
 {
-	struct sfr_engine *engine = fill->part->ticket->engine;
 	struct sfr__block *block = fill->piece->blocks, *next;
 
 	for (; block; block = next) {
 		next = block->next;
-		sfr__lock(&engine->mu);
-		fill->part->ticket->flight.blocks_held--;
-		sfr__unlock(&engine->mu);
-		sfr__pool_put(engine->pool, block);
+		sfr__ticket_put_block(fill->part->ticket, block);
 	}
 	sfr__cuda_piece_put(fill->part->lane, fill->piece);
 }
@@ -164,10 +160,7 @@ void sfr__cuda_fill_block(struct sfr__cuda_fill *fill, uint32_t blk, struct sfr_
 
 	if (!add_to_piece(fill, blk, block)) {
 		sfr__err_set(&fill->err, -ENOMEM, SFR_PHASE_STAGE, NULL);
-		sfr__lock(&t->engine->mu);
-		t->flight.blocks_held--;
-		sfr__unlock(&t->engine->mu);
-		sfr__pool_put(t->engine->pool, block);
+		sfr__ticket_put_block(t, block);
 		return;
 	}
 	sfr__seg_iter_init(&it, &t->img, fill->run, blk);

@@ -12,26 +12,24 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 {
 	struct sfr_engine *engine = t->engine;
 	uint64_t deadline = sfr__deadline(slice_ns);
-	bool on_host = false, over;
+	bool on_host = false, failing;
 	int rc;
 
 	if (sfr__ticket_foreign(t))
 		return SFR_EFORK;
 	if (t->nr_parts == 0)
 		return sfr_save_wait(t, SFR_WAIT_COPIED, slice_ns);
-	sfr__lock(&engine->mu);
-	over = sfr__ticket_is_open_locked(t) && (t->copied || sfr__ticket_failing_locked(t));
-	sfr__unlock(&engine->mu);
-	if (over)
+	if (sfr__under(&engine->mu, sfr__ticket_is_open_locked(t) &&
+					    (t->copied || sfr__ticket_failing_locked(t))))
 		return 0; /* copied, or discarded */
 	for (uint32_t i = 0; i < t->nr_parts; i++)
 		if (t->parts[i].lane)
 			sfr__cuda_rush(t->parts[i].lane, t->seq);
 	sfr__lock(&engine->mu);
 	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
-	over = sfr__ticket_failing_locked(t);
+	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
-	if (rc < 0 || over)
+	if (rc < 0 || failing)
 		return rc;
 	for (uint32_t i = 0; i < t->nr_parts; i++) {
 		struct sfr__cuda_part *part = &t->parts[i];

@@ -61,8 +61,7 @@ static int get_buffer(struct sfr_ticket *t, struct sfr__job *job, size_t len)
 	if (sfr__pool_get(engine->pool, t->seq, len, 0, &job->block) == 0) {
 		job->mem = job->block->mem;
 		sfr__lock(&engine->mu);
-		if (++t->flight.blocks_held > t->peak_blocks)
-			t->peak_blocks = t->flight.blocks_held;
+		sfr__ticket_take_block_locked(t);
 		sfr__unlock(&engine->mu);
 		return 0;
 	}
@@ -118,9 +117,8 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 	return 0;
 }
 
-void sfr__in_place_release(struct sfr_ticket *t, struct sfr__job *job)
+void sfr__in_place_release(struct sfr__job *job)
 {
-	(void)t;
 	if (job->own_len != 0)
 		(void)sfr_sys.munmap(job->mem, job->own_len); /* cannot fail for one of our own */
 	job->own_len = 0;

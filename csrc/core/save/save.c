@@ -76,29 +76,22 @@ static int ticket_aim(struct sfr_ticket *t, const struct sfr_save_desc *desc)
 	return sfr__file_init(&t->file, dir, name, t->img.len, (t->flags & SFR_SAVE_DURABLE) != 0);
 }
 
-int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
-		 struct sfr_ticket **out)
+/* The image of what is described, or (not NULL) of parts, and what goes with it. */
+static int ticket_lay_out(struct sfr_ticket *t, const struct sfr_save_desc *desc,
+			  struct sfr_parts *parts)
 {
-	struct sfr_ticket *t;
 	int rc;
 
-	*out = NULL;
-	rc = ticket_new(engine, desc, &t);
-	if (rc < 0)
-		return rc;
-	rc = sfr__image_init(&t->img, desc, engine->opts.block_bytes);
+	t->in_place = parts != NULL;
+	if (parts != NULL)
+		return sfr__image_init_parts(&t->img, parts, sfr__in_place_block_bytes(t->engine));
+	rc = sfr__image_init(&t->img, desc, t->engine->opts.block_bytes);
 	if (rc == 0)
 		rc = sfr__cuda_parts_new(t);
 	if (rc == 0 && (desc->flags & SFR_SAVE_CHECK_BYTES)) {
 		t->sums = sfr_sys.calloc((size_t)t->img.nr_entries * 2, sizeof(*t->sums));
 		rc = t->sums ? 0 : -ENOMEM;
 	}
-	if (rc == 0)
-		rc = ticket_aim(t, desc);
-	if (rc < 0)
-		sfr__ticket_free(t);
-	else
-		*out = t;
 	return rc;
 }
 
@@ -112,8 +105,7 @@ int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *de
 	rc = ticket_new(engine, desc, &t);
 	if (rc < 0)
 		return rc;
-	t->in_place = true;
-	rc = sfr__image_init_parts(&t->img, parts, sfr__in_place_block_bytes(engine));
+	rc = ticket_lay_out(t, desc, parts);
 	if (rc == 0)
 		rc = ticket_aim(t, desc);
 	if (rc < 0)
@@ -121,6 +113,12 @@ int sfr_save_new_parts(struct sfr_engine *engine, const struct sfr_save_desc *de
 	else
 		*out = t;
 	return rc;
+}
+
+int sfr_save_new(struct sfr_engine *engine, const struct sfr_save_desc *desc,
+		 struct sfr_ticket **out)
+{
+	return sfr_save_new_parts(engine, desc, NULL, out);
 }
 
 /* Blocks of the image that need all their memory: all but the shorter last ones of runs. A device
@@ -225,8 +223,7 @@ static int stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint64_t
 	if (err.code)
 		sfr__ticket_fail_locked(t, &err);
 	if (rc == 0) {
-		if (++t->flight.blocks_held > t->peak_blocks)
-			t->peak_blocks = t->flight.blocks_held;
+		sfr__ticket_take_block_locked(t);
 		sfr__push_block_locked(t, run, t->capture_blk++, block, false);
 	}
 	sfr__unlock(&engine->mu);
@@ -255,12 +252,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 	if (rc < 0)
 		return rc; /* as below */
 	while (!t->in_place && t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
-		uint64_t now = sfr__now_ns();
-		uint64_t slice = deadline == SFR_FOREVER ? SFR_FOREVER :
-				 deadline > now          ? deadline - now :
-							   0;
-
-		rc = stage_next(t, run, slice);
+		rc = stage_next(t, run, sfr__time_left(deadline));
 		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
 			return rc;
 	}
@@ -268,9 +260,7 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
 			sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-			sfr__lock(&t->engine->mu);
-			sfr__ticket_fail_locked(t, &err);
-			sfr__unlock(&t->engine->mu);
+			sfr__ticket_fail(t, &err);
 		}
 	}
 	if (!t->capture_done)

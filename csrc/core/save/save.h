@@ -169,6 +169,15 @@ static inline bool sfr__ticket_foreign(const struct sfr_ticket *t)
 	return t->fork_generation != sfr_fork_generation();
 }
 
+/* A block was leased for the save. */
+static inline void sfr__ticket_take_block_locked(struct sfr_ticket *t)
+{
+	if (++t->flight.blocks_held > t->peak_blocks)
+		t->peak_blocks = t->flight.blocks_held;
+}
+/* Gives one back that nothing was made of. */
+void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
+
 /* The job of one block of a run. */
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk);
 
@@ -188,7 +197,7 @@ void sfr__in_place_next_locked(struct sfr_ticket *t);
  * `err` says why. */
 int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr_err *err);
 /* Gives that memory back, whatever became of the block. */
-void sfr__in_place_release(struct sfr_ticket *t, struct sfr__job *job);
+void sfr__in_place_release(struct sfr__job *job);
 
 /* ---- stage.c ---- */
 /* Fills one block of a run from its sources, in the call. */

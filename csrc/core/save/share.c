@@ -145,8 +145,7 @@ static void fetch_locked(struct sfr_ticket *t)
 	sfr__lock(&engine->mu);
 	t->fetching = false;
 	if (rc == 0) {
-		if (++t->flight.blocks_held > t->peak_blocks)
-			t->peak_blocks = t->flight.blocks_held;
+		sfr__ticket_take_block_locked(t);
 		*job = (struct sfr__job){ .ticket = t,
 					  .block = block,
 					  .run = t->deferred,

@@ -83,20 +83,12 @@ int sfr__take_samples(struct sfr_ticket *t)
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
 			 uint64_t off, const char *staged, size_t len)
 {
-	uint32_t low = 0, high = samples->nr;
+	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
 
-	/* The first sample that ends behind the beginning of the piece. */
-	while (low < high) {
-		uint32_t mid = low + (high - low) / 2;
-		const struct sfr__sample *s = &samples->items[mid];
-
-		if (s->entry < i || (s->entry == i && s->off + s->len <= off))
-			low = mid + 1;
-		else
-			high = mid;
-	}
-	for (; low < samples->nr; low++) {
-		const struct sfr__sample *s = &samples->items[low];
+	/* The first one that ends behind the beginning of the piece. */
+	s += sfr__lower_bound(k, 0, samples->nr,
+			      s[k].entry < i || (s[k].entry == i && s[k].off + s[k].len <= off));
+	for (; s < end; s++) {
 		uint64_t from = s->off > off ? s->off : off;
 		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
 

@@ -141,8 +141,7 @@ static int lease(struct sfr__cuda_part *part, uint64_t slice_ns, struct sfr__blo
 	else if ((*block)->piece == NULL)
 		sfr__pool_pin_blocks(engine->pool, block, 1);
 	sfr__lock(&engine->mu);
-	if (++t->flight.blocks_held > t->peak_blocks)
-		t->peak_blocks = t->flight.blocks_held;
+	sfr__ticket_take_block_locked(t);
 	sfr__unlock(&engine->mu);
 	return 0;
 }
@@ -191,14 +190,8 @@ static int capture_blocks(struct sfr__cuda_part *part, uint64_t deadline)
 
 	sfr__cuda_fill_begin(&fill, part, part->captured);
 	while (part->capture_blk < part->captured->nr_blocks && rc == 0 &&
-	       !sfr__ticket_failing(part->ticket)) {
-		uint64_t now = sfr__now_ns();
-
-		rc = fill_next(&fill, &part->capture_blk,
-			       deadline == SFR_FOREVER ? SFR_FOREVER :
-			       deadline > now          ? deadline - now :
-							 0);
-	}
+	       !sfr__ticket_failing(part->ticket))
+		rc = fill_next(&fill, &part->capture_blk, sfr__time_left(deadline));
 	sfr__cuda_fill_end(&fill); /* tells the ticket of an error */
 	return rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED ? rc : 0;
 }

@@ -67,17 +67,10 @@ static bool ended(const struct sfr_ticket *t)
 /* Frees what only the work needed; the figures of the image stay. Nobody works any more. */
 static void free_tools(struct sfr_ticket *t)
 {
-	sfr_sys.free(t->img.entries);
-	sfr_sys.free(t->img.runs);
-	sfr_sys.free(t->img.glue);
-	sfr_sys.free(t->img.fields);
+	sfr__image_fini(&t->img);
 	sfr_sys.free(t->jobs);
 	sfr_sys.free(t->samples.items);
 	sfr_sys.free(t->sums);
-	t->img.entries = NULL;
-	t->img.runs = NULL;
-	t->img.glue = NULL;
-	t->img.fields = NULL;
 	t->jobs = NULL;
 	t->samples.items = NULL;
 	t->sums = NULL;
@@ -133,12 +126,16 @@ void sfr__ticket_fail(struct sfr_ticket *t, const struct sfr_err *err)
 
 bool sfr__ticket_failing(struct sfr_ticket *t)
 {
-	bool yes;
+	return sfr__under(&t->engine->mu, sfr__ticket_failing_locked(t));
+}
 
+void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block)
+{
+	/* Not counted any more before it can be leased again. */
 	sfr__lock(&t->engine->mu);
-	yes = sfr__ticket_failing_locked(t);
+	t->flight.blocks_held--;
 	sfr__unlock(&t->engine->mu);
-	return yes;
+	sfr__pool_put(t->engine->pool, block);
 }
 
 /* What is left of the save may wait in the log for work that waits for memory itself. */

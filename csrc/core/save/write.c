@@ -168,7 +168,7 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 		job->block = NULL;
 		sfr__pool_keep_pace(engine->pool, nr_left, t->nr_whole, is_wanted, t);
 	} else {
-		sfr__in_place_release(t, job);
+		sfr__in_place_release(job);
 	}
 }
 

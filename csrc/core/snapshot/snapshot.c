@@ -167,12 +167,7 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 static bool is_abandoned(struct sfr_snapshot *s)
 {
-	bool abandoned;
-
-	sfr__lock(&s->engine->mu);
-	abandoned = s->abandoned;
-	sfr__unlock(&s->engine->mu);
-	return abandoned;
+	return sfr__under(&s->engine->mu, s->abandoned);
 }
 
 /* The lane's copies make a CRC on their way, which nobody wants here and which costs nothing: they

@@ -27,25 +27,6 @@ enum {
 	END_BYTES = 256,
 };
 
-/* 0 or -errno; *done bytes have been written. */
-static int write_at(int fd, const char *bytes, size_t len, uint64_t off, size_t *done)
-{
-	int stalled = 0;
-
-	*done = 0;
-	while (*done < len) {
-		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-
-		if (put < 0 && errno != EINTR)
-			return -errno;
-		stalled = put > 0 ? 0 : stalled + 1;
-		if (stalled == SFR__EINTR_TRIES)
-			return -EIO;
-		*done += put > 0 ? (size_t)put : 0;
-	}
-	return 0;
-}
-
 static size_t put_end(const struct sfr__document *doc, char *text)
 {
 	return (size_t)snprintf(text, END_BYTES,
@@ -66,7 +47,7 @@ void sfr__document_flush(struct sfr__document *doc)
 	/* Room for the end is kept behind the text. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
-	rc = write_at(doc->fd, doc->text, all, doc->off, &done);
+	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
 	if (rc == 0) {
 		doc->off += doc->len;
 		doc->end_len = end_len;
@@ -82,7 +63,8 @@ void sfr__document_flush(struct sfr__document *doc)
 	while (doc->off + end_len < (doc->off + done > old_end ? doc->off + done : old_end) &&
 	       end_len < TEXT_BYTES)
 		doc->text[end_len++] = ' ';
-	(void)write_at(doc->fd, doc->text, end_len, doc->off, &done); /* the first error is kept */
+	(void)sfr__write_all(doc->fd, doc->text, end_len, doc->off,
+			     &done); /* the first error is kept */
 out:
 	doc->len = 0;
 	doc->nr_unwritten = 0;

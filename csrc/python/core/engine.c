@@ -60,45 +60,30 @@ static PyObject *engine_close(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:close", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_engine_close(get(object), w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_engine_close(get(object), w.slice_ns));
 	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
 
 static PyObject *engine_warm_up(PyObject *object, PyObject *number)
 {
 	uint64_t nbytes;
-	int rc;
 
 	if (sfr_py_u64(number, &nbytes) < 0)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_warm_up(get(object), nbytes);
-	Py_END_ALLOW_THREADS
-	return sfr_py_none(object, rc);
+	return sfr_py_none(object, sfr_py_unlocked(sfr_engine_warm_up(get(object), nbytes)));
 }
 
 static PyObject *engine_trim(PyObject *object, PyObject *unused)
 {
-	int rc;
-
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_trim(get(object));
-	Py_END_ALLOW_THREADS
-	return sfr_py_none(object, rc);
+	return sfr_py_none(object, sfr_py_unlocked(sfr_engine_trim(get(object))));
 }
 
 static PyObject *engine_stats(PyObject *object, PyObject *unused)
 {
 	struct sfr_stats stats;
-	int rc;
+	int rc = sfr_py_unlocked(sfr_engine_stats(get(object), &stats));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_stats(get(object), &stats);
-	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		return sfr_py_none(object, rc);
 	return Py_BuildValue("{sK sK sK sK sK sK sK sK}", "pool_bytes",
@@ -121,9 +106,8 @@ static PyObject *engine_use_device(PyObject *object, PyObject *number)
 	device = PyLong_AsLong(number);
 	if (device == -1 && PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_use_device(get(object), (uint32_t)device, why, sizeof(why));
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_engine_use_device(get(object), (uint32_t)device, why,
+						   sizeof(why)));
 	return rc < 0 && !why[0] ? sfr_py_none(object, rc) : PyUnicode_FromString(why);
 }
 
@@ -139,11 +123,8 @@ static PyObject *engine_has_pinned(PyObject *object, PyObject *number)
 static PyObject *engine_driver(PyObject *object, PyObject *unused)
 {
 	char text[1024];
-	int rc;
+	int rc = sfr_py_unlocked(sfr_engine_driver(get(object), text, sizeof(text)));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_engine_driver(get(object), text, sizeof(text));
-	Py_END_ALLOW_THREADS
 	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_text(text);
 }
 

@@ -74,9 +74,7 @@ static int fill_window(struct sfr_py_file *self)
 	int64_t got;
 
 	self->win_len = 0; /* whoever else reads meanwhile finds nothing in it */
-	Py_BEGIN_ALLOW_THREADS
-	got = sfr_fill(self->fd, self->win, want, at);
-	Py_END_ALLOW_THREADS
+	got = sfr_py_unlocked(sfr_fill(self->fd, self->win, want, at));
 	if (got < 0)
 		return raise_io(got);
 	self->win_off = at;
@@ -102,9 +100,7 @@ static int take(struct sfr_py_file *self, char *to, size_t len)
 	while (len) {
 		size_t some = len < SLICE ? len : SLICE;
 
-		Py_BEGIN_ALLOW_THREADS
-		got = sfr_fill(self->fd, to, some, self->at);
-		Py_END_ALLOW_THREADS
+		got = sfr_py_unlocked(sfr_fill(self->fd, to, some, self->at));
 		if (got < 0)
 			return raise_io(got);
 		if ((size_t)got < some)

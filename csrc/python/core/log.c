@@ -18,9 +18,7 @@ static PyObject *log_remove(PyObject *module, PyObject *key)
 
 	if (!path)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_log_remove(path, NULL);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_log_remove(path, NULL));
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
@@ -38,11 +36,8 @@ static PyObject *log_drain(PyObject *module, PyObject *timeout)
 	struct sfr_py_wait w = sfr_py_wait(timeout);
 	uint64_t seq = 0;
 
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_log_drain(&seq, w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_log_drain(&seq, w.slice_ns));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;
 	if (w.rc < 0 && w.rc != SFR_EAGAIN)
@@ -169,11 +164,8 @@ static PyObject *load_open(PyObject *object, PyObject *unused)
 	struct sfr_py_load *self = (struct sfr_py_load *)object;
 	struct sfr_py_wait w = sfr_py_wait(NULL);
 
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_log_load_wait(self->load, w.slice_ns, &self->fd);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_log_load_wait(self->load, w.slice_ns, &self->fd));
 	if (w.rc == SFR_PY_RAISED)
 		return NULL;
 	if (w.rc < 0)

@@ -12,9 +12,7 @@ static PyObject *look(PyObject *module, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "yp:look", &path, &follow_link))
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_look(path, follow_link, &place);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_look(path, follow_link, &place));
 	if (rc < 0)
 		Py_RETURN_NONE;
 	return Py_BuildValue("yyINK", place.parent, place.name, (unsigned int)place.mode,

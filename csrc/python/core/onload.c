@@ -80,14 +80,11 @@ static struct sfr_onload *get(PyObject *object)
 static PyObject *onload_order(PyObject *object, PyObject *handle)
 {
 	uint64_t stream;
-	int rc;
 
 	if (sfr_py_u64(handle, &stream) < 0)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_onload_order(get(object), stream);
-	Py_END_ALLOW_THREADS
-	return sfr_py_unless(object, rc, SFR_EAGAIN);
+	return sfr_py_unless(object, sfr_py_unlocked(sfr_onload_order(get(object), stream)),
+			     SFR_EAGAIN);
 }
 
 static PyObject *onload_wait(PyObject *object, PyObject *args)
@@ -100,11 +97,8 @@ static PyObject *onload_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_onload_wait(get(object), 0);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_onload_wait(get(object), w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_onload_wait(get(object), w.slice_ns));
 	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
 

@@ -69,9 +69,7 @@ static int run_check(PyObject *module, struct sfr_check *run, PyObject *progress
 	int rc;
 
 	for (;;) {
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_check_run(run, SLICE_NS);
-		Py_END_ALLOW_THREADS
+		rc = sfr_py_unlocked(sfr_check_run(run, SLICE_NS));
 		if (rc != SFR_EAGAIN)
 			break;
 		if (pause_check(run, progress) != 0)
@@ -167,9 +165,7 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 	if (data.len < CRC_ALONE) {
 		crc = sfr_crc32(value, data.buf, (size_t)data.len);
 	} else {
-		Py_BEGIN_ALLOW_THREADS
-		crc = sfr_crc32(value, data.buf, (size_t)data.len);
-		Py_END_ALLOW_THREADS
+		crc = sfr_py_unlocked(sfr_crc32(value, data.buf, (size_t)data.len));
 	}
 	PyBuffer_Release(&data);
 	return PyLong_FromUnsignedLong(crc);

@@ -19,11 +19,8 @@ PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check
 {
 	struct sfr_restore *restore;
 	struct sfr_py_restore *self;
-	int rc;
+	int rc = sfr_py_unlocked(sfr_restore_new(check, fd, flags, &restore));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_restore_new(check, fd, flags, &restore);
-	Py_END_ALLOW_THREADS
 	if (rc == -EOPNOTSUPP)
 		return Py_NewRef(Py_None);
 	if (rc == -ENOMEM)
@@ -133,9 +130,7 @@ static PyObject *restore_device(PyObject *object, PyObject *args)
 
 	if (restore == NULL || !PyArg_ParseTuple(args, "IK:device", &device, &stream))
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_restore_device(restore, device, stream, why, sizeof(why));
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_restore_device(restore, device, stream, why, sizeof(why)));
 	if (rc == 0)
 		Py_RETURN_NONE;
 	return PyUnicode_FromString(why[0] != '\0' ? why : sfr_code_message(rc));
@@ -162,9 +157,7 @@ static PyObject *restore_go(PyObject *object, PyObject *upto)
 
 	if (restore == NULL || PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_restore_go(restore, nr);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_restore_go(restore, nr));
 	if (rc == -ENOMEM)
 		return PyErr_NoMemory();
 	return rc < 0 ? sfr_py_raise_os(sfr_py_state_of(object), rc) : Py_NewRef(Py_None);
@@ -207,11 +200,8 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	if (restore == NULL || PyErr_Occurred() || !is_record(restore, index, 1))
 		return NULL;
 	w.rc = sfr_restore_wait(restore, index, 0);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_restore_wait(restore, index, w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_restore_wait(restore, index, w.slice_ns));
 	return w.rc == SFR_PY_RAISED ? NULL : PyBool_FromLong(w.rc == 0);
 }
 

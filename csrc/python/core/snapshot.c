@@ -63,11 +63,8 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	if (!PyArg_ParseTuple(args, "|O:lease", &timeout))
 		return NULL;
 	w = sfr_py_wait(timeout);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_snapshot_lease(s, w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_snapshot_lease(s, w.slice_ns));
 	if (w.rc == 0)
 		return sfr_py_memory(sfr_py_state_of(object), s);
 	if (w.rc == SFR_PY_RAISED)
@@ -162,23 +159,15 @@ static PyObject *snapshot_wait(PyObject *object, PyObject *args)
 	w = sfr_py_wait(timeout);
 	if (w.rc != SFR_PY_RAISED)
 		w.rc = sfr_snapshot_wait(s, 0, &torn);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_snapshot_wait(s, w.slice_ns, &torn);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_snapshot_wait(s, w.slice_ns, &torn));
 	copied = sfr_py_unless(object, w.rc, SFR_EAGAIN);
 	return copied ? Py_BuildValue("NL", copied, (long long)torn) : NULL;
 }
 
 static PyObject *snapshot_hold(PyObject *object, PyObject *unused)
 {
-	int rc;
-
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_hold(get(object));
-	Py_END_ALLOW_THREADS
-	return sfr_py_unless(object, rc, SFR_ESTATE);
+	return sfr_py_unless(object, sfr_py_unlocked(sfr_snapshot_hold(get(object))), SFR_ESTATE);
 }
 
 static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
@@ -191,12 +180,7 @@ static PyObject *snapshot_unhold(PyObject *object, PyObject *unused)
 
 static PyObject *snapshot_view(PyObject *object, PyObject *unused)
 {
-	int rc;
-
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_view(get(object));
-	Py_END_ALLOW_THREADS
-	return sfr_py_none(object, rc);
+	return sfr_py_none(object, sfr_py_unlocked(sfr_snapshot_view(get(object))));
 }
 
 static PyObject *snapshot_unview(PyObject *object, PyObject *unused)
@@ -214,9 +198,7 @@ static PyObject *snapshot_file(PyObject *object, PyObject *unused)
 	char *base;
 	int rc, fd;
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_file(s, &fd, &off);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_snapshot_file(s, &fd, &off));
 	if (rc < 0)
 		return sfr_py_none(object, rc == SFR_ESTATE ? 0 : rc);
 	sfr_snapshot_memory(s, &base, &len);
@@ -238,11 +220,8 @@ static PyObject *snapshot_will_return(PyObject *object, PyObject *truth)
 
 static PyObject *snapshot_leased(PyObject *object, PyObject *unused)
 {
-	int rc;
+	int rc = sfr_py_unlocked(sfr_snapshot_leased(get(object)));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_snapshot_leased(get(object));
-	Py_END_ALLOW_THREADS
 	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
 }
 

@@ -51,9 +51,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	for (Py_ssize_t i = 0; i < nr; i++)
 		if (read_step(PyTuple_GetItem(list, i), &steps[i]) < 0)
 			goto out;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_steps(steps, (size_t)nr, &nr_done);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_steps(steps, (size_t)nr, &nr_done));
 	result = Py_BuildValue("(ni)", (Py_ssize_t)nr_done, -rc);
 out:
 	PyMem_Free(steps);
@@ -73,9 +71,7 @@ static PyObject *names(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "y:names", &path))
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_names(path, &found, &len);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_names(path, &found, &len));
 	result = Py_BuildValue("(y#i)", found ? found : "", (Py_ssize_t)len, -rc);
 	sfr_names_free(found);
 	return result;

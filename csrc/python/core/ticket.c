@@ -142,11 +142,8 @@ static PyObject *ticket_submit(PyObject *object, PyObject *args)
 		s.nr_streams = sfr_py_streams(tuple, s.streams);
 	if (s.nr_streams < 0)
 		return NULL;
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = submit_on(&s, w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(submit_on(&s, w.slice_ns));
 	if (s.stage == CAPTURE && (w.rc == SFR_EEXHAUSTED || w.rc == SFR_PY_RAISED)) {
 		Py_BEGIN_ALLOW_THREADS
 		sfr_save_abandon(s.ticket);
@@ -173,11 +170,8 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
-	while (sfr_py_goes_on(&w)) {
-		Py_BEGIN_ALLOW_THREADS
-		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns);
-		Py_END_ALLOW_THREADS
-	}
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
 	if (w.rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
@@ -204,23 +198,17 @@ static PyObject *ticket_gate(PyObject *object, PyObject *tuple)
 static PyObject *ticket_confirm(PyObject *object, PyObject *index)
 {
 	long long torn = PyLong_AsLongLong(index);
-	int rc;
 
 	if (torn == -1 && PyErr_Occurred())
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_save_confirm(get(object), torn);
-	Py_END_ALLOW_THREADS
-	return sfr_py_unless(object, rc, SFR_ESTATE);
+	return sfr_py_unless(object, sfr_py_unlocked(sfr_save_confirm(get(object), torn)),
+			     SFR_ESTATE);
 }
 
 static PyObject *ticket_cancel(PyObject *object, PyObject *unused)
 {
-	int rc;
+	int rc = sfr_py_unlocked(sfr_save_cancel(get(object)));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_save_cancel(get(object));
-	Py_END_ALLOW_THREADS
 	return rc < 0 ? sfr_py_none(object, rc) : PyBool_FromLong(rc);
 }
 
@@ -259,9 +247,7 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
 		rc = sfr_save_report(t, &r);
 	} else { /* which waits for the engine's lock */
-		Py_BEGIN_ALLOW_THREADS
-		rc = sfr_save_report(t, &r);
-		Py_END_ALLOW_THREADS
+		rc = sfr_py_unlocked(sfr_save_report(t, &r));
 	}
 	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_report(&r);
 }

@@ -10,9 +10,7 @@ static PyObject *trace_start(PyObject *module, PyObject *path)
 
 	if (!bytes)
 		return NULL;
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_trace_start(bytes);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_trace_start(bytes));
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	Py_RETURN_NONE;
@@ -21,11 +19,8 @@ static PyObject *trace_start(PyObject *module, PyObject *path)
 static PyObject *trace_stop(PyObject *module, PyObject *unused)
 {
 	struct sfr_trace_result result;
-	int rc;
+	int rc = sfr_py_unlocked(sfr_trace_stop(&result));
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_trace_stop(&result);
-	Py_END_ALLOW_THREADS
 	if (rc < 0)
 		Py_RETURN_NONE;
 	return Py_BuildValue("(KKi)", (unsigned long long)result.nr_events,

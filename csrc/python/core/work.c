@@ -85,9 +85,7 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	int rc, after_good;
 
 	/* Called on a daemon thread of the package, which no signal is delivered to. */
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_log_work_next(SFR_FOREVER, &number, &after_good);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;
 	if (rc < 0)

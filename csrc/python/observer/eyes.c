@@ -129,9 +129,7 @@ void sfr_py_eyes_harvest(struct sfr_py_observer *self)
 
 		if (eye->state != SFR_PY_IN_FLIGHT)
 			continue;
-		Py_BEGIN_ALLOW_THREADS
-		landed = sfr_glance_landed(eye->look);
-		Py_END_ALLOW_THREADS
+		landed = sfr_py_unlocked(sfr_glance_landed(eye->look));
 		if (landed > 0)
 			give_verdicts(self, eye);
 		else if (landed < 0)
@@ -181,9 +179,7 @@ static void look(struct sfr_py_eye *eye, uint64_t stream)
 {
 	int again = eye->state == SFR_PY_DUE_AGAIN, rc;
 
-	Py_BEGIN_ALLOW_THREADS
-	rc = sfr_glance_take(eye->look, stream, eye->at, eye->nr_asked, again);
-	Py_END_ALLOW_THREADS
+	rc = sfr_py_unlocked(sfr_glance_take(eye->look, stream, eye->at, eye->nr_asked, again));
 	if (rc == 0)
 		eye->state = again ? SFR_PY_IN_FLIGHT : SFR_PY_LOOKED;
 	else if (rc == SFR_EBUSY || rc == SFR_ECAPTURING)

@@ -27,17 +27,13 @@ def printable(text: str) -> str:
 
 @contextmanager
 def bar(path: str, nbytes: int) -> Iterator[Update]:
-    """A bar for `nbytes` bytes of a file: rich's, or one line that tells the share."""
+    """A bar for `nbytes` bytes of a file."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
     name = printable(os.path.basename(path))
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-        from rich.progress import TransferSpeedColumn as Speed
-    except ImportError:
-        yield lambda done, total: _say(f"\r\x1b[K{name}: {done * 100 // max(total, 1)} %")
-        _say("\r\x1b[K")
-        return
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(None), DownloadColumn()]
     if console.width >= 80:
@@ -45,11 +41,6 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
     with Progress(*columns, console=console, transient=True, expand=True) as bars:
         task = bars.add_task(escape(name[: console.width // 3]), total=nbytes)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 @contextmanager

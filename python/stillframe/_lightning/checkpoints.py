@@ -58,7 +58,6 @@ from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.sharded_save import Parts
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.waiting import WaitingLine
-from stillframe._lightning.wraps import Wraps
 from stillframe._lightning.writers import Writers
 from stillframe._save import gate, ordered
 from stillframe._save.handle import SaveHandle
@@ -90,6 +89,9 @@ class Checkpoints:
         name: Of the plugin's class, as its user wrote it.
         writers: Who writes them.
         options: Of the plugin.
+
+    Attributes:
+        trainers: Those that use the plugin; the companion says what they are at.
     """
 
     def __init__(self, name: str, writers: Writers, options: PluginOptions) -> None:
@@ -100,7 +102,7 @@ class Checkpoints:
 
     def _begin(self) -> None:
         self._work = self._new_work()
-        self._trainers = Trainers()
+        self.trainers = Trainers()
         self._groups: list[_Group] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class Checkpoints:
                 " max_in_flight or when_busy instead of an engine."
             )
         state = self.__dict__.copy()
-        for name in ("_work", "_trainers", "_groups"):
+        for name in ("_work", "trainers", "_groups"):
             del state[name]
         return state
 
@@ -142,7 +144,7 @@ class Checkpoints:
 
     def _save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         # Looked at before anything of ours can fail, which would be an exception being handled too.
-        quiet = self._trainers.failed(trainer)
+        quiet = self.trainers.failed(trainer)
         group = self._groups[-1] if self._groups else None
         work = self._current_work()
         in_handler = inside_signal_handler()
@@ -196,7 +198,7 @@ class Checkpoints:
     ) -> None:
         if is_trainer(trainer):
             strategies.refuse(trainer.strategy)
-        asynchronous = not in_handler and self._trainers.may_save_early(trainer)
+        asynchronous = not in_handler and self.trainers.may_save_early(trainer)
         asynchronous = asynchronous and not _for_requeue(path)
         work.rotation.make_room(absolute(path))
         overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
@@ -228,18 +230,18 @@ class Checkpoints:
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
-        asynchronous = not inside_signal_handler() and self._trainers.may_save_early(trainer)
+        asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
         rotation.remove(absolute(path))
         if not asynchronous:
             # While a Trainer is set up, what a link names goes once that is made anew.
-            rotation.release(all_of_them=not self._trainers.is_set_up(trainer))
+            rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
             rotation.wait()
 
     def tear_down(self, trainer: Any) -> None:
-        quiet = self._trainers.failed(trainer) or (
+        quiet = self.trainers.failed(trainer) or (
             # Called by hand in a `finally` or `except`, with no Trainer there to ask.
-            not self._trainers.behind(trainer) and sys.exc_info()[0] is not None
+            not self.trainers.behind(trainer) and sys.exc_info()[0] is not None
         )
         try:
             self._finish(trainer, quiet)
@@ -253,34 +255,20 @@ class Checkpoints:
 
     # ---- for the companion ----
 
-    def adopt(self, trainer: Any) -> None:
+    def register(self, trainer: Any) -> None:
         """`trainer` was made with this plugin and has the companion."""
-        self._trainers.add(trainer)
+        self.trainers.add(trainer)
         if self._current_work().pending:
             # It may look for the newest checkpoint in a directory before any hook of it runs.
             _core.log_drain(None)
 
-    def attach(self, trainer: Any) -> Wraps:
-        """`trainer` is being set up. Returns where to put what goes over methods."""
-        return self._trainers.set_up(trainer)
-
-    def detach(self, trainer: Any) -> None:
-        """Takes everything off that was put over methods for `trainer`."""
-        self._trainers.tear_down(trainer)
-
-    def training_starts(self, trainer: Any) -> None:
-        self._trainers.starts(trainer)
-
-    def training_ends(self, trainer: Any) -> None:
-        self._trainers.ends(trainer)
-
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Tells loggers what is due, and lets go of removes that waited for it."""
-        self._current_work().rotation.tell()
+        self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
         """As `tear_down`; some strategies never call that."""
-        self._finish(trainer, self._trainers.failed(trainer))
+        self._finish(trainer, self.trainers.failed(trainer))
 
     def settle(self) -> None:
         """Waits for everything and tells loggers; errors are left for the next save or the end."""
@@ -291,24 +279,25 @@ class Checkpoints:
             if error is not None:
                 work.errors.insert(0, error)
 
-    def publish(self, tell: Callable[[Any], object], callback: Any) -> None:
-        """`tell(callback)` once the last checkpoint is durable; at once if it was not ours."""
+    def publish(self, tell: Callable[[Any], object], checkpoint_callback: Any) -> None:
+        """`tell(checkpoint_callback)` once the last checkpoint is durable; at once where it was not
+        ours."""
         work = self._current_work()
         if work.newest is None:
             if not work.failed:
-                tell(callback)
+                tell(checkpoint_callback)
             return
         handle = work.newest
         work.rotation.publications.append(
-            Publication(handle, absolute(handle.path), logger_call(tell, callback))
+            Publication(handle, absolute(handle.path), logger_call(tell, checkpoint_callback))
         )
-        work.rotation.tell()
+        work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
         rotation.link(absolute(target), absolute(path))
-        if inside_signal_handler() or not self._trainers.may_save_early(trainer):
+        if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
@@ -370,7 +359,7 @@ class Checkpoints:
         if error is not None and self._warns(error):
             self._tell(error, quiet)
             error = None
-        if self._trainers.is_set_up(trainer) and ranks.several(trainer):
+        if self.trainers.is_set_up(trainer) and ranks.several(trainer):
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error

@@ -32,7 +32,7 @@ another plugin.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from stillframe._lightning import ranks as _ranks
@@ -42,7 +42,7 @@ from stillframe._lightning.caller import note_signal_handlers
 from stillframe._lightning.checkpoints import Checkpoints
 from stillframe._lightning.plugin import checkpoints_of
 from stillframe._lightning.publish import listens
-from stillframe._lightning.wraps import Wraps
+from stillframe._lightning.wraps import Method, Wraps
 from stillframe._save import gate
 
 
@@ -53,12 +53,12 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             gate.wait()
-            checkpoints.tell()
+            checkpoints.notify()
 
-    def _tell(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.tell()
+            checkpoints.notify()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         checkpoints = checkpoints_of(trainer)
@@ -66,7 +66,7 @@ class CompanionHooks:
             return
         _strategies.refuse(trainer.strategy)
         gate.wait()
-        wraps = checkpoints.attach(trainer)
+        wraps = checkpoints.trainers.set_up(trainer)
         if trainer.callbacks[0] is not self:
             # A new list: Lightning is iterating the old one, and changing that would skip a
             # callback.
@@ -83,7 +83,7 @@ class CompanionHooks:
         self.on_train_epoch_start(trainer, pl_module)
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.training_starts(trainer)
+            checkpoints.trainers.starts(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if checkpoints_of(trainer) is not None:
@@ -93,7 +93,7 @@ class CompanionHooks:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.training_ends(trainer)
+            checkpoints.trainers.ends(trainer)
             self._wait(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -111,9 +111,9 @@ class CompanionHooks:
             try:
                 checkpoints.finish(trainer)
             finally:
-                checkpoints.detach(trainer)
+                checkpoints.trainers.tear_down(trainer)
 
-    on_train_batch_start = on_train_batch_end = _tell
+    on_train_batch_start = on_train_batch_end = _notify
     on_fit_start = on_fit_end = _wait
     on_sanity_check_start = on_sanity_check_end = _wait
     on_train_epoch_end = _wait
@@ -131,20 +131,19 @@ class CompanionHooks:
 def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
     for callback in trainer.callbacks:
         if hasattr(callback, "file_exists") and hasattr(callback, "_fs"):
-            wraps.put(callback, "file_exists", _file_exists(checkpoints, callback))
+            wraps.put(callback, "file_exists", partial(_file_exists, checkpoints, callback))
         if hasattr(callback, "_link_checkpoint"):
-            wraps.put(callback, "_link_checkpoint", _link_checkpoint(checkpoints, callback))
+            wraps.put(callback, "_link_checkpoint", partial(_link, checkpoints, callback))
     for logger in trainer.loggers:
         if listens(logger):
-            wraps.put(logger, "after_save_checkpoint", _after_save_checkpoint(checkpoints))
-        wraps.put(logger, "finalize", _finalize(checkpoints, trainer))
+            wraps.put(logger, "after_save_checkpoint", checkpoints.publish)
+        wraps.put(logger, "finalize", partial(_finalize, checkpoints))
     if _strategies.sharded_as(trainer.strategy) is not None:
         _sharded.stand_over(wraps, checkpoints, trainer)
     if trainer.world_size > 1:
-        wraps.put(trainer, "save_checkpoint", _save_together(checkpoints, trainer))
-        wraps.put(
-            trainer._checkpoint_connector, "resume_start", _load_together(checkpoints, trainer)
-        )
+        wraps.put(trainer, "save_checkpoint", partial(_save_together, checkpoints, trainer))
+        connector = trainer._checkpoint_connector
+        wraps.put(connector, "resume_start", partial(_load_together, checkpoints, trainer))
 
 
 class _LogView:
@@ -163,70 +162,63 @@ class _LogView:
         )
 
 
-def _file_exists(checkpoints: Checkpoints, callback: Any) -> Callable[..., Any]:
+def _file_exists(
+    checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
+) -> Any:
     # Each version has its own way to tell the other ranks: its method is kept, over another view.
-    def file_exists(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        file_system = callback._fs
-        callback._fs = _LogView(checkpoints, file_system)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            callback._fs = file_system
-
-    return file_exists
-
-
-def _link_checkpoint(checkpoints: Checkpoints, callback: Any) -> Callable[..., Any]:
-    method = getattr(type(callback), "_link_checkpoint", None)
-    stock = getattr(method, "__module__", "").endswith("callbacks.model_checkpoint")
-
-    def link(original: Callable[..., Any], trainer: Any, filepath: Any, linkpath: Any) -> None:
-        if not stock:  # somebody's own way of linking needs the file
-            if trainer.is_global_zero:
-                checkpoints.wait_for(filepath)
-            original(trainer, filepath, linkpath)
-            return
-        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            checkpoints.link(trainer, filepath, linkpath)
-        trainer.strategy.barrier()
-
-    return link
-
-
-def _after_save_checkpoint(checkpoints: Checkpoints) -> Callable[..., Any]:
-    def after_save_checkpoint(original: Callable[..., Any], checkpoint_callback: Any) -> None:
-        checkpoints.publish(original, checkpoint_callback)
-
-    return after_save_checkpoint
-
-
-def _finalize(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
-    def finalize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        checkpoints.settle()
+    file_system = callback._fs
+    callback._fs = _LogView(checkpoints, file_system)
+    try:
         return original(*args, **kwargs)
-
-    return finalize
-
-
-def _save_together(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
-    def save_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if not _ranks.several(trainer):
-            original(*args, **kwargs)
-            return
-        with checkpoints.together(trainer.strategy):
-            original(*args, **kwargs)
-
-    return save_checkpoint
+    finally:
+        callback._fs = file_system
 
 
-def _load_together(checkpoints: Checkpoints, trainer: Any) -> Callable[..., Any]:
-    def resume_start(
-        original: Callable[..., Any], checkpoint_path: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if checkpoint_path and _ranks.several(trainer):
-            if trainer.is_global_zero:
-                checkpoints.wait_for(checkpoint_path)
-            trainer.strategy.barrier()
-        return original(checkpoint_path, *args, **kwargs)
+def _link(
+    checkpoints: Checkpoints,
+    callback: Any,
+    original: Method,
+    trainer: Any,
+    filepath: Any,
+    linkpath: Any,
+) -> None:
+    method = getattr(type(callback), "_link_checkpoint", None)
+    if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
+        # Somebody's own way of linking needs the file.
+        if trainer.is_global_zero:
+            checkpoints.wait_for(filepath)
+        original(trainer, filepath, linkpath)
+        return
+    if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+        checkpoints.link(trainer, filepath, linkpath)
+    trainer.strategy.barrier()
 
-    return resume_start
+
+def _finalize(checkpoints: Checkpoints, original: Method, *args: Any, **kwargs: Any) -> Any:
+    checkpoints.settle()
+    return original(*args, **kwargs)
+
+
+def _save_together(
+    checkpoints: Checkpoints, trainer: Any, original: Method, *args: Any, **kwargs: Any
+) -> None:
+    if not _ranks.several(trainer):
+        original(*args, **kwargs)
+        return
+    with checkpoints.together(trainer.strategy):
+        original(*args, **kwargs)
+
+
+def _load_together(
+    checkpoints: Checkpoints,
+    trainer: Any,
+    original: Method,
+    checkpoint_path: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if checkpoint_path and _ranks.several(trainer):
+        if trainer.is_global_zero:
+            checkpoints.wait_for(checkpoint_path)
+        trainer.strategy.barrier()
+    return original(checkpoint_path, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stillframe._base.flags import refuse_unclear
 from stillframe._save.engine import Engine, limits_of, refuse_no_engine
 from stillframe._save.options import (
     DEFAULT_IN_FLIGHT,
@@ -41,7 +42,8 @@ class PluginOptions:
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
-        self.save_options(overlap=True)  # refuses what a save would refuse
+        self.save_options(overlap=self.overlap)  # refuses what a save would refuse
+        refuse_unclear(log_metrics=self.log_metrics)
         own = self.engine_options()
         if self.engine is not None:
             refuse_no_engine(self.engine)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -161,12 +160,7 @@ class OffloadedActivations:
         self._entered.append(hooks)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._entered:
             raise StillframeError("offload_activations was left more often than entered")
         self._entered.pop().leave()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -83,12 +82,7 @@ class OffloadedLayers:
     def __enter__(self) -> OffloadedLayers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def remove(self) -> None:

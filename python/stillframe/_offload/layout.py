@@ -16,6 +16,7 @@ import torch
 
 from stillframe import _core
 from stillframe._base import device as _device
+from stillframe._save.parts import is_dense
 from stillframe._tree.skeleton import SOURCE
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -189,7 +190,7 @@ class _Span:
         for dim, again in enumerate(repeated):
             if again:
                 tensor = tensor.narrow(dim, 0, 1)
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         self.strides = tuple(
             0 if again else stride for again, stride in zip(repeated, tensor.stride(), strict=True)
@@ -204,19 +205,6 @@ class _Span:
         self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
         self.storage, self.begin = self.tensor.untyped_storage(), 0
         self.end = self.tensor.numel() * self.tensor.itemsize
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements stand in one run of memory, in any order, and each once."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, size in sizes:
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:

@@ -25,7 +25,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 import torch
 
@@ -91,12 +90,7 @@ class Offloader:
     def __enter__(self) -> Offloader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

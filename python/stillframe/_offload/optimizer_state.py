@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from itertools import chain
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -118,12 +117,7 @@ class OffloadedOptimizerState:
     def __enter__(self) -> OffloadedOptimizerState:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from typing import cast
+from typing import Any, cast
 
 from stillframe import _core
 from stillframe._base import device, paths, sizes
@@ -108,6 +108,9 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an Engine belongs to the process that made it: make one over there")
+
     def __repr__(self) -> str:
         if self._birth.foreign():
             return "<Engine of the parent process>"
@@ -151,9 +154,12 @@ class Engine:
             _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
 
     def trim(self) -> None:
-        """Gives the memory of blocks that are not in use back to the system."""
-        self._birth.refuse_child()
-        self._core.trim()
+        """Gives the memory of blocks that are not in use back to the system.
+
+        Raises:
+            StillframeError: The engine is closed.
+        """
+        core_of(self).trim()
 
     def close(self) -> None:
         """Waits for the engine's saves and for removes, then ends its threads and gives the pool

@@ -45,6 +45,12 @@ class SaveHandle:
         state = "of the parent process" if self._birth.foreign() else self.state
         return f"<SaveHandle {self._path!r} {state}>"
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a SaveHandle belongs to the process that made it: hand over its path, or the report"
+            " that result() returns"
+        )
+
     def __await__(self) -> Generator[Any, None, SaveReport | MaybeNone]:
         return self._awaited().__await__()
 
@@ -159,7 +165,7 @@ class SaveHandle:
 
     def _settle(self) -> None:
         """Once it has ended: the outcome, and who is told of it. May be called again."""
-        self._outcome.tell()
+        self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
         """False when it has failed, or is about to."""
@@ -226,7 +232,7 @@ class SkippedSave(SaveHandle):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._outcome.settle(None, None)
-        self._outcome.tell()
+        self._outcome.notify()
 
     @property
     def state(self) -> State:

@@ -3,7 +3,9 @@
 The pickle is read first, by torch's own unpickler and with storages that have no memory, so what
 does not fit is told before a byte is written. Then the records are read in the file's order: one
 that is a tensor's whole memory goes straight there, any other by way of memory that lives until it
-is copied (strided views, devices, parts of a storage).
+is copied (strided views, devices, parts of a storage). What has no record of its own to be read
+from (tensors that wrap others, and those that stand where the target has none) is loaded as a
+whole and copied.
 """
 
 from __future__ import annotations
@@ -19,17 +21,21 @@ from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import restore
+from stillframe._tree.rebuild import holder_of_tensors, reach
 
 _AHEAD = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
 _MOST_TOLD = 8
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OVERLAPS = 1  # at::MemOverlap::Yes
+WAS_FREED = "its memory was freed or shrunk when it was saved"
 
 
 @dataclass(slots=True)
 class Plan:
     """What goes where: found by `match`, done by `fill` or `copy`."""
 
-    tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # target, as the file has it
+    # Path, target, as the file has it.
+    tensors: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     values: list[tuple[Any, Any, Any]] = field(default_factory=list)  # container, key, value
     problems: list[str] = field(default_factory=list)
 
@@ -39,6 +45,21 @@ class Plan:
             more = len(self.problems) - _MOST_TOLD
             told = [*self.problems[:_MOST_TOLD], *([f"and {more} more"] if more > 0 else [])]
             raise ValueError("the file does not fit what into= names: " + "; ".join(told))
+
+    def refuse_short(self, sizes: list[int]) -> None:
+        """Raises ValueError when something does not fit, be it into its record; `sizes`: theirs."""
+        for path, _, found in self.tensors:
+            index = restore.record_of(found)
+            if index is not None and reach(found) > sizes[index]:
+                self.problems.append(f"{path} is cut short in the file: {WAS_FREED}")
+        self.refuse_problems()
+
+    def is_of_records(self) -> bool:
+        """Whether the tensors as the file has them, those of `restore.Shapes`, tell where their
+        bytes are, and no value has tensors in it, which there have none."""
+        return all(restore.record_of(found) is not None for *_, found in self.tensors) and not any(
+            holder_of_tensors([value], self) for _, _, value in self.values
+        )
 
     def set_values(self) -> None:
         for container, key, value in self.values:
@@ -86,14 +107,31 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
 def _match_tensor(plan: Plan, path: str, target: Tensor, found: Any) -> None:
     if not isinstance(found, Tensor):
         plan.problems.append(f"{path} is a tensor, and {type(found).__name__} in the file")
+    elif not (_is_strided(target) and _is_strided(found)):
+        plan.problems.append(f"{path} is not strided")
     elif (target.shape, target.dtype) != (found.shape, found.dtype):
         plan.problems.append(f"{path} is {_words(target)}, and {_words(found)} in the file")
-    elif target.layout is not torch.strided or found.layout is not torch.strided:
-        plan.problems.append(f"{path} is not strided")
-    elif target.is_meta:
-        plan.problems.append(f"{path} has no memory")
+    elif why := _why_not_written_to(target):
+        plan.problems.append(f"{path} {why}")
     else:
-        plan.tensors.append((target, found))
+        plan.tensors.append((path, target, found))
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _why_not_written_to(target: Tensor) -> str:
+    """Why nothing can be put into the target; "" where it can."""
+    if target.is_meta:
+        return "has no memory"
+    if type(target) not in _PLAIN:
+        return ""  # what it has is its own affair
+    if reach(target) > target.untyped_storage().nbytes():
+        return "reaches beyond its memory: somebody has freed or shrunk that"
+    if torch._debug_has_internal_overlap(target) == _OVERLAPS:
+        return "is expanded: its elements share memory"
+    return ""
 
 
 def _words(tensor: Tensor) -> str:
@@ -102,7 +140,7 @@ def _words(tensor: Tensor) -> str:
 
 def copy(plan: Plan) -> None:
     """Fills the targets from tensors that were loaded."""
-    for target, found in plan.tensors:
+    for _, target, found in plan.tensors:
         _copy(target, found)
     plan.set_values()
 
@@ -115,18 +153,18 @@ class Fill:
 
     Args:
         core: A restore of the file that has not begun.
-        plan: Its tensors as the file has them are those of `restore.Shapes`.
+        plan: One that `is_of_records`.
     """
 
     def __init__(self, core: _core.Restore, plan: Plan) -> None:
         self.failure: Failure | None = None
         self._core = core
         self._plan = plan
-        self._sizes = core.sizes(0, 1 << 62)
+        self._sizes = core.sizes(0, restore.EVERYTHING)
         self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for target, found in plan.tensors:
-            if found.numel():
-                index = restore.record_of(found)
+        for _, target, found in plan.tensors:
+            index = restore.record_of(found)
+            if index is not None and found.numel():
                 self._wanted.setdefault(index, []).append((target, found))
         self._straight = {
             index: target
@@ -199,8 +237,8 @@ class Fill:
 
 def _copy(target: Tensor, found: Tensor) -> None:
     """Without a trace in the graph. Not under `torch.no_grad()`: a Ctrl-C as that ends would leave
-    it on for good."""
-    target.detach().copy_(found.detach())
+    it on for good. Of some kinds of tensors a detached one is a copy, or has a scale of its own."""
+    (target.detach() if target.requires_grad else target).copy_(found.detach())
 
 
 def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
@@ -208,6 +246,7 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
     return (
         type(target) in _PLAIN
         and _device.place_of_tensor(target) >= 0
+        and target.data_ptr() != 0
         and target.is_contiguous()
         and found.is_contiguous()
         and found.storage_offset() == 0

@@ -16,9 +16,10 @@ import torch
 from stillframe import _core
 from stillframe._base import bar, looks, paths, records
 from stillframe._base.calls import no_collection
+from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import gate, ordered, placement, restore
-from stillframe._save.into import Fill, copy, match
+from stillframe._save.into import WAS_FREED, Fill, Plan, copy, match
 from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
@@ -37,9 +38,14 @@ class _How:
 
     path: str  # for messages
     map_location: MapLocation
-    weights_only: bool
+    weights_only: bool | None
     verify: bool
     shared: bool
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether code that the pickle names is run. None, torch.load's default, runs none."""
+        return self.weights_only is not None and not self.weights_only
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
         """As `_core.restore`."""
@@ -55,7 +61,7 @@ def load(
     path: Path,
     map_location: MapLocation = None,
     *,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     verify: bool = True,
     into: Any = None,
     mmap: bool = False,
@@ -80,7 +86,9 @@ def load(
             bytes go straight into these tensors, on any device and with any strides; other values
             in its dictionaries and lists are replaced by the file's. Everything in `into` must be
             in the file, with the same shapes and types; the rest of the file is ignored. Saves
-            under way copy what they need first.
+            under way copy what they need first. Where tensors wrap others (quantized ones,
+            DTensors), or the file has tensors in place of other values, all of it is loaded into
+            memory first, and copied.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file
@@ -101,13 +109,20 @@ def load(
             not fit (checked before anything is written to it), or is given together with
             `map_location` or `mmap`; `mmap` of a file that another program packed.
         StillframeError: The bytes could not be copied to a device.
+        RuntimeError: A tensor's memory was freed or shrunk when it was saved.
         Exception: Whatever else `torch.load` raises, unchanged.
     """
     text = paths.as_text(path)
+    refuse_unclear(verify=verify, shared=shared)
     if into is not None and map_location is not None:
         raise ValueError("with into= the tensors are where they are: leave map_location out")
     if into is not None and mmap:
         raise ValueError("with into= the tensors have their memory: leave mmap out")
+    if into is not None and restore.reads_no_bytes():
+        raise ValueError(
+            "with into= the file's bytes are read: not inside FakeTensorMode or"
+            " torch.serialization.skip_data"
+        )
     how = _How(text, map_location, weights_only, verify, shared)
     opened = _open(text)
     try:
@@ -145,11 +160,17 @@ def _load_fd(fd: int, how: _How) -> Any:
         archive = restore.open_archive(core, fd, found["nbytes"], how.map_location, devices)
         try:
             with bar.watched(core.done, how.path, found["nbytes"]):
-                return archive.load(how.map_location, how.weights_only)
+                return archive.load(how.map_location, not how.runs_code)
         except RestoreFailed:
             why = _why_not(archive.failure, fd, how)
+        except restore.CutShort as short:
+            names = _tensors_in(fd, how, str(short))
+            raise RuntimeError(
+                f"{how.path} cannot be loaded: record {short} is too short for what is in"
+                f" it{names}; {WAS_FREED}"
+            ) from None
         except pickle.UnpicklingError:
-            if not how.weights_only:
+            if how.runs_code:
                 raise
             why = "torch.load refuses it, and says how to go on"
     _logger.debug("%s goes to torch.load: %s", how.path, why)
@@ -174,29 +195,42 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     found, core = how.open(fd)
     _refuse_damaged(found, how.path)
     core, why = _able(core, None, "it is no archive of torch's")
-    shapes = None if core is None else restore.Shapes(core)
-    try:
-        loaded = shapes.load(how.weights_only) if shapes else None
-    except (RestoreFailed, pickle.UnpicklingError) as error:
-        shapes = loaded = None  # the general way says what is wrong
-        why = f"its pickle cannot be read ahead: {error!r}"
-    if shapes is None:
+    plan = None
+    if core is not None:
+        plan, why = _plan_ahead(core, into, how)
+    if plan is None:
         _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
-        loaded = _load_fd(fd, replace(how, map_location="cpu"))
-    plan = match(into, loaded)
-    plan.refuse_problems()
-    gate.wait()  # for saves that still copy out of these tensors
-    if shapes is None:
+        plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
+        plan.refuse_problems()
+        gate.wait()  # for saves that still copy out of these tensors
         copy(plan)
         return into
     core = how.open_again(fd)
     fill = Fill(core, plan)
+    gate.wait()  # likewise
     try:
         with bar.watched(core.done, how.path, found["nbytes"]):
             fill.run()
     except RestoreFailed:
         _why_not(fill.failure, fd, how, "; what into= names is half written")
     return into
+
+
+def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan | None, str]:
+    """What goes where, by the shapes in the file, of whose tensors no byte is read; None and why
+    where they do not tell.
+
+    Raises:
+        ValueError: Something does not fit.
+    """
+    shapes = restore.Shapes(core)
+    try:
+        found = shapes.load(not how.runs_code)
+    except Exception as error:  # the general way says what is wrong
+        return None, f"its pickle cannot be read ahead: {error!r}"
+    plan = match(into, found)
+    plan.refuse_short(shapes.sizes)
+    return (plan, "") if plan.is_of_records() else (None, "tensors in it wrap others")
 
 
 def _load_mapped(fd: int, how: _How) -> Any:

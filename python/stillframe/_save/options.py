@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from stillframe import _core
 from stillframe._base import sizes
+from stillframe._base.flags import refuse_unclear
 from stillframe._save.report import SaveReport
 
 WhenBusy = Literal["wait", "skip", "raise"]
@@ -151,10 +152,9 @@ class SaveOptions:
     ordered: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("overlap", "durable", "check_mutation"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, str):  # neither says what is meant
-                raise TypeError(f"{name} has to be True or False, not {value!r}")
+        refuse_unclear(
+            overlap=self.overlap, durable=self.durable, check_mutation=self.check_mutation
+        )
         if self.on_durable is not None and not callable(self.on_durable):
             raise TypeError(
                 f"on_durable has to be callable, not {type(self.on_durable).__name__}: it is"

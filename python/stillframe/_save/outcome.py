@@ -131,7 +131,7 @@ class Outcome:
         self._given = given
         self._on_durable = on_durable
         self._failure: Failure | None = None
-        self._told = False
+        self._notified = False
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._staging: weakref.ref[SaveFuture] | None = None
@@ -153,9 +153,9 @@ class Outcome:
             self.report, self.error = report, error
             self.settled = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wakes, resolves and calls those who wait for the end. May be called again."""
-        if self._told:
+        if self._notified:
             return
         with self.lock:
             for reference, value in ((self._staging, None), (self._upload, self.report)):
@@ -170,9 +170,9 @@ class Outcome:
             waker()
         while (function := _pop(self._callbacks)) is not None:
             completion.callbacks.put(function)
-        self._told = True
+        self._notified = True
 
-    def tell_staged(self) -> None:
+    def notify_staged(self) -> None:
         with self.lock:
             future = _alive(self._staging)
             if future is not None:

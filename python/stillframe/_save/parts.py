@@ -54,7 +54,7 @@ def row_of(tensor: Tensor) -> Row | None:
         or type(tensor) not in (Tensor, torch.nn.Parameter)
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
-        or not _is_dense(tensor)
+        or not is_dense(tensor)
         or _metadata(tensor)  # is_conj and is_neg let go of the interpreter lock
     ):
         return None
@@ -64,8 +64,8 @@ def row_of(tensor: Tensor) -> Row | None:
     return name, numel, tuple(tensor.size()), tensor.stride(), address, nbytes
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order of its dimensions."""
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, each once, in whatever order of dimensions."""
     if tensor.is_contiguous():
         return True
     reach = 1

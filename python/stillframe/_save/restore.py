@@ -33,6 +33,7 @@ from stillframe._base import device as _device
 from stillframe._base.records import Failure, RestoreFailed, read
 from stillframe.errors import StillframeError
 
+EVERYTHING = 1 << 62  # bytes
 _BATCH = 64 << 20  # bytes of memory that are found at a time
 _AHEAD = 1 << 30  # and how much of it before it is asked for
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
@@ -51,6 +52,10 @@ class _Loaded:
 
     def _typed_storage(self) -> _Loaded:
         return self
+
+
+class CutShort(Exception):
+    """A tensor reaches beyond its record; `args` has the record's name."""
 
 
 class Archive:
@@ -75,18 +80,21 @@ class Archive:
         self._devices = devices
         self._storages: list[torch.UntypedStorage | None] = []
         self._waiting_nbytes = 0  # of memory that was found and not asked for yet
+        # What tensors are laid over: its record, and how long that is.
+        self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
     def load(self, map_location: Any, weights_only: bool) -> Any:
         """What torch.load would return.
 
         Raises:
             RestoreFailed: A record is damaged or could not be read.
+            CutShort: A record is shorter than a tensor in it.
             Everything that torch.load raises behind its opening of the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
-        if _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location)):
-            made = _quick(unpickler.Unpickler, self, everything=map_location is not None)
-            unpickler = SimpleNamespace(Unpickler=made)
+        quick = _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location))
+        places = _own_places(map_location is not None) if quick else None
+        unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, places))
         try:
             for device in {*self._devices.values()}:
                 new_storage(1, device)  # a context, where torch has none yet
@@ -113,6 +121,7 @@ class Archive:
         storage = self._take(name)
         if storage.nbytes() != numel * dtype.itemsize:
             return None
+        self._note_given(name, storage)
         return _typed(wrap_storage=storage, dtype=dtype)
 
     # ---- what `_load` calls ----
@@ -130,6 +139,7 @@ class Archive:
         storage = self._take(name)
         if storage.nbytes() != nbytes:  # torch decides what becomes of it
             return self._torch.get_storage_from_record(name, nbytes, kind)
+        self._note_given(name, storage)
         return _Loaded(storage)
 
     def serialization_id(self) -> str:
@@ -143,6 +153,17 @@ class Archive:
         return getattr(self._torch, name)
 
     # ---- records ----
+
+    def _note_given(self, name: str, storage: torch.UntypedStorage) -> None:
+        self._given.append((weakref.ref(storage), name, storage.nbytes()))
+
+    def refuse_short(self) -> None:
+        """Raises CutShort where a storage had to grow under a tensor: with what, nobody knows.
+        torch.load's storages cannot grow."""
+        for alive, name, nbytes in self._given:
+            storage = alive()
+            if storage is not None and storage.nbytes() != nbytes:
+                raise CutShort(name)
 
     @functools.cached_property
     def _torch(self) -> Any:
@@ -231,12 +252,17 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
             raise StillframeError(f"nothing can be loaded to a device: {why}")
 
 
-def _quick(base: Any, archive: Archive, everything: bool) -> Any:
-    """torch's unpickler, with a short cut for the storages of the processor.
+def _own_places(everything: bool) -> Callable[[str], bool]:
+    """Which places are the processor's; with `everything`, all are."""
+    return (lambda _: True) if everything else "cpu".__eq__
+
+
+def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -> Any:
+    """torch's unpickler, with a short cut for storages of the places that are the processor's own,
+    where it may be taken.
 
     `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
-    of a checkpoint of many small tensors that is a quarter of the whole load. With `everything`,
-    all storages are the processor's.
+    of a checkpoint of many small tensors that is a quarter of the whole load.
 
     A class is in a circle with itself and lives until garbage is collected: it must not keep the
     archive, with its threads and memory, where a Ctrl-C has kept that from being closed.
@@ -247,26 +273,35 @@ def _quick(base: Any, archive: Archive, everything: bool) -> Any:
         def load(self) -> Any:
             archive = alive()
             assert archive is not None
-            theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
-            made: dict[str, Any] = {}
-
-            def persistent_load(saved: Any) -> Any:
-                if type(saved) is tuple and len(saved) == 5 and saved[0] == "storage":
-                    _, kind, key, location, numel = saved
-                    if key in made:
-                        return made[key]
-                    if (everything or location == "cpu") and archive.is_native:
-                        storage = archive.storage(kind, key, numel)
-                        if storage is not None:
-                            if storage._data_ptr():  # an empty one is made anew, as torch does
-                                made[key] = storage
-                            return storage
-                return theirs(saved)
-
-            self.persistent_load = persistent_load
-            return super().load()
+            if own is not None:
+                theirs: Callable[[Any], Any] = super().__getattribute__("persistent_load")
+                self.persistent_load = _short_cut(archive, own, theirs)
+            loaded = super().load()
+            archive.refuse_short()
+            return loaded
 
     return Unpickler
+
+
+def _short_cut(
+    archive: Archive, own: Callable[[str], bool], theirs: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    made: dict[str, Any] = {}
+
+    def persistent_load(saved: Any) -> Any:
+        if type(saved) is tuple and len(saved) == 5 and saved[0] == "storage":
+            _, kind, key, location, numel = saved
+            if key in made:
+                return made[key]
+            if own(location) and archive.is_native:
+                storage = archive.storage(kind, key, numel)
+                if storage is not None:
+                    if storage._data_ptr():  # an empty one is made anew, as torch does
+                        made[key] = storage
+                    return storage
+        return theirs(saved)
+
+    return persistent_load
 
 
 _typed: Any = functools.partial(torch.storage.TypedStorage, _internal=True)
@@ -285,11 +320,15 @@ class Shapes:
     """An archive of which only the pickle is read: every tensor is on the meta device.
 
     Its storages know their records by the offset that torch has them note for such loads.
+
+    Attributes:
+        sizes: How long each record is.
     """
 
     _NAMES = ("data.pkl", "byteorder")
 
     def __init__(self, core: _core.Restore) -> None:
+        self.sizes = core.sizes(0, EVERYTHING)
         self._core = core
         self._records: dict[str, bytes] = {}
 
@@ -318,9 +357,9 @@ class Shapes:
         return ""  # at the file's end: not worth reading all before it
 
 
-def record_of(tensor: torch.Tensor) -> int:
-    """Which record a tensor of `Shapes` lives in."""
-    return cast(int, tensor.untyped_storage()._checkpoint_offset)
+def record_of(tensor: torch.Tensor) -> int | None:
+    """Which record a tensor of `Shapes` lives in; None where it wraps others that do."""
+    return tensor.untyped_storage()._checkpoint_offset
 
 
 def can(core: _core.Restore, map_location: Any) -> str | None:
@@ -331,15 +370,20 @@ def can(core: _core.Restore, map_location: Any) -> str | None:
         return "it is TorchScript"
     if map_location is not None and str(map_location) == "meta":
         return "no storage is asked for"
-    if (
-        torch._guards.detect_fake_mode(None) is not None
-        or serialization._serialization_tls.skip_data
-    ):
+    if reads_no_bytes():
         return "no storage is asked for"
     forced = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     if any(name in os.environ for name in forced):
         return "the environment tells torch.load what to trust"
     return None
+
+
+def reads_no_bytes() -> bool:
+    """Whether torch.load gives tensors without the file's bytes here."""
+    return (
+        torch._guards.detect_fake_mode(None) is not None
+        or serialization._serialization_tls.skip_data
+    )
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from stillframe._base import sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside
 from stillframe._base.dtensor import memory_of
+from stillframe._base.flags import refuse_unclear
 from stillframe._base.timeouts import seconds
 from stillframe._save import completion, gate, ordered
 from stillframe._save.api import engine_or_default
@@ -259,6 +260,7 @@ def snapshot(
     waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
     until then. Tensors on other devices are copied by torch during the call.
     """
+    refuse_unclear(overlap=overlap)
     with inside():
         return _take(tree, overlap, shared, _able(engine_or_default(engine), shared))
 

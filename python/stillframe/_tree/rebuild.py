@@ -106,6 +106,15 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
     return None
 
 
+def reach(tensor: Tensor) -> int:
+    """How many bytes a strided tensor needs its storage to have."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int(last + 1) * tensor.element_size()
+
+
 class Reduced:
     """A tensor that is made by calling a function, as pickle would."""
 
@@ -200,8 +209,17 @@ class Builder:
         found = self._others.get(id(tensor))
         if type(found) is not int:
             return self._other(tensor, found)
+        nbytes = self._nbytes[found]
+        if nbytes and reach(tensor) > nbytes:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} reaches beyond its memory, which somebody"
+                f" has shrunk to {nbytes} bytes: it cannot be copied; async_save can save it"
+            )
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if not nbytes:
+            # Its memory was freed, as FSDP does with what it has gathered, and has come back here.
+            new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
         if tensor.is_neg():

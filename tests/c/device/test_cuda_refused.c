@@ -86,6 +86,24 @@ static void a_driver_without_batches_is_asked_for_one_once(void)
 	fake_end(engine);
 }
 
+/* Of rows, which are samples: in a batch, and one by one where that was refused. */
+static void a_copy_that_fails_is_called_by_its_own_name(void)
+{
+	for (int refused = 0; refused < 2; refused++) {
+		const char *name = refused ? "cuMemcpy2DAsync" : "cuMemcpy3DBatchAsync";
+		struct sfr_engine *engine = begin_on_device(32, 2);
+		struct sfr_report report;
+
+		fake.fake_cuda_fail("cuMemcpy3DBatchAsync_v2", 1, 0,
+				    refused ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_OUT_OF_MEMORY);
+		fake.fake_cuda_fail("cuMemcpy2DAsync_v2", 1, 0, CUDA_ERROR_OUT_OF_MEMORY);
+		report = saved(engine, &one, 0);
+		CHECK(report.err.code != 0);
+		CHECK(strstr(report.err.note, name) != NULL);
+		fake_end(engine);
+	}
+}
+
 /* ---- memory that cannot be pinned ---- */
 
 static void memory_that_stays_pageable_is_told_of_with_the_reason(void)
@@ -385,6 +403,7 @@ int main(void)
 	dir = saving_dir();
 	RUN(a_single_batch_that_is_refused_is_told_of_and_the_next_is_tried);
 	RUN(a_driver_without_batches_is_asked_for_one_once);
+	RUN(a_copy_that_fails_is_called_by_its_own_name);
 	RUN(memory_that_stays_pageable_is_told_of_with_the_reason);
 	RUN(a_trim_gives_back_what_no_lease_is_part_of);
 	RUN(warm_up_without_the_devices_context_pins_later);

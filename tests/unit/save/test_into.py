@@ -1,5 +1,6 @@
 """stillframe.load(into=...): the file's bytes in tensors that were there before."""
 
+import argparse
 import os
 import zipfile
 
@@ -10,6 +11,8 @@ from fix_checkpoints import by_path, by_stillframe, flip
 from stillframe import CorruptCheckpointError, testing
 from stillframe._save import into as into_module
 from stillframe._save import restore
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 WRITERS = [by_path, by_stillframe]
 
@@ -157,6 +160,95 @@ def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
         assert words in str(error.value)
     assert not any(each.any() for each in tensors(target) if not each.is_meta)
     assert target["step"] == -1
+
+
+def shrunk_to(nbytes):
+    tensor = torch.ones(300, 400)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+CANNOT_BE_WRITTEN_TO = {
+    "freed": (lambda: shrunk_to(0), "reaches beyond its memory"),
+    "shrunk": (lambda: shrunk_to(1000), "reaches beyond its memory"),
+    "expanded": (lambda: torch.zeros(1, 400).expand(300, 400), "its elements share memory"),
+    "sparse": (lambda: torch.zeros(300, 400).to_sparse(), "is not strided"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(3)]), "is not strided"),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged),
+        "is not strided",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+@pytest.mark.parametrize("kind", sorted(CANNOT_BE_WRITTEN_TO))
+def test_what_cannot_be_written_to_is_told_before_a_byte_is_written(kind, tmp_path):
+    make, words = CANNOT_BE_WRITTEN_TO[kind]
+    stillframe.save(state(), tmp_path / "x.pt")
+    target = {"bias": torch.zeros(400, dtype=torch.float64), "weight": make()}
+    with pytest.raises(ValueError, match=rf"model\.weight {words}|model\.weight .*{words}"):
+        stillframe.load(tmp_path / "x.pt", into={"model": target})
+    assert not target["bias"].any()
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("nbytes", [0, 1000])
+def test_what_was_freed_when_it_was_saved_is_told_by_name(write, nbytes, tmp_path):
+    write({"other": torch.ones(9), "weight": shrunk_to(nbytes)}, tmp_path / "x.pt")
+    target = {"other": torch.zeros(9), "weight": torch.zeros(300, 400)}
+    with pytest.raises(ValueError, match=r"names: weight is cut short in the file: its memory was"):
+        stillframe.load(tmp_path / "x.pt", into=target)
+    assert not target["other"].any()
+    stillframe.load(tmp_path / "x.pt", into={"other": target["other"]})
+    assert target["other"].all()
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_tensors_of_the_file_stand_where_the_target_has_none(write, tmp_path):
+    write({**state(), "object": argparse.Namespace(inner=[torch.ones(3)])}, tmp_path / "x.pt")
+    target = {
+        "model": {"weight": torch.zeros(300, 400), "bias": None},
+        "optim": 0,
+        "object": None,
+    }
+    stillframe.load(tmp_path / "x.pt", into=target, weights_only=False)
+    assert equal(target["model"], {name: state()["model"][name] for name in ("weight", "bias")})
+    assert equal(target["optim"], state()["optim"])
+    assert target["object"].inner[0].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+def test_tensors_that_wrap_others_get_the_files(tmp_path):
+    """They have no record of their own."""
+    pair = TwoTensor(torch.arange(4.0), torch.arange(4.0) + 1)
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
+    saved = {"pair": pair, "plain": torch.ones(5), "quantized": quantized}
+    for names in (["pair", "plain"], ["plain", "quantized"]):
+        stillframe.save({name: saved[name] for name in names}, tmp_path / "x.pt")
+        targets = {
+            "pair": TwoTensor(torch.zeros(4), torch.zeros(4)),
+            "plain": torch.zeros(5),
+            "quantized": torch.quantize_per_tensor(torch.zeros(4), 0.1, 1, torch.quint8),
+        }
+        into = {name: targets[name] for name in names}
+        inner = targets["pair"].a
+        stillframe.load(tmp_path / "x.pt", into=into, weights_only=False)
+        assert into["plain"].all()
+        if "pair" in into:
+            assert inner is into["pair"].a
+            assert equal([inner, into["pair"].b], [pair.a, pair.b])
+        else:
+            assert torch.equal(into["quantized"], quantized)
+
+
+def test_where_no_bytes_are_read_into_is_refused(tmp_path):
+    stillframe.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    target = {"a": torch.zeros(3)}
+    for mode in (torch.serialization.skip_data, FakeTensorMode):
+        with mode(), pytest.raises(ValueError, match="the file's bytes are read: not inside"):
+            stillframe.load(tmp_path / "x.pt", into=target)
+    assert not target["a"].any()
 
 
 def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):

@@ -253,13 +253,6 @@ def test_a_short_load_shows_nothing(bars, path, monkeypatch):
     assert bars.shown == []
 
 
-def test_without_rich_a_bar_is_a_line(capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    with bar.bar("/somewhere/a\x1b.pt", 200) as update:
-        update(50, 200)
-    assert capsys.readouterr().err == "\r\x1b[Ka?.pt: 25 %\r\x1b[K"
-
-
 # ---- map_location -------------------------------------------------------------------
 
 

@@ -183,6 +183,28 @@ def test_an_engine_shows_its_sizes_and_what_it_does() -> None:
     assert repr(engine) == "<Engine closed>"
 
 
+def test_what_belongs_to_a_process_says_so_where_it_is_pickled(tmp_path: Path) -> None:
+    handle = stillframe.async_save(STATE, tmp_path / "a.pt")
+    with stillframe.Engine(pool_bytes="16MiB") as engine:
+        for each in (handle, engine):
+            with pytest.raises(TypeError, match="belongs to the process that made it: "):
+                stillframe.save({"extra": each}, tmp_path / "b.pt")
+    assert pickle.loads(pickle.dumps(handle.result())) == handle.result()
+
+
+def test_a_closed_engine_is_told_in_the_same_words_by_every_call(tmp_path: Path) -> None:
+    engine = stillframe.Engine()
+    engine.close()
+    for call in (
+        lambda: stillframe.save(STATE, tmp_path / "a.pt", engine=engine),
+        lambda: stillframe.snapshot(STATE, engine=engine),
+        lambda: engine.warm_up(1),
+        engine.trim,
+    ):
+        with pytest.raises(stillframe.StillframeError, match="the engine was closed: make another"):
+            call()
+
+
 class Holder:
     def __init__(self, value: object) -> None:
         self.value = value
@@ -253,6 +275,16 @@ def test_a_flag_that_says_neither_is_refused(tmp_path: Path, option: str, value:
     with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
         stillframe.async_save(STATE, tmp_path / "a.pt", **{option: value})
     assert not (tmp_path / "a.pt").exists()
+    if option == "overlap":
+        with pytest.raises(TypeError, match=f"overlap has to be True or False, not {value!r}"):
+            stillframe.snapshot(STATE, overlap=value)
+
+
+@pytest.mark.parametrize("option", ["verify", "shared"])
+@pytest.mark.parametrize("value", [None, "no"])
+def test_a_flag_of_a_load_that_says_neither_is_refused(option: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{option} has to be True or False, not {value!r}"):
+        stillframe.load("a.pt", **{option: value})
 
 
 def test_an_optimizer_in_place_of_its_class_is_told_in_a_line() -> None:

@@ -250,6 +250,25 @@ def test_a_wrapper_subclass_is_flattened_and_put_together(engine: stillframe.Eng
     assert new.b.equal(torch.zeros(3))
 
 
+def test_a_tensor_whose_memory_was_freed_has_none_in_the_snapshot_either(
+    engine: stillframe.Engine,
+) -> None:
+    freed = torch.arange(6.0)
+    freed.untyped_storage().resize_(0)
+    tree = stillframe.snapshot([freed, freed.view(2, 3), torch.ones(2)], engine=engine).tree
+    assert [each.untyped_storage().nbytes() for each in tree] == [0, 0, 8]
+    assert [each.shape for each in tree] == [(6,), (2, 3), (2,)]
+    assert tree[0].untyped_storage()._cdata == tree[1].untyped_storage()._cdata
+
+
+def test_a_tensor_that_reaches_beyond_its_memory_is_refused(engine: stillframe.Engine) -> None:
+    shrunk = torch.arange(6.0)
+    shrunk.untyped_storage().resize_(8)
+    with pytest.raises(RuntimeError, match=r"shape \(6,\) reaches beyond its memory.* to 8 bytes"):
+        stillframe.snapshot([torch.ones(2), shrunk], engine=engine)
+    assert engine.stats()["leased_bytes"] == 0
+
+
 class Holder:
     """An object that a walk over containers does not look into."""
 
