@@ -148,7 +148,7 @@ def test_an_outcome_is_of_the_files_as_they_were_when_it_was_tried(
     monkeypatch.setattr(mutants.ground.Ground, "run", while_somebody_writes)
     assert run(tree, KILLED) == (0, ["killed"])
     (mutant,) = mutant_list.load(tree / "edits")
-    assert kept.Kept(tree).outcome(mutant) == "not run"
+    assert kept.Kept(tree).outcome(mutant) == "before"
     (tree / C_FILE).write_text(TREE[C_FILE])
     assert kept.Kept(tree).outcome(mutant) == "killed"
 
@@ -172,17 +172,20 @@ def test_a_score_is_of_the_whole_list_and_of_the_tree_as_it_is(
     run(tree, *listed, options=("--only", "csrc"))
     core, python = {"explained": 1, "killed": 1, "lived": 1, "wrong": 1}, {"not run": 1}
     assert score(tree) == {"csrc/core": core, "python": python}
-    assert "5 edits, 40.0% killed or explained; 0 of" in capsys.readouterr().out
+    assert "5 edits, 40.0% killed or explained as the files are, 40.0%" in capsys.readouterr().out
     said = (tree / kept.PAGE).read_text()
     assert said.startswith("# Mistakes\n\n<!-- table mutants -->\n") and said.endswith("More.\n")
     assert "| | edits | killed | explained | lived | wrong | not run |\n" in said
     assert "| csrc/core | 4 | 1 | 1 | 1 | 1 | 0 |\n" in said
     assert "| all | 5 | 1 | 1 | 1 | 1 | 1 |\n" in said
-    (tree / kept.PAGE).write_text(said.replace("40.0%", "100.0%"))
+    (tree / kept.PAGE).write_text(said.replace("40.0%", "100.0%", 1))
     assert not kept.is_published(tree)
 
     (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
-    assert score(tree) == {"csrc/core": {"not run": 4}, "python": {"not run": 1}}
+    assert score(tree) == {"csrc/core": {"before": 2, "not run": 2}, "python": {"not run": 1}}
+    said = (tree / kept.PAGE).read_text()
+    assert "5 edits, 0.0% killed or explained as the files are, 40.0% as they are or were" in said
+    assert "| csrc/core | 4 | 2 | 2 |\n" in said
 
 
 def test_what_only_a_time_out_killed_is_said(tree: Path) -> None:
