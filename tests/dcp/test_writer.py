@@ -181,7 +181,7 @@ def test_a_checkpoint_that_need_not_be_durable_is_not_synced(tmp_path, monkeypat
 
 def test_overwriting_is_refused_if_asked(tmp_path):
     write({"a": torch.zeros(3)}, tmp_path)
-    with pytest.raises(CheckpointException, match="overwrite=False"):
+    with pytest.raises(CheckpointException, match="Checkpoint already exists, and overwrite=False"):
         write({"a": torch.ones(3)}, tmp_path, overwrite=False)
     assert (loaded({"a": torch.ones(3)}, tmp_path)["a"] == 0).all()
 
