@@ -47,6 +47,11 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def little_is_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants.ground, "TORCH", ("pytest",))
+
+
 def entry(file: str, old: str, new: str, test: str, **more: str) -> str:
     fields = {"old": old, "new": new, "loses": "the sum", **more}
     said = "\n".join(f"{key} = '''{value}'''" for key, value in fields.items())
@@ -77,6 +82,25 @@ def test_an_edit_is_killed_when_a_test_fails(tree: Path) -> None:
 def test_an_edit_of_python_is_noticed_by_pytest_alone(tree: Path) -> None:
     lived = entry(PYTHON_FILE, "# twice", "# thrice", PYTHON_TEST)
     assert run(tree, KILLED_IN_PYTHON, lived) == (1, ["killed", "lived"])
+
+
+def test_each_run_of_pytest_imports_the_tree_anew_also_after_one_that_hung(tree: Path) -> None:
+    hangs = entry(PYTHON_FILE, "return", "while True: pass\n    return", PYTHON_TEST)
+    lives = entry(PYTHON_FILE, "2 * n", "n + n", PYTHON_TEST)
+    listed = (hangs, lives, KILLED_IN_PYTHON)
+    status, outcomes = run(tree, *listed, options=("-j1", "--patience", "0.1"))
+    assert (status, outcomes) == (1, ["killed", "lived", "killed"])
+
+
+def test_what_was_never_tried_comes_before_what_was_killed_once(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tree, KILLED)
+    (tree / C_FILE).write_text(TREE[C_FILE] + "\n")
+    capsys.readouterr()
+    run(tree, KILLED, LIVED, options=("-j1",))
+    told = re.findall(r"^(killed|lived) .* left", capsys.readouterr().out, re.MULTILINE)
+    assert told == ["lived", "killed"]
 
 
 def test_an_edit_that_nothing_notices_lived_and_is_told(
