@@ -1,8 +1,9 @@
 """What came of the edits, as earlier campaigns left it, and the score over the whole list.
 
 An outcome is of the edit, its file and its tests as they were: once one of them has changed, the
-edit has to be tried again, and counts as what it came to before. The score is published: `mutants.py --publish` writes `score.json` beside
-this file and the table of CONTRIBUTING.md, and `make test` compares the two.
+edit has to be tried again, and counts as what it came to before. The score is published:
+`mutants.py --publish` writes `score.json` beside this file and the table of CONTRIBUTING.md, and
+`make test` compares the two.
 """
 
 from __future__ import annotations
