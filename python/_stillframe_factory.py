@@ -33,7 +33,7 @@ def _companions(module: str) -> list[object]:
     try:
         companion = importlib.import_module(module).StillframeCompanion()
         trainer = _trainer_being_made()
-        if trainer is not None and not plugins.adopt(trainer):
+        if trainer is not None and not plugins.register(trainer):
             return []
         return [companion]
     except Exception:

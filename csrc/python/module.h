@@ -20,7 +20,7 @@
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work) X(restore)    \
-	X(kinds) X(collector) X(observer)
+	X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
 	X(stillframe_error, "StillframeError", 0)                                                  \
@@ -113,23 +113,23 @@ static inline void sfr_py_prefetch(uintptr_t address)
 }
 
 /* Each adds types and functions; 0, or -1 with an exception set. */
-int sfr_py_add_engine(PyObject *module);   /* engine.c */
-int sfr_py_add_ticket(PyObject *module);   /* ticket.c */
-int sfr_py_add_parts(PyObject *module);    /* parts.c */
-int sfr_py_add_snapshot(PyObject *module); /* snapshot.c */
-int sfr_py_add_memory(PyObject *module);   /* memory.c */
-int sfr_py_add_onload(PyObject *module);   /* onload.c */
-int sfr_py_add_look(PyObject *module);     /* look.c */
-int sfr_py_add_steps(PyObject *module);    /* steps.c */
-int sfr_py_add_log(PyObject *module);      /* log.c: log, notices, fork */
-int sfr_py_add_work(PyObject *module);     /* work.c: work in the log's order */
-int sfr_py_add_inject(PyObject *module);   /* inject.c: the call table, for tests */
-int sfr_py_add_reader(PyObject *module);   /* reader.c: check, crc32 */
-int sfr_py_add_file(PyObject *module);     /* file.c, called by reader.c */
-int sfr_py_add_restore(PyObject *module);  /* restore.c, likewise */
-int sfr_py_add_skeleton(PyObject *module); /* skeleton.c */
-int sfr_py_add_rebuild(PyObject *module);  /* rebuild.c */
-int sfr_py_add_observer(PyObject *module); /* observer.c */
-int sfr_py_add_trace(PyObject *module);    /* trace.c */
+int sfr_py_add_engine(PyObject *module);     /* engine.c */
+int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
+int sfr_py_add_parts(PyObject *module);      /* parts.c */
+int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
+int sfr_py_add_memory(PyObject *module);     /* memory.c */
+int sfr_py_add_onload(PyObject *module);     /* onload.c */
+int sfr_py_add_look(PyObject *module);       /* look.c */
+int sfr_py_add_steps(PyObject *module);      /* steps.c */
+int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
+int sfr_py_add_work(PyObject *module);       /* work.c: work in the log's order */
+int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */
+int sfr_py_add_reader(PyObject *module);     /* reader.c: check, crc32 */
+int sfr_py_add_file(PyObject *module);       /* file.c, called by reader.c */
+int sfr_py_add_restore(PyObject *module);    /* restore.c, likewise */
+int sfr_py_add_skeleton(PyObject *module);   /* skeleton.c */
+int sfr_py_add_containers(PyObject *module); /* containers.c */
+int sfr_py_add_observer(PyObject *module);   /* observer.c */
+int sfr_py_add_trace(PyObject *module);      /* trace.c */
 
 #endif

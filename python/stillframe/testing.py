@@ -326,8 +326,8 @@ def _said() -> dict[str, Any]:
 def _show_on_device() -> None:
     said = _said()
     shown: list[tuple[Any, str, Any]] = [
-        (skeleton, "_kinds", skeleton._make_kinds(**said)),
-        (skeleton, "_tree_kinds", skeleton._make_kinds(dtypes=skeleton._whole_dtypes(), **said)),
+        (skeleton, "_types", skeleton._make_types(**said)),
+        (skeleton, "_tree_types", skeleton._make_types(dtypes=skeleton._whole_dtypes(), **said)),
         (_device, "place_of", _place_on_device),
         (_device, "on_host", lambda tensor: False),
         (_device, "place_of_tensor", lambda tensor: _place_on_device(tensor.device)),

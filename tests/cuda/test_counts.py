@@ -81,8 +81,8 @@ def test_torch_is_asked_for_a_devices_tag_once_a_save(monkeypatch: pytest.Monkey
         return f"tag of {storage.nbytes() // 20}"
 
     said = {**testing._said(), "device_index": lambda tensor: tensor.numel() // 20}
-    kinds = skeleton._make_kinds(**said, location=location, dtypes=[(torch.int8, "CharStorage")])
-    monkeypatch.setattr(skeleton, "_kinds", kinds)
+    types = skeleton._make_types(**said, location=location, dtypes=[(torch.int8, "CharStorage")])
+    monkeypatch.setattr(skeleton, "_types", types)
     tree = [torch.ones(n, dtype=torch.int8) for n in range(1, 60)]
     tags = [f"tag of {n // 20}" for n in range(1, 60)]
     for _ in range(2):

@@ -1,6 +1,7 @@
 """What becomes of files once saves have ended, asked of the plugin's parts one by one."""
 
 import os
+import threading
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -103,6 +104,27 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
+def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
+    waited = threading.Event()
+    make_link, wait_for_key = links.make_link, ordered.wait_for_key
+
+    def make(*names, **options):
+        waited.wait(60)
+        return make_link(*names, **options)
+
+    def wait(key):
+        waited.set()
+        wait_for_key(key)
+
+    monkeypatch.setattr(links, "make_link", make)
+    monkeypatch.setattr(ordered, "wait_for_key", wait)
+    files.link(place("new.ckpt"), str(tmp_path / "last.ckpt"))
+    assert files.finish() is None
+    has_waited = waited.is_set()
+    waited.set()
+    assert has_waited and os.path.exists(tmp_path / "last.ckpt")
+
+
 def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
@@ -121,10 +143,10 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     files.publications += [first, second]
     files.remove(first.path)
     second.is_due = True
-    files.tell()
+    files.notify()
     assert calls == [] and os.path.exists(first.path)
     first.is_due = True
-    files.tell()
+    files.notify()
     files.wait()
     assert calls == ["a", "b"]
     assert not os.path.exists(first.path) and os.path.exists(second.path)
@@ -134,7 +156,7 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     calls = []
     files.publications.append(Telling(place("a"), calls, error=RuntimeError("no network")))
     with pytest.raises(RuntimeError, match="no network"):
-        files.tell()
+        files.notify()
     assert not files.publications
     files.remove(str(place("a")))
     files.wait()

@@ -56,7 +56,7 @@ def a_rotation(plugin, directory):
     plugin._checkpoints.publish(lambda callback: None, Told())
     plugin._checkpoints.link(None, directory / "b.ckpt", directory / "last.ckpt")
     plugin.remove_checkpoint(directory / "a.ckpt")
-    plugin._checkpoints.tell()
+    plugin._checkpoints.notify()
     assert not plugin._checkpoints.will_exist(directory / "a.ckpt", os.path.exists)
     assert plugin.load_checkpoint(directory / "b.ckpt")["n"] == 1
     plugin._checkpoints.settle()

@@ -1,7 +1,7 @@
 /* Fault injection: wrappers around the system-call table, for tests.
  *
  * Installing replaces every entry of sfr_sys by a wrapper that counts the call,
- * asks the list of faults what is to happen to it (meet), and then fails, falls
+ * asks the list of faults what is to happen to it (fate_of), and then fails, falls
  * short, waits, or passes it on to what stood in the table before. Nothing in
  * the product installs it.
  *
@@ -154,7 +154,7 @@ static void stand(const struct slot *s, unsigned which, uint64_t number)
 
 /* Counts a call and says what is to happen to it; sleeps as long as a fault says. Every slot
  * counts every call it is for, due or not, so that two faults do not shift one another. */
-static struct fate meet(enum call call)
+static struct fate fate_of(enum call call)
 {
 	struct fate fate = { 0, -1 };
 	uint64_t delay_ns = 0, number = 0;
@@ -200,7 +200,7 @@ static struct fate meet(enum call call)
 #define X(type, name, failed, params, args)                                                    \
 	static type inject_##name params                                                       \
 	{                                                                                      \
-		struct fate fate = meet(CALL_##name);                                          \
+		struct fate fate = fate_of(CALL_##name);                                          \
                                                                                                \
 		if (fate.err) {                                                                \
 			errno = fate.err;                                                      \
@@ -214,7 +214,7 @@ FAILING_LIST(X)
 #define X(type, name, params, args)                                                            \
 	static type inject_##name params                                                       \
 	{                                                                                      \
-		(void)meet(CALL_##name); /* can only be slow */                                \
+		(void)fate_of(CALL_##name); /* can only be slow */                                \
 		return real.name args;                                                         \
 	}
 SAFE_LIST(X)
@@ -225,7 +225,7 @@ SAFE_LIST(X)
 /* Linux frees the descriptor whatever close returns. */
 static int inject_close(int fd)
 {
-	struct fate fate = meet(CALL_close);
+	struct fate fate = fate_of(CALL_close);
 	int rc = real.close(fd);
 
 	if (!fate.err)
@@ -247,7 +247,7 @@ static size_t shorten(size_t len, int64_t limit)
 
 static ssize_t inject_pread(int fd, void *buf, size_t len, off_t off)
 {
-	struct fate fate = meet(CALL_pread);
+	struct fate fate = fate_of(CALL_pread);
 
 	if (fate.err) {
 		errno = fate.err;
@@ -258,7 +258,7 @@ static ssize_t inject_pread(int fd, void *buf, size_t len, off_t off)
 
 static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 {
-	struct fate fate = meet(CALL_pwrite);
+	struct fate fate = fate_of(CALL_pwrite);
 	size_t take = shorten(len, fate.limit), whole = take / DIRECT_BLOCK * DIRECT_BLOCK;
 	ssize_t put;
 
@@ -282,26 +282,26 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 				void *(*start)(void *), void *arg)
 {
-	struct fate fate = meet(CALL_thread_create);
+	struct fate fate = fate_of(CALL_thread_create);
 
 	return fate.err ? fate.err : real.thread_create(thread, attr, start, arg);
 }
 
 static void inject_free(void *mem)
 {
-	(void)meet(CALL_free); /* can only be slow, as are the copies */
+	(void)fate_of(CALL_free); /* can only be slow, as are the copies */
 	real.free(mem);
 }
 
 static void inject_capture_copy(void *dst, const void *src, size_t len)
 {
-	(void)meet(CALL_capture_copy);
+	(void)fate_of(CALL_capture_copy);
 	real.capture_copy(dst, src, len);
 }
 
 static uint32_t inject_lane_copy(uint32_t crc, void *dst, const void *src, size_t len)
 {
-	(void)meet(CALL_lane_copy);
+	(void)fate_of(CALL_lane_copy);
 	return real.lane_copy(crc, dst, src, len);
 }
 

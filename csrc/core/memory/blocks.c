@@ -9,14 +9,14 @@
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from, size_t to)
 {
 	char *mem = sfr__pool_home(pool, block) + from;
-	struct sfr__near near;
+	struct sfr__numa near;
 	int rc;
 
-	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
+	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
 	rc = sfr__memory_open(mem, to - from);
 	if (rc == 0)
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
-	sfr__near_end(&near);
+	sfr__numa_end(&near);
 	if (rc != 0)
 		/* Part of it may be there. Where the system refuses to take that back, it is
 		 * used by the next commit of these pages. */

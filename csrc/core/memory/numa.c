@@ -54,7 +54,7 @@ static bool cpus_of(int node, cpu_set_t *cpus)
 	return sfr__cpus_parse(text, cpus);
 }
 
-void sfr__near_begin(struct sfr__near *near, int node)
+void sfr__numa_begin(struct sfr__numa *near, int node)
 {
 	cpu_set_t cpus;
 
@@ -67,7 +67,7 @@ void sfr__near_begin(struct sfr__near *near, int node)
 	near->moved = sfr_sys.set_affinity(&cpus) == 0;
 }
 
-void sfr__near_end(const struct sfr__near *near)
+void sfr__numa_end(const struct sfr__numa *near)
 {
 	/* What it was allowed a moment ago it is allowed now, but for CPUs that were taken from
 	 * the whole process meanwhile: then the kernel has moved it already. */

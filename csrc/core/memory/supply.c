@@ -246,7 +246,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 {
 	struct sfr__maker maker = { pool->makers, block, block, idle };
 	const size_t had = block->committed;
-	struct sfr__near near;
+	struct sfr__numa near;
 	bool made = true;
 	int rc;
 
@@ -254,7 +254,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	pool->nr_filling++;
 	block->want = pool->block_bytes;
 	sfr__unlock(&pool->mu);
-	sfr__near_begin(&near, sfr__pin_node(&pool->pin));
+	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
 	/* Once for the whole block: it excludes all who make memory in this process. */
 	rc = sfr__memory_open(sfr__pool_home(pool, block) + had, pool->block_bytes - had);
 	sfr__lock(&pool->mu);
@@ -269,7 +269,7 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	}
 	unlink_locked(pool, &maker);
 	sfr__unlock(&pool->mu);
-	sfr__near_end(&near);
+	sfr__numa_end(&near);
 	sfr__lock(&pool->mu);
 	return made;
 }

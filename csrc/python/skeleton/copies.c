@@ -1,7 +1,7 @@
 /* Snapshots: plain tensors found without a pickler, and made again over copies of their storages.
  *
- * meet() is given what stands in the containers of a tree, in order, and enters the plain tensors
- * (kinds.c) as the pickler's questions would. When the storages have been copied, copies() has the
+ * collect() is given what stands in the containers of a tree, in order, and enters the plain tensors
+ * (torch_types.c) as the pickler's questions would. When the storages have been copied, copies() has the
  * bridge make a tensor like each of them: same dtype, sizes, strides and offset, over the copy of
  * the same storage, with a storage for each storage. Left out, for Python to make, are
  *
@@ -65,10 +65,10 @@ static bool is_atom(PyObject *node)
 	       type == &PyFloat_Type || type == &PyBool_Type || type == &PyBytes_Type;
 }
 
-PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes)
+PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
-	PyObject *const *part = c->kinds->part;
+	PyObject *const *part = c->torch->part;
 	PyObject *others = PyList_New(0), *fast = PySequence_Fast(nodes, "nodes are a sequence");
 	Py_ssize_t i;
 
@@ -170,7 +170,7 @@ static int add_row(struct job *job, uint32_t place)
 {
 	const struct sfr_py_found *found = &job->c->found[place];
 	const struct sfr_py_storage *storage = &job->c->storages[found->storage];
-	uint64_t itemsize = job->c->kinds->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
+	uint64_t itemsize = job->c->torch->dtype[found->dtype].itemsize, nbytes = storage->nbytes;
 	uint32_t first = job->first[found->storage];
 	const int64_t *row = found->row;
 	Py_ssize_t offset;
@@ -217,11 +217,11 @@ static int leave_out(PyObject *left, const struct sfr_py_found *found)
  *
  * Its class is set, as torch does with lazy parameters: Parameter(tensor) would be a second tensor, and
  * the end of the first one, where torch lets go of the interpreter lock. */
-static int dress(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found,
+static int dress(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
 		 PyObject *tensor)
 {
 	if (found->parameter &&
-	    PyObject_SetAttrString(tensor, "__class__", kinds->part[SFR_PY_PARAMETER]) != 0)
+	    PyObject_SetAttrString(tensor, "__class__", torch->part[SFR_PY_PARAMETER]) != 0)
 		return -1;
 	return found->requires_grad ? PyObject_SetAttrString(tensor, "requires_grad", Py_True) : 0;
 }
@@ -235,7 +235,7 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 		const struct sfr_py_found *found = &job->c->found[job->made[i]];
 		PyObject *key = PyLong_FromVoidPtr(found->object); /* as id() has it */
 		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
-		int rc = key == NULL || dress(job->c->kinds, found, made) != 0 ?
+		int rc = key == NULL || dress(job->c->torch, found, made) != 0 ?
 				 -1 :
 				 PyDict_SetItem(news, key, made);
 
@@ -265,7 +265,7 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 }
 
 /* Python's tensors of new handles, which are taken over. A new reference to the list. */
-static PyObject *wrap(const struct sfr_py_kinds *kinds, void *const *handles, size_t nr)
+static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handles, size_t nr)
 {
 	PyObject *capsules = PyList_New((Py_ssize_t)nr), *tensors = NULL;
 	size_t i;
@@ -281,7 +281,7 @@ static PyObject *wrap(const struct sfr_py_kinds *kinds, void *const *handles, si
 		return NULL;
 	}
 	/* What a failure of this leaves of the handles is not known. */
-	tensors = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_FROM_HANDLES], capsules, NULL);
+	tensors = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_FROM_HANDLES], capsules, NULL);
 	Py_DECREF(capsules);
 	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
 		PyErr_SetString(PyExc_SystemError, "torch made something else of the handles");
@@ -293,7 +293,7 @@ static PyObject *wrap(const struct sfr_py_kinds *kinds, void *const *handles, si
 /* Has the bridge make the rows' tensors. A new reference to the list. */
 static PyObject *make(const struct job *job, PyObject *owner)
 {
-	const struct sfr_py_kinds *kinds = job->c->kinds;
+	const struct sfr_py_torch_types *torch = job->c->torch;
 	void **handles = PyMem_Malloc((job->nr_made + 1) * sizeof(*handles));
 	struct sfr_hold *hold = handles != NULL ? hold_owner(owner) : NULL;
 	PyObject *tensors = NULL;
@@ -303,7 +303,7 @@ static PyObject *make(const struct job *job, PyObject *owner)
 	if (hold == NULL)
 		goto end;
 	if (sfr_py_bridge_make(job->rows, job->nr_made, hold, handles) == 0)
-		tensors = wrap(kinds, handles, job->nr_made);
+		tensors = wrap(torch, handles, job->nr_made);
 	else
 		PyErr_SetString(PyExc_RuntimeError, "torch could not make a tensor");
 	sfr_hold_put(hold);

@@ -1,4 +1,4 @@
-/* The pickle's opcodes, and where in it the plain tensors stand: scan.c and splice.c. */
+/* The pickle's opcodes, and where in it the plain tensors stand: pickle_scan.c and pickle_splice.c. */
 #ifndef SFR_PY_PICKLE_H
 #define SFR_PY_PICKLE_H
 

@@ -3,14 +3,14 @@
  * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object
  * that the pickler comes to, it answers
  *
- *   a number   for a plain tensor (kinds.c): the tensor's place in the list of found ones;
+ *   a number   for a plain tensor (torch_types.c): the tensor's place in the list of found ones;
  *   a tuple    for a storage: torch's own id, made by a Python function (the general road);
  *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
  *              itself, and its storages and inner tensors come by here in their turn.
  *
  * The bridge describes a plain tensor there and then. When the pickler is done, finish() lays the
  * storages out as rows of struct sfr_source, and splice() writes the tensors into the pickle
- * (splice.c).
+ * (pickle_splice.c).
  *
  * A storage is known by the address of its StorageImpl, never by that of its bytes. Every
  * tensor and storage found is held, so that no address is met twice: a __reduce__ makes some for the
@@ -34,7 +34,7 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 
 	found.object = object;
 	sfr_py_trail_look_ahead(c);
-	if (exact && c->plain_road && sfr_py_examine(c->kinds, &found) != 0)
+	if (exact && c->plain_road && sfr_py_examine(c->torch, &found) != 0)
 		return -1;
 	if (found.plain && sfr_py_describe(c, &found) != 0)
 		return -1;
@@ -54,18 +54,18 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 /* 1 for what torch.save takes for a storage, 0 for other objects, -1 with an exception set. */
 static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 {
-	int yes = PyObject_IsInstance(object, c->kinds->part[SFR_PY_TYPED_STORAGE]);
+	int yes = PyObject_IsInstance(object, c->torch->part[SFR_PY_TYPED_STORAGE]);
 
 	if (yes != 0)
 		return yes;
-	return PySet_Contains(c->kinds->part[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
+	return PySet_Contains(c->torch->part[SFR_PY_STORAGE_CLASSES], (PyObject *)Py_TYPE(object));
 }
 
 static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	PyTypeObject *type = Py_TYPE(object);
-	PyObject *const *part = c->kinds->part;
+	PyObject *const *part = c->torch->part;
 	bool exact = (PyObject *)type == part[SFR_PY_TENSOR] ||
 		     (PyObject *)type == part[SFR_PY_PARAMETER];
 	const uint64_t *known;
@@ -223,7 +223,7 @@ static PyObject *collector_splice(PyObject *self, PyObject *pickle)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 	struct sfr_py_splice job = {
-		.kinds = c->kinds,
+		.torch = c->torch,
 		.found = c->found,
 		.nr_found = c->nr_found,
 		.storages = c->storages,
@@ -246,7 +246,7 @@ static int collector_traverse(PyObject *self, visitproc visit, void *arg)
 	size_t i;
 
 	Py_VISIT(Py_TYPE(self));
-	Py_VISIT(c->kinds);
+	Py_VISIT(c->torch);
 	Py_VISIT(c->storage_list);
 	for (i = 0; i < c->nr_found; i++)
 		Py_VISIT(c->found[i].object);
@@ -271,7 +271,7 @@ static void collector_dealloc(PyObject *self)
 
 	PyObject_GC_UnTrack(self);
 	(void)collector_clear(self); /* always 0 */
-	Py_CLEAR(c->kinds);
+	Py_CLEAR(c->torch);
 	PyMem_Free(c->found);
 	sfr_py_map_fini(&c->found_at);
 	PyMem_Free(c->storages);
@@ -308,27 +308,27 @@ static int make_room_as_before(struct sfr_py_collector *c)
 		       0;
 }
 
-/* Collector(kinds, plain_road, plain_cpu, plain_cuda, any_dtypes=False) */
+/* Collector(types, plain_road, plain_cpu, plain_cuda, any_dtypes=False) */
 static PyObject *collector_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "kinds",      "plain_road", "plain_cpu",
+	static char *names[] = { "types",      "plain_road", "plain_cpu",
 				 "plain_cuda", "any_dtypes", NULL };
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	struct sfr_py_collector *c;
-	PyObject *kinds;
+	PyObject *torch;
 	int plain_road, plain_cpu, plain_cuda, any_dtypes = 0;
 
 	if (state == NULL)
 		return NULL;
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!ppp|p:Collector", names,
-					 state->kinds_type, &kinds, &plain_road, &plain_cpu,
+					 state->torch_types_type, &torch, &plain_road, &plain_cpu,
 					 &plain_cuda, &any_dtypes))
 		return NULL;
 	c = (struct sfr_py_collector *)sfr_py_alloc(type); /* zeroed */
 	if (c == NULL)
 		return NULL;
-	Py_INCREF(kinds);
-	c->kinds = (struct sfr_py_kinds *)kinds;
+	Py_INCREF(torch);
+	c->torch = (struct sfr_py_torch_types *)torch;
 	c->plain_road = plain_road && sfr_py_words.known;
 	c->plain_cpu = plain_cpu;
 	c->plain_cuda = plain_cuda;
@@ -351,8 +351,8 @@ static PyMethodDef collector_methods[] = {
 	{ "finish", collector_finish, METH_NOARGS,
 	  "finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices)." },
 	{ "splice", collector_splice, METH_O, "splice(pickle) -> the file's data.pkl." },
-	{ "meet", sfr_py_collector_meet, METH_O,
-	  "meet(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
+	{ "collect", sfr_py_collector_collect, METH_O,
+	  "collect(nodes) -> those that are neither plain tensors, which are entered, nor atoms." },
 	{ "walk", sfr_py_collector_walk, METH_VARARGS,
 	  "walk(nodes, seen) -> those that are no plain tensors, also in plain dicts, lists and tuples "
 	  "among them, each of which is walked into once." },
@@ -382,7 +382,7 @@ int sfr_py_add_skeleton(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
-	if (sfr_py_add_kinds(module) != 0 || sfr_py_add_numbers(module) != 0)
+	if (sfr_py_add_torch_types(module) != 0 || sfr_py_add_numbers(module) != 0)
 		return -1;
 	state->collector_type =
 		(PyTypeObject *)PyType_FromModuleAndSpec(module, &collector_spec, NULL);

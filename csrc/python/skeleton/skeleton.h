@@ -1,13 +1,13 @@
 /* What crosses the files of the skeleton; skeleton.c has the overview.
  *
- *   kinds.c     what torch is made of, and which tensors are plain
- *   skeleton.c  the collector: the pickler's persistent_id, and what it has found
- *   storages.c  the storages of what was found
- *   trail.c     what the last save met, to be in the caches when this one comes to it
- *   scan.c      finds the plain tensors' places in the finished pickle
- *   splice.c    puts their opcodes there
- *   copies.c    for snapshots: finds tensors without a pickler, and makes them again over copies
- *   rebuild.c   likewise: the containers that they are in
+ *   torch_types.c    what torch is made of, and which tensors are plain
+ *   skeleton.c       the collector: the pickler's persistent_id, and what it has found
+ *   storages.c       the storages of what was found
+ *   prefetch.c       what the last save met, to be in the caches when this one comes to it
+ *   pickle_scan.c    finds the plain tensors' places in the finished pickle
+ *   pickle_splice.c  puts their opcodes there
+ *   copies.c         for snapshots: finds tensors without a pickler, and makes them again over copies
+ *   containers.c     likewise: the containers that they are in
  */
 #ifndef SFR_PY_SKELETON_H
 #define SFR_PY_SKELETON_H
@@ -19,9 +19,9 @@
 #include "torch/numbers.h"
 #include "module.h"
 
-/* ---- kinds.c ------------------------------------------------------------ */
+/* ---- torch_types.c ------------------------------------------------------ */
 
-/* Objects of torch that Kinds is made from; the names are its keyword arguments. */
+/* Objects of torch that TorchTypes is made from; the names are its keyword arguments. */
 #define SFR_PY_PART_LIST(X)                                                                        \
 	X(TENSOR, "tensor")                   /* torch.Tensor */                                   \
 	X(PARAMETER, "parameter")             /* torch.nn.Parameter */                             \
@@ -72,7 +72,8 @@ struct sfr_py_place {
 	enum sfr_py_where where;
 };
 
-/* Where a tensor of the last save is: addresses to prefetch, which may be stale. */
+/* A trail: in which order a save met its tensors, and where each is: addresses to prefetch, which may
+ * be stale. */
 struct sfr_py_step {
 	uintptr_t tensor, impl;     /* Python's object and the TensorImpl */
 	uintptr_t wrapper, storage; /* likewise of the storage */
@@ -83,7 +84,7 @@ struct sfr_py_trail {
 	size_t nr, room;
 };
 
-struct sfr_py_kinds {
+struct sfr_py_torch_types {
 	PyObject_HEAD
 	PyObject *part[SFR_PY_NR_PARTS];
 	descrgetfunc get[SFR_PY_NR_PARTS]; /* of the descriptors */
@@ -106,25 +107,26 @@ struct sfr_py_found {
 	PyObject *object;
 	const int64_t *row; /* of the bridge; NULL unless plain */
 	uint32_t storage;   /* number of its storage, likewise */
-	uint8_t dtype;      /* in kinds->dtype, when plain */
+	uint8_t dtype;      /* in torch->dtype, when plain */
 	bool plain, parameter, requires_grad, on_host;
 };
 
 /* Fills `found` for an exact Tensor or Parameter; found->plain says whether the splice can
  * write it, for all that its dtype and storage do not say (sfr_py_describe). 0, or -1 with an
  * exception (of the kinds that must come through) set. */
-int sfr_py_examine(struct sfr_py_kinds *kinds, struct sfr_py_found *found);
+int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
 /* What a tensor refuses to tell, its __reduce_ex__ refuses in its own words: clears the exception.
  * 0, or -1 where it is of the kinds that must come through. */
 int sfr_py_refused(void);
 /* The attribute behind a getset descriptor, or what a method without arguments or a function answers,
  * without the search for it. A new reference. */
-PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object);
+PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part part,
+		     PyObject *object);
 /* The same, as a number. 0 or -1. */
-int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out);
-/* Adds the type Kinds. 0 or -1. */
-int sfr_py_add_kinds(PyObject *module);
+/* Adds the type TorchTypes. 0 or -1. */
+int sfr_py_add_torch_types(PyObject *module);
 
 /* ---- storages.c --------------------------------------------------------- */
 
@@ -149,7 +151,7 @@ struct sfr_py_rows {
 /* What one save has found. */
 struct sfr_py_collector {
 	PyObject_HEAD
-	struct sfr_py_kinds *kinds;
+	struct sfr_py_torch_types *torch;
 	bool plain_road; /* false: something is in force that only the general road obeys */
 	bool plain_cpu;  /* true: nobody has changed what torch tags host storages with */
 	bool plain_cuda; /* likewise of CUDA devices: all of one device have one tag */
@@ -193,14 +195,14 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 /* ---- copies.c ----------------------------------------------------------- */
 
 /* Methods of the collector. */
-PyObject *sfr_py_collector_meet(PyObject *self, PyObject *nodes);
+PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes);
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args);
 
-/* ---- rebuild.c ---------------------------------------------------------- */
+/* ---- containers.c ---------------------------------------------------------- */
 
 PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args);
 
-/* ---- trail.c ------------------------------------------------------------ */
+/* ---- prefetch.c ------------------------------------------------------------ */
 
 /* Takes the last save's trail: no other collector uses it meanwhile. */
 void sfr_py_trail_take(struct sfr_py_collector *c);
@@ -213,12 +215,12 @@ int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wra
 void sfr_py_trail_leave(struct sfr_py_collector *c);
 void sfr_py_trail_fini(struct sfr_py_trail *trail);
 
-/* ---- splice.c ----------------------------------------------------------- */
+/* ---- pickle_splice.c ----------------------------------------------------------- */
 
 struct sfr_py_splice {
 	const unsigned char *in; /* the pickle, with `number BINPERSID` for plain tensors */
 	size_t len;
-	const struct sfr_py_kinds *kinds;
+	const struct sfr_py_torch_types *torch;
 	const struct sfr_py_found *found;
 	size_t nr_found;
 	const struct sfr_py_storage *storages;

@@ -73,7 +73,7 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
-	if (sfr_py_ask_u64(c->kinds, SFR_PY_DATA_PTR, storage, addr) != 0)
+	if (sfr_py_ask_u64(c->torch, SFR_PY_DATA_PTR, storage, addr) != 0)
 		return -1;
 	if (*addr != 0 || nbytes == 0)
 		return 0;
@@ -88,7 +88,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
 
 	if (storage == NULL ||
-	    sfr_py_ask_u64(c->kinds, SFR_PY_NBYTES, storage, &entry->nbytes) != 0)
+	    sfr_py_ask_u64(c->torch, SFR_PY_NBYTES, storage, &entry->nbytes) != 0)
 		return -1;
 	/* That of a meta tensor refuses to tell where it is. */
 	if ((entry->on_host || entry->device != 0) &&
@@ -103,7 +103,7 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 {
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
 	PyObject *location =
-		PyObject_CallFunctionObjArgs(c->kinds->part[SFR_PY_LOCATION], storage, NULL);
+		PyObject_CallFunctionObjArgs(c->torch->part[SFR_PY_LOCATION], storage, NULL);
 
 	if (location == NULL)
 		return NULL;
@@ -127,7 +127,7 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	if (entry->location != NULL)
 		return 0;
 	if (entry->on_host && c->plain_cpu)
-		location = Py_NewRef(c->kinds->cpu);
+		location = Py_NewRef(c->torch->cpu);
 	else if (as_last && last->location != NULL)
 		location = Py_NewRef(last->location);
 	else
@@ -146,7 +146,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 
 	if (c->storages[number].on_host || c->storages[number].device != 0)
 		return 0;
-	answer = PyObject_CallFunctionObjArgs(c->kinds->part[SFR_PY_DEVICE_INDEX], tensor, NULL);
+	answer = PyObject_CallFunctionObjArgs(c->torch->part[SFR_PY_DEVICE_INDEX], tensor, NULL);
 	if (answer == NULL)
 		return -1;
 	index = PyLong_AsLong(answer);
@@ -160,7 +160,7 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 /* Refuses a plain tensor that sees its storage as another dtype than one before. 0 or -1. */
 static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
-	PyObject *dtype = c->kinds->dtype[tensor->dtype].dtype;
+	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
 	struct sfr_py_storage *entry = &c->storages[tensor->storage];
 
 	if (!entry->known && sfr_py_ask_storage(c, tensor->storage) != 0)
@@ -175,9 +175,9 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
  * else than torch's own method is to be asked. */
 static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
-	uint64_t itemsize = c->kinds->dtype[tensor->dtype].itemsize;
+	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
 
-	if (c->kinds->method[SFR_PY_DATA_PTR] == NULL)
+	if (c->torch->method[SFR_PY_DATA_PTR] == NULL)
 		return 0;
 	return sfr_py_bridge_address(sfr_py_handle_of(tensor->object),
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
@@ -188,7 +188,7 @@ static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_
 static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
 		     uint64_t identity, size_t *number)
 {
-	PyObject *storage = sfr_py_ask(c->kinds, SFR_PY_UNTYPED_STORAGE, tensor->object);
+	PyObject *storage = sfr_py_ask(c->torch, SFR_PY_UNTYPED_STORAGE, tensor->object);
 	uint64_t nbytes = (uint64_t)tensor->row[SFR_ROW_NBYTES], addr = told_address(c, tensor);
 	int rc = -1;
 
@@ -269,7 +269,7 @@ int sfr_py_describe(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	int rc = write_row(c, tensor);
 	int64_t number = rc > 0 ? tensor->row[SFR_ROW_DTYPE] : -1;
-	uint8_t place = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->kinds->dtype_at[number] : 0;
+	uint8_t place = number >= 0 && number < SFR_PY_MAX_NUMBERS ? c->torch->dtype_at[number] : 0;
 
 	if (place != 0) {
 		tensor->dtype = (uint8_t)(place - 1);

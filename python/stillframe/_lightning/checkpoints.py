@@ -255,16 +255,16 @@ class Checkpoints:
 
     # ---- for the companion ----
 
-    def adopt(self, trainer: Any) -> None:
+    def register(self, trainer: Any) -> None:
         """`trainer` was made with this plugin and has the companion."""
         self.trainers.add(trainer)
         if self._current_work().pending:
             # It may look for the newest checkpoint in a directory before any hook of it runs.
             _core.log_drain(None)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Tells loggers what is due, and lets go of removes that waited for it."""
-        self._current_work().rotation.tell()
+        self._current_work().rotation.notify()
 
     def finish(self, trainer: Any) -> None:
         """As `tear_down`; some strategies never call that."""
@@ -291,7 +291,7 @@ class Checkpoints:
         work.rotation.publications.append(
             Publication(handle, absolute(handle.path), logger_call(tell, checkpoint_callback))
         )
-        work.rotation.tell()
+        work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""

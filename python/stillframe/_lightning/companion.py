@@ -53,12 +53,12 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             gate.wait()
-            checkpoints.tell()
+            checkpoints.notify()
 
-    def _tell(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
-            checkpoints.tell()
+            checkpoints.notify()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         checkpoints = checkpoints_of(trainer)
@@ -113,7 +113,7 @@ class CompanionHooks:
             finally:
                 checkpoints.trainers.tear_down(trainer)
 
-    on_train_batch_start = on_train_batch_end = _tell
+    on_train_batch_start = on_train_batch_end = _notify
     on_fit_start = on_fit_end = _wait
     on_sanity_check_start = on_sanity_check_end = _wait
     on_train_epoch_end = _wait

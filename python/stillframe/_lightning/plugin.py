@@ -170,12 +170,12 @@ def checkpoints_of(trainer: Any) -> Checkpoints | None:
     return None if plugin is None else plugin._checkpoints
 
 
-def adopt(trainer: Any) -> bool:
+def register(trainer: Any) -> bool:
     """For the entry point, while `trainer` is being made: whether it saves with a plugin of ours,
     and so gets the companion."""
     checkpoints = checkpoints_of(trainer)
     if checkpoints is not None:
-        checkpoints.adopt(trainer)
+        checkpoints.register(trainer)
     return checkpoints is not None
 
 

@@ -3,9 +3,9 @@
     remove   a file is removed behind the saves submitted before, in the log; it is held back while
              a link points to it or loggers are still to be told of it
     link     `last.ckpt` becomes a link to a file when that is there, in the log
-    tell     loggers are told of a checkpoint once it is durable, on the thread that trains
+    notify   loggers are told of a checkpoint once it is durable, on the thread that trains
 
-A signal handler may save, remove and tell in the middle of any method here. So what is taken from
+A signal handler may save, remove and notify in the middle of any method here. So what is taken from
 a collection is taken in one step, and done only by who got it.
 """
 
@@ -108,7 +108,7 @@ class Rotation:
         known = _core.log_exists(key(path))
         return otherwise(path) if known < 0 else bool(known)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Makes the calls that are due, in order, and lets go of files."""
         for publication in list(self.publications):
             if not publication.due():

@@ -74,7 +74,7 @@ class ShardedSave(WrappedSave):
 
     def _tell_staged(self, copied: Future[None]) -> None:
         if copied.exception() is None:
-            self._outcome.tell_staged()
+            self._outcome.notify_staged()
 
     def _is_staged(self) -> bool:
         copied = None if self._response is None else self._response.staging_completion

@@ -95,7 +95,7 @@ class WrappedSave(SaveHandle):
         """The state is out of training's way; the other CheckpointIO begins."""
         self._staged_s = time.perf_counter() - self._entered
         if self._taken is not None:
-            self._outcome.tell_staged()
+            self._outcome.notify_staged()
 
     def end_well(self, nbytes: int, io_mode: IoMode) -> None:
         report = SaveReport(
@@ -123,4 +123,4 @@ class WrappedSave(SaveHandle):
         self._taken = None
         completion.in_flight.pop(self.number, None)
         self._over.set()
-        self._outcome.tell()
+        self._outcome.notify()

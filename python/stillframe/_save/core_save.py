@@ -111,7 +111,7 @@ class CoreSave(SaveHandle):
         self._verdict()
         self._release_sources()
         if self._is_staged():
-            self._outcome.tell_staged()
+            self._outcome.notify_staged()
 
     def settle(self) -> None:
         """The save has ended."""
@@ -212,7 +212,7 @@ class CoreSave(SaveHandle):
         self._skeleton = None
         self._deferral = None
         completion.in_flight.pop(self._ticket.number, None)
-        self._outcome.tell()
+        self._outcome.notify()
 
     def _report_of(self, facts: dict[str, Any]) -> SaveReport:
         offset = self._entered_to_ticket_s

@@ -165,7 +165,7 @@ class SaveHandle:
 
     def _settle(self) -> None:
         """Once it has ended: the outcome, and who is told of it. May be called again."""
-        self._outcome.tell()
+        self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
         """False when it has failed, or is about to."""
@@ -232,7 +232,7 @@ class SkippedSave(SaveHandle):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._outcome.settle(None, None)
-        self._outcome.tell()
+        self._outcome.notify()
 
     @property
     def state(self) -> State:

@@ -70,22 +70,26 @@ def take_failures(*, first_only: bool) -> list[Failure]:
     return taken
 
 
-class SaveFuture(Future[Any]):
-    """A future whose result counts as having seen the save's error. It keeps its handle, not the
-    other way round. What is to be called when it is done runs on the callback thread, as a handle's
-    callbacks do: the thread that settles saves has others to settle."""
-
-    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
-        super().__init__()
-        self._handle = handle
-        self._outcome = outcome
-        self._upload = upload
+class CallingLater(Future[Any]):
+    """A future with what is to be called when it is done running on the callback thread, as a
+    handle's callbacks do: a thread that ends saves has others to end."""
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         if self.done():
             super().add_done_callback(fn)  # here and now
         else:
             super().add_done_callback(functools.partial(_call_later, fn))
+
+
+class SaveFuture(CallingLater):
+    """A future whose result counts as having seen the save's error. It keeps its handle, not the
+    other way round."""
+
+    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outcome = outcome
+        self._upload = upload
 
     def _refuse_inside(self) -> None:
         """Staging waits for nothing of the log."""
@@ -127,7 +131,7 @@ class Outcome:
         self._given = given
         self._on_durable = on_durable
         self._failure: Failure | None = None
-        self._told = False
+        self._notified = False
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._staging: weakref.ref[SaveFuture] | None = None
@@ -149,9 +153,9 @@ class Outcome:
             self.report, self.error = report, error
             self.settled = True
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wakes, resolves and calls those who wait for the end. May be called again."""
-        if self._told:
+        if self._notified:
             return
         with self.lock:
             for reference, value in ((self._staging, None), (self._upload, self.report)):
@@ -166,9 +170,9 @@ class Outcome:
             waker()
         while (function := _pop(self._callbacks)) is not None:
             completion.callbacks.put(function)
-        self._told = True
+        self._notified = True
 
-    def tell_staged(self) -> None:
+    def notify_staged(self) -> None:
         with self.lock:
             future = _alive(self._staging)
             if future is not None:

@@ -167,7 +167,7 @@ def _place(tensor: Tensor) -> int:
     return 0 if tensor.is_cpu else 1 if tensor.is_cuda else -1
 
 
-def _make_kinds(**other: Any) -> _core.Kinds:
+def _make_types(**other: Any) -> _core.TorchTypes:
     """Collects the parts of torch that the C side needs; `other` ones take their place."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
@@ -198,11 +198,11 @@ def _make_kinds(**other: Any) -> _core.Kinds:
     parts["dtypes"] = [
         (dtype, name, dtype.itemsize, sample.view(dtype)) for dtype, name in parts["dtypes"]
     ]
-    return _core.Kinds(**parts)
+    return _core.TorchTypes(**parts)
 
 
 def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
-    """Dtypes whose elements are some bytes and nothing else, as `_make_kinds` takes them."""
+    """Dtypes whose elements are some bytes and nothing else, as `_make_types` takes them."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
     names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
@@ -220,9 +220,9 @@ with (
     pyfunctorch.temporarily_clear_interpreter_stack(),
 ):
     _sees_words = _learn_words()
-    _kinds = _make_kinds()
+    _types = _make_types()
     # Trees have a trail of their own, and may have tensors of any dtype.
-    _tree_kinds = _make_kinds(dtypes=_whole_dtypes())
+    _tree_types = _make_types(dtypes=_whole_dtypes())
 _UNSEEN = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
     " itself, as torch.save does, which is slower."
@@ -265,7 +265,7 @@ def tree_collector() -> _core.Collector:
     """A collector for `stillframe._tree.walk`, which has a walk of its own, saves nothing, and lets
     no function mode interfere."""
     return _core.Collector(
-        _tree_kinds, plain_road=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
+        _tree_types, plain_road=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
@@ -290,7 +290,7 @@ def build(obj: object) -> Skeleton:
     """
     plain_cpu, plain_cuda = _plain_tags()
     collector = _core.Collector(
-        _kinds, plain_road=_plain_road(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
+        _types, plain_road=_plain_road(), plain_cpu=plain_cpu, plain_cuda=plain_cuda
     )
     try:
         pickle = _pickle_object(obj, collector)

@@ -137,8 +137,8 @@ class Tree:
                 locals_.append(local)
                 if attributes := attributes_of(node):
                     self._hanging.append((node, attributes))
-                    inner += collector.meet(tuple(attributes.values()))
-        return inner + collector.meet(locals_) if locals_ else inner
+                    inner += collector.collect(tuple(attributes.values()))
+        return inner + collector.collect(locals_) if locals_ else inner
 
     def _children(
         self, node: Any, kind: type[Any], collector: _core.Collector

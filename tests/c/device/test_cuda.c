@@ -272,7 +272,7 @@ static void no_registration_is_larger_than_128_mib(void)
 static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
 {
 	cpu_set_t cpus, before, after;
-	struct sfr__near near;
+	struct sfr__numa near;
 
 	CHECK(sfr__cpus_parse("0-2,5,7-8\n", &cpus));
 	CHECK_EQ(CPU_COUNT(&cpus), 6);
@@ -282,8 +282,8 @@ static void a_thread_that_gives_memory_goes_near_the_device_and_comes_back(void)
 	CHECK(!sfr__cpus_parse("many", &cpus));
 	CHECK_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
 	for (int node = -1; node < 3; node++) {
-		sfr__near_begin(&near, node);
-		sfr__near_end(&near);
+		sfr__numa_begin(&near, node);
+		sfr__numa_end(&near);
 		CHECK_EQ(sched_getaffinity(0, sizeof(after), &after), 0);
 		CHECK(CPU_EQUAL(&before, &after));
 	}

@@ -59,7 +59,7 @@ def test_a_save_that_failed_is_not_called_durable() -> None:
     outcome = Outcome("a.pt", lambda path, report: durable.append(path))
     assert outcome.call_at_end(over.set)  # behind the other
     outcome.settle(None, RuntimeError("no"))
-    outcome.tell()
+    outcome.notify()
     assert over.wait(60) and durable == []
 
 
@@ -73,5 +73,5 @@ def test_who_waits_no_more_is_not_woken() -> None:
     assert outcome.wake_at_end(wake)
     outcome.wake_no_more(wake)
     outcome.settle(None, None)
-    outcome.tell()
+    outcome.notify()
     assert woken == []

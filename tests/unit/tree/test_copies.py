@@ -23,7 +23,7 @@ def copied(
 ) -> tuple[_core.Collector, bytearray, list[int]]:
     """A collector that has met the tensors, and the bytes of their storages."""
     collector = collector or skeleton.tree_collector()
-    assert collector.meet(tensors) == []
+    assert collector.collect(tensors) == []
     memory, offsets = bytearray(), []
     for storage in collector.finish()[0]:
         offsets.append(len(memory))
@@ -112,8 +112,8 @@ def test_a_bridge_that_fails_keeps_nothing(
         assert len(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)) == 1
         return answer()
 
-    kinds = skeleton._make_kinds(dtypes=skeleton._whole_dtypes(), from_handles=take)
-    collector = _core.Collector(kinds, True, True, True, True)
+    types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
+    collector = _core.Collector(types, True, True, True, True)
     collector, memory, offsets = copied([torch.ones(4)], collector)
     before = sys.getrefcount(memory)
     with pytest.raises(error):
@@ -154,7 +154,7 @@ def test_only_plain_tensors_are_entered() -> None:
     others: list[Any] = [{}, [], (1,), hung, conj, sparse, meta, object()]
     collector = skeleton.tree_collector()
     plain = torch.ones(1)
-    met = collector.meet([plain, 1, None, "x", *others, plain, 2.0, True, b""])
+    met = collector.collect([plain, 1, None, "x", *others, plain, 2.0, True, b""])
     assert list(map(id, met)) == list(map(id, others))
     assert len(collector.finish()[0]) == 1
 

@@ -247,7 +247,7 @@ def test_the_same_object_gives_the_same_bytes():
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x02K", b"\x80\x02K\x05Q.", b"\x80\x02\xff.", b"N.N."])
 def test_what_no_pickler_of_ours_wrote_is_refused_by_the_splice(data):
-    collector = skeleton._core.Collector(skeleton._kinds, True, True, True)
+    collector = skeleton._core.Collector(skeleton._types, True, True, True)
     with pytest.raises(SystemError, match="cannot be parsed"):
         collector.splice(data)
 
@@ -617,10 +617,10 @@ def test_reference_counts_come_back():
     tensor, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(3))
     tree = [tensor, parameter, tensor, torch.float32]
     build(tree)
-    before = [sys.getrefcount(x) for x in (tensor, parameter, torch.float32, skeleton._kinds)]
+    before = [sys.getrefcount(x) for x in (tensor, parameter, torch.float32, skeleton._types)]
     for _ in range(50):
         build(tree)
-    after = [sys.getrefcount(x) for x in (tensor, parameter, torch.float32, skeleton._kinds)]
+    after = [sys.getrefcount(x) for x in (tensor, parameter, torch.float32, skeleton._types)]
     assert after == before
 
 
@@ -722,6 +722,6 @@ def test_saves_in_several_threads_do_not_mix():
 @given(st.binary(max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_the_splice_reads_within_its_bounds(data):
-    collector = skeleton._core.Collector(skeleton._kinds, True, True, True)
+    collector = skeleton._core.Collector(skeleton._types, True, True, True)
     kind, value = outcome(collector.splice, b"\x80\x02" + data)
     assert kind is SystemError or value == b"\x80\x02" + data

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's protot
 
 
 def collector(place: Callable[[torch.Tensor], int]) -> _core.Collector:
-    return _core.Collector(skeleton._make_kinds(place=place), True, True, True)
+    return _core.Collector(skeleton._make_types(place=place), True, True, True)
 
 
 def set_other(tensor: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def test_python_is_asked_once_of_tensors_with_the_same_dispatch_keys() -> None:
     met = collector(place)
     conj = [torch.ones(2, dtype=torch.complex64).conj() for _ in range(3)]
     plain = [torch.ones(2), torch.nn.Parameter(torch.ones(3)), torch.ones(1, dtype=torch.int8)]
-    assert met.meet([*plain, *conj, *plain]) == conj
+    assert met.collect([*plain, *conj, *plain]) == conj
     assert list(map(id, asked)) == [id(plain[0]), id(conj[0])]
     assert len(met.finish()[0]) == len(plain)
 
@@ -110,7 +110,7 @@ def test_more_sets_of_keys_than_are_remembered_are_told_apart() -> None:
     others = [tensor for tensor in tensors if skeleton._place(tensor) != 0]
     assert len(others) == 18  # all but one with gradients, and one without
     met = collector(skeleton._place)
-    assert list(map(id, met.meet([*tensors, *tensors]))) == list(map(id, [*others, *others]))
+    assert list(map(id, met.collect([*tensors, *tensors]))) == list(map(id, [*others, *others]))
 
 
 def test_of_what_python_refuses_nothing_is_assumed() -> None:
@@ -124,14 +124,14 @@ def test_of_what_python_refuses_nothing_is_assumed() -> None:
 
     for _ in range(3):
         tensor = torch.ones(2)
-        assert collector(place).meet([tensor]) == [tensor]
+        assert collector(place).collect([tensor]) == [tensor]
     assert answers == []
 
     def interrupt(tensor: torch.Tensor) -> int:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collector(interrupt).meet([torch.ones(2)])
+        collector(interrupt).collect([torch.ones(2)])
 
 
 UNKNOWN = """
@@ -226,9 +226,9 @@ def test_it_is_learned_wherever_the_package_is_imported_first() -> None:
     torch.func.grad(import_it)(torch.ones(2))
     torch.func.vmap(import_it)(torch.ones(2, 2))
     for each in made:
-        known = _core.Collector(each._kinds, True, True, True)
+        known = _core.Collector(each._types, True, True, True)
         assert each._sees_words
-        assert known.meet([torch.ones(2), torch.ones(2).half()]) == []
+        assert known.collect([torch.ones(2), torch.ones(2).half()]) == []
 
 
 LONG = """

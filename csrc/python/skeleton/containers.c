@@ -57,7 +57,7 @@ static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *
 
 	if (Py_EnterRecursiveCall(" while a tree is walked") < 0)
 		return -1;
-	met = sfr_py_collector_meet(collector, nodes);
+	met = sfr_py_collector_collect(collector, nodes);
 	if (!met)
 		rc = -1;
 	for (Py_ssize_t i = 0; rc == 0 && i < PyList_Size(met); i++)
@@ -179,7 +179,7 @@ static PyMethodDef functions[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
-int sfr_py_add_rebuild(PyObject *module)
+int sfr_py_add_containers(PyObject *module)
 {
 	return PyModule_AddFunctions(module, functions);
 }

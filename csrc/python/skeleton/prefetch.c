@@ -38,8 +38,8 @@ void sfr_py_trail_take(struct sfr_py_collector *c)
 {
 	size_t i;
 
-	c->before = c->kinds->trail;
-	c->kinds->trail = (struct sfr_py_trail){ 0 };
+	c->before = c->torch->trail;
+	c->torch->trail = (struct sfr_py_trail){ 0 };
 	for (i = 0; i < AHEAD && i < c->before.nr; i++)
 		prefetch_step(&c->before.steps[i]);
 }
@@ -73,8 +73,8 @@ int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wra
 void sfr_py_trail_leave(struct sfr_py_collector *c)
 {
 	if (c->trail.nr != 0) {
-		sfr_py_trail_fini(&c->kinds->trail);
-		c->kinds->trail = c->trail;
+		sfr_py_trail_fini(&c->torch->trail);
+		c->torch->trail = c->trail;
 		c->trail = (struct sfr_py_trail){ 0 };
 	}
 }

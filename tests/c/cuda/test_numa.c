@@ -57,7 +57,7 @@ static void a_devices_node_is_what_the_kernel_says_of_its_bus(void)
 static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
 {
 	static char much[3 * 4096];
-	struct sfr__near near;
+	struct sfr__numa near;
 	int before = nr_fds();
 
 	CPU_ZERO(&allowed);
@@ -65,10 +65,10 @@ static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
 	CPU_SET(1, &allowed);
 	tell("/sys/devices/system/node/node3/cpulist", "1,5\n");
 	nr_moves = 0;
-	sfr__near_begin(&near, 3);
+	sfr__numa_begin(&near, 3);
 	CHECK_EQ(nr_moves, 1);
 	CHECK(CPU_COUNT(&wanted[0]) == 1 && CPU_ISSET(1, &wanted[0]));
-	sfr__near_end(&near);
+	sfr__numa_end(&near);
 	CHECK_EQ(nr_moves, 2);
 	CHECK(CPU_EQUAL(&wanted[1], &allowed));
 	/* No CPU of the node is ours, all of ours are, nobody tells, or too much is told. */
@@ -78,8 +78,8 @@ static void a_thread_goes_to_cpus_of_the_node_that_it_may_use_and_back(void)
 	memcpy(much, "1", 1);
 	tell("/sys/devices/system/node/node7/cpulist", much);
 	for (int node = 4; node < 8; node++) {
-		sfr__near_begin(&near, node);
-		sfr__near_end(&near);
+		sfr__numa_begin(&near, node);
+		sfr__numa_end(&near);
 	}
 	CHECK_EQ(nr_moves, 2);
 	CHECK_EQ(nr_fds(), before);

@@ -1,7 +1,7 @@
 /* Puts the plain tensors into the finished pickle.
  *
  * The pickler has written `number BINPERSID` wherever it met a plain tensor (skeleton.c), and
- * scan.c has found those markers. Here what lies between them is copied, and in place of each
+ * pickle_scan.c has found those markers. Here what lies between them is copied, and in place of each
  * come the opcodes that rebuild the tensor. The memo slots after the pickler's last one keep
  * what is wanted again: a tensor that occurs more than once, and each of the constants
  * (functions, storage classes, location tags), at its first use.
@@ -200,7 +200,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 			const struct sfr_py_found *tensor, const struct text *tag)
 {
 	const struct sfr_py_storage *storage = &job->storages[tensor->storage];
-	const struct sfr_py_dtype *dtype = &job->kinds->dtype[tensor->dtype];
+	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	uint32_t number = tensor->storage;
 	char key[10];
 	size_t i = sizeof(key);
@@ -229,7 +229,7 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 			  const struct sfr_py_found *tensor, struct text *tag)
 {
-	const struct sfr_py_dtype *dtype = &job->kinds->dtype[tensor->dtype];
+	const struct sfr_py_dtype *dtype = &job->torch->dtype[tensor->dtype];
 	PyObject *location = job->storages[tensor->storage].location;
 	Py_ssize_t len;
 

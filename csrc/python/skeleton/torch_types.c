@@ -1,6 +1,6 @@
 /* What torch is made of, and which tensors are plain.
  *
- * Kinds holds the objects of torch that the skeleton needs at every save: types, functions,
+ * TorchTypes holds the objects of torch that the skeleton needs at every save: types, functions,
  * and the descriptors of the attributes that it reads. skeleton.py makes one and hands the parts
  * over by name, so nothing here imports torch. The C functions behind descriptors and methods are
  * called (torch/slots.c), which skips the search through the type.
@@ -32,27 +32,28 @@ static const char *const part_names[] = {
 #undef X
 };
 
-PyObject *sfr_py_ask(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part part,
+		     PyObject *object)
 {
-	PyObject *named = kinds->part[part];
-	PyTypeObject *type = kinds->type[part]; /* NULL: there is nothing in C */
-	const PyGetSetDef *def = kinds->getter[part];
+	PyObject *named = torch->part[part];
+	PyTypeObject *type = torch->type[part]; /* NULL: there is nothing in C */
+	const PyGetSetDef *def = torch->getter[part];
 
 	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
 		if (def != NULL)
 			return def->get(object, def->closure);
-		if (kinds->method[part] != NULL)
-			return kinds->method[part](object, NULL);
+		if (torch->method[part] != NULL)
+			return torch->method[part](object, NULL);
 	}
 	if (part >= SFR_PY_FIRST_GETTER)
-		return kinds->get[part](named, object, (PyObject *)Py_TYPE(object));
+		return torch->get[part](named, object, (PyObject *)Py_TYPE(object));
 	return PyObject_CallFunctionObjArgs(named, object, NULL);
 }
 
 /* The truth of the answer: 1, 0 (None, too), or -1 with an exception set. */
-static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object)
+static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object)
 {
-	PyObject *value = sfr_py_ask(kinds, part, object);
+	PyObject *value = sfr_py_ask(torch, part, object);
 	int truth;
 
 	if (value == NULL)
@@ -62,10 +63,10 @@ static int ask_bool(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyO
 	return truth;
 }
 
-int sfr_py_ask_u64(const struct sfr_py_kinds *kinds, enum sfr_py_part part, PyObject *object,
+int sfr_py_ask_u64(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object,
 		   uint64_t *out)
 {
-	PyObject *value = sfr_py_ask(kinds, part, object);
+	PyObject *value = sfr_py_ask(torch, part, object);
 
 	if (value == NULL)
 		return -1;
@@ -83,9 +84,9 @@ int sfr_py_refused(void)
 }
 
 /* Where tensors with such keys are, from Python: 0 or -1 as above. What it refuses is not noted. */
-static int ask_place(struct sfr_py_kinds *kinds, PyObject *tensor, struct sfr_py_place *place)
+static int ask_place(struct sfr_py_torch_types *torch, PyObject *tensor, struct sfr_py_place *place)
 {
-	PyObject *answer = PyObject_CallFunctionObjArgs(kinds->part[SFR_PY_PLACE], tensor, NULL);
+	PyObject *answer = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_PLACE], tensor, NULL);
 	long value = answer != NULL ? PyLong_AsLong(answer) : -1;
 
 	Py_XDECREF(answer);
@@ -94,54 +95,54 @@ static int ask_place(struct sfr_py_kinds *kinds, PyObject *tensor, struct sfr_py
 		return sfr_py_refused();
 	if (value == SFR_PY_ON_HOST || value == SFR_PY_ON_DEVICE)
 		place->where = (enum sfr_py_where)value;
-	if (kinds->nr_places < SFR_PY_MAX_PLACES)
-		kinds->place[kinds->nr_places++] = *place;
+	if (torch->nr_places < SFR_PY_MAX_PLACES)
+		torch->place[torch->nr_places++] = *place;
 	return 0;
 }
 
-static int find_place(struct sfr_py_kinds *kinds, PyObject *tensor, enum sfr_py_where *where)
+static int find_place(struct sfr_py_torch_types *torch, PyObject *tensor, enum sfr_py_where *where)
 {
 	struct sfr_py_place place = { .keys = sfr_py_keys_of(tensor) };
 	int rc = 0;
 	uint32_t i;
 
-	for (i = 0; i < kinds->nr_places && kinds->place[i].keys != place.keys; i++)
+	for (i = 0; i < torch->nr_places && torch->place[i].keys != place.keys; i++)
 		;
-	if (i < kinds->nr_places)
-		place = kinds->place[i];
+	if (i < torch->nr_places)
+		place = torch->place[i];
 	else
-		rc = ask_place(kinds, tensor, &place);
+		rc = ask_place(torch, tensor, &place);
 	*where = place.where;
 	return rc;
 }
 
 /* 1 for a tensor with attributes or hooks that are written, 0, or -1 with an exception set. */
-static int is_hung(const struct sfr_py_kinds *kinds, const struct sfr_py_found *found)
+static int is_hung(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
 	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
-	int yes = ask_bool(kinds, SFR_PY_GETSTATE, found->object);
+	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
 	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
 	if (yes == 0 && !found->parameter)
-		yes = ask_bool(kinds, SFR_PY_BACKWARD_HOOKS, found->object);
+		yes = ask_bool(torch, SFR_PY_BACKWARD_HOOKS, found->object);
 	return yes;
 }
 
-int sfr_py_examine(struct sfr_py_kinds *kinds, struct sfr_py_found *found)
+int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found)
 {
 	enum sfr_py_where where;
 	int yes;
 
-	found->parameter = (PyObject *)Py_TYPE(found->object) == kinds->part[SFR_PY_PARAMETER];
-	if (find_place(kinds, found->object, &where) != 0)
+	found->parameter = (PyObject *)Py_TYPE(found->object) == torch->part[SFR_PY_PARAMETER];
+	if (find_place(torch, found->object, &where) != 0)
 		return -1;
 	if (where == SFR_PY_NOT_PLAIN)
 		return 0;
 	found->on_host = where == SFR_PY_ON_HOST;
-	yes = is_hung(kinds, found);
+	yes = is_hung(torch, found);
 	if (yes != 0)
 		return yes < 0 ? sfr_py_refused() : 0;
-	yes = ask_bool(kinds, SFR_PY_REQUIRES_GRAD, found->object);
+	yes = ask_bool(torch, SFR_PY_REQUIRES_GRAD, found->object);
 	if (yes < 0)
 		return sfr_py_refused();
 	found->requires_grad = yes > 0;
@@ -149,75 +150,76 @@ int sfr_py_examine(struct sfr_py_kinds *kinds, struct sfr_py_found *found)
 	return 0;
 }
 
-static int kinds_traverse(PyObject *self, visitproc visit, void *arg)
+static int types_traverse(PyObject *self, visitproc visit, void *arg)
 {
-	struct sfr_py_kinds *kinds = (struct sfr_py_kinds *)self;
+	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
 	uint32_t i;
 
 	Py_VISIT(Py_TYPE(self));
 	for (i = 0; i < SFR_PY_NR_PARTS; i++)
-		Py_VISIT(kinds->part[i]);
-	for (i = 0; i < kinds->nr_dtypes; i++)
-		Py_VISIT(kinds->dtype[i].dtype);
+		Py_VISIT(torch->part[i]);
+	for (i = 0; i < torch->nr_dtypes; i++)
+		Py_VISIT(torch->dtype[i].dtype);
 	return 0;
 }
 
 /* Only for an object that nobody can use any more: the parts are never NULL in a live one,
  * so a cycle through torch's own types is broken on their side. */
-static void kinds_dealloc(PyObject *self)
+static void types_dealloc(PyObject *self)
 {
-	struct sfr_py_kinds *kinds = (struct sfr_py_kinds *)self;
+	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
 	uint32_t i;
 
 	PyObject_GC_UnTrack(self);
 	for (i = 0; i < SFR_PY_NR_PARTS; i++)
-		Py_CLEAR(kinds->part[i]);
-	for (i = 0; i < kinds->nr_dtypes; i++) {
-		Py_CLEAR(kinds->dtype[i].dtype);
-		Py_CLEAR(kinds->dtype[i].storage_class);
+		Py_CLEAR(torch->part[i]);
+	for (i = 0; i < torch->nr_dtypes; i++) {
+		Py_CLEAR(torch->dtype[i].dtype);
+		Py_CLEAR(torch->dtype[i].storage_class);
 	}
-	Py_CLEAR(kinds->cpu);
-	sfr_py_trail_fini(&kinds->trail);
+	Py_CLEAR(torch->cpu);
+	sfr_py_trail_fini(&torch->trail);
 	sfr_py_free(self);
 }
 
 /* Takes the part called `name` out of the keyword arguments. 0 or -1. */
-static int take_part(struct sfr_py_kinds *kinds, PyObject *kwargs, enum sfr_py_part part)
+static int take_part(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_part part)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, part_names[part]);
 
 	if (value == NULL) {
-		PyErr_Format(PyExc_TypeError, "Kinds() needs the argument '%s'", part_names[part]);
+		PyErr_Format(PyExc_TypeError, "TorchTypes() needs the argument '%s'",
+			     part_names[part]);
 		return -1;
 	}
 	if (part >= SFR_PY_FIRST_GETTER) {
-		kinds->get[part] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
-		if (kinds->get[part] == NULL) {
+		torch->get[part] = (descrgetfunc)PyType_GetSlot(Py_TYPE(value), Py_tp_descr_get);
+		if (torch->get[part] == NULL) {
 			PyErr_Format(PyExc_TypeError, "'%s' is not a descriptor", part_names[part]);
 			return -1;
 		}
 	}
 	Py_INCREF(value);
-	kinds->part[part] = value;
+	torch->part[part] = value;
 	return 0;
 }
 
 /* Finds the C functions behind descriptors and methods: where they are a type's own. */
-static void find_functions(struct sfr_py_kinds *kinds)
+static void find_functions(struct sfr_py_torch_types *torch)
 {
 	for (int part = SFR_PY_FIRST_METHOD; part < SFR_PY_NR_PARTS; part++) {
-		PyObject *type = PyObject_GetAttrString(kinds->part[part], "__objclass__");
+		PyObject *type = PyObject_GetAttrString(torch->part[part], "__objclass__");
 		PyObject *name =
-			type ? PyObject_GetAttrString(kinds->part[part], "__name__") : NULL;
+			type ? PyObject_GetAttrString(torch->part[part], "__name__") : NULL;
 		const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
 
 		PyErr_Clear(); /* it is a function of Python's */
 		if (text != NULL && PyType_Check(type)) {
-			kinds->type[part] = (PyTypeObject *)type; /* which the part keeps */
+			torch->type[part] = (PyTypeObject *)type; /* which the part keeps */
 			if (part >= SFR_PY_FIRST_GETTER)
-				kinds->getter[part] = sfr_py_getter_of(kinds->type[part], text);
+				torch->getter[part] = sfr_py_getter_of(torch->type[part], text);
 			else if (part <= SFR_PY_LAST_METHOD)
-				kinds->method[part] = sfr_py_method_of(kinds->type[part], text);
+				torch->method[part] = sfr_py_method_of(torch->type[part], text);
 		}
 		Py_XDECREF(type);
 		Py_XDECREF(name);
@@ -225,7 +227,7 @@ static void find_functions(struct sfr_py_kinds *kinds)
 }
 
 /* Has torch's number of a dtype lead to the next place in the table; `sample` has one dimension. 0 or -1. */
-static int take_number(struct sfr_py_kinds *kinds, PyObject *sample)
+static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
 
@@ -237,25 +239,25 @@ static int take_number(struct sfr_py_kinds *kinds, PyObject *sample)
 		PyErr_SetString(PyExc_ValueError, "torch could not describe a sample");
 		return -1;
 	}
-	kinds->dtype_at[number] = (uint8_t)(kinds->nr_dtypes + 1);
+	torch->dtype_at[number] = (uint8_t)(torch->nr_dtypes + 1);
 	return 0;
 }
 
 /* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a tensor
  * of it). */
-static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
+static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
 	Py_ssize_t i, len;
 
 	if (list == NULL || !PyList_Check(list) || PyList_Size(list) > SFR_PY_MAX_DTYPES) {
-		PyErr_Format(PyExc_TypeError, "Kinds() needs a list of at most %d dtypes",
+		PyErr_Format(PyExc_TypeError, "TorchTypes() needs a list of at most %d dtypes",
 			     SFR_PY_MAX_DTYPES);
 		return -1;
 	}
 	len = PyList_Size(list);
 	for (i = 0; i < len; i++) {
-		struct sfr_py_dtype *entry = &kinds->dtype[i];
+		struct sfr_py_dtype *entry = &torch->dtype[i];
 		PyObject *item = PyList_GetItem(list, i);
 		PyObject *dtype, *storage_class, *sample;
 		unsigned int itemsize;
@@ -266,8 +268,8 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 			return -1;
 		}
 		if (!PyArg_ParseTuple(item, "OUIO!", &dtype, &storage_class, &itemsize,
-				      kinds->part[SFR_PY_TENSOR], &sample) ||
-		    take_number(kinds, sample) != 0)
+				      torch->part[SFR_PY_TENSOR], &sample) ||
+		    take_number(torch, sample) != 0)
 			return -1;
 		if (itemsize == 0) {
 			PyErr_SetString(PyExc_ValueError, "a dtype's items have bytes");
@@ -282,51 +284,51 @@ static int take_dtypes(struct sfr_py_kinds *kinds, PyObject *kwargs)
 		Py_INCREF(storage_class);
 		entry->storage_class = storage_class;
 		entry->itemsize = itemsize;
-		kinds->nr_dtypes++;
+		torch->nr_dtypes++;
 	}
 	return 0;
 }
 
-static PyObject *kinds_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *types_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	struct sfr_py_kinds *kinds;
+	struct sfr_py_torch_types *torch;
 	int part;
 
 	if (PyTuple_Size(args) != 0 || kwargs == NULL) {
-		PyErr_SetString(PyExc_TypeError, "Kinds() takes keyword arguments only");
+		PyErr_SetString(PyExc_TypeError, "TorchTypes() takes keyword arguments only");
 		return NULL;
 	}
-	kinds = (struct sfr_py_kinds *)sfr_py_alloc(type); /* zeroed */
-	if (kinds == NULL)
+	torch = (struct sfr_py_torch_types *)sfr_py_alloc(type); /* zeroed */
+	if (torch == NULL)
 		return NULL;
 	for (part = 0; part < SFR_PY_NR_PARTS; part++)
-		if (take_part(kinds, kwargs, (enum sfr_py_part)part) != 0)
+		if (take_part(torch, kwargs, (enum sfr_py_part)part) != 0)
 			goto fail;
-	if (sfr_py_bridge_load() != 0 || take_dtypes(kinds, kwargs) != 0)
+	if (sfr_py_bridge_load() != 0 || take_dtypes(torch, kwargs) != 0)
 		goto fail;
-	find_functions(kinds);
-	kinds->cpu = PyUnicode_InternFromString("cpu");
-	if (kinds->cpu == NULL)
+	find_functions(torch);
+	torch->cpu = PyUnicode_InternFromString("cpu");
+	if (torch->cpu == NULL)
 		goto fail;
-	return (PyObject *)kinds;
+	return (PyObject *)torch;
 fail:
-	Py_DECREF(kinds);
+	Py_DECREF(torch);
 	return NULL;
 }
 
-static PyType_Slot kinds_slots[] = {
+static PyType_Slot types_slots[] = {
 	{ Py_tp_doc, (void *)"The objects of torch that the skeleton is made with." },
-	{ Py_tp_new, (void *)kinds_new },
-	{ Py_tp_dealloc, (void *)kinds_dealloc },
-	{ Py_tp_traverse, (void *)kinds_traverse },
+	{ Py_tp_new, (void *)types_new },
+	{ Py_tp_dealloc, (void *)types_dealloc },
+	{ Py_tp_traverse, (void *)types_traverse },
 	{ 0, NULL },
 };
 
-static PyType_Spec kinds_spec = {
-	.name = "stillframe._core.Kinds",
-	.basicsize = sizeof(struct sfr_py_kinds),
+static PyType_Spec types_spec = {
+	.name = "stillframe._core.TorchTypes",
+	.basicsize = sizeof(struct sfr_py_torch_types),
 	.flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
-	.slots = kinds_slots,
+	.slots = types_slots,
 };
 
 /* learn_words(samples) -> whether they were found; see torch/words.h */
@@ -344,14 +346,15 @@ static PyMethodDef functions[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
-int sfr_py_add_kinds(PyObject *module)
+int sfr_py_add_torch_types(PyObject *module)
 {
 	struct sfr_py_state *state = sfr_py_state(module);
 
 	if (PyModule_AddFunctions(module, functions) < 0)
 		return -1;
-	state->kinds_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &kinds_spec, NULL);
-	if (state->kinds_type == NULL)
+	state->torch_types_type =
+		(PyTypeObject *)PyType_FromModuleAndSpec(module, &types_spec, NULL);
+	if (state->torch_types_type == NULL)
 		return -1;
-	return PyModule_AddType(module, state->kinds_type);
+	return PyModule_AddType(module, state->torch_types_type);
 }
