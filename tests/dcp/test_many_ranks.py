@@ -21,7 +21,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     subprocess.run(
         [sys.executable, HERE / "many_ranks.py", directory],
-        env={**os.environ, "STILLFRAME_POOL_BYTES": "64MiB", "PYTHONPATH": str(HERE)},
+        env={
+            **os.environ,
+            "STILLFRAME_POOL_BYTES": "64MiB",
+            "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        },
         timeout=240,
         check=True,
     )

@@ -181,7 +181,7 @@ def test_a_checkpoint_that_need_not_be_durable_is_not_synced(tmp_path, monkeypat
 
 def test_overwriting_is_refused_if_asked(tmp_path):
     write({"a": torch.zeros(3)}, tmp_path)
-    with pytest.raises(CheckpointException, match="overwrite=False"):
+    with pytest.raises(CheckpointException, match="Checkpoint already exists, and overwrite=False"):
         write({"a": torch.ones(3)}, tmp_path, overwrite=False)
     assert (loaded({"a": torch.ones(3)}, tmp_path)["a"] == 0).all()
 
@@ -266,7 +266,7 @@ for value in (0, 1):
 
 def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tmp_path):
     fixtures = os.path.dirname(fix_entries.__file__)
-    environment = {**os.environ, "PYTHONPATH": fixtures}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([fixtures, *sys.path])}
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c")], check=True, env=environment)
     seen = []
     moments = sorted(tmp_path.glob("c.*"), key=lambda each: int(each.suffix[1:]))

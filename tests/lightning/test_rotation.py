@@ -1,6 +1,7 @@
 """What becomes of files once saves have ended, asked of the plugin's parts one by one."""
 
 import os
+import threading
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
@@ -101,6 +102,27 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     files.remove(old)
     assert files.finish() is None
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
+
+
+def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
+    waited = threading.Event()
+    make_link, wait_for_key = links.make_link, ordered.wait_for_key
+
+    def make(*names, **options):
+        waited.wait(60)
+        return make_link(*names, **options)
+
+    def wait(key):
+        waited.set()
+        wait_for_key(key)
+
+    monkeypatch.setattr(links, "make_link", make)
+    monkeypatch.setattr(ordered, "wait_for_key", wait)
+    files.link(place("new.ckpt"), str(tmp_path / "last.ckpt"))
+    assert files.finish() is None
+    has_waited = waited.is_set()
+    waited.set()
+    assert has_waited and os.path.exists(tmp_path / "last.ckpt")
 
 
 def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):

@@ -441,6 +441,7 @@ def test_inner_steps_of_one_step_count_no_cycles() -> None:
             super().step()
 
     gate.register_optimizer(Twice)
+    SGD([param()], lr=0.1)  # from the first one on, torch runs hooks around SGD's own step too
     p = param()
     opt = sgd_like(Twice, p)
     run_steps(opt, 2)

@@ -37,6 +37,7 @@ from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._save.outcome import CallingLater
 from stillframe._save.report import SaveReport
 from stillframe.errors import BusyError, PoolExhaustedError
 
@@ -224,20 +225,20 @@ class Saver:
             writer.beside = asked.beside
         rounds = self._rounds.setdefault(asked.group, Rounds())
         upload, copied = Upload(path), Future[Copied]()
-        response = SaveResponse(Future(), cast(Any, upload))
-        work = rounds.next(path, copied, writer, asked.planner, asked.group, upload)
+        response = SaveResponse(CallingLater(), cast(Any, upload))
+        work = rounds.next(path, writer, asked.planner, asked.group, upload)
         work.begins, work.beside, work.give_up = asked.begins, asked.beside, self._give_up
         work.spent = self._spent
         try:
             waited_s = self._wait_for_last(work)
             self._spent.clear()
-            tree = self._stage(work, _of_stateful(state_dict), asked)
+            self._stage(work, _of_stateful(state_dict), asked)
             completion.completion.start()
             if not completion.completion.over and asked.begins is None:
                 work.turn = Turn(path)  # now that the call is through, as a file's
             if work.staged is None:
                 response.reads_live_state = True
-                copied.set_result(tree)
+                response.staging_completion.set_result(None)
             else:
                 response.staged_nbytes = work.staged.nbytes
                 work.staged.settle(copied)
@@ -245,8 +246,7 @@ class Saver:
             copied.add_done_callback(functools.partial(_copied, costs, response))
             work.ended_well = functools.partial(_report, response, costs)
         except BaseException as error:
-            if not copied.done():
-                copied.set_exception(error)
+            work.tree = error
             upload.seen = True  # of this call's error
             raise
         finally:
@@ -254,8 +254,8 @@ class Saver:
             rounds.submit(work)  # the others are at this call too
         return response
 
-    def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> Copied:
-        """Copies, where there is memory for that. Returns what is copied."""
+    def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> None:
+        """Copies, where there is memory for that."""
         content = None if asked.beside is None else asked.beside.content
         tree: Copied = (state_dict, content)
         stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
@@ -271,9 +271,9 @@ class Saver:
         except PoolExhaustedError:
             if not asked.live_if_full:
                 raise
+            work.tree = tree
         else:
-            work.staged.upload_begins()
-        return tree
+            work.tree = work.staged.uploads_at_once()
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
         self._rounds.pop(group, None)
@@ -358,6 +358,7 @@ def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> No
 
 def _report(response: SaveResponse, costs: _Costs) -> None:
     """The save has ended well."""
+    response.staging_completion.result()  # whoever notes it may be about to
     staged = costs.staged
     nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None

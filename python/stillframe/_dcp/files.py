@@ -25,6 +25,7 @@ class RankFiles:
         buckets: The items of each file.
         resolve: Gives the tensor or the bytes of an item.
         name: Gives the name of a file by its number.
+        wait: Returns when the tensors' bytes are there; called where they are looked at.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class RankFiles:
         resolve: Resolve,
         directory: str,
         name: Callable[[int], str],
+        wait: Callable[[], object] = int,
     ) -> None:
         self._buckets = buckets
         self._files = []
         with torch.no_grad():  # a DTensor's local tensor is to be had for nothing then
             for number, bucket in enumerate(buckets):
-                items = [image.Item(resolve(item), item.index.fqn) for item in bucket]
+                items = [image.Item(resolve(item), item.index.fqn, wait) for item in bucket]
                 self._files.append(image.DataFile(os.path.join(directory, name(number)), items))
         self.places = [file.places for file in self._files]
 

@@ -8,7 +8,7 @@ has put into memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 
 import torch
@@ -23,13 +23,21 @@ from stillframe._save.report import SaveReport
 class Item:
     """One archive: what the core needs, and who has the bytes.
 
+    Args:
+        wait: Called before the bytes themselves are looked at, which most tensors are spared.
+
     Raises:
         ValueError: `data` is a meta tensor; it says its `name`.
     """
 
     __slots__ = ("owner", "row")
 
-    def __init__(self, data: torch.Tensor | BytesIO, name: str = "a tensor") -> None:
+    def __init__(
+        self,
+        data: torch.Tensor | BytesIO,
+        name: str = "a tensor",
+        wait: Callable[[], object] = int,
+    ) -> None:
         self.owner: object = None
         self.row: Row | memoryview
         if isinstance(data, torch.Tensor):
@@ -40,6 +48,7 @@ class Item:
                         f"{name} is on the meta device and has no bytes to save: give it memory"
                         " (`to_empty`, `torch.empty_like(..., device='cpu')`), or leave it out"
                     )
+                wait()
                 tensor = _plain(data.detach())
                 row = row_of(tensor)
             if row is not None:

@@ -9,19 +9,26 @@ each other then is a few numbers (`Ranks.words`), three times:
                             │            ▲
                             └─ planned ──┘   plans, results and the metadata go round as objects
 
+The state dict may still be being copied meanwhile: only what is to be written has to be there.
 An error of any rank before the commit, or of the commit, is every rank's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from io import BytesIO
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
 from stillframe._dcp import commit
 from stillframe._dcp.files import RankFiles
@@ -37,6 +44,7 @@ class JointSave:
         plans: Those kept so far; this one's is added.
         number: Of this save, the same on all ranks.
         planner: The user's own, which is asked each time; None for PyTorch's.
+        wait: Returns when the bytes of the state dict's tensors are there.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class JointSave:
         number: int,
         writer: FileSystemWriter,
         planner: SavePlanner | None,
+        wait: Callable[[], object],
     ) -> None:
         self._ranks = ranks
         self._plans = plans
@@ -55,6 +64,7 @@ class JointSave:
         if planner is None:
             planner = self._own = DefaultSavePlanner()
         self._planner: SavePlanner = planner
+        self._wait = wait
         self._structure: Hashable = None
         self._kept: Kept | None = None
         self._files: RankFiles | None = None
@@ -67,6 +77,8 @@ class JointSave:
             Which save the plan is known of, 0 where it is not; and whether all will stand where it
             stood in the last save of that plan.
         """
+        if self._own is None:
+            self._wait()  # a user's planner may look at anything
         first = self._ranks.coordinates
         meta = self._writer.storage_meta()
         self._planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=first)
@@ -79,7 +91,7 @@ class JointSave:
         if kept is None:
             return 0, False
         self._kept = kept
-        self._files = self._writer.lay_out(kept.plan, self._planner.resolve_data)
+        self._files = self._writer.lay_out(kept.plan, self._resolve, self._wait)
         return kept.number, self._files.places == kept.places
 
     def save(self, is_planned: bool, is_same: bool, files_ids: list[int]) -> Metadata:
@@ -103,7 +115,8 @@ class JointSave:
                 self._writer.prepare_local_plan(plan)
             else:
                 plan = self._planner.finish_plan(plan)
-                self._files = self._writer.lay_out(plan, self._planner.resolve_data)
+                self._files = self._writer.lay_out(plan, self._resolve, self._wait)
+            self._wait()
             new = self._write(is_same, files_ids)
         except BaseException as error:
             failure = error
@@ -125,6 +138,14 @@ class JointSave:
         if self._ranks.coordinates:
             self._writer.tidy()
         return metadata
+
+    def _resolve(self, item: WriteItem) -> torch.Tensor | BytesIO:
+        own = self._own
+        if own is not None and item.type is WriteItemType.BYTE_IO:
+            value = own.lookup_object(item.index)
+            if not _is_without_tensors(value):
+                self._wait()
+        return self._planner.resolve_data(item)
 
     def _plan(self) -> SavePlan:
         """This rank's part of a plan that all make now.
@@ -186,6 +207,14 @@ class JointSave:
             assert self._kept.metadata is not None
             whole = self._kept.metadata
         return whole if new is None else new.metadata
+
+
+def _is_without_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_is_without_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_without_tensors, value))
+    return type(value) in (bool, int, float, str, type(None))
 
 
 def _renamed(

@@ -9,7 +9,7 @@ the call goes round with the first collective; ranks that differ in it all fail.
 A round is run by one thread. Nothing of DCP that is not public is leaned on; what is remote goes
 through DCP's own `save`.
 
-    called ──▶ staged ──▶ its turn to write ──▶ agreed ──▶ planned, written (`JointSave`)
+    called ──▶ staging ──▶ its turn to write ──▶ agreed ──▶ planned, copied, written (`JointSave`)
        │                                                          its turn to commit ──▶ ended
        └───────── an error goes along to where the others are ──────────┘
 """
@@ -39,7 +39,7 @@ from stillframe._dcp.staged import Staged, StateDict
 from stillframe._dcp.turn import Turn
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion
-from stillframe._save.outcome import Failure
+from stillframe._save.outcome import CallingLater, Failure
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -53,7 +53,7 @@ class _NotSavedError(StillframeError):
     """A rank's call raised the error of the save before."""
 
 
-class Upload(Future[Metadata | None]):
+class Upload(CallingLater):
     """The end of one round on this rank, which nobody can cancel. Notes whether somebody has seen
     its error; those who look at all saves of the process see it as they see a handle.
 
@@ -95,7 +95,8 @@ class Upload(Future[Metadata | None]):
 
     def result(self, timeout: float | None = None) -> Metadata | None:
         try:
-            return super().result(timeout)
+            found: Metadata | None = super().result(timeout)
+            return found
         finally:
             if self.done():
                 self._collect()
@@ -126,7 +127,8 @@ class Round:
     """What one call wants saved.
 
     Attributes:
-        copied: The copy of the state dict, and of what stands beside it; or why there is none.
+        tree: The copy of the state dict, and of what stands beside it, whose bytes need not be
+            there yet; or the exception that it has none for.
         staged: Its memory; None where there is no copy.
         writer: None where DCP is to choose one by the path.
         planner: The user's own.
@@ -143,7 +145,7 @@ class Round:
 
     number: int
     path: str
-    copied: Future[Copied]
+    tree: Copied | BaseException | None
     staged: Staged | None
     writer: FileSystemWriter | None
     planner: SavePlanner | None
@@ -157,6 +159,15 @@ class Round:
     spent: list[Any] = field(default_factory=list)
     ended_well: Callable[[], object] = int
     give_up: Callable[[dist.ProcessGroup, BaseException], object] | None = None
+
+    def wait(self) -> None:
+        """Returns when the bytes of the tree's tensors are there.
+
+        Raises:
+            TornSnapshotError, StillframeError: They will not be.
+        """
+        if self.staged is not None:
+            self.staged.wait_until_copied()
 
 
 class Rounds:
@@ -172,7 +183,6 @@ class Rounds:
     def next(
         self,
         path: str,
-        copied: Future[Copied],
         writer: FileSystemWriter | None,
         planner: SavePlanner | None,
         group: dist.ProcessGroup | None,
@@ -180,7 +190,7 @@ class Rounds:
     ) -> Round:
         """What a call begins with. It has to be submitted, whatever happens."""
         self._calls += 1
-        return Round(self._calls, path, copied, None, writer, planner, group, upload)
+        return Round(self._calls, path, None, None, writer, planner, group, upload)
 
     def submit(self, work: Round) -> None:
         """It runs on a thread of its own, which ends with the process; the exit waits for what has
@@ -212,7 +222,7 @@ class Rounds:
                 work.spent.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
-        work.copied = Future()
+        work.tree = None
         if work.beside is not None:
             work.beside.content = None
         work.upload.end(metadata, failure, work.turn)
@@ -235,7 +245,7 @@ class Rounds:
         self._ranks = ranks
         joint: JointSave | None = None
         if writer is not None:
-            joint = JointSave(ranks, self._plans, work.number, writer, work.planner)
+            joint = JointSave(ranks, self._plans, work.number, writer, work.planner, work.wait)
         tree: StateDict = {}
         failure: BaseException | None = None
         kept, is_same = 0, False
@@ -243,7 +253,9 @@ class Rounds:
             if work.begins is not None:
                 work.begins.result()
             tree = self._begin(work)
-            if joint is not None:
+            if joint is None:
+                work.wait()
+            else:
                 kept, is_same = joint.prepare(tree)
         except BaseException as error:
             failure = error
@@ -275,11 +287,11 @@ class Rounds:
         return saved
 
     def _begin(self, work: Round) -> StateDict:
-        """The state dict's copy."""
-        copied = work.copied.result()
-        if work.staged is not None:
-            work.staged.uploads(copied)
-        tree, content = copied
+        """The state dict's copy, which may be under way yet."""
+        assert work.tree is not None
+        if isinstance(work.tree, BaseException):
+            raise work.tree
+        tree, content = work.tree
         if work.beside is not None:
             work.beside.content = content
         together: StateDict = put_together(tree) if work.is_apart else tree

@@ -2,6 +2,9 @@
 
     copying ──▶ copied ──an upload takes it──▶ uploading ──ended──▶ given back
 
+An upload of stillframe's own takes it while it is being copied: what it has to know of a tensor is
+there from the first, all but its bytes.
+
 The memory of a snapshot goes back when its tensors are gone. Of DCP's parts some live longer than
 the upload: a planner that is kept has the tensors of its last save, and so have the frames of an
 exception. So the end of an upload empties all of them, and nobody keeps memory by keeping a
@@ -32,6 +35,7 @@ from stillframe._snapshot.snapshot import (
     is_leased,
     recall,
     snapshot_to_write,
+    tree_to_be,
     will_return,
 )
 from stillframe._tree.walk import paths
@@ -58,35 +62,59 @@ class Staged:
         self.num_tensors = taken.num_tensors
         self._taken: Snapshot[Any] | None = taken
         self._tree: Any = None
+        self._promised: list[Future[Any]] = []
         self._made = time.monotonic()
         self._uploading = False
 
     def settle(self, copied: Future[Any]) -> None:
         """Gives the future the tree, once all of it is copied, or what went wrong: now where that
-        is known, otherwise on the callbacks' thread."""
+        is known, otherwise on the callbacks' thread, or on one that waits for it."""
         taken = self._taken
         assert taken is not None
+        self._promised.append(copied)
         if is_copied(taken):
-            self._settle(copied)
+            self._settle(taken)
         else:
-            call_when_copied(taken, functools.partial(self._settle, copied))
+            call_when_copied(taken, functools.partial(self._settle, taken))
 
-    def _settle(self, copied: Future[Any]) -> None:
-        taken = self._taken
-        assert taken is not None
+    def _settle(self, taken: Snapshot[Any]) -> None:
+        try:
+            copied = self._promised.pop()
+        except IndexError:  # another thread was first
+            return
         try:
             tree = taken.tree
         except BaseException as error:
-            self._taken = None
             copied.set_exception(error)
         else:
             taken.release()  # the tensors keep the memory
             copied.set_result(tree)
 
+    def wait_until_copied(self) -> None:
+        """Returns when all bytes are there.
+
+        Raises:
+            TornSnapshotError, StillframeError: They will not be, see `Snapshot.wait`.
+        """
+        taken = self._taken
+        assert taken is not None
+        try:
+            taken.wait()
+        finally:
+            self._settle(taken)
+
     @property
     def gate_wait_s(self) -> float:
         """How long steps have waited for the copy; until the upload has ended."""
         return 0.0 if self._taken is None else gate_wait_s(self._taken)
+
+    def uploads_at_once(self) -> Any:
+        """An upload begins with the tree as it is: see `wait_until_copied`."""
+        taken = self._taken
+        assert taken is not None
+        self._tree = tree_to_be(taken)
+        self.upload_begins()
+        return self._tree
 
     def upload_begins(self) -> None:
         """Somebody reads the tree soon, and says when it is over: who wants memory waits for it."""

@@ -181,7 +181,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         existing = commit.metadata_path(directory, self._rank)
         if not self._overwrite and os.path.exists(existing):
             raise FileExistsError(
-                errno.EEXIST, "there is a checkpoint, and overwrite=False", directory
+                errno.EEXIST, "Checkpoint already exists, and overwrite=False", directory
             )
         if self._rank is not None:
             return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{self._rank}_"))
@@ -221,14 +221,21 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     # ---- the steps of these two, for `JointSave` ----
 
-    def lay_out(self, plan: SavePlan, resolve: Resolve) -> RankFiles:
-        """This rank's items in their files; nothing is written."""
+    def lay_out(
+        self, plan: SavePlan, resolve: Resolve, wait: Callable[[], object] = int
+    ) -> RankFiles:
+        """This rank's items in their files; nothing is written.
+
+        Args:
+            wait: Returns when the tensors' bytes are there; called where they are looked at.
+        """
         prefix = plan.storage_data.prefix
         self._files = RankFiles(
             buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
             resolve,
             self._directory(),
             lambda number: commit.data_name(prefix, number, self.files_id),
+            wait,
         )
         return self._files
 

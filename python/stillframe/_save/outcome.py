@@ -70,22 +70,26 @@ def take_failures(*, first_only: bool) -> list[Failure]:
     return taken
 
 
-class SaveFuture(Future[Any]):
-    """A future whose result counts as having seen the save's error. It keeps its handle, not the
-    other way round. What is to be called when it is done runs on the callback thread, as a handle's
-    callbacks do: the thread that settles saves has others to settle."""
-
-    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
-        super().__init__()
-        self._handle = handle
-        self._outcome = outcome
-        self._upload = upload
+class CallingLater(Future[Any]):
+    """A future with what is to be called when it is done running on the callback thread, as a
+    handle's callbacks do: a thread that ends saves has others to end."""
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         if self.done():
             super().add_done_callback(fn)  # here and now
         else:
             super().add_done_callback(functools.partial(_call_later, fn))
+
+
+class SaveFuture(CallingLater):
+    """A future whose result counts as having seen the save's error. It keeps its handle, not the
+    other way round."""
+
+    def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outcome = outcome
+        self._upload = upload
 
     def _refuse_inside(self) -> None:
         """Staging waits for nothing of the log."""

@@ -330,6 +330,12 @@ def _most_s() -> float | None:
     return _INSIDE_S if ordered.is_inside() else None
 
 
+def tree_to_be(taken: Snapshot[T]) -> T | None:
+    """Its tree, whose bytes need not be there before `taken.wait()` has returned; None once it has
+    failed or was released."""
+    return taken._tree
+
+
 def is_leased(taken: Snapshot[Any]) -> bool:
     """Whether its memory has not gone back to the pool."""
     return taken._copy.core.leased()

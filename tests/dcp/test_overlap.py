@@ -1,0 +1,132 @@
+"""What a save of `stillframe.dcp` does while its state is being copied, and what has to wait."""
+
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+import torch.distributed.checkpoint as stock
+from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from stillframe import dcp
+from stillframe._dcp.joint import JointSave
+from stillframe._dcp.ranks import Ranks
+from stillframe._save import completion
+from stillframe.testing import held, slow
+from torch.distributed.checkpoint.api import CheckpointException
+
+
+@pytest.fixture
+def engine():
+    with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
+        yield engine
+
+
+def begin(state: Any, path: Path, **options: Any) -> Any:
+    return dcp.async_save(state, path, no_dist=True, **options)
+
+
+class Steps:
+    """Notes what saves have come to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[str] = []
+        for owner, name in ((JointSave, "prepare"), (Ranks, "words"), (JointSave, "_write")):
+            monkeypatch.setattr(owner, name, self._noting(name, getattr(owner, name)))
+
+    def _noting(self, name: str, call: Any) -> Any:
+        def noted(*given: Any) -> Any:
+            found = call(*given)
+            self.taken.append(name)
+            return found
+
+        return noted
+
+
+def test_ranks_plan_and_agree_while_the_state_is_copied_and_nothing_is_written_before(
+    tmp_path, engine, monkeypatch
+):
+    trained, steps = Trained(), Steps(monkeypatch)
+    for planned in (["prepare", "words", "words", "words"], ["prepare", "words"]):
+        steps.taken.clear()
+        wanted = copied(trained.state())
+        with held("lane_copy"):
+            response = begin(trained.state(), tmp_path / "c", engine=engine)
+            assert eventually(lambda: steps.taken == planned)  # noqa: B023
+            before = {each: each.stat().st_ino for each in (tmp_path / "c").glob("*")}
+            assert not eventually(lambda: steps.taken != planned, 0.05)  # noqa: B023
+            assert not response.staging_completion.done()
+            assert {each: each.stat().st_ino for each in (tmp_path / "c").glob("*")} == before
+        trained.step()
+        response.upload_completion.result()
+        assert response.staging_completion.done()
+        assert equal(loaded(wanted, tmp_path / "c"), wanted)
+
+
+@pytest.mark.parametrize("kind", ["view", "queue", "planner"])
+def test_what_looks_at_bytes_to_be_laid_out_waits_for_them(tmp_path, engine, kind):
+    """The second save has its plan, so it is laid out at once."""
+
+    class Looking(stock.DefaultSavePlanner):
+        def transform_object(self, item: Any, value: Any) -> Any:
+            new = value.clone() if isinstance(value, torch.Tensor) else value
+            return super().transform_object(item, new)
+
+    trained = Trained()
+    weight = trained.model[0].weight
+    for number in range(2):
+        state = {
+            "view": {"w": weight.detach()[1:5, ::2]},
+            "queue": {"w": deque([weight.detach()])},
+            "planner": {"w": weight.detach()},
+        }[kind]
+        wanted = weight.detach().clone()
+        planner = Looking() if kind == "planner" else None
+        with held("lane_copy"):
+            response = begin({**state, **trained.state()}, tmp_path / "c", planner=planner)
+            assert not eventually(response.staging_completion.done, 0.05)
+        trained.step()
+        response.upload_completion.result()
+        found = {"w": torch.zeros_like(state["w"]) if kind != "queue" else None}
+        stock.load(found, checkpoint_id=tmp_path / "c", no_dist=True)
+        (got,) = found["w"] if kind == "queue" else [found["w"]]
+        assert torch.equal(got, wanted[1:5, ::2] if kind == "view" else wanted), number
+
+
+def test_a_state_that_is_changed_while_it_is_copied_fails_all_of_it(tmp_path, engine):
+    trained = Trained()
+    begin(trained.state(), tmp_path / "c", engine=engine).upload_completion.result()
+    wanted = copied(trained.state())
+    with slow("lane_copy", 0.02):
+        response = begin(trained.state(), tmp_path / "c", engine=engine)
+        with torch.no_grad():
+            trained.model[0].weight.add_(1.0)
+        with pytest.raises(CheckpointException, match="changed outside"):
+            response.upload_completion.result()
+    with pytest.raises(stillframe.TornSnapshotError):
+        response.staging_completion.result(10)
+    assert equal(loaded(wanted, tmp_path / "c"), wanted)
+    assert eventually(lambda: leased(engine) == 0)
+    begin(trained.state(), tmp_path / "c", engine=engine).upload_completion.result()
+    assert equal(loaded(wanted, tmp_path / "c"), copied(trained.state()))
+
+
+def test_what_is_called_when_a_save_is_copied_or_has_ended_may_save_and_wait(tmp_path, engine):
+    """Also where the thread that calls it has something else to do, and the save goes on."""
+    trained, ended, go = Trained(), [], threading.Event()
+
+    def then(name: str) -> None:
+        begin({"w": torch.ones(3)}, tmp_path / name).upload_completion.result(3)
+        ended.append(name)
+
+    completion.callbacks.put(lambda: go.wait(20))
+    with held("lane_copy"):
+        response = begin(trained.state(), tmp_path / "c", engine=engine)
+        response.staging_completion.add_done_callback(lambda _: then("staged"))
+        response.upload_completion.add_done_callback(lambda _: then("uploaded"))
+    response.upload_completion.result(20)
+    assert response.staging_completion.done() and ended == []
+    go.set()
+    assert eventually(lambda: ended == ["staged", "uploaded"], 5)
