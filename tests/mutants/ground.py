@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mutant_list
+import tester
 
 # Of the tree, without what is compiled or left by tools.
 PARTS = (
@@ -30,6 +31,9 @@ PARTS = (
     *("ARCHITECTURE.md", "CONTRIBUTING.md"),
 )
 NOT_COPIED = {"__pycache__", "build", ".hypothesis"}
+# What tests of Python find imported.
+TORCH = ("torch", "torch.distributed.checkpoint", "pytest", "numpy")
+LIGHTNING = (*TORCH, "lightning.pytorch")
 C_TIMEOUT_S, PYTHON_TIMEOUT_S, BUILD_TIMEOUT_S = 60.0, 240.0, 600.0
 # What setup.py builds the first extension of.
 RECIPE = """
@@ -55,6 +59,7 @@ class Ground:
         self.root, self.place, self.variant, self.patience = root, place, variant, patience
         self._extension_differs = False
         self._before = ""  # the file that an edit stands in, without it
+        self._testers: dict[tuple[str, ...], tester.Tester] = {}
         self._copy_tree()
 
     # ---- the copy ---------------------------------------------------------------------------
@@ -160,18 +165,29 @@ class Ground:
         if is_pytest(tests[0]):
             options = ["-q", "-x", "-p", "no:cacheprovider", f"--timeout={60 * self.patience}"]
             options += ["--tb=line"]
-            command = [sys.executable, "-m", "pytest", *options, *tests]
-            return self._run(command, _limit_s(PYTHON_TIMEOUT_S, took_s))
+            started = self._tester(tests).start([*options, *tests])
+            return self._wait(started, _limit_s(PYTHON_TIMEOUT_S, took_s))
         program = self._program(tests[0])
         tsan = ["setarch", "-R"] if "/tsan/" in program and shutil.which("setarch") else []
-        return self._run([*tsan, f"./{program}"], _limit_s(C_TIMEOUT_S, took_s))
+        started = self._start([*tsan, f"./{program}"])
+        return self._wait(started, _limit_s(C_TIMEOUT_S, took_s))
+
+    def _tester(self, tests: list[str]) -> tester.Tester:
+        """Kept, one with Lightning and one without."""
+        ahead = LIGHTNING if any("lightning" in each for each in tests) else TORCH
+        if ahead not in self._testers:
+            self._testers[ahead] = tester.Tester(self.place, _environment(self.place), [*ahead])
+        return self._testers[ahead]
+
+    def close(self) -> None:
+        for each in self._testers.values():
+            each.close()
 
     def _program(self, test: str) -> str:
         return f"build/{test}" if "/" in test else f"build/{self.variant}/{test}"
 
-    def _run(self, command: list[str], timeout_s: float) -> Ran:
+    def _wait(self, process: subprocess.Popen[bytes] | tester.Run, timeout_s: float) -> Ran:
         start = time.monotonic()
-        process = self._start(command)
         try:
             output, _ = process.communicate(timeout=timeout_s * self.patience)
             status = f"exit status {process.returncode}"

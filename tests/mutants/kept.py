@@ -1,8 +1,9 @@
 """What came of the edits, as earlier campaigns left it, and the score over the whole list.
 
 An outcome is of the edit, its file and its tests as they were: once one of them has changed, the
-edit counts as not run. The score is published: `mutants.py --publish` writes `score.json` beside
-this file and the table of CONTRIBUTING.md, and `make test` compares the two.
+edit has to be tried again, and counts as what it came to before. The score is published:
+`mutants.py --publish` writes `score.json` beside this file and the table of CONTRIBUTING.md, and
+`make test` compares the two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WELL = ("killed", "explained")
 KNOWN = (*WELL, "open")
 WRONG = ("error", "does not apply", "does not compile")
 # Of the table, and what stands in it.
-COLUMNS = ("killed", "explained", "open", "lived", "wrong", "not run")
+COLUMNS = ("killed", "explained", "open", "lived", "wrong", "before", "not run")
 PAGE, SCORE = "CONTRIBUTING.md", "tests/mutants/score.json"
 _TABLE = re.compile(r"(<!-- table mutants -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -39,9 +40,12 @@ class Kept:
             self.results = json.loads(self.path.read_text())
 
     def outcome(self, mutant: Mutant) -> str:
-        """`not run` where there is none, or of a tree that was another."""
+        """`before` where it was killed or explained and its file or a test was another then;
+        `not run` where nothing good is known."""
         kept = self.results.get(mutant.key, {})
-        return kept["outcome"] if kept.get("digest") == self.digest(mutant) else "not run"
+        if kept.get("digest") == self.digest(mutant):
+            return str(kept["outcome"])
+        return "before" if kept.get("outcome") in WELL else "not run"
 
     def keep(self, mutant: Mutant, digest: str, outcome: str, why: str, seconds: float) -> int:
         """Of the files as they were when `digest` was made. Returns the line of the edit."""
@@ -78,9 +82,9 @@ class Kept:
         return [str(each.relative_to(self.root)) for each in found]
 
 
-def share(counts: dict[str, int]) -> float:
+def share(counts: dict[str, int], well: tuple[str, ...] = WELL) -> float:
     """Of all edits those that are killed or explained."""
-    return sum(counts.get(each, 0) for each in WELL) / max(1, sum(counts.values()))
+    return sum(counts.get(each, 0) for each in well) / max(1, sum(counts.values()))
 
 
 def score(kept: Kept, mutants: list[Mutant]) -> dict[str, Any]:
@@ -109,8 +113,9 @@ def table(found: dict[str, Any]) -> str:
     columns = [each for each in COLUMNS if total[each]]
     rows = [*found["folders"].items(), ("all", total)]
     lines = [
-        f"{found['date']}: {total.total():,} edits, {share(total):.1%} killed or explained;"
-        f" {found['killed_by_a_timeout']} of those killed by a time-out.",
+        f"{found['date']}: {total.total():,} edits, {share(total):.1%} killed or explained as the"
+        f" files are, {share(total, (*WELL, 'before')):.1%} as they are or were when it was tried;"
+        f" {found['killed_by_a_timeout']} by a time-out.",
         "",
         f"| | edits | {' | '.join(columns)} |",
         "|---|" + "---:|" * (len(columns) + 1),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import fnmatch
 import json
@@ -51,7 +52,8 @@ class Campaign:
     def run(self) -> int:
         self.build.mkdir(parents=True, exist_ok=True)
         waiting: queue.SimpleQueue[Mutant] = queue.SimpleQueue()
-        for mutant in self.mutants:
+        # What was killed before is likely to be killed again.
+        for mutant in sorted(self.mutants, key=lambda each: self.kept.outcome(each) == "before"):
             if self._known(mutant):
                 self.done.append(mutant.key)
             else:
@@ -81,6 +83,10 @@ class Campaign:
     def _work(self, number: int, waiting: queue.SimpleQueue[Mutant]) -> None:
         there = self.build / f"ground{number}"
         place = ground.Ground(self.root, there, self.options.variant, self.options.patience)
+        with contextlib.closing(place):
+            self._try_all(place, waiting)
+
+    def _try_all(self, place: ground.Ground, waiting: queue.SimpleQueue[Mutant]) -> None:
         while self.stop_at is None or time.monotonic() < self.stop_at:
             try:
                 mutant = waiting.get_nowait()

@@ -6,12 +6,16 @@ import inspect
 import subprocess
 import sys
 import threading
+import weakref
+from pathlib import Path
 
 import moving
 import pytest
+import stillframe
 import torch
-from fix_gate import FakePending, param, run_steps, skeleton_of
+from fix_gate import FakePending, deferred, param, run_steps, skeleton_of
 from stillframe._save import gate, moves
+from stillframe.testing import slow
 from torch.optim import SGD
 
 
@@ -91,7 +95,52 @@ def test_a_storage_waits_for_another_thread_s_call(copied: torch.nn.Parameter) -
     assert pending.waits == 1
 
 
+def stepped() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose optimizer was watched until all was known of it."""
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run_steps(optimizer, 4)
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_tensors_are_swapped_as_without_us() -> None:
+    model, optimizer = stepped()
+    assert deferred(model.weight) == [True]
+    torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.full((100, 100), 7.0)))
+    assert model.weight[0, 0] == 7
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double().float()
+        model.load_state_dict(model.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert deferred(model.weight) == [False]
+    run_steps(optimizer, 4)
+    assert deferred(model.weight) == [True]
+
+
+def test_a_swap_waits_for_copies_of_before(tmp_path: Path) -> None:
+    model, _ = stepped()
+    before = model.weight.detach().clone()
+    with slow("lane_copy", 0.1):
+        handle = stillframe.async_save(model.state_dict(), tmp_path / "x.pt")
+        torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(100, 100)))
+        assert handle.state != "staging"
+    assert handle.result().deferred_nbytes == 40000
+    assert torch.equal(torch.load(tmp_path / "x.pt")["weight"], before)
+
+
+def test_somebody_elses_weak_reference_is_still_refused() -> None:
+    model, _ = stepped()
+    theirs = weakref.ref(model.weight)
+    with pytest.raises(RuntimeError, match="t1 because it has weakref"):
+        torch.utils.swap_tensors(model.weight, torch.nn.Parameter(torch.zeros(2)))
+    assert theirs() is model.weight
+
+
 def test_the_methods_look_as_they_did() -> None:
+    assert list(inspect.signature(torch.utils.swap_tensors).parameters) == ["t1", "t2"]
     base = torch._C.StorageBase.resize_
     assert torch.UntypedStorage.resize_.__doc__ == base.__doc__
     for name in moves._MOVERS:

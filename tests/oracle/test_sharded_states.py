@@ -206,6 +206,15 @@ def test_another_local_tensor_is_learned_anew(mesh: DeviceMesh) -> None:
     assert deferred(old, weight._local_tensor) == [False, True]
 
 
+def test_a_sharded_model_is_converted_as_without_us(mesh: DeviceMesh) -> None:
+    """torch swaps the DTensors, and refuses those that have weak references."""
+    sharded = Sharded(mesh)
+    sharded.model.double().bfloat16().float()
+    for _ in range(4):
+        sharded.advance()
+    assert sharded.weight().dtype is torch.float32
+
+
 def test_without_state_a_gradient_of_the_dtensor_makes_it_trained(mesh: DeviceMesh) -> None:
     made = [distribute_tensor(torch.zeros(WIDTH, WIDTH), mesh, [Replicate()]) for _ in range(2)]
     weights = [nn.Parameter(each) for each in made]

@@ -324,12 +324,15 @@ static PyObject *observer_capture(struct sfr_py_observer *self, PyObject *arg)
 
 PyDoc_STRVAR(observer_forget_doc,
 "forget()\n--\n\n"
-"Starts afresh: nothing is deferred until the next enrolment and two cycles after it.");
+"Starts afresh: nothing is deferred until the next enrolment and two cycles after it. No tensor is\n"
+"referred to until then.");
 
 static PyObject *observer_forget(struct sfr_py_observer *self, PyObject *none)
 {
 	(void)none;
 	self->forget = 1;
+	if (!self->busy)
+		sfr_py_observer_drop(self);
 	Py_RETURN_NONE;
 }
 

@@ -8,17 +8,23 @@ three methods of `torch.UntypedStorage`, and so these wait, for that storage and
 
 Growing inside an operator of torch (`Tensor.resize_`, an `out=` that is too small) comes by none of
 them.
+
+`torch.utils.swap_tensors` gives a tensor's object another tensor (`module.to()` does that with
+DTensors and quantized parameters), and refuses one that has a weak reference. So observers let go
+of theirs first, and learn the optimizer anew; and what tensors count, which verdicts compare, is
+asked before.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stillframe._save import gate
+from stillframe._save import gate, ownership
 
 _MOVERS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
@@ -33,7 +39,25 @@ def _waits(mover: Callable[..., Any]) -> Callable[..., Any]:
     return moves
 
 
+def _lets_go(swap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(swap)
+    def swap_tensors(*args: Any, **kwargs: Any) -> Any:
+        if gate.anything_copied():
+            gate.wait()
+        if any(map(_is_referred_to, (*args, *kwargs.values()))):
+            ownership.let_go()
+        return swap(*args, **kwargs)
+
+    return swap_tensors
+
+
+def _is_referred_to(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and weakref.getweakrefcount(tensor) > 0
+
+
 def install() -> None:
-    """Puts the waits in front of the three methods; their names, signatures and docs stay."""
+    """Puts itself in front of the methods and the function; their names, signatures and docs
+    stay."""
     for name in _MOVERS:
         setattr(torch.UntypedStorage, name, _waits(getattr(torch.UntypedStorage, name)))
+    torch.utils.swap_tensors = _lets_go(torch.utils.swap_tensors)

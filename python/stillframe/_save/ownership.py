@@ -310,6 +310,12 @@ def living() -> Iterator[Owner]:
     return iter(list(_owners.values()))
 
 
+def let_go() -> None:
+    """No tensor is referred to until the next step of its optimizer, which learns all anew."""
+    for owner in living():
+        owner.observer.forget()
+
+
 def enter(optimizer: Any) -> None:
     """A step begins. Until it ends, every save captures everything: what else is known of the
     optimizer does not matter."""

@@ -1,4 +1,7 @@
-"""What memory and a disk can do at best, with nothing of ours in between."""
+"""What memory and a disk can do at best, with nothing of ours in between; and who else uses them.
+
+The scripts in benchmarks/ load this file by its path, so it imports nothing of the package.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +33,30 @@ def is_network(file_system: str) -> bool:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path`, such as "ext4"; "unknown" where /proc does
-    not say."""
+    """The type of the file system that holds `path`, such as "ext4"."""
+    return mount_of(path)[0]
+
+
+def mount_of(path: Path) -> tuple[str, str, str]:
+    """(type, source, options) of the mount that holds `path`; "unknown" where /proc does not
+    say."""
+    found = ("unknown", "unknown", "")
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return "unknown"
+        return found
     real = str(path.resolve())
-    best, found = -1, "unknown"
+    best = -1
     for line in lines:
         left, _, right = line.partition(" - ")
-        fields = left.split()
+        fields, behind = left.split(), right.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # of two mounts on one point the later one counts
-            best, found = score, right.split()[0]
+            best, found = score, (behind[0], behind[1], fields[5])
     return found
 
 
@@ -79,16 +88,16 @@ class Others:
         self._started = time.monotonic()
         self._before = self._seconds()
 
-    @staticmethod
-    def _seconds() -> float:
+    def _seconds(self) -> float:
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
             everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
         except (OSError, ValueError, IndexError):
             return 0.0
-        return (
-            everyone / os.sysconf("SC_CLK_TCK") - resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        )
+        return everyone / os.sysconf("SC_CLK_TCK") - self._own_seconds()
+
+    def _own_seconds(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     def share(self) -> float:
         """0 on a quiet machine or one that does not tell, 1 where others keep every core busy."""
