@@ -21,7 +21,7 @@ from stillframe import _core
 from stillframe._base.calls import inside
 from stillframe._lightning import rotation
 from stillframe._lightning.wrapped_save import WrappedSave
-from stillframe._save import completion, ordered
+from stillframe._save import ordered
 from stillframe._save.engine import Engine
 from stillframe._save.handle import Deadline, wait_for_end
 from stillframe._save.options import OnDurable, SaveOptions, WhenBusy
@@ -124,14 +124,12 @@ def submit(
             )
             response = _saved(saver, parts.state, path, asked)
             save.follow(response)
-            completion.in_flight[save.number] = save
             work = functools.partial(_take_turn, save, path, turn, first)
             ordered.submit(rotation.key(path), _core.WORK_SAVE, work)
             save.call_is_over()
             if response.reads_live_state:
                 wait_for_end(save)
     except BaseException as error:
-        completion.in_flight.pop(save.number, None)
         with contextlib.suppress(InvalidStateError):  # its turn has come all the same
             turn.set_exception(StillframeError(f"the call broke off: {error!r}"))
         raise
