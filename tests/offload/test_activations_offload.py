@@ -200,6 +200,30 @@ def test_what_is_written_to_after_it_was_saved_is_told(keep_last):
         loss.backward()  # a copy was taken in time
 
 
+def test_what_is_too_small_to_leave_and_is_written_to_is_told():
+    x = torch.randn(4, WIDTH, requires_grad=True) * 1
+    with away(min_bytes=1 << 20):
+        loss = (x**2).sum()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_is_too_small_to_leave_is_left_to_the_hooks_around():
+    x, seen = torch.randn(4, WIDTH, requires_grad=True), []
+
+    def pack(tensor):
+        seen.append(tensor.shape)
+        return tensor.tolist()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.tensor), away(min_bytes=1 << 20):
+        loss = (x**2).sum()
+    assert seen == [x.shape]
+    loss.backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
 def test_what_is_written_to_while_it_waits_to_leave_stays_and_is_told(either):
     x = torch.rand(64, requires_grad=True)
     with away(keep_last=2) as context:

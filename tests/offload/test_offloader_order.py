@@ -68,13 +68,21 @@ def test_where_a_stream_cannot_wait_the_host_does_and_counts_it(
         fake.hold(True)
         assert offloader.prefetch(ticket)
         fake.capture(True)  # no event of another stream's may come into its graph
-        release = threading.Timer(0.05, fake.hold, (False,))
+        released = threading.Event()
+
+        def let_go() -> None:
+            released.set()
+            fake.hold(False)
+
+        release = threading.Timer(0.05, let_go)
         release.start()
         try:
             tensors = offloader.onload(ticket)
+            has_waited = released.is_set()
         finally:
             fake.capture(False)
         release.join()
+        assert has_waited
         assert same(tensors, group(1))
         assert offloader.stats()["host_waited_s"] > 0
 
