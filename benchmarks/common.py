@@ -1,7 +1,7 @@
 """What the benchmark scripts share: sizes, statistics, ticks, output.
 
 Nothing here imports torch: the parent process of a benchmark stays small, and only the processes
-that save pay for torch. So sizes and the line of progress are not the package's, which imports it.
+that save pay for torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -18,6 +19,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+
+def _of_the_command(name: str) -> Any:
+    """A module of the package's command, without the package, which would import torch."""
+    package = importlib.util.find_spec("stillframe")
+    if package is None or not package.submodule_search_locations:
+        sys.exit("stillframe is not installed here: make build, or pip install .")
+    path = Path(package.submodule_search_locations[0], "_shell", f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"_stillframe_{name}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+raw = _of_the_command("bench_raw")
 
 
 class BenchError(Exception):
@@ -221,18 +239,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 def progress_line() -> Iterator[Callable[[str], None]]:
     """One line on stderr that is drawn between measurements only, never while one runs."""
     start = time.monotonic()
-    terminal = sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        line = f"[{time.monotonic() - start:5.0f} s] {text}"
-        sys.stderr.write(f"\r\x1b[K{line}" if terminal else line + "\n")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        if terminal:
-            sys.stderr.write("\r\x1b[K")
+    with raw.status_line(elsewhere=True) as show:
+        yield lambda text: show(f"[{time.monotonic() - start:5.0f} s] {text}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:

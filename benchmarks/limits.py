@@ -19,32 +19,17 @@ import time
 from pathlib import Path
 
 import pictures
-from common import Series, end_with, format_size, format_times, parse_size, print_table
+from common import Series, end_with, format_size, format_times, parse_size, print_table, raw
 from machine import add_directory_options, facts_lines, measured_in
 
-CALL_BYTES = 4 << 20  # bytes a write call
-PAGE_BYTES = 4096
+CALL_BYTES = raw.CALL_BYTES
+PAGE_BYTES = raw.PAGE_BYTES
 LONGEST_SOURCE = 1 << 30  # bytes that a raw write is made from
 
 _libc = ctypes.CDLL(None, use_errno=True)  # ctypes releases the interpreter lock in its calls
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcpy.restype = ctypes.c_void_p
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-
-
-def make_buffer(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory with every page touched and bytes that do not compress.
-
-    nbytes is rounded up to a page. The whole length is distinct memory: a short buffer written
-    again and again would come from the cache, as a checkpoint never does.
-    """
-    nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    buffer = mmap.mmap(-1, nbytes)
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    pattern = os.urandom(8 << 20)
-    for off in range(0, nbytes, len(pattern)):
-        buffer[off : off + len(pattern)] = pattern[: nbytes - off]
-    return buffer
 
 
 def _address(buffer: mmap.mmap) -> int:
@@ -113,7 +98,7 @@ class RawDisk:
     def __init__(self, directory: Path, nbytes: int) -> None:
         self._directory = directory
         self._nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        self._source = make_buffer(min(self._nbytes, LONGEST_SOURCE))
+        self._source = raw.make_buffer(min(self._nbytes, LONGEST_SOURCE))
 
     def _write(self, name: str, *, direct: bool) -> float:
         path = self._directory / name
@@ -135,7 +120,8 @@ class RawDisk:
 
 def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> Series:
     """Seconds a copy of `nbytes`, warm: the first copy is thrown away."""
-    source, target = make_buffer(nbytes), make_buffer(nbytes)
+    nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
     values = [copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
     return Series.of(values[1:])
 

@@ -16,18 +16,13 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import BenchError, format_size
-
-MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-
+from common import BenchError, format_size, raw
 
 # ---- memory of this process ----------------------------------------------------------------
 
@@ -57,17 +52,6 @@ def keep_memory() -> None:
 # ---- who else is at work -------------------------------------------------------------------
 
 
-def _busy_seconds() -> tuple[float, float]:
-    """(user time of all processes plus time stolen by the hypervisor, that of this one and of the
-    processes it has started)."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    everyone = sum(int(fields[i]) for i in (0, 1, 7))  # user, nice, steal
-    tick = os.sysconf("SC_CLK_TCK")
-    live = sum(_user_ticks(child.pid) for child in multiprocessing.active_children()) / tick
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    return everyone / tick, resource.getrusage(resource.RUSAGE_SELF).ru_utime + live + ended
-
-
 def _user_ticks(pid: int | None) -> int:
     """The user time of a child, 0 if it has ended just now."""
     try:
@@ -76,42 +60,17 @@ def _user_ticks(pid: int | None) -> int:
         return 0
 
 
-class Others:
-    """The share of the machine that other processes than ours take, from the making to `share()`.
+class Others(raw.Others):  # type: ignore[misc,name-defined]
+    """The same beside the processes that this one has started, whose time is ours."""
 
-    User time and stolen time only: the kernel's own threads work for whoever writes, so
-    their time belongs to what is measured.
-    """
-
-    def __init__(self) -> None:
-        self._start_s = time.perf_counter()
-        self._everyone, self._own = _busy_seconds()
-
-    def share(self) -> float:
-        """0 on a quiet machine, 1 where others keep every core busy; good to about 0.02."""
-        everyone, own = _busy_seconds()
-        elapsed = (time.perf_counter() - self._start_s) * (os.cpu_count() or 1)
-        return max(0.0, (everyone - self._everyone - own + self._own) / elapsed)
+    def _own_seconds(self) -> float:
+        children = multiprocessing.active_children()
+        live = sum(_user_ticks(child.pid) for child in children) / os.sysconf("SC_CLK_TCK")
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        return float(super()._own_seconds() + live + ended)
 
 
 # ---- the machine ---------------------------------------------------------------------------
-
-
-def mount_of(path: Path) -> tuple[str, str, str]:
-    """(filesystem type, source, mount options) of the mount that holds `path`."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    real = str(path.resolve())
-    best, found = -1, ("unknown", "unknown", "")
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        sep = fields.index("-")
-        point = fields[4].encode().decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        score = len(point) + (10_000 if fields[2] == wanted else 0)
-        if inside and score > best:
-            best, found = score, (fields[sep + 1], fields[sep + 2], fields[5])
-    return found
 
 
 def _block_device(path: Path) -> str:
@@ -140,32 +99,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def available_memory() -> int:
-    """Bytes that new processes may take: what the system and the cgroups above us leave."""
-    text = Path("/proc/meminfo").read_text()
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    left = int(match.group(1)) * 1024 if match else 0
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers:
-            continue
-        node = Path("/sys/fs/cgroup") / group.lstrip("/")
-        with contextlib.suppress(OSError, ValueError):
-            limit = (node / "memory.max").read_text().strip()
-            if limit != "max":
-                left = min(left, int(limit) - int((node / "memory.current").read_text()))
-    return left
-
-
 def machine_facts(directory: Path) -> dict[str, Any]:
     """Everything a reader needs to judge the figures."""
-    filesystem, source, options = mount_of(directory)
+    filesystem, source, options = raw.mount_of(directory)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_available_bytes": available_memory(),
+        "memory_available_bytes": raw.free_memory(),
         "load_average_at_start": os.getloadavg()[0],
         "kernel": platform.release().split("-")[0],
         "filesystem": filesystem,
@@ -222,10 +164,6 @@ def add_directory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also save every figure here")
 
 
-def _interrupted(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(f"signal {signum}")
-
-
 @contextlib.contextmanager
 def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> Iterator[Path]:
     """A fresh directory under `parent`, gone afterwards, after Ctrl-C and SIGTERM too.
@@ -234,8 +172,8 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
     """
     if not parent.is_dir():
         raise BenchError(f"--dir {parent}: no such directory")
-    filesystem = mount_of(parent)[0]
-    if filesystem in MEMORY_FILESYSTEMS and not allow_tmpfs:
+    filesystem = raw.file_system_of(parent)
+    if filesystem in raw.MEMORY and not allow_tmpfs:
         raise BenchError(
             f"--dir {parent} lies on {filesystem}, which is memory: nothing there is durable and "
             "no figure would tell about a disk. Name a directory on a disk with --dir, or pass "
@@ -247,13 +185,9 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
             f"--dir {parent} has {format_size(free)} free, this run needs "
             f"{format_size(need_bytes)}: name another directory or a smaller state"
         )
-    previous = signal.signal(signal.SIGTERM, _interrupted)
-    path = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent)).resolve()
-    try:
+    made = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent))
+    with raw.gone_afterwards(made.resolve()) as path:
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        signal.signal(signal.SIGTERM, previous)
 
 
 def forget(path: Path) -> None:
@@ -280,7 +214,7 @@ def measured_in(
 
 def check_memory(need_bytes: int) -> None:
     """Raises BenchError where the run would not fit into memory."""
-    left = available_memory()
+    left = raw.free_memory()
     if left < need_bytes:
         raise BenchError(
             f"this run needs about {format_size(need_bytes)} of memory, {format_size(left)} are "

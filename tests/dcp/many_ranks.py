@@ -12,10 +12,12 @@ import contextlib
 import datetime
 import errno
 import functools
+import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -374,6 +376,43 @@ def alone(path: Path, rank: int) -> Notes:
     return {"good": equal(new, state)}
 
 
+def groups(path: Path, rank: int) -> Notes:
+    """All process groups are destroyed and made anew: between saves, and while one is under way."""
+    from stillframe._dcp import api
+
+    state = {f"w{rank}": torch.zeros(1000)}
+    new, good, says = zeroed(state), [], []
+
+    def anew(number: int) -> None:
+        dist.destroy_process_group()
+        join(path / f"store{number}", rank, 2)
+
+    def load() -> float:
+        stock.load(new, checkpoint_id=path / "c")
+        return float(new[f"w{rank}"].mean())
+
+    for number in range(3):
+        state[f"w{rank}"].fill_(number)
+        dcp.save(state, path / "c")
+        anew(number)
+        good.append(load() == number)
+    dcp.save(state, path / "c")
+    for number in range(3, 5):  # the first has its plan, the second is to be planned
+        state[f"w{rank}"].fill_(number)
+        with slow("pwrite", 0.1), slow("lane_copy", 0.1):
+            response = dcp.async_save(state, path / "c")
+            anew(number)
+            failure = response.upload_completion.exception(20)
+        says.append("" if failure is None else f"{type(failure).__name__}: {failure}")
+        good.append(load() == 3)
+        state["more"] = torch.ones(5)
+    dcp.save(state, path / "c")
+    good.append(load() == 4)
+    gc.collect()
+    threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
+    return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}
+
+
 def killed(path: Path, rank: int) -> Notes:
     """The last but one, or the last of two, while it writes. The last scenario of its world."""
     state = {f"w{rank}": torch.ones(1000)}
@@ -543,7 +582,7 @@ WORLDS = {
             commit_fails,
             stage_fails,
         ),
-        *(seen_by_one, busy, out_of_step, alone, removed, from_four, killed),
+        *(seen_by_one, busy, out_of_step, alone, removed, from_four, groups, killed),
     ],
     3: [other_world, from_four],
 }
@@ -553,15 +592,19 @@ BESIDE = [few_killed]  # of five ranks, which wait most of the time: beside the 
 # ---- running them ----
 
 
-def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) -> None:
-    torch.set_num_threads(1)
+def join(store: Path, rank: int, size: int) -> None:
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/store{name}",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=60),
     )
+
+
+def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) -> None:
+    torch.set_num_threads(1)
+    join(directory / f"store{name}", rank, size)
     for scenario in scenarios:
         path = directory / name / scenario.__name__
         path.mkdir(parents=True, exist_ok=True)

@@ -137,6 +137,15 @@ def test_an_error_that_only_one_rank_has_seen_makes_nobody_wait(notes):
     assert zero["new"] and one["new"]
 
 
+def test_groups_that_are_destroyed_between_saves_leave_nothing_and_one_under_way_ends(notes):
+    for rank in notes("groups"):
+        assert rank["good"] == [True] * 6
+        planned, new = rank["says"]
+        assert planned == ""
+        assert new.startswith("StillframeError: the process group was destroyed while the save of")
+        assert rank["kept"] == 1 and rank["threads"] == 1
+
+
 def test_where_one_rank_is_busy_all_say_so(notes):
     for rank in notes("busy"):
         assert rank["says"].startswith("BusyError")

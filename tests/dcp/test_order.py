@@ -258,3 +258,19 @@ def test_a_save_whose_place_is_elsewhere_writes_nothing_before_its_turn(tmp_path
     begins.set_result(None)
     response.upload_completion.result()
     assert stillframe.exists(path)
+
+
+def test_a_save_that_fails_ends_also_where_its_files_cannot_be_cleaned_up(
+    tmp_path, monkeypatch, caplog
+):
+    def broken(_: object) -> None:
+        raise OSError(errno.EIO, "no")
+
+    with monkeypatch.context() as patched, fault("pwrite", err=errno.ENOSPC, sticky=True):
+        patched.setattr(dcp.FileSystemWriter, "abandon", broken)
+        upload = begin(1, tmp_path / "c")
+        with pytest.raises(CheckpointException, match="No space"):
+            upload.result(20)
+    assert "something is left of the failed save of" in caplog.text
+    begin(2, tmp_path / "c").result()
+    assert value_of(tmp_path / "c") == 2

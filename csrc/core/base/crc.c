@@ -369,11 +369,6 @@ uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 	return multiply(shift, crc_a) ^ crc_b;
 }
 
-const char *sfr_crc32_name(void)
-{
-	return ways[best].name;
-}
-
 const struct sfr__crc_way *sfr__crc_way(size_t n)
 {
 	return n <= best ? &ways[n] : NULL;

@@ -117,7 +117,6 @@ void sfr__pool_enqueue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		at = &(*at)->next;
 	me->next = *at;
 	*at = me;
-	pool->nr_waiters++;
 }
 
 void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
@@ -127,7 +126,6 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 	while (*at != me)
 		at = &(*at)->next;
 	*at = me->next;
-	pool->nr_waiters--;
 	if (pool->waiters != NULL)
 		(void)pthread_cond_broadcast(&pool->cv); /* the new head looks round */
 }
@@ -291,8 +289,9 @@ void sfr__pool_stats(struct sfr__pool *pool, struct sfr__pool_stats *out)
 		.committed_bytes = pool->committed_bytes,
 		.leased_bytes = pool->leased_bytes,
 		.retired_bytes = pool->retired_bytes,
-		.nr_waiters = pool->nr_waiters,
 	};
+	for (const struct sfr__waiter *w = pool->waiters; w != NULL; w = w->next)
+		out->nr_waiters++;
 	sfr__unlock(&pool->mu);
 }
 

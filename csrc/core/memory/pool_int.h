@@ -43,7 +43,6 @@ struct sfr__pool {
 	struct sfr__list whole;      /* free, memory for the whole block */
 	struct sfr__list partial;    /* free, memory for a part */
 	struct sfr__waiter *waiters; /* lowest seq first */
-	uint32_t nr_waiters;
 	uint32_t nr_in_hand, nr_retired;
 	uint32_t nr_saves;    /* that need blocks yet, one at a time */
 	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */

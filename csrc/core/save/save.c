@@ -297,7 +297,6 @@ int sfr_save_launch(struct sfr_ticket *t)
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
 			t->confirmed = true;
 			t->copied = t->nr_parts == 0 && !t->in_place;
-			t->copied_ns = t->copied ? t->launched_ns : 0;
 		}
 		if (t->in_place)
 			sfr__in_place_begin_locked(t);

@@ -93,7 +93,7 @@ struct sfr_ticket {
 	uint32_t peak_blocks;
 	_Atomic uint64_t written_nbytes; /* read without the lock, too */
 	uint64_t slot_wait_ns, block_wait_ns;
-	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns;
+	uint64_t created_ns, launched_ns, staged_ns, ended_ns;
 	uint32_t io_mode;
 	bool over_slots;
 	char fallback[SFR_NR_FALLBACKS][160];

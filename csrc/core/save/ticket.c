@@ -158,10 +158,8 @@ void sfr__ticket_step_locked(struct sfr_ticket *t)
 	}
 	if (t->launched && t->blocks_written == t->nr_blocks && !t->tail_queued) {
 		t->tail_queued = true;
-		if (t->in_place) {
+		if (t->in_place)
 			t->copied = true;
-			t->copied_ns = sfr__now_ns();
-		}
 		leave_pool_locked(t);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_TAIL));
 	}
@@ -184,10 +182,8 @@ void sfr__ticket_released_locked(struct sfr_ticket *t)
 {
 	if (t->lane_owns || t->cuda_out != 0)
 		return;
-	if (!sfr__ticket_failing_locked(t)) {
+	if (!sfr__ticket_failing_locked(t))
 		t->copied = true;
-		t->copied_ns = sfr__now_ns();
-	}
 	/* Waiters for "copied" look at a failed save too: its sources are free now. */
 	pthread_cond_broadcast(&t->engine->cv_state);
 	sfr_ticket_get(t);
@@ -333,13 +329,11 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	out->nbytes = t->img.len;
 	out->captured_nbytes = t->img.captured_nbytes;
 	out->deferred_nbytes = t->img.deferred_nbytes;
-	out->written_nbytes = t->written_nbytes;
 	out->peak_pool_bytes = t->peak_blocks * t->img.block_bytes;
 	out->slot_wait_ns = t->slot_wait_ns;
 	out->block_wait_ns = t->block_wait_ns;
 	out->created_ns = t->created_ns;
 	out->launched_ns = t->launched_ns;
-	out->copied_ns = t->copied_ns;
 	out->staged_ns = t->staged_ns;
 	out->ended_ns = t->ended_ns;
 	out->io_mode = t->io_mode;

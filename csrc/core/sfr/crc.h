@@ -13,6 +13,5 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len);
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len);
 /* CRC of A followed by B, from crc(A), crc(B) and B's length. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b);
-const char *sfr_crc32_name(void); /* which implementation serves sfr_crc32 */
 
 #endif

@@ -37,8 +37,7 @@ enum sfr_code {
 	X(SFR_PHASE_SYNC, "sync")                                                                  \
 	X(SFR_PHASE_RENAME, "rename")                                                              \
 	X(SFR_PHASE_SYNC_DIR, "sync directory")                                                    \
-	X(SFR_PHASE_REMOVE, "remove")                                                              \
-	X(SFR_PHASE_READ, "read")
+	X(SFR_PHASE_REMOVE, "remove")
 
 enum sfr_phase {
 #define X(name, text) name,

@@ -85,12 +85,11 @@ struct sfr_report {
 	struct sfr_err err;
 	uint64_t nbytes; /* length of the file */
 	uint64_t captured_nbytes, deferred_nbytes;
-	uint64_t written_nbytes; /* of nbytes, so far */
 	uint64_t peak_pool_bytes;
-	uint64_t slot_wait_ns;  /* in sfr_save_admit */
-	uint64_t block_wait_ns; /* in sfr_save_capture, for blocks */
-	uint64_t created_ns, launched_ns, copied_ns, staged_ns, ended_ns; /* 0 = not yet */
-	uint32_t io_mode;                                                 /* SFR_IO_* */
+	uint64_t slot_wait_ns;                                 /* in sfr_save_admit */
+	uint64_t block_wait_ns;                                /* in sfr_save_capture, for blocks */
+	uint64_t created_ns, launched_ns, staged_ns, ended_ns; /* 0 = not yet */
+	uint32_t io_mode;                                      /* SFR_IO_* */
 	uint32_t over_slots;                  /* 1: a nested save beyond max_in_flight */
 	char fallback[SFR_NR_FALLBACKS][160]; /* sentences, "" when unused */
 };

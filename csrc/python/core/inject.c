@@ -97,15 +97,6 @@ static PyObject *hits(PyObject *self, PyObject *unused)
 	return PyLong_FromUnsignedLongLong(sfr_inject_hits());
 }
 
-PyDoc_STRVAR(remove_doc, "inject_remove()\n--\n\n"
-			 "The plain table again. Not while the core is at work in other threads.");
-
-static PyObject *remove_wrappers(PyObject *self, PyObject *unused)
-{
-	sfr_inject_remove();
-	Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(tune_doc, "cuda_tune(piece_bytes, nr_in_flight)\n--\n\nBounds of what a lane queues on a "
 		       "device, 0 = as they are; while no save is in flight.");
 
@@ -141,7 +132,6 @@ static PyMethodDef methods[] = {
 	{ "inject_clear", clear, METH_NOARGS, clear_doc },
 	{ "inject_calls", calls, METH_VARARGS, calls_doc },
 	{ "inject_hits", hits, METH_NOARGS, hits_doc },
-	{ "inject_remove", remove_wrappers, METH_NOARGS, remove_doc },
 	{ NULL, NULL, 0, NULL },
 };
 

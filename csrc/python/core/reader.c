@@ -171,21 +171,10 @@ static PyObject *crc32(PyObject *module, PyObject *args)
 	return PyLong_FromUnsignedLong(crc);
 }
 
-PyDoc_STRVAR(crc32_name_doc,
-"crc32_name()\n--\n\n"
-"Which implementation this machine's processor gets: \"vpclmulqdq\", \"pclmulqdq\" or\n"
-"\"slicing-by-8\".");
-
-static PyObject *crc32_name(PyObject *module, PyObject *unused)
-{
-	return PyUnicode_FromString(sfr_crc32_name());
-}
-
 static PyMethodDef functions[] = {
 	{ "check", (PyCFunction)(void (*)(void))check, METH_VARARGS | METH_KEYWORDS, check_doc },
 	{ "restore", restore, METH_VARARGS, restore_doc },
 	{ "crc32", crc32, METH_VARARGS, crc32_doc },
-	{ "crc32_name", crc32_name, METH_NOARGS, crc32_name_doc },
 	{ NULL, NULL, 0, NULL },
 };
 

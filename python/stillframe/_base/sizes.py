@@ -15,19 +15,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse(value: object, name: str, *, least: int = 1, most: int = MOST_BYTES) -> int:
+def parse(value: object, name: str, *, least: int = 1) -> int:
     """A number of bytes: an int, or a string such as "300MB" (1000²) or "4GiB" (1024³).
 
     Args:
         name: What the messages call it.
-        least, most: Bounds, in bytes.
+        least: In bytes.
 
     Raises:
         TypeError: It is neither an int nor a string.
         ValueError: It is no size, or out of bounds.
     """
     nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
-    return bounded(nbytes, name, least, most, shown=value)
+    return bounded(nbytes, name, least, MOST_BYTES, shown=value)
 
 
 def argument(*, least: int = 1) -> Callable[[str], int]:

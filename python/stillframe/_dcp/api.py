@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
@@ -30,7 +31,7 @@ from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._dcp.beside import Beside
 from stillframe._dcp.groups import Groups, refuse_without_cpu
-from stillframe._dcp.rounds import Copied, Round, Rounds, Upload
+from stillframe._dcp.rounds import Copied, Round, Rounds, Upload, Worker
 from stillframe._dcp.shards import taken_apart
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._dcp.turn import Turn
@@ -194,7 +195,10 @@ class Saver:
     def __init__(self) -> None:
         self.birth = Birth("what stillframe.dcp keeps")
         self._groups = Groups()
-        self._rounds: dict[dist.ProcessGroup | None, Rounds] = {}
+        self._worker = Worker()
+        self._alone = Rounds(self._worker)
+        # By group, for as long as there is that.
+        self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
         self._last: Upload | None = None
         self._stages = Stages()
         # Of saves that have ended. The end of a tensor or collective lets go of the interpreter
@@ -223,7 +227,7 @@ class Saver:
             self._refuse_busy(asked.group)
         if writer is not None:
             writer.beside = asked.beside
-        rounds = self._rounds.setdefault(asked.group, Rounds())
+        rounds = self._rounds_of(asked.group)
         upload, copied = Upload(path), Future[Copied]()
         response = SaveResponse(CallingLater(), cast(Any, upload))
         work = rounds.next(path, writer, asked.planner, asked.group, upload)
@@ -274,6 +278,11 @@ class Saver:
             work.tree = tree
         else:
             work.tree = work.staged.uploads_at_once()
+
+    def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
+        if group is None:
+            return self._alone
+        return self._rounds.setdefault(group, Rounds(self._worker))
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
         self._rounds.pop(group, None)

@@ -57,7 +57,8 @@ class Groups:
             if ours is group:
                 self._lost[timeout] = str(why)
                 del self._saving[timeout], ours
-                dist.destroy_process_group(group)
+                if is_there(group):
+                    dist.destroy_process_group(group)
 
     def any_rank(self, group: dist.ProcessGroup, own: bool) -> bool:
         """Whether it is true on any rank of a group of saves. Collective, while a save may be under
@@ -82,6 +83,15 @@ class Groups:
         if world is not self._world:
             self.__init__()  # type: ignore[misc]
             self._world = world
+
+
+def is_there(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except Exception:  # of a kind that depends on the version
+        return False
+    return True
 
 
 def _timeout_of(group: dist.ProcessGroup) -> _Timeout:

@@ -27,7 +27,7 @@ class Ranks:
     """Those of one group. Used by one thread.
 
     Args:
-        group: None for a process that saves alone.
+        group: None for a process that saves alone. Whoever rests keeps it from going no more.
         spent: Gets what is not needed any more, for who knows a better time for its end. It keeps
             the group's connections.
     """
@@ -39,6 +39,13 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self._words = array.array("q", bytes(8 * _MOST_WORDS * self.size))
         self._tensor = torch.frombuffer(self._words, dtype=torch.int64)
+
+    def rest(self) -> None:
+        """Until the next save has its group: the user may destroy it."""
+        self._group = None
+
+    def go_on(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
 
     @property
     def coordinates(self) -> bool:

@@ -16,6 +16,7 @@ through DCP's own `save`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from stillframe._dcp.beside import Beside
+from stillframe._dcp.groups import is_there
 from stillframe._dcp.joint import JointSave
 from stillframe._dcp.kept import Plans
 from stillframe._dcp.ranks import Ranks
@@ -170,15 +172,36 @@ class Round:
             self.staged.wait_until_copied()
 
 
-class Rounds:
-    """Those of one process over one group."""
+class Worker:
+    """The thread that runs a process's rounds, whichever group they are of: one at a time is under
+    way. It ends with the process; the exit waits for what has a turn."""
 
     def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, function: Callable[[], object]) -> None:
+        """Where it is too late for a thread, the function runs here."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
+        if completion.completion.over or not completion.start_once(self._thread):
+            function()
+        else:
+            self._waiting.put(function)
+
+    def _loop(self) -> None:
+        while True:
+            self._waiting.get()()
+
+
+class Rounds:
+    """Those of one process over one group, which it does not keep."""
+
+    def __init__(self, worker: Worker) -> None:
         self._calls = 0
         self._plans = Plans()
         self._ranks: Ranks | None = None
-        self._waiting: queue.SimpleQueue[Round] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = worker
 
     def next(
         self,
@@ -193,19 +216,8 @@ class Rounds:
         return Round(self._calls, path, None, None, writer, planner, group, upload)
 
     def submit(self, work: Round) -> None:
-        """It runs on a thread of its own, which ends with the process; the exit waits for what has
-        a turn. After that nobody would: then it runs here."""
         work.upload.begin()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="sf-dcp", daemon=True)
-        if completion.completion.over or not completion.start_once(self._thread):
-            self._run(work)
-        else:
-            self._waiting.put(work)
-
-    def _loop(self) -> None:
-        while True:
-            self._run(self._waiting.get())
+        self._worker.put(functools.partial(self._run, work))
 
     def _run(self, work: Round) -> None:
         metadata: Metadata | None = None
@@ -215,34 +227,51 @@ class Rounds:
             work.ended_well()
         except BaseException as error:
             # CheckpointException is no Exception. Its frames hold the tree.
-            failure = error.with_traceback(None)
-            self._clean_up(work, failure)
+            failure = self._cleaned_up(work, error.with_traceback(None))
         try:
             if work.staged is not None:
                 work.spent.extend(work.staged.upload_ended())
         except BaseException as error:
             failure = failure or error
-        work.tree = None
+        work.tree = work.group = None
+        if self._ranks is not None:
+            self._ranks.rest()
         if work.beside is not None:
             work.beside.content = None
         work.upload.end(metadata, failure, work.turn)
 
-    def _clean_up(self, work: Round, failure: BaseException) -> None:
+    def _cleaned_up(self, work: Round, failure: BaseException) -> BaseException:
+        """Whatever goes wrong here, the save ends: somebody waits for it."""
+        try:
+            return self._clean_up(work, failure)
+        except Exception:
+            log.exception("stillframe: something is left of the failed save of %s", work.path)
+            return failure
+
+    def _clean_up(self, work: Round, failure: BaseException) -> BaseException:
+        """Returns what the user gets."""
         if isinstance(failure, CheckpointException) and work.writer is not None:
             work.writer.abandon()  # the coordinator has said that there is no commit
         group, work.group, self._ranks = work.group, None, None
         work.spent.clear()
         known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
         if group is not None and work.give_up is not None and not known:
+            if not is_there(group):
+                failure = StillframeError(
+                    f"the process group was destroyed while the save of {work.path} was under way:"
+                    " wait for its upload_completion before destroy_process_group()"
+                )
             work.give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             work.upload.seen = True  # or its error would keep the next call from saving, and so on
             if not work.raised:
                 log.error("stillframe: %s: %s", work.path, failure)
+        return failure
 
     def _save(self, work: Round) -> Metadata:
         ranks, writer = self._ranks or Ranks(work.group, work.spent), work.writer
         self._ranks = ranks
+        ranks.go_on(work.group)
         joint: JointSave | None = None
         if writer is not None:
             joint = JointSave(ranks, self._plans, work.number, writer, work.planner, work.wait)

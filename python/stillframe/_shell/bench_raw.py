@@ -1,4 +1,8 @@
-"""What memory and a disk can do at best, with nothing of ours in between."""
+"""What memory and a disk can do at best, with nothing of ours in between; who else uses them; and
+what every measurement needs: a directory of its own, and a line that says how far it is.
+
+The scripts in benchmarks/ load this file by its path, so it imports nothing of the package.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ import errno
 import mmap
 import os
 import resource
+import shutil
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,24 +38,30 @@ def is_network(file_system: str) -> bool:
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that holds `path`, such as "ext4"; "unknown" where /proc does
-    not say."""
+    """The type of the file system that holds `path`, such as "ext4"."""
+    return mount_of(path)[0]
+
+
+def mount_of(path: Path) -> tuple[str, str, str]:
+    """(type, source, options) of the mount that holds `path`; "unknown" where /proc does not
+    say."""
+    found = ("unknown", "unknown", "")
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
-        return "unknown"
+        return found
     real = str(path.resolve())
-    best, found = -1, "unknown"
+    best = -1
     for line in lines:
         left, _, right = line.partition(" - ")
-        fields = left.split()
+        fields, behind = left.split(), right.split()
         point = fields[4].encode().decode("unicode_escape")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         same = fields[2] == f"{os.major(device)}:{os.minor(device)}"
         score = len(point) + (1 << 20 if same else 0)
         if inside and score >= best:  # of two mounts on one point the later one counts
-            best, found = score, right.split()[0]
+            best, found = score, (behind[0], behind[1], fields[5])
     return found
 
 
@@ -79,21 +93,65 @@ class Others:
         self._started = time.monotonic()
         self._before = self._seconds()
 
-    @staticmethod
-    def _seconds() -> float:
+    def _seconds(self) -> float:
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
             everyone = sum(int(fields[i]) for i in (1, 2, 8))  # user, nice, steal
         except (OSError, ValueError, IndexError):
             return 0.0
-        return (
-            everyone / os.sysconf("SC_CLK_TCK") - resource.getrusage(resource.RUSAGE_SELF).ru_utime
-        )
+        return everyone / os.sysconf("SC_CLK_TCK") - self._own_seconds()
+
+    def _own_seconds(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
     def share(self) -> float:
         """0 on a quiet machine or one that does not tell, 1 where others keep every core busy."""
         elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
         return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
+
+
+@contextlib.contextmanager
+def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
+    """One line on stderr where that is a terminal, drawn when its function is called and never in
+    between; `elsewhere`, a line for each call."""
+    stream = sys.stderr
+    terminal = stream is not None and stream.isatty()
+
+    def say(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    def show(text: str) -> None:
+        if terminal:
+            say(f"\r\x1b[K{text}")
+        elif elsewhere:
+            say(f"{text}\n")
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            say("\r\x1b[K")
+
+
+def _interrupted(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def gone_afterwards(directory: Path) -> Iterator[Path]:
+    """Removes the directory at the end, after Ctrl-C and SIGTERM too."""
+    on_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
+    try:
+        yield directory
+    finally:
+        # An impatient second Ctrl-C must not leave gigabytes behind.
+        patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
+        shutil.rmtree(directory, ignore_errors=True)
+        if on_main:
+            signal.signal(signal.SIGINT, patient)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def make_buffer(nbytes: int) -> mmap.mmap:

@@ -57,7 +57,7 @@ static void known_values_come_out(void)
 			CHECK_EQ(way->crc32(0, known[i].text, strlen(known[i].text)), known[i].crc);
 }
 
-static void the_portable_way_is_the_first_and_the_named_one_the_last(void)
+static void the_portable_way_is_the_first(void)
 {
 	const struct sfr__crc_way *way = sfr__crc_way(0);
 	size_t n = 1;
@@ -67,7 +67,6 @@ static void the_portable_way_is_the_first_and_the_named_one_the_last(void)
 	CHECK(way->crc32 == sfr_crc32_portable);
 	while (sfr__crc_way(n) != NULL)
 		way = sfr__crc_way(n++);
-	CHECK(strcmp(way->name, sfr_crc32_name()) == 0);
 	CHECK(sfr__crc_way(n + 1) == NULL && sfr__crc_way(SIZE_MAX) == NULL);
 	(void)printf(" (%zu ways, best %s)", n, way->name);
 }
@@ -286,7 +285,7 @@ static void zlib_agrees(void)
 int main(void)
 {
 	RUN(known_values_come_out);
-	RUN(the_portable_way_is_the_first_and_the_named_one_the_last);
+	RUN(the_portable_way_is_the_first);
 	RUN(every_way_divides_at_every_length_and_alignment);
 	RUN(every_way_copies_what_it_adds_up);
 	RUN(every_way_copies_what_is_longer_than_its_chunks);

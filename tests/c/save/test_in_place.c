@@ -109,7 +109,7 @@ static int save(struct sfr_engine *engine, struct list *l, uint32_t flags)
 		CHECK_EQ(report.nbytes, l->len);
 		rc = report.err.code;
 		if (rc == 0)
-			CHECK_EQ(report.written_nbytes, l->len);
+			CHECK_EQ(t->written_nbytes, l->len);
 	}
 	sfr_ticket_put(t);
 	return rc;
@@ -418,7 +418,7 @@ static void sources_are_free_when_they_are_written_and_not_before(void)
 		if (cancel)
 			CHECK_EQ(report.state, SFR_CANCELLED);
 		else
-			CHECK_EQ(report.written_nbytes, 3 * MIB);
+			CHECK_EQ(t->written_nbytes, 3 * MIB);
 		sfr_inject_clear();
 		saving_finish(t);
 		sfr_ticket_put(t);

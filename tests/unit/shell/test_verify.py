@@ -496,8 +496,7 @@ def test_crc32_is_zlibs(data, value, times):
     assert _core.crc32(view) == zlib.crc32(view)
 
 
-def test_crc32_says_who_computes_it_and_refuses_what_is_no_buffer():
-    assert _core.crc32_name() in ("vpclmulqdq", "pclmulqdq", "slicing-by-8")
+def test_crc32_refuses_what_is_no_buffer():
     with pytest.raises(TypeError):
         _core.crc32("text")
 
