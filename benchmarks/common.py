@@ -1,7 +1,7 @@
 """What the benchmark scripts share: sizes, statistics, ticks, output.
 
 Nothing here imports torch: the parent process of a benchmark stays small, and only the processes
-that save pay for torch. So sizes and the line of progress are not the package's, which imports it.
+that save pay for torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def _of_the_command(name: str) -> Any:
     return module
 
 
-# What memory and the disk can do, and who else uses them.
 raw = _of_the_command("bench_raw")
 
 
@@ -240,18 +239,8 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 def progress_line() -> Iterator[Callable[[str], None]]:
     """One line on stderr that is drawn between measurements only, never while one runs."""
     start = time.monotonic()
-    terminal = sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        line = f"[{time.monotonic() - start:5.0f} s] {text}"
-        sys.stderr.write(f"\r\x1b[K{line}" if terminal else line + "\n")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        if terminal:
-            sys.stderr.write("\r\x1b[K")
+    with raw.status_line(elsewhere=True) as show:
+        yield lambda text: show(f"[{time.monotonic() - start:5.0f} s] {text}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:

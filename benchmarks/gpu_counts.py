@@ -84,7 +84,6 @@ def training(nr: int, nbytes: int) -> tuple[Any, Any, Any]:
 def count(
     directory: Path,
     *,
-    nr: int = NR_PARAMETERS,
     nbytes: int = TENSOR_BYTES,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any]:
@@ -94,8 +93,8 @@ def count(
     from stillframe._save import gate
 
     driver = testing.FakeDriver()
-    parameters, optimizer, step = training(nr, nbytes)
-    total = 3 * nr * nbytes
+    parameters, optimizer, step = training(NR_PARAMETERS, nbytes)
+    total = 3 * NR_PARAMETERS * nbytes
     with stillframe.Engine(pool_bytes=2 * total, block_bytes=block_bytes) as engine:
         engine.warm_up(2 * total)
 
@@ -125,7 +124,7 @@ def count(
             captured = counted.take()
             blocks = -(-handle.result().captured_nbytes // block_bytes)
     return {
-        "tensors": 3 * nr,
+        "tensors": 3 * NR_PARAMETERS,
         "nbytes": total,
         "deferred_after_step": shares,
         "calls_of_steps": [each["calls"] for each in looks],

@@ -16,7 +16,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -165,10 +164,6 @@ def add_directory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also save every figure here")
 
 
-def _interrupted(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt(f"signal {signum}")
-
-
 @contextlib.contextmanager
 def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> Iterator[Path]:
     """A fresh directory under `parent`, gone afterwards, after Ctrl-C and SIGTERM too.
@@ -190,13 +185,9 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
             f"--dir {parent} has {format_size(free)} free, this run needs "
             f"{format_size(need_bytes)}: name another directory or a smaller state"
         )
-    previous = signal.signal(signal.SIGTERM, _interrupted)
-    path = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent)).resolve()
-    try:
+    made = Path(tempfile.mkdtemp(prefix="stillframe-bench-", dir=parent))
+    with raw.gone_afterwards(made.resolve()) as path:
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        signal.signal(signal.SIGTERM, previous)
 
 
 def forget(path: Path) -> None:

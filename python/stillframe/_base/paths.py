@@ -93,8 +93,9 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
     well = place is not None and place[1] and (place[3] or not durable)
     if place is not None and well and _can_stand(place[2], follow_link):
         return Target(text, *place[:2], place[4])
-    parent, name = _split(text, follow_link)
+    parent = os.path.dirname(text) or "."
     try:
+        parent, name = _split(text, follow_link)
         if create_parents:
             make_directories(parent, durable)
         found = os.stat(parent)

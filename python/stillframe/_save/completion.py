@@ -109,23 +109,25 @@ class _Callbacks:
                 self._queue.put(function)
                 if self._thread is None:
                     self._thread = threading.Thread(
-                        target=self._run, name="sf-callbacks", daemon=True
+                        target=self._run, args=(BaseException,), name="sf-callbacks", daemon=True
                     )
                 try:
                     start_once(self._thread)  # where it is too late, finish() does the work
                 except RuntimeError as error:
                     log.warning("stillframe: callbacks wait for a thread: %s", error)
                 return
-        self._call(function)
+        self._call(function, Exception)
 
-    def _run(self) -> None:
+    def _run(self, caught: type[BaseException]) -> None:
         while (function := self._queue.get()) is not None:
-            self._call(function)
+            self._call(function, caught)
 
-    def _call(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
+        """`caught`: on the thread everything, since sys.exit() would end it, without a word, and
+        with it all later callbacks."""
         try:
             function()
-        except Exception:
+        except caught:
             log.exception("stillframe: a callback failed")
 
     def is_current(self) -> bool:
@@ -141,7 +143,7 @@ class _Callbacks:
         if self._thread is None:
             return
         if self._thread.ident is None:
-            self._run()
+            self._run(Exception)
         else:
             self._thread.join()
 

@@ -99,8 +99,10 @@ def _items(node: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(node, (list, tuple)):
         yield from enumerate(node)
     else:
+        more = ": give its state_dict()" if hasattr(node, "state_dict") else ""
         raise TypeError(
-            f"into= takes a tensor, or dictionaries, lists and tuples of them, not {type(node)!r}"
+            "into= takes a tensor, or dictionaries, lists and tuples of them, not"
+            f" {type(node)!r}{more}"
         )
 
 

@@ -88,7 +88,8 @@ def load(
             in the file, with the same shapes and types; the rest of the file is ignored. Saves
             under way copy what they need first. Where tensors wrap others (quantized ones,
             DTensors), or the file has tensors in place of other values, all of it is loaded into
-            memory first, and copied.
+            memory first, and copied. An optimizer's `state_dict()` is made at each call, and has
+            state only after a step: hand it to its `load_state_dict` afterwards.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file

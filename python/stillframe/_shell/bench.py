@@ -11,13 +11,11 @@ import argparse
 import contextlib
 import json
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,50 +213,17 @@ def measure(directory: Path, asked: int | None, progress: Callable[[str], None])
 # ---- the directory ---------------------------------------------------------------------------
 
 
-def _interrupted(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    """A directory of our own in `parent`, gone afterwards, after Ctrl-C and SIGTERM too."""
+def _scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
+    """A directory of our own in `parent`, gone afterwards."""
     if not parent.exists():
         raise BenchError(f"{parent}: there is no such directory")
     if not parent.is_dir():
         raise BenchError(f"{parent} is a file: name the directory to measure")
     try:
-        path = Path(tempfile.mkdtemp(prefix=".stillframe-bench-", dir=parent)).resolve()
+        made = Path(tempfile.mkdtemp(prefix=".stillframe-bench-", dir=parent))
     except OSError as error:
         raise BenchError(f"{parent} cannot be written to: {error.strerror}") from None
-    on_main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
-    try:
-        yield path
-    finally:
-        # An impatient second Ctrl-C must not leave gigabytes behind.
-        patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
-        shutil.rmtree(path, ignore_errors=True)
-        if on_main:
-            signal.signal(signal.SIGINT, patient)
-            signal.signal(signal.SIGTERM, previous)
-
-
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None]]:
-    """One line on stderr where that is a terminal; drawn between measurements only."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    def show(text: str) -> None:
-        if terminal:
-            sys.stderr.write(f"\r\x1b[K{text} ...")
-            sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        if terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    return raw.gone_afterwards(made.resolve())
 
 
 # ---- the command ---------------------------------------------------------------------------
@@ -269,8 +234,8 @@ def run(options: argparse.Namespace) -> int:
     from stillframe.errors import StillframeError
 
     try:
-        with _scratch(Path(options.directory)) as directory, _progress_line() as progress:
-            result = measure(directory, options.size, progress)
+        with _scratch(Path(options.directory)) as directory, raw.status_line() as line:
+            result = measure(directory, options.size, lambda text: line(f"{text} ..."))
     except BenchError as error:
         print(f"stillframe bench: {error}", file=sys.stderr)
         return UNUSABLE

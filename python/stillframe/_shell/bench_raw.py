@@ -1,4 +1,5 @@
-"""What memory and a disk can do at best, with nothing of ours in between; and who else uses them.
+"""What memory and a disk can do at best, with nothing of ours in between; who else uses them; and
+what every measurement needs: a directory of its own, and a line that says how far it is.
 
 The scripts in benchmarks/ load this file by its path, so it imports nothing of the package.
 """
@@ -11,6 +12,10 @@ import errno
 import mmap
 import os
 import resource
+import shutil
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +108,50 @@ class Others:
         """0 on a quiet machine or one that does not tell, 1 where others keep every core busy."""
         elapsed = (time.monotonic() - self._started) * (os.cpu_count() or 1)
         return min(max((self._seconds() - self._before) / max(elapsed, 1e-9), 0.0), 1.0)
+
+
+@contextlib.contextmanager
+def status_line(*, elsewhere: bool = False) -> Iterator[Callable[[str], None]]:
+    """One line on stderr where that is a terminal, drawn when its function is called and never in
+    between; `elsewhere`, a line for each call."""
+    stream = sys.stderr
+    terminal = stream is not None and stream.isatty()
+
+    def say(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    def show(text: str) -> None:
+        if terminal:
+            say(f"\r\x1b[K{text}")
+        elif elsewhere:
+            say(f"{text}\n")
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            say("\r\x1b[K")
+
+
+def _interrupted(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def gone_afterwards(directory: Path) -> Iterator[Path]:
+    """Removes the directory at the end, after Ctrl-C and SIGTERM too."""
+    on_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _interrupted) if on_main else None
+    try:
+        yield directory
+    finally:
+        # An impatient second Ctrl-C must not leave gigabytes behind.
+        patient = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
+        shutil.rmtree(directory, ignore_errors=True)
+        if on_main:
+            signal.signal(signal.SIGINT, patient)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def make_buffer(nbytes: int) -> mmap.mmap:

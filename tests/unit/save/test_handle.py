@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,6 +93,19 @@ def test_awaiting_outside_asyncio_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="needs a running asyncio loop"):
         handle.__await__().send(None)
     handle.result()
+
+
+def test_a_callback_that_exits_ends_no_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = threading.Event()
+    with slow("fdatasync", 0.05):
+        for function in (lambda handle: sys.exit(3), lambda handle: called.set()):
+            handle = stillframe.async_save({}, tmp_path / "a.pt")
+            handle.add_done_callback(function)
+            handle.result()
+    assert called.wait(10)
+    assert [each.getMessage() for each in caplog.records] == ["stillframe: a callback failed"]
 
 
 def test_a_callback_that_fails_is_logged_whether_the_save_has_ended_or_not(

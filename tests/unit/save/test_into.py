@@ -255,8 +255,9 @@ def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     with pytest.raises(ValueError, match="map_location"):
         stillframe.load(tmp_path / "x.pt", "cpu", into={})
-    with pytest.raises(TypeError, match="into= takes"):
-        stillframe.load(tmp_path / "x.pt", into=3)
+    for kind, words in ((3, "not <class 'int'>$"), (torch.nn.Linear(2, 2), "give its state_dict")):
+        with pytest.raises(TypeError, match=f"into= takes .*{words}"):
+            stillframe.load(tmp_path / "x.pt", into=kind)
 
 
 def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):

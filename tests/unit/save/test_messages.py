@@ -183,6 +183,17 @@ def test_an_engine_shows_its_sizes_and_what_it_does() -> None:
     assert repr(engine) == "<Engine closed>"
 
 
+def test_a_working_directory_that_is_gone_is_a_missing_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(stillframe.SaveError, match=r"the parent directory \. is missing") as raised:
+        stillframe.save(STATE, "a.pt")
+    assert raised.value.phase == "open"
+
+
 def test_what_belongs_to_a_process_says_so_where_it_is_pickled(tmp_path: Path) -> None:
     handle = stillframe.async_save(STATE, tmp_path / "a.pt")
     with stillframe.Engine(pool_bytes="16MiB") as engine:
