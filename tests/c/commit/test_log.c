@@ -270,7 +270,9 @@ static void after_a_fork_the_child_is_refused_and_the_parent_goes_on(void)
 		sfr_log_load_free(load);
 		sfr_ticket_put(t);
 		sfr_engine_put(engine);
-#ifndef __SANITIZE_THREAD__ /* it knows no threads after the fork of a threaded process */
+/* TSan knows no threads after the fork of a threaded process, and a lock of ASan's allocator may be
+ * held by a thread that is not there: GCC 12's does not see to that, as malloc itself does. */
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 		engine = saving_engine(8, 1, 1);
 		CHECK_EQ(saving_save(engine, dir, "child", &one, SFR_SAVE_DURABLE), 0);
 		CHECK_EQ(saving_look(dir, "child"), 1);
