@@ -88,11 +88,15 @@ def test_storages_are_let_go_when_their_copies_have_ended_and_no_earlier(
     assert freed == [address]
 
 
-def test_a_step_s_stream_waits_for_the_copies_and_nobody_else(
-    tmp_path: Path, fake: FakeDriver, elsewhere: Callable[[], None], engine: stillframe.Engine
+def test_the_stream_of_each_step_waits_for_the_copies_and_nobody_else(
+    tmp_path: Path,
+    fake: FakeDriver,
+    engine: stillframe.Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = warmed_up(adamw, steps=12)
-    elsewhere()
+    streams = [fake.stream(), fake.stream()]  # neither is the calling thread
+    monkeypatch.setattr(_device, "current_stream", lambda device: streams[0])
     fake.hold(True)  # else all may have landed before the gate
     try:
         handle = stillframe.async_save(training.state(), tmp_path / "a", engine=engine)
@@ -100,6 +104,9 @@ def test_a_step_s_stream_waits_for_the_copies_and_nobody_else(
         gate.wait()
         # The fixture has seen no synchronise.
         assert fake.calls("cuStreamWaitEvent") == waits + 1
+        del streams[0]  # another step, on a stream of its own
+        gate.wait()
+        assert fake.calls("cuStreamWaitEvent") == waits + 2
     finally:
         fake.hold(False)
     report = handle.result()
