@@ -98,4 +98,5 @@ class FakePending:
 
     def gate(self) -> None:
         self.waits += 1
+        assert self.waits < 1000, "asked for ever"
         self.note()

@@ -232,7 +232,6 @@ class SkippedSave(SaveHandle):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self._outcome.settle(None, None)
-        self._outcome.notify()
 
     @property
     def state(self) -> State:

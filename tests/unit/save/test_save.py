@@ -247,6 +247,28 @@ def test_wait_all_raises_once_what_nobody_collected(tmp_path: Path) -> None:
     stillframe.wait_all()
 
 
+def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(
+    tmp_path: Path,
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        reached.set()
+        go.wait(60)
+
+    with held("fdatasync"):
+        first = stillframe.async_save(STATE, tmp_path / "a.pt")
+        assert first._outcome.wake_at_end(stand)  # on the thread that takes notices
+    assert reached.wait(60)
+    try:
+        with fault("rename"):
+            stillframe.async_save(STATE, tmp_path / "b.pt")
+            with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
+                stillframe.wait_all()
+    finally:
+        go.set()
+
+
 def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

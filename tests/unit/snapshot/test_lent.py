@@ -236,8 +236,12 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
     lender.patience_s = 0.05
     new = [pickle.loads(dumps(patient.tree))]
     patient.release()
+    timer = threading.Timer(20, new.clear)  # who waits all the same waits no longer
+    timer.start()
     with pytest.raises(stillframe.PoolExhaustedError, match="lent"):
         take(engine, state(5))
+    timer.cancel()
+    timer.join()
     assert seen(new[0]) == [4] * 4  # it is there for all that
     new.clear()
     second.release()

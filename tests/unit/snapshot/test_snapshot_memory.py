@@ -20,6 +20,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import MIB, engine, flat, leased, raw, state_of, trained
+from stillframe._snapshot.holds import call_at_end
 from stillframe.testing import fault, slow
 
 __all__ = ["engine"]  # a fixture
@@ -232,6 +233,22 @@ def test_another_program_can_be_held_for(engine: stillframe.Engine) -> None:
         assert leased(engine) > 0
         process.communicate(b"\n")
     _wait_until_returned(engine)
+
+
+def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read, write = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=os.read, args=(read, 1))
+    process.start()
+    over = threading.Event()
+    call_at_end(process, over.set)
+    os.write(write, b"g")
+    process.join()
+    process.close()
+    assert over.wait(20) and not caplog.records
+    for descriptor in (read, write):
+        os.close(descriptor)
 
 
 # ---- fork ----

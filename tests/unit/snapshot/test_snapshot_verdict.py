@@ -221,8 +221,13 @@ def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(
 
 def test_a_failed_snapshot_is_of_no_use_and_its_error_seen() -> None:
     snapshot = over()
-    snapshot._copy.core.ended = True
-    snapshot._copy.error = stillframe.StillframeError("torn")
+    copy = snapshot._copy
+    copy.core.ended = True
+
+    def settle() -> None:  # whoever waits may be the first to ask
+        copy.error = stillframe.StillframeError("torn")
+
+    copy.settle = settle
     with pytest.raises(stillframe.StillframeError, match="torn"):
         snapshot.wait()
     assert snapshot._copy.seen and snapshot._tree is None
