@@ -173,6 +173,40 @@ def test_backward_sends_for_what_was_saved_before(either):
     assert stats["groups_prefetched"] >= stats["groups_onloaded"] - 1
 
 
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_as_many_as_are_to_stay_do(either, keep_last):
+    y = torch.rand(64, requires_grad=True)
+    with away(keep_last=keep_last) as context:
+        for _ in range(5):
+            y = y.exp()  # which saves what it puts out
+    assert counts(context)["groups_offloaded"] == 5 - keep_last
+    y.sum().backward()
+    assert counts(context)["groups_onloaded"] == 5 - keep_last
+
+
+class Sum(torch.autograd.Function):
+    """Its backward looks at all that was saved before it lets any of it go."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        ctx.save_for_backward(*parts)
+        return torch.stack(parts).sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(grad * part for part in ctx.saved_tensors)
+
+
+def test_an_operation_that_wants_more_at_once_than_there_are_slots(either):
+    x = torch.rand(64, requires_grad=True)
+    context = away(keep_last=0)
+    with context:
+        y = Sum.apply(*(x * factor for factor in range(20)))
+    assert counts(context)["groups_offloaded"] == 20
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach() * sum(f * f for f in range(20)))
+
+
 def test_a_backward_may_come_twice(either):
     model = Transformer().blocks[0]
     model.eval()

@@ -124,6 +124,20 @@ def test_parameters_without_gradients_and_groups_that_are_added(either):
         assert same(run(model, opt), run(other, away))
 
 
+def test_the_state_of_a_group_that_is_added_waits_in_the_pool_too(either):
+    model = network()
+    opt = KINDS["AdamW"](groups(model[:3]))
+    with offload_optimizer_state(opt) as handle:
+        steps(model, opt, 1)
+        opt.add_param_group({"params": list(model[3].parameters())})
+        for onloaded, offloaded in ((3, 4), (4, 4)):  # the first step makes it
+            before = handle.stats()
+            steps(model, opt, 1)
+            after = handle.stats()
+            assert after["groups_onloaded"] - before["groups_onloaded"] == onloaded
+            assert after["groups_offloaded"] - before["groups_offloaded"] == offloaded
+
+
 class Rounds(torch.optim.Optimizer):
     """Its step goes through the groups twice, and looks up what it has just had."""
 

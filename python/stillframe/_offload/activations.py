@@ -84,6 +84,7 @@ class _Traffic:
         self._keep_last = keep_last
         self._staying: deque[weakref.ref[_Saved]] = deque()
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        # By address, which no other storage is given while the weak reference to it is here.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._next = 0
 
@@ -93,9 +94,9 @@ class _Traffic:
         storage = tensor.untyped_storage()
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
         view = View(tensor.shape, tensor.stride(), begin, tensor.dtype)
-        reference, known = self._known.get(key, (None, None))
-        saved = known() if known is not None else None
-        if saved is None or reference is None or reference.expired():  # type: ignore[no-untyped-call]
+        known = self._known.get(key)
+        saved = None if known is None else known[1]()
+        if saved is None:
             saved = _Saved(whole, self._next)
             self._next += 1
             self._all[saved.number] = saved

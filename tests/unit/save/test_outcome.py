@@ -42,6 +42,19 @@ def test_an_error_that_somebody_has_is_told_to_nobody_else() -> None:
     assert outcome.is_collected() and take_failures(first_only=False) == []
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_error_is_logged_where_its_save_is_dropped_and_nobody_has_it(
+    seen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = Outcome("a.pt", None)
+    outcome.settle(None, RuntimeError("no space"))
+    if seen:
+        outcome.collect()
+    del outcome
+    said = [] if seen else ["stillframe: a save failed and nobody asked: no space"]
+    assert [record.getMessage() for record in caplog.records] == said
+
+
 def test_a_cancelled_save_is_an_error_that_nobody_has_to_hear_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -336,6 +336,9 @@ FORK_CHILD = """
     import traceback
     from stillframe import ForkError
     engine = stillframe.Engine(pool_bytes=64 << 20)
+    told = threading.Event()
+    stillframe.async_save(STATE, "told.pt", engine=engine, on_durable=lambda *_: told.set())
+    assert told.wait(60)  # from now on there is a thread for callbacks
     hold(slow("fdatasync", 2))
     handle = stillframe.async_save(STATE, "parent.pt", engine=engine)
     default = stillframe.async_save(STATE, "default.pt")
@@ -359,8 +362,11 @@ FORK_CHILD = """
         stillframe.wait_all()  # the parent's saves are not the child's
         stillframe.save({"w": torch.full((10,), 3.0)}, "child.pt")
         with stillframe.Engine(pool_bytes=32 << 20) as own:
-            stillframe.async_save({"w": torch.full((10,), 3.0)}, "own.pt", engine=own)
+            told = threading.Event()  # the parent's may be locked here for good
+            tree = {"w": torch.full((10,), 3.0)}
+            stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: told.set())
             assert len([n for n in os.listdir(".") if n.startswith(".stillframe-")]) >= 1
+        assert told.wait(20)
 """
 
 
