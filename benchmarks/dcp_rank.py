@@ -192,6 +192,9 @@ class Rank:
         return {"call_cpu_s": found[1:]}
 
     def turn(self) -> Turn:
+        # As in a training, where a step comes right before: memory that nobody has touched for the
+        # minutes of the other ways' turns is slow at first, whoever reads it.
+        self.step()
         self.ends = time.monotonic() + self.turn_s
         found: Turn = {"idle": {}, "busy": {}}
         for scenario, figures in found.items():

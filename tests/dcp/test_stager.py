@@ -293,3 +293,14 @@ def test_a_closed_stager_refuses_and_its_uploads_go_on(tmp_path, engine):
 def test_an_engine_that_is_none_is_refused():
     with pytest.raises(TypeError, match=r"stillframe\.Engine"):
         PinnedStager("engine")
+
+
+@pytest.mark.parametrize("value", [None, "no"])
+def test_a_flag_that_says_neither_is_refused(tmp_path, value):
+    refused = "has to be True or False, not"
+    with pytest.raises(TypeError, match=f"overlap {refused}"):
+        PinnedStager(overlap=value)
+    for option in ("overlap", "durable"):
+        with pytest.raises(TypeError, match=f"{option} {refused}"):
+            async_save({"a": 1}, tmp_path / "c", no_dist=True, **{option: value})
+    assert not (tmp_path / "c").exists()

@@ -47,6 +47,11 @@ def test_keys_that_are_no_list_of_strings_are_refused(offload, keys):
         offload(offload_keys=keys)
 
 
+def test_a_flag_that_says_neither_is_refused(offload):
+    with pytest.raises(TypeError, match="log_skipped has to be True or False, not 'no'"):
+        offload(log_skipped="no")
+
+
 # ---- strategies ----
 
 

@@ -421,11 +421,16 @@ def test_a_state_that_is_written_to_under_its_save_is_told_and_captured_from_the
     with offload_optimizer_state(opt, engine=engine):
         for seed in range(3):
             step(model, opt, seed)
-        with testing.slow("lane_copy", 0.3):
+        expected = copy.deepcopy(opt.state_dict())
+        with testing.held("lane_copy"):
             handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
             opt.state[model[1].weight]["exp_avg"].zero_()
-        with pytest.raises(stillframe.TornSnapshotError):
-            handle.result()
+        error = handle.exception()
+        if error is None and either == "fake":
+            # There the pool looks like the device's, which may have been quicker than the write.
+            torch.testing.assert_close(stillframe.load(handle.path), expected, rtol=0, atol=0)
+            return
+        assert isinstance(error, stillframe.TornSnapshotError)
         handle = stillframe.async_save(opt.state_dict(), tmp_path / "a.pt", engine=engine)
         assert handle.result().deferred_nbytes == 0
 

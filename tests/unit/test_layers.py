@@ -89,14 +89,18 @@ def symbols() -> tuple[dict[str, str], list[tuple[str, str]]]:
     """Which file of the core has each symbol that others can see, and which file needs which."""
     sources = [source.relative_to(CORE) for source in CORE.rglob("*.c")]
 
+    def is_older(built: Path, source: Path) -> bool:
+        return built.stat().st_mtime < (CORE / source).stat().st_mtime
+
     def objects(variant: str) -> list[Path]:
         built = ROOT / "build" / variant / "core"
         found = [(built / source).with_suffix(".o") for source in sources]
-        return found if all(each.exists() for each in found) else []
+        whole = all(each.exists() for each in found)
+        return found if whole and not any(map(is_older, found, sources)) else []
 
     compiled = [each for each in map(objects, ("asan", "plain", "tsan")) if each]
     if not compiled:
-        pytest.skip("the C tests are not built (make asan)")
+        pytest.skip("the C tests are not built, or are older than the sources (make asan)")
     newest = max(compiled, key=lambda each: max(file.stat().st_mtime for file in each))
     listing = subprocess.run(
         ["nm", "-P", "-A", *map(str, newest)],

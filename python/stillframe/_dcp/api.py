@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from stillframe._base import paths
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
+from stillframe._base.flags import refuse_unclear
 from stillframe._dcp.beside import Beside
 from stillframe._dcp.groups import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Copied, Round, Rounds, Upload, Worker
@@ -223,6 +224,7 @@ class Saver:
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if asked.when_busy not in get_args(WhenBusy):
             raise ValueError(f"when_busy has to be 'wait' or 'raise', not {asked.when_busy!r}")
+        refuse_unclear(overlap=asked.overlap, durable=asked.durable)
         if asked.when_busy == "raise":
             self._refuse_busy(asked.group)
         if writer is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from stillframe._base.flags import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
 from stillframe.errors import StillframeError
@@ -76,7 +77,7 @@ class PinnedStager(AsyncStager):
         overlap: Copy after the call what only the optimizer's step changes.
 
     Raises:
-        TypeError: `engine` is no Engine.
+        TypeError: `engine` is no Engine, or `overlap` neither True nor False.
     """
 
     _synchronize_after_execute = False
@@ -84,6 +85,7 @@ class PinnedStager(AsyncStager):
     def __init__(self, engine: Engine | None = None, overlap: bool = True) -> None:
         if engine is not None:
             refuse_no_engine(engine)
+        refuse_unclear(overlap=overlap)
         self._engine = engine
         self._overlap = overlap
         self._closed = False

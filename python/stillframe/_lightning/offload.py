@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stillframe._base import sizes
+from stillframe._base.flags import refuse_unclear
 from stillframe._lightning.plugin import saves_by_itself
 from stillframe._snapshot.ordinary import ordinary_copy
 from stillframe._snapshot.snapshot import snapshot_at_once
@@ -74,7 +75,7 @@ class OffloadHooks:
             container nor a plain value. By default the first and last 10, at level DEBUG.
 
     Raises:
-        TypeError: `offload_keys` is not a list of strings.
+        TypeError: `offload_keys` is not a list of strings, or `log_skipped` neither True nor False.
 
     Its messages go to the logger "stillframe": one line a save at level INFO, the rest at DEBUG.
     Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
@@ -95,6 +96,7 @@ class OffloadHooks:
                 "offload_keys has to be a list of strings, such as ['state_dict'], not"
                 f" {offload_keys!r}"
             )
+        refuse_unclear(log_skipped=log_skipped)
         self.offload_keys = list(offload_keys)
         self.log_skipped = log_skipped
         self._checkpoint_count = 0
