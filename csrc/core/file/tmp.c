@@ -74,8 +74,8 @@ SFR__AT_FORK(forget)
 
 /* ---- names ---- */
 
-/* Reads the boot id into `boot`, without dashes. False where there is none. */
-static bool read_boot_id(char boot[BOOT_LEN + 1])
+/* Reads the boot id into `boot`, without dashes and without an end. False where there is none. */
+static bool read_boot_id(char boot[BOOT_LEN])
 {
 	char text[64];
 	ssize_t got;
@@ -92,7 +92,6 @@ static bool read_boot_id(char boot[BOOT_LEN + 1])
 		else if (text[i] != '-')
 			break;
 	}
-	boot[nr] = 0;
 	return nr == BOOT_LEN;
 }
 
@@ -105,7 +104,7 @@ static bool get_boot(char boot[BOOT_LEN + 1])
 			return false;
 		}
 		sfr__lock(&temps.mu);
-		memcpy(temps.boot, boot, BOOT_LEN + 1);
+		memcpy(temps.boot, boot, BOOT_LEN); /* its last byte is 0 */
 		atomic_store(&temps.boot_known, true);
 		sfr__unlock(&temps.mu);
 	}
