@@ -27,7 +27,7 @@ class Ranks:
     """Those of one group. Used by one thread.
 
     Args:
-        group: None for a process that saves alone. Whoever rests keeps it from going no more.
+        group: None for a process that saves alone. It is kept while a save is under way only.
         spent: Gets what is not needed any more, for who knows a better time for its end. It keeps
             the group's connections.
     """

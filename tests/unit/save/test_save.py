@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -11,6 +12,7 @@ import signal
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
@@ -247,9 +249,9 @@ def test_wait_all_raises_once_what_nobody_collected(tmp_path: Path) -> None:
     stillframe.wait_all()
 
 
-def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(
-    tmp_path: Path,
-) -> None:
+@contextlib.contextmanager
+def nobody_takes_notices(directory: Path) -> Iterator[None]:
+    """Inside the block the thread that takes them stands still."""
     reached, go = threading.Event(), threading.Event()
 
     def stand() -> None:
@@ -257,16 +259,22 @@ def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(
         go.wait(60)
 
     with held("fdatasync"):
-        first = stillframe.async_save(STATE, tmp_path / "a.pt")
-        assert first._outcome.wake_at_end(stand)  # on the thread that takes notices
+        first = stillframe.async_save(STATE, directory / "a.pt")
+        assert first._outcome.wake_at_end(stand)
     assert reached.wait(60)
     try:
-        with fault("rename"):
-            stillframe.async_save(STATE, tmp_path / "b.pt")
-            with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
-                stillframe.wait_all()
+        yield
     finally:
         go.set()
+
+
+def test_wait_all_raises_the_error_of_a_save_whose_notices_nobody_has_taken_yet(
+    tmp_path: Path,
+) -> None:
+    with nobody_takes_notices(tmp_path), fault("rename"):
+        stillframe.async_save(STATE, tmp_path / "b.pt")
+        with pytest.raises(stillframe.SaveError, match=r"b\.pt"):
+            stillframe.wait_all()
 
 
 def test_an_error_nobody_asked_for_is_logged_when_its_handle_dies(
@@ -288,22 +296,11 @@ def test_a_save_that_fails_and_is_looked_at_before_its_notices_are_is_kept_by_no
     tmp_path: Path,
 ) -> None:
     model, _, _ = trained()
-    reached, go = threading.Event(), threading.Event()
-
-    def stand() -> None:
-        reached.set()
-        go.wait(60)
-
-    with held("fdatasync"):
-        first = stillframe.async_save(STATE, tmp_path / "a.pt")
-        assert first._outcome.wake_at_end(stand)  # on the thread that takes notices
-    assert reached.wait(60)
-    with fault("pwrite", err=errno.ENOSPC):
+    with nobody_takes_notices(tmp_path), fault("pwrite", err=errno.ENOSPC):
         handle = stillframe.async_save(model.state_dict(), tmp_path / "b.pt")
         while not handle.done():
             time.sleep(0.001)
-    assert handle not in gate._pendings.values()
-    go.set()
+        assert handle not in gate._pendings.values()
     assert isinstance(handle.exception(), stillframe.SaveError)
 
 
