@@ -206,10 +206,10 @@ def full_disk(path: Path, rank: int) -> Notes:
         "files": sorted(os.listdir(path / "c")) == before,
         "old": loads_as(old, path / "c"),
     }
-    notes["own"] = fails(response.upload_completion.result)
     wanted = locals_of(training.state())
-    dcp.save(training.state(), path / "c")
-    return {**notes, "new": loads_as(wanted, path / "c")}
+    dcp.save(training.state(), path / "c")  # nobody has looked at the response yet
+    own = fails(response.upload_completion.result)
+    return {**notes, "own": own, "new": loads_as(wanted, path / "c")}
 
 
 def commit_fails(path: Path, rank: int) -> Notes:
@@ -297,6 +297,27 @@ def out_of_step(path: Path, rank: int) -> Notes:
     says = fails(dcp.save, Model().state(), path / "c")
     api._saver._rounds[group]._calls -= rank
     return {"says": says}
+
+
+def wrong_order(path: Path, rank: int) -> Notes:
+    """Ranks that save to two paths, each in an order of its own, and then in the same one."""
+    state = {f"w{rank}": torch.zeros(1000)}
+    for name in "ab":
+        dcp.save(state, path / name)
+    before = [sorted(os.listdir(path / name)) for name in "ab"]
+    dist.barrier()
+    os.chdir(path)  # one names it from here
+    state[f"w{rank}"].fill_(1)
+    says = [fails(dcp.save, state, name if rank else path / name) for name in "ab"[:: 1 - 2 * rank]]
+    files = [sorted(os.listdir(path / name)) for name in "ab"] == before
+    new = zeroed(state)
+    good = []
+    for name in "ab":
+        stock.load(new, checkpoint_id=path / name)
+        good.append(equal(new[f"w{rank}"], torch.zeros(1000)))
+    dcp.save(state, "./a" if rank else path / "a")
+    stock.load(new, checkpoint_id=path / "a")
+    return {"says": says, "files": files, "good": [*good, equal(new, state)]}
 
 
 def alone(path: Path, rank: int) -> Notes:
@@ -469,7 +490,7 @@ WORLDS = {
             commit_fails,
             stage_fails,
         ),
-        *(seen_by_one, busy, out_of_step, alone, removed, from_four, groups, killed),
+        *(seen_by_one, busy, out_of_step, wrong_order, alone, removed, from_four, groups, killed),
     ],
     3: [other_world, from_four],
 }

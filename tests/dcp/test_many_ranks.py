@@ -163,6 +163,14 @@ def test_ranks_at_different_calls_are_told(notes):
         assert "not all ranks are at the same call" in rank["says"]
 
 
+def test_ranks_that_save_to_different_paths_are_told_and_nothing_is_written(notes):
+    for number, rank in enumerate(notes("wrong_order")):
+        for name, says in zip("ba" if number else "ab", rank["says"], strict=True):
+            assert says.startswith("StillframeError: not all ranks save to the same path")
+            assert f"/wrong_order/{name}, and the ranks [{1 - number}] elsewhere" in says
+        assert rank["files"] and rank["good"] == [True] * 3
+
+
 def test_without_dist_each_process_saves_for_itself(notes):
     for rank in notes("alone"):
         assert rank["good"]
