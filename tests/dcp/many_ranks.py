@@ -9,17 +9,12 @@ once, before the first fork.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
-import functools
 import gc
-import json
 import os
-import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,79 +24,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
 from fix_dcp import equal, zeroed
+from fix_ranks import Model, Notes, fails, forked, join, loads_as, locals_of, wait_for
+from killed_ranks import KILLS, after_kills, few_killed, killed, killed_at
 from stillframe import dcp
 from stillframe._dcp import commit
 from stillframe._dcp.ranks import Ranks
-from stillframe._dcp.writer import FileSystemWriter
 from stillframe.testing import fault, held, slow
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-Notes = dict[str, Any]
-
-
-class Model:
-    """FSDP2 over all ranks, and its AdamW, after some steps."""
-
-    def __init__(self, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-        for layer in self.model:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        for _ in range(4):
-            self.step()
-
-    def step(self) -> None:
-        self.model(torch.ones(2, 64)).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-
-def locals_of(state: Any) -> Any:
-    """Its tensors as this rank has them."""
-    if isinstance(state, ShardedTensor):
-        return [each.tensor.detach().clone() for each in state.local_shards()]
-    if isinstance(state, torch.Tensor):
-        return getattr(state, "_local_tensor", state).detach().clone()
-    if isinstance(state, dict):
-        return {name: locals_of(value) for name, value in state.items()}
-    return state
-
-
-def loads_as(wanted: Any, path: Path, **arguments: Any) -> bool:
-    """Whether a new model gets this state from a checkpoint, with PyTorch's own calls."""
-    new = Model(seed=1)
-    state = new.state()
-    stock.load(state, checkpoint_id=path, **arguments)
-    set_state_dict(
-        new.model,
-        new.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-    return equal(locals_of(new.state()), wanted)
-
-
-def fails(function: Any, *arguments: Any) -> str:
-    """What a call raises, in words; fails where it raises nothing."""
-    try:
-        function(*arguments)
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("it raised nothing")
-
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 # ---- scenarios: each is given its directory and its rank ----
 
@@ -275,10 +206,10 @@ def full_disk(path: Path, rank: int) -> Notes:
         "files": sorted(os.listdir(path / "c")) == before,
         "old": loads_as(old, path / "c"),
     }
-    notes["own"] = fails(response.upload_completion.result)
     wanted = locals_of(training.state())
-    dcp.save(training.state(), path / "c")
-    return {**notes, "new": loads_as(wanted, path / "c")}
+    dcp.save(training.state(), path / "c")  # nobody has looked at the response yet
+    own = fails(response.upload_completion.result)
+    return {**notes, "own": own, "new": loads_as(wanted, path / "c")}
 
 
 def commit_fails(path: Path, rank: int) -> Notes:
@@ -368,6 +299,27 @@ def out_of_step(path: Path, rank: int) -> Notes:
     return {"says": says}
 
 
+def wrong_order(path: Path, rank: int) -> Notes:
+    """Ranks that save to two paths, each in an order of its own, and then in the same one."""
+    state = {f"w{rank}": torch.zeros(1000)}
+    for name in "ab":
+        dcp.save(state, path / name)
+    before = [sorted(os.listdir(path / name)) for name in "ab"]
+    dist.barrier()
+    os.chdir(path)  # one names it from here
+    state[f"w{rank}"].fill_(1)
+    says = [fails(dcp.save, state, name if rank else path / name) for name in "ab"[:: 1 - 2 * rank]]
+    files = [sorted(os.listdir(path / name)) for name in "ab"] == before
+    new = zeroed(state)
+    good = []
+    for name in "ab":
+        stock.load(new, checkpoint_id=path / name)
+        good.append(equal(new[f"w{rank}"], torch.zeros(1000)))
+    dcp.save(state, "./a" if rank else path / "a")
+    stock.load(new, checkpoint_id=path / "a")
+    return {"says": says, "files": files, "good": [*good, equal(new, state)]}
+
+
 def alone(path: Path, rank: int) -> Notes:
     state = {"w": torch.full((1000,), float(rank))}
     dcp.save(state, path / f"c{rank}", no_dist=True)
@@ -411,50 +363,6 @@ def groups(path: Path, rank: int) -> Notes:
     gc.collect()
     threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
     return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}
-
-
-def killed(path: Path, rank: int) -> Notes:
-    """The last but one, or the last of two, while it writes. The last scenario of its world."""
-    state = {f"w{rank}": torch.ones(1000)}
-    group = None
-    if dist.get_world_size() > 2:
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=45))
-    dcp.save(state, path / "c", process_group=group)
-    state[f"w{rank}"].fill_(2)
-    if rank == max(1, dist.get_world_size() - 2):
-        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    response = dcp.async_save(state, path / "c", process_group=group)
-    says = fails(response.upload_completion.result, 100)
-    took = time.monotonic() - began
-    go_on_until_told(path, dist.get_world_size() - 1)
-    again = functools.partial(dcp.async_save, process_group=group)
-    return {"says": says, "took": took, "next": fails(again, state, path / "c")}
-
-
-def go_on_until_told(path: Path, living: int) -> None:
-    """Nobody's end tells the others of one that was killed: they go on, as training would."""
-    began, store = time.monotonic(), dist.FileStore(f"{path}/told")
-    store.add("told", 1)
-    while store.add("told", 0) < living and time.monotonic() - began < 90:
-        time.sleep(0.05)
-
-
-def few_killed(path: Path, rank: int) -> Notes:
-    """One of four in a group of the user's; a fifth rank of the world has no part in it."""
-    limit = datetime.timedelta(seconds=5)
-    group = dist.new_group([0, 1, 2, 3], backend="gloo", timeout=limit)
-    if rank == 4:
-        return {}
-    state = {f"w{rank}": torch.ones(1000)}
-    dcp.save(state, path / "c", process_group=group)
-    state[f"w{rank}"].fill_(2)
-    if rank == 2:
-        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    response = dcp.async_save(state, path / "c", process_group=group)
-    says = fails(response.upload_completion.result, 60)
-    go_on_until_told(path, 3)
-    return {"says": says}
 
 
 def fsdp1(path: Path, rank: int) -> Notes:
@@ -582,66 +490,21 @@ WORLDS = {
             commit_fails,
             stage_fails,
         ),
-        *(seen_by_one, busy, out_of_step, alone, removed, from_four, groups, killed),
+        *(seen_by_one, busy, out_of_step, wrong_order, alone, removed, from_four, groups, killed),
     ],
     3: [other_world, from_four],
 }
 BESIDE = [few_killed]  # of five ranks, which wait most of the time: beside the others
 
 
-# ---- running them ----
-
-
-def join(store: Path, rank: int, size: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-
-
-def run(directory: Path, name: str, size: int, scenarios: list[Any], rank: int) -> None:
-    torch.set_num_threads(1)
-    join(directory / f"store{name}", rank, size)
-    for scenario in scenarios:
-        path = directory / name / scenario.__name__
-        path.mkdir(parents=True, exist_ok=True)
-        dist.barrier() if scenario is not killed else None
-        try:
-            notes = scenario(path, rank)
-        except BaseException:
-            notes = {"raised": traceback.format_exc()}
-        (path / f"rank{rank}.json").write_text(json.dumps(notes))
-    if killed not in scenarios and few_killed not in scenarios:
-        dist.destroy_process_group()
-
-
-def forked(directory: Path, name: str, size: int, scenarios: list[Any]) -> list[int]:
-    """The processes of a world's ranks."""
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run(directory, name, size, scenarios, rank)
-                code = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return children
-
-
 def main(directory: Path) -> None:
     beside = forked(directory, "beside", 5, BESIDE)
+    for name in KILLS:
+        beside += forked(directory, name, 2, [killed_at])
     for size, scenarios in WORLDS.items():
-        for child in forked(directory, str(size), size, scenarios):
-            os.waitpid(child, 0)
-    for child in beside:
-        os.waitpid(child, 0)
+        wait_for(forked(directory, str(size), size, scenarios))
+    wait_for(beside)
+    wait_for(forked(directory, "after", 2, [after_kills]))
 
 
 if __name__ == "__main__":

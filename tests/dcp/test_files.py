@@ -1,11 +1,15 @@
 """A rank's data files from the inside: what goes into which, in what form, whose error counts; and
 what ranks tell each other."""
 
+import datetime
 import io
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from stillframe._dcp.files import RankFiles, buckets
+from stillframe._dcp.groups import Groups
 from stillframe._dcp.image import Item
 from stillframe._dcp.ranks import Ranks
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -63,6 +67,23 @@ def test_the_first_of_several_errors_counts_and_every_file_is_waited_for():
 
 def test_more_words_than_a_rank_has_room_for_are_refused():
     ranks = Ranks(None, [])
-    assert ranks.words(1, 2, 3, 4, 5, 6) == [[1, 2, 3, 4, 5, 6]]
-    with pytest.raises(ValueError, match="room for 6"):  # else they would be another rank's
-        ranks.words(1, 2, 3, 4, 5, 6, 7)
+    assert ranks.words(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
+        ranks.words(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_ranks_ask_each_other_whether_they_are_busy_within_the_timeout_of_their_group(
+    one_rank, monkeypatch
+):
+    limit, made, make = datetime.timedelta(minutes=2), [], dist.new_group
+    given = make(backend="gloo", timeout=limit)
+
+    def noted(**options: Any) -> Any:
+        made.append(options["timeout"])
+        return make(**options)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    groups = Groups()
+    for _ in range(2):
+        assert groups.any_rank(groups.of_saves(given), True)
+    assert made == [limit, limit]  # one for saves, one for their calls

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "STILLFRAME_POOL_BYTES": "64MiB",
             "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
         },
-        timeout=240,
+        timeout=600,
         check=True,
     )
     return directory
@@ -162,6 +163,14 @@ def test_ranks_at_different_calls_are_told(notes):
         assert "not all ranks are at the same call" in rank["says"]
 
 
+def test_ranks_that_save_to_different_paths_are_told_and_nothing_is_written(notes):
+    for number, rank in enumerate(notes("wrong_order")):
+        for name, says in zip("ba" if number else "ab", rank["says"], strict=True):
+            assert says.startswith("StillframeError: not all ranks save to the same path")
+            assert f"/wrong_order/{name}, and the ranks [{1 - number}] elsewhere" in says
+        assert rank["files"] and rank["good"] == [True] * 3
+
+
 def test_without_dist_each_process_saves_for_itself(notes):
     for rank in notes("alone"):
         assert rank["good"]
@@ -201,6 +210,35 @@ def test_the_ranks_that_live_are_told_of_one_that_was_killed_and_the_old_loads(
     ones = {f"w{rank}": torch.ones(1000) for rank in range(size)}
     found = loaded(ones, path / "c")
     assert all((value == 1).all() for value in found.values())
+
+
+# Who lives, the data files and temporaries that are left, and which checkpoint loads.
+KILLED = {
+    "data written": (0, 3, {".stillframe", ".metadata"}, 1),
+    "data named": (0, 4, {".metadata"}, 1),
+    "data of the first written": (1, 3, {".stillframe", ".metadata"}, 1),
+    "metadata written": (1, 4, {".metadata"}, 1),
+    "metadata named": (1, 4, set(), 2),
+    "committed": (1, 4, set(), 2),
+}
+
+
+@pytest.mark.parametrize("step", KILLED)
+def test_wherever_a_rank_is_killed_the_other_is_told_one_checkpoint_loads_and_the_next_save_tidies(
+    notes, directory, step
+):
+    living, nr_data, temporaries, value = KILLED[step]
+    told = json.loads((directory / step / f"killed_at/rank{living}.json").read_text())
+    assert "closed" in told["says"] or "reset" in told["says"]
+    assert told["took"] < 30  # and not the group's timeout
+    for rank in notes("after_kills", "after"):
+        left, values, is_good, files = rank[step]
+        assert values == [value]
+        temporary = [name for name in left if name.endswith(".tmp")]
+        assert sum(name.endswith(".distcp") for name in left) == nr_data
+        assert {re.split(r"(?<=\w)\W", name)[0] for name in temporary} == temporaries
+        assert is_good
+        assert files[0] == ".metadata" and len(files) == 3  # and a data file of each
 
 
 def test_in_a_group_of_some_ranks_those_that_wait_for_a_living_one_hear_of_it_at_its_timeout(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+import torch.distributed.checkpoint as stock
 from fix_dcp import eventually, loaded
 from stillframe import _core, dcp
 from stillframe._dcp import commit
@@ -204,6 +205,23 @@ def test_work_in_the_order_of_saves_cannot_save_what_would_wait_for_its_end(tmp_
     stillframe.wait_all()
     (error,) = seen
     assert isinstance(error, stillframe.StillframeError) and "its own end" in str(error)
+
+
+@pytest.mark.parametrize("call", ["ours", "pytorchs"])
+def test_a_path_leads_to_where_it_led_when_the_save_was_asked_for(tmp_path, monkeypatch, call):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with held("pwrite"):
+        if call == "ours":
+            upload = begin(1, Path("c"))
+        else:
+            parts = {"async_stager": dcp.PinnedStager(), "storage_writer": dcp.FileSystemWriter()}
+            upload = stock.async_save(state(1), checkpoint_id="c", no_dist=True, **parts)
+            upload = upload.upload_completion
+        monkeypatch.chdir("elsewhere")
+    upload.result()
+    assert value_of(tmp_path / "c") == 1
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_remote_checkpoint_is_in_the_order_too():

@@ -218,11 +218,15 @@ def test_a_stage_that_fails_fails_both_futures(tmp_path, engine, asked_late, mon
     assert eventually(lambda: leased(engine) == 0)
 
 
+BASE = torch.tensor([1 + 2j])
+
+
 def save_in_a_process(trained, stager, path):
     """Saves beside a step; what was to be saved."""
-    wanted = copied(trained.state())
+    state = {**trained.state(), "conj": BASE.conj(), "neg": torch.nn.Parameter(BASE.conj().imag)}
+    wanted = copied(state)
     response = dcp.async_save(
-        trained.state(),
+        state,
         checkpoint_id=path,
         async_stager=stager,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,

@@ -23,6 +23,10 @@ from stillframe.errors import CorruptCheckpointError
 _PIECE = 8 << 20
 
 
+class _BeforeBeginningError(OSError):
+    """An archive that says it begins there; zipfile expects an OSError."""
+
+
 class _Slice(io.RawIOBase):
     """Bytes of a file from `offset` on, to be read as a file."""
 
@@ -42,7 +46,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if start + offset < 0:
-            raise OSError("before the beginning")
+            raise _BeforeBeginningError("something in it would be before its beginning")
         self._at = start + offset
         return self._at
 
@@ -72,7 +76,10 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
                 wrong = _wrong_in_record(item, record, length)
                 if wrong is not None:
                     return f"{record.filename}: {wrong}"
-    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:
+    except (
+        *(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error),
+        _BeforeBeginningError,
+    ) as error:
         return f"it is no archive: {error}"
     return None
 

@@ -25,7 +25,7 @@ class Groups:
     def __init__(self) -> None:
         self._world: object = None
         self._saving: dict[_Timeout, dist.ProcessGroup] = {}
-        self._calling: dist.ProcessGroup | None = None
+        self._calling: dict[_Timeout, dist.ProcessGroup] = {}
         self._lost: dict[_Timeout, str] = {}
 
     def of_saves(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -72,10 +72,11 @@ class Groups:
             raise ValueError(
                 "when_busy='raise' needs a process_group of all ranks: with fewer use 'wait'"
             )
-        if self._calling is None:
-            self._calling = dist.new_group(backend="gloo")
+        timeout = _timeout_of(group)
+        if timeout not in self._calling:
+            self._calling[timeout] = dist.new_group(backend="gloo", timeout=timeout)
         votes = torch.tensor([int(own)])
-        dist.all_reduce(votes, group=self._calling)
+        dist.all_reduce(votes, group=self._calling[timeout])
         return bool(votes)
 
     def _look(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from stillframe.errors import StillframeError
 
-_MOST_WORDS = 6  # of a rank at a time
+_MOST_WORDS = 7  # of a rank at a time
 
 
 class Ranks:

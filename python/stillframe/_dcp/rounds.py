@@ -17,7 +17,9 @@ through DCP's own `save`.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -135,6 +137,7 @@ class Round:
         writer: None where DCP is to choose one by the path.
         planner: The user's own.
         group: None where this process saves alone.
+        place: The path as all ranks have to have it.
         turn: Its place in the order of other saves; None where nothing else is under way any more.
         begins: Done when this rank may begin, for who has given it a place there; else None.
         beside: This rank's file that the checkpoint is committed with.
@@ -153,6 +156,7 @@ class Round:
     planner: SavePlanner | None
     group: dist.ProcessGroup | None
     upload: Upload
+    place: str
     turn: Turn | None = None
     begins: Future[None] | None = None
     beside: Beside | None = None
@@ -213,7 +217,8 @@ class Rounds:
     ) -> Round:
         """What a call begins with. It has to be submitted, whatever happens."""
         self._calls += 1
-        return Round(self._calls, path, None, None, writer, planner, group, upload)
+        place = path if writer is None else writer.directory
+        return Round(self._calls, path, None, None, writer, planner, group, upload, place)
 
     def submit(self, work: Round) -> None:
         work.upload.begin()
@@ -293,8 +298,9 @@ class Rounds:
             if writer is not None:
                 writer.before_commit = work.turn.wait_to_commit
         files_id = 0 if writer is None else writer.files_id
-        rows = ranks.words(work.number, work.raised, failure is not None, kept, is_same, files_id)
-        _refuse_to_save(rows)
+        failed, place = failure is not None, _number_of(work.place)
+        rows = ranks.words(work.number, work.raised, failed, kept, is_same, files_id, place)
+        _refuse_to_save(rows, work.place, place)
         if any(row[2] for row in rows):
             ranks.refuse("plan", failure)
         if joint is None:
@@ -327,7 +333,12 @@ class Rounds:
         return together
 
 
-def _refuse_to_save(rows: list[list[int]]) -> None:
+def _number_of(place: str) -> int:
+    """One that other places do not have."""
+    return int.from_bytes(hashlib.blake2b(os.fsencode(place), digest_size=7).digest(), "little")
+
+
+def _refuse_to_save(rows: list[list[int]], path: str, place: int) -> None:
     """
     Raises:
         StillframeError: The ranks are at different calls, or one of them has raised: on all.
@@ -342,4 +353,10 @@ def _refuse_to_save(rows: list[list[int]]) -> None:
         raise _NotSavedError(
             f"nothing was saved: the error of the save before was raised on the ranks"
             f" {[rank for rank, row in enumerate(rows) if row[1]]} first"
+        )
+    others = [rank for rank, row in enumerate(rows) if row[6] != place]
+    if others:
+        raise StillframeError(
+            f"not all ranks save to the same path: this one to {path}, and the ranks {others}"
+            " elsewhere. Every rank has to make every call, in the same order"
         )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from stillframe._base.flags import refuse_unclear
 from stillframe._dcp.staged import Staged, Stages, StateDict
 from stillframe._save.engine import Engine, refuse_no_engine
+from stillframe._snapshot.lent import keep_bits
 from stillframe.errors import StillframeError
 
 _thread = threading.local()
@@ -43,6 +44,8 @@ class _Staging(Future[StateDict]):
     def result(self, timeout: float | None = None) -> StateDict:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("torch.distributed.checkpoint.") and caller.endswith("_executor"):
+            if caller.endswith("_process_executor"):
+                keep_bits()
             self._staged.upload_begins()
             _thread.end = end = _End()
             weakref.finalize(end, self._staged.upload_ended).atexit = False

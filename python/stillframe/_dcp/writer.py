@@ -97,7 +97,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             raise ValueError(f"thread_count has to be a positive int, not {thread_count!r}")
         if engine is not None:
             refuse_no_engine(engine)
-        self._path = None if path is None else paths.as_text(path)
+        self._path: str | None = None
+        self._place = ""
+        if path is not None:
+            self._go_to(path)
         self._single_file_per_rank = single_file_per_rank
         self._durable = durable and sync_files
         self._nr_files = thread_count or 1
@@ -154,7 +157,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             TypeError, ValueError: It is not a path, or a remote one.
         """
         if checkpoint_id:
-            self._path = paths.as_text(checkpoint_id)
+            self._go_to(checkpoint_id)
         self._save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
@@ -175,8 +178,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             FileExistsError: There is a checkpoint, and it is not to be overwritten.
             OSError: The directory cannot be made.
         """
-        directory = self._directory()
-        paths.make_directories(os.path.abspath(directory), self._durable)
+        directory = self.directory
+        paths.make_directories(directory, self._durable)
         self._is_begun = True
         existing = commit.metadata_path(directory, self._rank)
         if not self._overwrite and os.path.exists(existing):
@@ -233,7 +236,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._files = RankFiles(
             buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
             resolve,
-            self._directory(),
+            self.directory,
             lambda number: commit.data_name(prefix, number, self.files_id),
             wait,
         )
@@ -266,7 +269,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         )
         metadata.version = _VERSION
         self._new = commit.write(
-            metadata, self._directory(), self._rank, self.files_id, durable=self._durable
+            metadata, self.directory, self._rank, self.files_id, durable=self._durable
         )
         return self._new
 
@@ -281,7 +284,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             if self.beside is None:
                 put_in_place()
             else:
-                directory = self._directory()
+                directory = self.directory
                 self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
         except BaseException:
             commit.discard(new)
@@ -290,7 +293,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def tidy(self) -> None:
         """Removes what the checkpoint that was committed does not need."""
         assert self._new is not None
-        commit.remove_unnamed(self._new.metadata, self._directory(), self._rank)
+        commit.remove_unnamed(self._new.metadata, self.directory, self._rank)
 
     def abandon(self) -> None:
         """Removes what this rank has written of a save that is known to have failed everywhere, and
@@ -299,13 +302,20 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             commit.discard(self._new)
         if self._files is not None:
             self._files.settle()
-            commit.remove_files(self._files.paths(), self._directory(), self._rank)
+            commit.remove_files(self._files.paths(), self.directory, self._rank)
         if self._is_begun:
-            commit.remove_if_empty(self._directory())
+            commit.remove_if_empty(self.directory)
 
     # ---- the rest ----
 
-    def _directory(self) -> str:
+    @property
+    def directory(self) -> str:
+        """Where the path led when it was given: it stays there, wherever the process goes."""
         if self._path is None:
             raise ValueError("no path to save to: give checkpoint_id=")
-        return self._path
+        return self._place
+
+    def _go_to(self, path: Path) -> None:
+        text = paths.as_text(path)
+        if text != self._path:  # DCP resets it on its own thread again
+            self._path, self._place = text, os.path.abspath(text)

@@ -50,6 +50,13 @@ _offering = threading.RLock()  # no process is forked with an end of a channel t
 _lenders: weakref.WeakKeyDictionary[_core.SnapshotMemory, Lender] = weakref.WeakKeyDictionary()
 
 
+class _Thread(threading.local):
+    keeps_bits = False
+
+
+_thread = _Thread()
+
+
 class Lender:
     """Who lends one snapshot's memory: known as long as that memory has tensors here.
 
@@ -185,10 +192,21 @@ def lend(
         return None
     ForkingPickler.register(Lender, _reduce_lender)
     ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
-    for kind in (torch.Tensor, torch.nn.Parameter):
-        ForkingPickler.register(kind, _reduce_tensor)
+    _register_tensors()
     lender = _lenders[memory] = Lender(core, place, patience_s)
     return lender
+
+
+def keep_bits() -> None:
+    """Has all tensors that multiprocessing pickles on this thread keep their conjugate and negative
+    bits, those too whose memory is not lent."""
+    _register_tensors()
+    _thread.keeps_bits = True
+
+
+def _register_tensors() -> None:
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _reduce_tensor)
 
 
 def sentence() -> str:
@@ -244,7 +262,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if (
         tensor.layout is not torch.strided
         or not (tensor.is_conj() or tensor.is_neg())
-        or _lender_of(tensor.untyped_storage()) is None
+        or not (_thread.keeps_bits or _lender_of(tensor.untyped_storage()) is not None)
     ):
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     bits = tensor.is_conj(), tensor.is_neg()

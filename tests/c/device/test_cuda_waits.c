@@ -318,6 +318,33 @@ static void errors_after_which_a_device_answers_nothing_any_more_are_known(void)
 	}
 }
 
+/* What ends a device is believed at once, what a call answers for a reason of its own after many times
+ * in a row, and a device that is only busy is never given up. */
+static void a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows(void)
+{
+	static const struct {
+		int code;
+		uint32_t answers; /* until it is given up; 0: never */
+	} all[] = { { 700, 1 }, { 1, SFR__CUDA_QUERIES }, { CUDA_ERROR_NOT_READY, 0 } };
+
+	for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) {
+		struct sfr_engine *engine = begin_on_device(16, 2);
+		struct sfr__cuda_lane *lane;
+		uint32_t failed = 0, nr = 0;
+
+		CHECK_EQ(fake_save(engine, dir, "a", &one, 0), 0);
+		lane = engine->cuda_lanes.head;
+		while (nr++ < 2 * SFR__CUDA_QUERIES &&
+		       !sfr__cuda_is_through(lane, "cuStreamQuery", (CUresult)all[i].code, &failed))
+			CHECK(!sfr__cuda_is_dead(lane));
+		CHECK_EQ(nr, all[i].answers ? all[i].answers : 2 * SFR__CUDA_QUERIES + 1);
+		CHECK_EQ(sfr__cuda_is_dead(lane), all[i].answers > 0);
+		saving_end(engine);
+		fake_check();
+		fake.fake_cuda_forget();
+	}
+}
+
 int main(void)
 {
 	if (!fake_load())
@@ -335,6 +362,7 @@ int main(void)
 	RUN(whoever_waits_for_the_copies_is_woken);
 	RUN(a_save_whose_order_cannot_be_kept_fails);
 	RUN(errors_after_which_a_device_answers_nothing_any_more_are_known);
+	RUN(a_device_is_given_up_at_once_when_it_has_ended_and_late_when_nobody_knows);
 	saving_rmdir(dir);
 	return check_done();
 }

@@ -391,11 +391,11 @@ def test_a_forked_child_leaves_the_trace_alone_and_may_begin_its_own(tmp_path: P
 @pytest.mark.parametrize("leave", ["os._exit(3)", "os.kill(os.getpid(), 9)", "sys.exit(3)"])
 def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path: Path, leave):
     code = f"""
-    import os, sys, json, stillframe
+    import os, sys, time, stillframe
     with stillframe.trace("t.json"):
         stillframe.save({{"a": 1}}, "a.pt")
         while '"commit"' not in open("t.json").read():  # written ten times a second
-            pass
+            time.sleep(0.01)
         {leave}
     """
     done = subprocess.run(

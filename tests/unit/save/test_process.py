@@ -339,7 +339,8 @@ FORK_CHILD = """
     told = threading.Event()
     stillframe.async_save(STATE, "told.pt", engine=engine, on_durable=lambda *_: told.set())
     assert told.wait(60)  # from now on there is a thread for callbacks
-    hold(slow("fdatasync", 2))
+    syncs = held("fdatasync")  # until the child has ended
+    hold(syncs)
     handle = stillframe.async_save(STATE, "parent.pt", engine=engine)
     default = stillframe.async_save(STATE, "default.pt")
 
@@ -366,7 +367,7 @@ FORK_CHILD = """
             tree = {"w": torch.full((10,), 3.0)}
             stillframe.async_save(tree, "own.pt", engine=own, on_durable=lambda *_: told.set())
             assert len([n for n in os.listdir(".") if n.startswith(".stillframe-")]) >= 1
-        assert told.wait(20)
+        assert told.wait(60)
 """
 
 
@@ -402,6 +403,7 @@ def test_after_a_fork_the_child_is_refused_what_is_the_parents(tmp_path: Path, k
             """
             if pid is not None:
                 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            syncs.__exit__(None, None, None)
             handle.result(); default.result(); engine.close()
             """
         ),

@@ -242,6 +242,7 @@ def test_a_healthy_shard_is_recognised_and_its_directory_checked(sharded, capsys
     [
         ("bit", "layer.3", "do not match their CRC"),
         ("cut", "layer.4", "the file ends at"),
+        ("shifted", "layer.3", "it is no archive: something in it would be before its beginning"),
         ("gone", "__0_0.distcp", "the file is missing"),
         ("metadata", None, "cannot be read"),
     ],
@@ -259,6 +260,8 @@ def test_a_damaged_sharded_checkpoint_is_status_1_and_says_where(
         shard.write_bytes(data)
     elif damage == "cut":
         shard.write_bytes(data[:-100])
+    elif damage == "shifted":
+        shard.write_bytes(data[100:] + bytes(100))
     elif damage == "gone":
         shard.unlink()
     else:

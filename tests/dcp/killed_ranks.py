@@ -1,0 +1,163 @@
+"""Scenarios of many_ranks.py in which a rank is killed: while it writes, and between any two steps
+of its files' way to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from fix_dcp import equal, zeroed
+from fix_entries import Step, stepping
+from fix_ranks import Notes, dying, fails
+from stillframe import _core, dcp
+from stillframe._dcp import commit
+from stillframe._dcp.files import RankFiles
+from stillframe._dcp.writer import FileSystemWriter
+from stillframe.testing import held
+
+
+@dying
+def killed(path: Path, rank: int) -> Notes:
+    """The last but one, or the last of two, while it writes. The last scenario of its world."""
+    state = {f"w{rank}": torch.ones(1000)}
+    group = None
+    if dist.get_world_size() > 2:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=45))
+    dcp.save(state, path / "c", process_group=group)
+    state[f"w{rank}"].fill_(2)
+    if rank == max(1, dist.get_world_size() - 2):
+        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    response = dcp.async_save(state, path / "c", process_group=group)
+    says = fails(response.upload_completion.result, 100)
+    took = time.monotonic() - began
+    go_on_until_told(path, dist.get_world_size() - 1)
+    again = functools.partial(dcp.async_save, process_group=group)
+    return {"says": says, "took": took, "next": fails(again, state, path / "c")}
+
+
+def go_on_until_told(path: Path, living: int) -> None:
+    """Nobody's end tells the others of one that was killed: they go on, as training would."""
+    began, store = time.monotonic(), dist.FileStore(f"{path}/told")
+    store.add("told", 1)
+    while store.add("told", 0) < living and time.monotonic() - began < 90:
+        time.sleep(0.05)
+
+
+@dying
+def few_killed(path: Path, rank: int) -> Notes:
+    """One of four in a group of the user's; a fifth rank of the world has no part in it."""
+    limit = datetime.timedelta(seconds=5)
+    group = dist.new_group([0, 1, 2, 3], backend="gloo", timeout=limit)
+    if rank == 4:
+        return {}
+    state = {f"w{rank}": torch.ones(1000)}
+    dcp.save(state, path / "c", process_group=group)
+    state[f"w{rank}"].fill_(2)
+    if rank == 2:
+        FileSystemWriter.start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    response = dcp.async_save(state, path / "c", process_group=group)
+    says = fails(response.upload_completion.result, 60)
+    go_on_until_told(path, 3)
+    return {"says": says}
+
+
+def end(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+@contextlib.contextmanager
+def end_at_rename() -> Iterator[None]:
+    """Of the first file that this process renames, which is its data: it stands still there."""
+
+    def look() -> None:
+        while not stands.hits:
+            time.sleep(0.001)
+        end()
+
+    with held("rename") as stands:
+        threading.Thread(target=look, daemon=True).start()
+        yield
+
+
+@contextlib.contextmanager
+def end_with_named_data() -> Iterator[None]:
+    wait = RankFiles.wait
+    RankFiles.wait = lambda *given: end(wait(*given))
+    yield
+
+
+@contextlib.contextmanager
+def end_at_commit(*, taken: bool) -> Iterator[None]:
+    """Before or after `.metadata` gets its name."""
+
+    def told(step: Step, is_taken: bool) -> None:
+        if step[0] == _core.STEP_RENAME and is_taken == taken:
+            end()
+
+    _core.take_steps = stepping(told)
+    yield
+
+
+@contextlib.contextmanager
+def end_with_commit() -> Iterator[None]:
+    """Once it is durable, and before anybody is told."""
+    put_in_place = commit.put_in_place
+    commit.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
+    yield
+
+
+# Who is killed and how.
+KILLS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None]]]] = {
+    "data written": (1, end_at_rename),
+    "data named": (1, end_with_named_data),
+    "data of the first written": (0, end_at_rename),
+    "metadata written": (0, functools.partial(end_at_commit, taken=False)),
+    "metadata named": (0, functools.partial(end_at_commit, taken=True)),
+    "committed": (0, end_with_commit),
+}
+
+
+@dying
+def killed_at(path: Path, rank: int) -> Notes:
+    """One rank at a step of its files' way to the disk; the world's name says at which."""
+    who, ending = KILLS[path.parent.name]
+    state = {f"w{rank}": torch.ones(1000)}
+    dcp.save(state, path / "c")
+    state[f"w{rank}"].fill_(2)
+    began = time.monotonic()
+    with ending() if rank == who else contextlib.nullcontext():
+        says = fails(dcp.save, state, path / "c")
+    return {"says": says, "took": time.monotonic() - began}
+
+
+def after_kills(path: Path, rank: int) -> Notes:
+    """New processes load what is left, and save there again."""
+    notes = {}
+    for name in KILLS:
+        directory = path.parent.parent / name / "killed_at" / "c"
+        state = {f"w{each}": torch.zeros(1000) for each in range(2)}
+        left = sorted(os.listdir(directory))
+        stock.load(state, checkpoint_id=directory)
+        values = {float(value) for each in state.values() for value in each}
+        dist.barrier()
+        state = {f"w{rank}": torch.full((1000,), 3.0)}
+        dcp.save(state, directory)
+        dist.barrier()
+        new = zeroed(state)
+        stock.load(new, checkpoint_id=directory)
+        files = sorted(os.listdir(directory))
+        notes[name] = [left, sorted(values), equal(new, state), files]
+    return notes
