@@ -8,6 +8,20 @@
 #include <errno.h>
 #include <string.h>
 
+/* EAGAIN is said of threads and of nothing else that the core asks for without waiting. Its own
+ * words, "resource temporarily unavailable", tell nobody what to do. */
+static PyObject *raise_no_thread(void)
+{
+	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");
+	PyObject *error = threads ? PyObject_CallMethod(threads, "refused", NULL) : NULL;
+
+	if (error)
+		PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+	Py_XDECREF(error);
+	Py_XDECREF(threads);
+	return NULL;
+}
+
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code)
 {
 	PyObject *type = state->stillframe_error;
@@ -41,6 +55,8 @@ PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code)
 {
 	if (code <= -1000 || code >= 0)
 		return sfr_py_raise(state, code);
+	if (code == -EAGAIN)
+		return raise_no_thread();
 	errno = -code;
 	return PyErr_SetFromErrno(PyExc_OSError);
 }

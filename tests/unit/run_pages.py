@@ -1,9 +1,10 @@
 """Runs Python blocks of pages and notebooks, for test_docs.py: `run_pages.py DIRECTORY PAGE...`.
 
 A page is one program: its blocks share a namespace, in their order, in a scratch directory of the
-page's own. Each page runs in a fork of this process, which has imported torch and Lightning once
-and done nothing with them. Where a block ```text title="prints" follows, that is what was printed,
-`...` standing for anything. One line of JSON a page: its name, and what is wrong with it or null.
+page's own. README shows pieces of programs: what they take for granted is made here. Each page
+runs in a fork of this process, which has imported torch and Lightning once and done nothing with
+them. Where a block ```text title="prints" follows, that is what was printed, `...` standing for
+anything. One line of JSON a page: its name, and what is wrong with it or null.
 """
 
 import contextlib
@@ -17,8 +18,9 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
-import lightning.pytorch  # noqa: F401 (the forks have it then)
+import lightning.pytorch
 import stillframe
 import torch
 
@@ -43,10 +45,44 @@ def text_of(page: Path) -> str:
     return "".join(blocks)
 
 
+class Model(lightning.pytorch.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Trainer(lightning.pytorch.Trainer):
+    """Trains at once, as the page says nothing of what."""
+
+    def __init__(self, **options: Any) -> None:
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        super().__init__(max_steps=4, accelerator="cpu", **quiet, **options)
+        self.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))
+
+
+def of_the_reader() -> dict[str, object]:
+    """The names that README takes for granted, in a directory with an old checkpoint."""
+    model = torch.nn.Linear(64, 64)
+    opt = torch.optim.AdamW(model.parameters())
+    Path("step90.pt").touch()
+    state = {"model": model.state_dict(), "optim": opt.state_dict()}
+    of_lightning = {
+        "Trainer": Trainer,
+        "ModelCheckpoint": lightning.pytorch.callbacks.ModelCheckpoint,
+    }
+    return {"model": model, "opt": opt, "state": state, **of_lightning}
+
+
 def run(page: Path) -> str | None:
     """What is wrong with the page."""
     text = text_of(page)
-    names = {"__name__": "__main__"}
+    names = {"__name__": "__main__", **(of_the_reader() if page.name == "README.md" else {})}
     for block in _BLOCK.finditer(text):
         line = text.count("\n", 0, block.start()) + 1
         code = compile("\n" * line + block["code"], str(page), "exec")

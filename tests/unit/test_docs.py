@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 RUN = [page for page in PAGES if "\n```python\n" in page.read_text()]
-RUN += sorted((ROOT / "examples").glob("*.ipynb"))
+RUN += [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.ipynb"))]
 
 
 def _name(page: Path) -> str:

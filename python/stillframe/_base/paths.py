@@ -88,6 +88,8 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
             that cannot be synced.
     """
     text = as_text(path)
+    if os.path.basename(text) in ("", ".", "..") and not create_parents:  # no file's name
+        raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
     # Everything at once, with the interpreter lock let go of once: mostly all is well.
     place = _core.look(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)

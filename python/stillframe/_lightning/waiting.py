@@ -7,6 +7,7 @@ thread is inside waits that answer signals.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ class WaitingLine:
         self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
 
     def __enter__(self) -> WaitingLine:
-        self._runs = start_once(self._thread)  # no line where it is too late for a thread
+        with contextlib.suppress(OSError):  # no line where there is no thread, or it is too late
+            self._runs = start_once(self._thread)
         return self
 
     def __exit__(self, *error: object) -> None:

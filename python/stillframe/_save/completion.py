@@ -31,6 +31,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from stillframe import _core
+from stillframe._base import threads
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
@@ -81,16 +82,13 @@ def start_once(thread: threading.Thread) -> bool:
         False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
 
     Raises:
-        RuntimeError: The system has no thread to give.
+        OSError: The system has no thread to give.
     """
     if thread.ident is None:
         try:
-            thread.start()
+            threads.start(thread)
         except RuntimeError:
-            if thread.ident is None:  # otherwise the handler was first
-                if threading.main_thread().is_alive():
-                    raise
-                return False
+            return thread.ident is not None  # the handler was first
     return True
 
 
@@ -113,7 +111,7 @@ class _Callbacks:
                     )
                 try:
                     start_once(self._thread)  # where it is too late, finish() does the work
-                except RuntimeError as error:
+                except OSError as error:
                     log.warning("stillframe: callbacks wait for a thread: %s", error)
                 return
         self._call(function, Exception)
@@ -163,7 +161,7 @@ class _Completion:
 
         Raises:
             StillframeError: The interpreter is exiting, and this thread is none that may save now.
-            RuntimeError: The system has no thread to give.
+            OSError: The system has no thread to give.
         """
         mine = self._exiting is threading.current_thread() or callbacks.is_current()
         if self._exiting is not None and not (mine or under_way):
@@ -196,7 +194,7 @@ class _Completion:
     def stop(self) -> None:
         """Settles what has ended and ends the thread for good."""
         self.over = True
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:
             _core.notice_stop()
             self._thread.join()
 

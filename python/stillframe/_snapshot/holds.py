@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from stillframe._base import threads
+
 log = logging.getLogger("stillframe")
 
 
@@ -26,6 +28,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
     Raises:
         TypeError: `of` is none of these.
         ValueError: A process that was not started, or was closed.
+        OSError: The system has no thread to give that could wait for the process.
     """
     register = getattr(of, "add_done_callback", None)
     if callable(register):
@@ -40,7 +43,11 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
             end = os.dup(of.sentinel)
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
-        in_thread(lambda: _wait_readable(end), function)
+        try:
+            in_thread(lambda: _wait_readable(end), function)
+        except BaseException:
+            os.close(end)
+            raise
         return
     if isinstance(of, subprocess.Popen):
         process = of
@@ -87,4 +94,4 @@ def in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
             log.exception("stillframe: waiting for a process failed; its memory is given back")
         function()
 
-    threading.Thread(target=run, name="sf-hold", daemon=True).start()
+    threads.start(threading.Thread(target=run, name="sf-hold", daemon=True))

@@ -329,6 +329,8 @@ def test_bad_input_is_refused_by_the_call_and_loses_nothing(tmp_path: Path, call
         (tmp_path, errno.EISDIR),
         (str(tmp_path) + "/", errno.EISDIR),
         ("/", errno.EISDIR),
+        (f"{tmp_path}/new/", errno.EISDIR),
+        (f"{tmp_path}/new/.", errno.EISDIR),
         (tmp_path / "no" / "parent.pt", errno.ENOENT),
         (path / "below.pt", errno.ENOTDIR),
         (tmp_path / "fifo", errno.EINVAL),

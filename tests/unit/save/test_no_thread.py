@@ -1,0 +1,100 @@
+"""Where the system has no thread to give: what is said, and that everything works again later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe._lightning.waiting import WaitingLine
+from stillframe._save import completion
+from stillframe.testing import fault
+
+SAYS = "no thread more: raise the limit on processes"
+
+
+@contextmanager
+def no_thread_of_python() -> Iterator[None]:
+    """As in a process whose limit is reached."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_start_new_thread", "_start_joinable_thread"):  # the latter since 3.13
+            if hasattr(threading, name):
+                patch.setattr(threading, name, refuse)
+        yield
+
+
+@contextmanager
+def no_thread_of_the_core() -> Iterator[None]:
+    with fault("thread_create", sticky=True, err=errno.EAGAIN):
+        yield
+
+
+def save(path: Path) -> None:
+    with stillframe.Engine() as engine:
+        stillframe.save({"n": 2}, path, engine=engine)
+
+
+@pytest.mark.parametrize("call", [save, stillframe.load], ids=["save", "load"])
+def test_a_call_says_what_was_refused_and_what_to_do(
+    tmp_path: Path, call: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "last.pt"
+    stillframe.save({"n": 1, "t": torch.ones(3)}, path)
+    with no_thread_of_the_core(), pytest.raises(BlockingIOError, match=SAYS) as raised:
+        call(path)
+    assert raised.value.errno == errno.EAGAIN
+    assert stillframe.load(path)["n"] == 1
+    call(path)
+
+
+def test_a_first_save_that_gets_no_thread_says_so_and_the_exit_waits_for_none() -> None:
+    of_a_new_process = completion._Completion()
+    with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
+        of_a_new_process.start()
+    of_a_new_process.stop()
+
+
+def test_callbacks_that_get_no_thread_are_called_later(caplog: pytest.LogCaptureFixture) -> None:
+    callbacks, called = completion._Callbacks(), list[int]()
+    with no_thread_of_python():
+        callbacks.put(lambda: called.append(1))
+    assert SAYS in caplog.text
+    assert not called
+    callbacks.put(lambda: called.append(2))
+    callbacks.finish()
+    assert called == [1, 2]
+
+
+def test_a_wait_goes_without_its_line(tmp_path: Path) -> None:
+    handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
+    with no_thread_of_python(), WaitingLine([handle]):
+        handle.result()
+
+
+def test_memory_is_not_held_for_a_process_that_nobody_can_wait_for() -> None:
+    writer = get_context("fork").Process(target=time.sleep, args=(60,))
+    writer.start()
+    try:
+        with stillframe.Engine() as engine:
+            snap = stillframe.snapshot({"t": torch.ones(3)}, engine=engine)
+            descriptors = os.listdir("/proc/self/fd")
+            with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
+                snap.hold_until(writer)
+            assert os.listdir("/proc/self/fd") == descriptors
+            snap.release()
+            assert engine.stats()["leased_bytes"] == 0
+    finally:
+        writer.kill()
+        writer.join()
