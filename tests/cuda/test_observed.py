@@ -78,6 +78,19 @@ def test_a_write_to_data_between_steps_is_seen_on_the_device(fake: FakeDriver) -
     assert counts(training) == (0, 4, 2)
 
 
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_a_write_to_the_first_or_the_last_element_alone_is_seen(
+    fake: FakeDriver, place: int
+) -> None:
+    training = adamw()
+    assert training.model is not None
+    for _ in range(4):
+        training.advance()
+        for parameter in training.model.parameters():
+            parameter.data.view(-1)[place] += 1
+    assert counts(training) == (0, 4, 2)
+
+
 def test_a_step_in_a_capture_is_not_looked_at(fake: FakeDriver) -> None:
     training = adamw()
     fake.capture(True)

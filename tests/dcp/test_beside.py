@@ -15,6 +15,7 @@ from fix_entries import Step, stepping
 from stillframe import _core, dcp
 from stillframe._dcp import beside, commit
 from stillframe._dcp.beside import Beside, mend
+from stillframe._lightning.sharded import _make_ready as make_ready
 
 META = "meta.pt"
 
@@ -195,3 +196,10 @@ def test_metadata_that_nobody_can_read_changes_nothing(tmp_path: Path) -> None:
     mend(os.fspath(directory), META)
     assert not (directory / META).exists()
     assert beside._save_of(os.fspath(directory)) is None
+
+
+def test_a_load_of_lightnings_finds_the_file_of_a_save_that_died_before_its_link(tmp_path):
+    save(tmp_path / "c", 1)
+    (tmp_path / "c" / META).unlink()
+    make_ready(str(tmp_path / "c"))
+    assert meta_of(tmp_path / "c") == 1

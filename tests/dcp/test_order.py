@@ -76,8 +76,28 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_late
     assert value_of(tmp_path / "c") == 2
 
 
+def test_what_saves_are_done_with_goes_with_the_next_one(tmp_path):
+    kept = []
+    for number in range(3):
+        begin(number, tmp_path / "c").result()
+        stillframe.wait_all()
+        kept.append(len(saver_of_this_process()._spent))
+    assert kept[0] == kept[1] == kept[2] > 0
+
+
+def test_an_error_that_a_call_has_raised_is_raised_by_no_later_one(tmp_path):
+    path = tmp_path / "c"
+    with stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB") as engine:
+        large = {"w": torch.ones(1 << 20)}
+        with pytest.raises(stillframe.PoolExhaustedError):
+            dcp.async_save(large, path, no_dist=True, engine=engine)
+        begin(2, path, engine=engine).result()
+    assert value_of(path) == 2
+
+
 def test_a_checkpoint_is_there_when_it_is_going_to_be_whole(tmp_path, monkeypatch):
     path = tmp_path / "c"
+    assert stillframe.exists(tmp_path)  # no checkpoint, and none in the making
     assert not stillframe.exists(path)
     with held_commits(monkeypatch):
         begin(1, path)

@@ -10,6 +10,7 @@ import stillframe
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from stillframe._dcp.groups import Groups
 from stillframe.dcp import PinnedStager, async_save
 from stillframe.testing import slow
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -308,3 +309,10 @@ def test_a_flag_that_says_neither_is_refused(tmp_path, value):
         with pytest.raises(TypeError, match=f"{option} {refused}"):
             async_save({"a": 1}, tmp_path / "c", no_dist=True, **{option: value})
     assert not (tmp_path / "c").exists()
+
+
+def test_saves_have_a_group_of_their_own_where_a_users_group_has_all_ranks(one_rank):
+    groups, users = Groups(), torch.distributed.group.WORLD
+    ours = groups.of_saves(users)
+    assert ours is not users
+    assert groups.of_saves(users) is ours

@@ -11,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import PACKAGES, assert_same, copied, every_steps, load, loader, package, trainer
+from stillframe._lightning.wraps import Wraps
 from stillframe._save import gate
 from stillframe.testing import slow
 
@@ -360,3 +361,17 @@ def test_what_is_loaded_inside_a_training_overwrites_no_save(lit, tmp_path):
         ).fit(lit.Model(), loader())
     for step, state in expected.items():
         assert_same(dict(load(tmp_path / f"{step}.ckpt")["state_dict"]), state)
+
+
+def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ours_are_gone():
+    class Owner:
+        def name(self):
+            return ["theirs"]
+
+    owner, wraps = Owner(), Wraps()
+    wraps.put(owner, "name", lambda original: [*original(), "ours"])
+    ours = owner.name
+    owner.name = lambda: [*ours(), "others"]
+    assert owner.name() == ["theirs", "ours", "others"]
+    wraps.restore()
+    assert owner.name() == ["theirs", "others"]

@@ -11,6 +11,7 @@ import torch
 from fix_checkpoints import flip, offset_of_storage
 from fix_memory import in_a_child, resident
 from stillframe._lightning import reading
+from stillframe._save import gate
 
 STATE = {"x": torch.arange(5000.0), "n": 3}
 
@@ -116,3 +117,10 @@ def test_a_training_that_goes_on_has_its_state_in_memory_once(lit, tmp_path):
     in_a_child(lambda: train(lit, path, resumes=False))
     peak = in_a_child(lambda: train(lit, path, resumes=True))
     assert 0.9 * STATE_NBYTES <= peak <= 1.05 * STATE_NBYTES + FIXED
+
+
+def test_what_is_loaded_comes_behind_the_copies_of_saves_under_way(pkg, path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(gate, "wait", lambda: waits.append("for copies"))
+    assert pkg.AsyncCheckpointIO().load_checkpoint(path)["n"] == 3
+    assert waits == ["for copies"]

@@ -352,6 +352,27 @@ def test_lists_and_dicts_in_the_state_are_observed() -> None:
     assert all(deferred(*opt.state[p]["old_dirs"]))
 
 
+def test_a_state_that_contains_itself_is_observed_as_far_as_it_goes() -> None:
+    p = param()
+    opt = adamw(p)
+    run_steps(opt, 1)
+    opt.state[p]["all"] = opt.state[p]
+    run_steps(opt, 4)
+    assert deferred(p, opt.state[p]["exp_avg"]) == [True, True]
+
+
+def test_steps_leave_garbage_collection_off_where_it_was() -> None:
+    p = param()
+    gc.disable()
+    try:
+        opt = adamw(p)
+        run_steps(opt, 4)
+        assert deferred(p) == [True]
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 def test_observation_stops_once_a_storage_is_decided() -> None:
     p = param()
     opt = adamw(p)
@@ -421,6 +442,7 @@ def test_a_registered_class_is_deferred_and_its_subclass_with_another_step_is_no
             return super().step(closure)
 
     made_before = sgd_like(Registered, param())
+    run_steps(made_before, 1)
     gate.register_optimizer(Registered)
     made = [made_before, *(sgd_like(c, param()) for c in (Registered, Inheriting, Overriding))]
     for opt in made:

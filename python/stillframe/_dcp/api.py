@@ -95,7 +95,8 @@ def async_save(
             it has all of them, only its timeout is used, for a gloo group that the first call
             makes. With fewer ranks nothing else may use it meanwhile.
         planner: By default PyTorch's, with plans kept.
-        no_dist: This process saves alone, even if there are others.
+        no_dist: This process saves alone, even if there are others. To a path of its own: where two
+            save to one, the last one's state stays, as with PyTorch's writer.
         overlap: Copy after the call what only the optimizer's step changes.
         durable: Sync files and directories.
         engine: The engine to use, `stillframe.default_engine()` by default.

@@ -204,8 +204,8 @@ static void a_load_waits_for_the_saves_of_its_path_and_sees_none_submitted_later
 	CHECK(fd >= 0);
 	CHECK_EQ(pread(fd, &byte, 1, 40 * 1024), 1); /* amid the deferred storages */
 	CHECK_EQ(byte, 1);
-	(void)close(fd);
 	sfr_log_load_free(load);
+	CHECK_EQ(close(fd), 0); /* ours since it was handed out */
 	CHECK_EQ(sfr_log_load_wait(missing, SFR_FOREVER, &fd), -ENOENT);
 	sfr_log_load_free(missing);
 }

@@ -260,6 +260,7 @@ static void what_lies_between_records_is_not_read(void)
 	archive_add(&a, "archive/data/0", "abcdefgh", 8);
 	archive_gap(&a, GAP - a.len);
 	archive_add(&a, "archive/data/1", "ijklmnop", 8);
+	archive_gap(&a, 3 * PIECE + 1); /* and nothing behind the last one */
 	archive_finish(&a);
 	fd = file_of(a.buf, a.len);
 	(void)sfr_inject_install();

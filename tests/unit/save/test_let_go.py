@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_a_save_that_has_ended_holds_nothing(
         stillframe.wait_all()
     assert save.done() and is_quiet() and not completion.in_flight
     assert save._skeleton is None and save._deferral is None
+
+
+def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path: Path) -> None:
+    with held("fdatasync"):
+        save = stillframe.async_save({"w": torch.ones(9)}, tmp_path / "a.pt")
+        pickled = save._skeleton.data
+    save.result()
+    assert sys.getrefcount(pickled) == 2  # this function's, and the call's
 
 
 def test_a_change_of_one_element_that_its_version_tells_of_is_found(

@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import signal
+import sys
 import time
 import warnings
 import zipfile
@@ -138,6 +139,22 @@ def test_a_checkpoint_of_an_old_torch_without_byteorder_is_loaded(tmp_path):
             if not name.endswith(("byteorder", ".format_version", ".storage_alignment")):
                 new.writestr(name, old.read(name))
     assert same(stillframe.load(tmp_path / "y.pt"), small_state())
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_checkpoint_of_a_machine_of_the_other_byte_order_is_loaded(
+    tmp_path, monkeypatch, weights_only
+):
+    state = {"w": torch.arange(1000.0), "n": torch.arange(9, dtype=torch.int16)}
+    turned = {
+        name: each.view(torch.uint8).view(-1, each.itemsize).flip(1).flatten().view(each.dtype)
+        for name, each in state.items()
+    }
+    with monkeypatch.context() as there:
+        there.setattr(sys, "byteorder", "big")
+        torch.save(turned, tmp_path / "x.pt")
+    loaded = stillframe.load(tmp_path / "x.pt", weights_only=weights_only)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 # ---- by which road ------------------------------------------------------------------

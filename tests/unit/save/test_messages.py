@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from stillframe.testing import held, slow
+from stillframe.testing import fault, held, slow
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -29,6 +30,12 @@ def test_an_engine_that_is_none_is_named(tmp_path: Path, engine: object, words: 
             call(STATE, tmp_path / "a.pt", engine=engine)
     with pytest.raises(TypeError, match=words):
         stillframe.snapshot(STATE, engine=engine)
+
+
+def test_an_engine_that_cannot_be_made_is_told_of_shared_memory_only_where_it_has_some() -> None:
+    with fault("madvise", err=errno.EAGAIN), pytest.raises(OSError) as refused:
+        stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
+    assert refused.value.errno == errno.EAGAIN and "shared" not in str(refused.value)
 
 
 def test_swapped_arguments_are_noticed() -> None:

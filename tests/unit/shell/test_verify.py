@@ -84,6 +84,26 @@ def test_what_any_writer_saved_is_good(write, tmp_path, capsys):
     assert output.err == ""
 
 
+def test_a_legacy_file_is_said_to_have_no_checksums(tmp_path, capsys):
+    legacy(small_state(), tmp_path / "x.ckpt")
+    assert verify(tmp_path / "x.ckpt") == 0
+    assert "torch's legacy format, which has no checksums" in capsys.readouterr().out
+
+
+def test_lines_are_coloured_on_terminals_that_want_it(tmp_path, monkeypatch, capsys):
+    by_path(small_state(), tmp_path / "x.ckpt")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = []
+    for variable, value in (("TERM", "xterm"), ("TERM", "dumb"), ("NO_COLOR", "1")):
+        with monkeypatch.context() as asked:
+            asked.setenv("TERM", "xterm")
+            asked.setenv(variable, value)
+            assert verify(tmp_path / "x.ckpt") == 0
+        coloured.append("\x1b[" in capsys.readouterr().out)
+    assert coloured == [True, False, False]
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_status_1(kind, tmp_path, capsys):
     damaged(kind, tmp_path / "x.ckpt")
@@ -270,9 +290,10 @@ def test_a_disk_that_cannot_read_the_bytes_is_status_1(tmp_path, capsys):
     assert entry["nbytes"] == os.path.getsize(tmp_path / "x.ckpt")
 
 
-def test_a_machine_without_memory_is_status_2(tmp_path, capsys):
+@pytest.mark.parametrize("call", ["malloc", "pread"])
+def test_a_machine_without_memory_is_status_2(tmp_path, capsys, call):
     by_path(small_state(), tmp_path / "x.ckpt")
-    with testing.fault("malloc", sticky=True, err=errno.ENOMEM):
+    with testing.fault(call, sticky=True, err=errno.ENOMEM):
         status, (entry,) = verify_json(capsys, tmp_path / "x.ckpt")
     assert status == 2
     assert "memory" in entry["error"]

@@ -45,6 +45,13 @@ def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine
     assert leased(engine) == 0
 
 
+def test_torch_keeps_no_list_of_sparse_tensors_that_were_made(engine: stillframe.Engine) -> None:
+    sparse = torch.eye(100).to_sparse()
+    with stillframe.snapshot({"s": sparse}, engine=engine) as copied:
+        assert torch.equal(copied.tree["s"].to_dense(), torch.eye(100))
+        assert not torch._utils._sparse_tensors_to_validate
+
+
 def test_a_tensor_alone_keeps_its_bytes(engine: stillframe.Engine) -> None:
     kept = [
         stillframe.snapshot([torch.full((1000,), float(value))], engine=engine).tree[0]
@@ -238,6 +245,7 @@ def test_another_program_can_be_held_for(engine: stillframe.Engine) -> None:
 def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
     read, write = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=os.read, args=(read, 1))
     process.start()
@@ -249,6 +257,7 @@ def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
     assert over.wait(20) and not caplog.records
     for descriptor in (read, write):
         os.close(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 # ---- fork ----

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fix_graphs
 import pytest
+import stillframe
 import torch
 from fix_graphs import assert_same_outcome, outcome
 from stillframe import _core
@@ -257,3 +259,12 @@ def test_no_tensor_is_too_long_for_its_room_in_the_pickle() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 9000 + 64 * 10
+
+
+def test_what_makes_a_call_slow_is_logged_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(skeleton, "_sees_words", False)
+    with caplog.at_level("INFO", "stillframe"):
+        stillframe.save({"w": torch.ones(9)}, tmp_path / "a.pt")
+    assert f"{tmp_path / 'a.pt'}: {skeleton._UNSEEN}" in caplog.text
