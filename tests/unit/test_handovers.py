@@ -36,7 +36,7 @@ CALLS = (
     "callback",
 )
 MANY_RANKS = "save of many ranks, beside the call"  # three collectives, and a commit on rank 0
-MOST_OF_MANY_RANKS = 25
+MOST_OF_MANY_RANKS = 40  # 22 to 28; on a busy machine it waits more often
 NEEDS_FROM_BLOB = ("snapshot", "snapshot with overlap", "snapshot of parameters", "callback")
 
 
