@@ -77,6 +77,15 @@ def refuse_elsewhere() -> None:
     complaint = complaint or complaint_of_torch(installed("torch"))
     if complaint is not None:
         raise ImportError(complaint)
+    try:
+        importlib.import_module("stillframe._core")
+    except ModuleNotFoundError as error:
+        if error.name != "stillframe._core":
+            raise
+        raise ImportError(
+            "stillframe's extension (_core) is not there: install the package again, or build it in"
+            " a checkout with `make build`"
+        ) from None
 
 
 def refuse_lightning(package: str) -> None:

@@ -87,6 +87,12 @@ def test_importing_elsewhere_says_so(tmp_path):
     assert said == "ImportError: stillframe runs on Linux only, and this is macOS"
 
 
+def test_a_package_without_its_extension_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stillframe._core", None)
+    with pytest.raises(ImportError, match="is not there: install the package again"):
+        support.refuse_elsewhere()
+
+
 def build(path: Path, before: str = "") -> str:
     """The last line of a build that is refused; `path` has modules that stand before others."""
     code = f"""
