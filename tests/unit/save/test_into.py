@@ -7,10 +7,10 @@ import zipfile
 import pytest
 import stillframe
 import torch
-from fix_checkpoints import by_path, by_stillframe, flip
+from fix_checkpoints import by_path, by_stillframe, flip, legacy
 from stillframe import CorruptCheckpointError, testing
+from stillframe._save import gate, restore
 from stillframe._save import into as into_module
-from stillframe._save import restore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -322,6 +322,17 @@ def test_a_save_under_way_gets_the_state_as_it_was(tmp_path):
     assert not model.weight.any()
     assert equal(stillframe.load(tmp_path / "x.pt"), before)
     assert os.path.exists(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("write", [by_path, legacy])
+def test_targets_are_written_to_behind_the_copies_of_saves_under_way(write, tmp_path, monkeypatch):
+    write({"w": torch.zeros(9)}, tmp_path / "x.pt")
+    target = {"w": torch.ones(9)}
+    waits = []
+    monkeypatch.setattr(gate, "wait", lambda: waits.append(target["w"].tolist()))
+    stillframe.load(tmp_path / "x.pt", into=target)
+    assert waits == [[1.0] * 9]
+    assert not target["w"].any()
 
 
 def test_a_record_of_two_dtypes_goes_to_targets_that_begin_anywhere(tmp_path):

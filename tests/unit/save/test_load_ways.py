@@ -12,11 +12,12 @@ import pytest
 import stillframe
 import torch
 import torch.distributed as dist
-from fix_checkpoints import flip, offset_of_storage, same, small_state
+from fix_checkpoints import flip, legacy, offset_of_storage, same, small_state
 from stillframe import CorruptCheckpointError
 from stillframe._base import bar
 from stillframe._save import load, placement, restore
 from stillframe.testing import slow
+from torch.utils.serialization import config
 
 NBYTES = 8 << 20
 
@@ -25,6 +26,14 @@ NBYTES = 8 << 20
 def path(tmp_path):
     torch.save(small_state(), tmp_path / "x.pt")
     return tmp_path / "x.pt"
+
+
+def pack(path, packed):
+    """`path` as another program packs it."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return packed
 
 
 # ---- mmap=True ----------------------------------------------------------------------
@@ -63,17 +72,30 @@ def test_mapped_bytes_are_checked_before_unless_that_is_left_out(path):
 def test_what_cannot_be_mapped_says_so(path, tmp_path):
     with pytest.raises(ValueError, match="leave mmap out"):
         stillframe.load(path, mmap=True, into=small_state())
-    packed = tmp_path / "packed.pt"
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
+    packed = pack(path, tmp_path / "packed.pt")
     stillframe.load(packed)
     with pytest.raises(ValueError, match="packed it; load it without mmap=True"):
         stillframe.load(packed, mmap=True)
-    legacy = tmp_path / "legacy.pt"
-    torch.save([torch.ones(3)], legacy, _use_new_zipfile_serialization=False)
+    legacy([torch.ones(3)], tmp_path / "legacy.pt")
     with pytest.raises(RuntimeError, match="mmap"):
-        stillframe.load(legacy, mmap=True)
+        stillframe.load(tmp_path / "legacy.pt", mmap=True)
+
+
+def test_what_torch_load_reads_is_not_mapped_whatever_torch_is_configured_to(
+    path, tmp_path, monkeypatch
+):
+    legacy(small_state(), tmp_path / "legacy.pt")
+    monkeypatch.setattr(config.load, "mmap", True)
+    for each in (tmp_path / "legacy.pt", pack(path, tmp_path / "packed.pt")):
+        assert same(stillframe.load(each), small_state())
+
+
+def test_a_damaged_header_that_torch_load_has_not_seen_is_found(tmp_path):
+    torch.save([torch.ones(1 << 20)], tmp_path / "x.pt")
+    packed = pack(tmp_path / "x.pt", tmp_path / "packed.pt")
+    flip(packed, packed.read_bytes().index(b"data/0"))
+    with pytest.raises(CorruptCheckpointError, match="header"):
+        stillframe.load(packed, verify=False)
 
 
 # ---- shared=True --------------------------------------------------------------------
