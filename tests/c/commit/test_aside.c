@@ -548,6 +548,30 @@ static void the_log_stops_with_all_its_threads(void)
 	(void)nr_told("");
 }
 
+/* Threads that were made and not joined yet. */
+static atomic_int nr_threads;
+
+static int counted_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
+			  void *arg)
+{
+	int rc = real.thread_create(thread, attr, start, arg);
+
+	nr_threads += rc == 0;
+	return rc;
+}
+
+static int counted_join(pthread_t thread, void **value)
+{
+	nr_threads--;
+	return real.thread_join(thread, value);
+}
+
+static void every_thread_is_joined_in_the_end(void)
+{
+	saving_end(engine);
+	CHECK_EQ(nr_threads, 0);
+}
+
 int main(void)
 {
 	dir = saving_dir();
@@ -559,6 +583,8 @@ int main(void)
 	sfr_sys.open = slow_open;
 	sfr_sys.fdatasync = slow_fdatasync;
 	sfr_sys.lstat = numbered_lstat;
+	sfr_sys.thread_create = counted_create;
+	sfr_sys.thread_join = counted_join;
 	sfr_log_tune(PATIENCE_NS);
 	engine = saving_engine(64, 3, 8);
 	RUN(saves_of_other_file_systems_go_past_a_rename_that_hangs);
@@ -577,7 +603,7 @@ int main(void)
 	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);
 	RUN(one_file_system_alone_has_one_thread);
 	RUN(the_log_stops_with_all_its_threads);
-	saving_end(engine);
+	RUN(every_thread_is_joined_in_the_end);
 	sfr_sys = real;
 	saving_rmdir(dir);
 	return check_done();

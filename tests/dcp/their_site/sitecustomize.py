@@ -1,10 +1,34 @@
-"""Imported by every interpreter that theirs_dcp.py starts, and by those that the tests start: puts
-stillframe's writer and stager where PyTorch's are."""
+"""Imported by every interpreter that theirs_dcp.py starts, and by those that the tests start: has
+tests that want GPUs run on the CPU, and puts stillframe's writer and stager where PyTorch's are."""
 
 import os
 import sys
+from typing import Any
 
-if os.environ.get("THEIRS_WITH") == "ours":
+
+def run_on_the_cpu() -> None:
+    """As PyTorch itself has it for the tests that say so."""
+    import torch.distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+
+    options = skip_if_lt_x_gpu.__kwdefaults__ or {}
+    if "allow_cpu" in options:  # since torch 2.11
+        options["allow_cpu"] = True
+    init, shard = torch.distributed.init_process_group, FullyShardedDataParallel.__init__
+
+    def init_process_group(backend: object = None, *given: Any, **named: Any) -> None:
+        """Theirs name the CPU's backend and the device's, which are one here."""
+        init("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *given, **named)
+
+    def shard_on_the_cpu(self: FullyShardedDataParallel, *given: Any, **named: Any) -> None:
+        shard(self, *given, **{"device_id": torch.device("cpu"), **named})
+
+    torch.distributed.init_process_group = init_process_group
+    FullyShardedDataParallel.__init__ = shard_on_the_cpu
+
+
+def put_ours_in_place() -> None:
     import stillframe.dcp as ours
     import torch.distributed.checkpoint as stock
     from torch.distributed.checkpoint import staging
@@ -24,3 +48,12 @@ if os.environ.get("THEIRS_WITH") == "ours":
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, type) and value in in_place_of:
                     setattr(module, attribute, in_place_of[value])
+
+
+if "THEIRS_WITH" in os.environ:
+    import torch
+
+    if not torch.cuda.is_available():
+        run_on_the_cpu()
+    if os.environ["THEIRS_WITH"] == "ours":
+        put_ours_in_place()

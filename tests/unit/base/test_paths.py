@@ -71,3 +71,9 @@ def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
         target = paths.target("to-file", follow_link=True, create_parents=False, durable=True)
     assert target.name == b"file.pt"
     assert stat.S_ISREG(os.stat(os.path.join(target.directory, target.name)).st_mode)
+
+
+def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree: Path) -> None:
+    with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
+        assert _core.look(b"file.pt", False) is None
+    assert injected.hits == 1

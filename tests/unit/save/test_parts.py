@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import io
+import pickletools
 import subprocess
 import sys
 import weakref
@@ -94,6 +95,41 @@ def test_each_tensor_is_an_archive_as_torch_saves_it(
         assert ours.testzip() is None
         for name in ours.namelist():
             assert ours.read(name) == theirs.read(name), name
+
+
+@pytest.mark.parametrize("bits", [7, 8, 15, 16, 31, 32, 39, 40, 55, 56, 62])
+def test_an_integer_of_any_length_is_pickled_as_python_does(
+    bits: int, engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    numbers = (2**bits - 1, 2**bits, 2**bits + 1)
+    memory = torch.zeros(1, dtype=torch.uint8)
+    parts = Parts()
+    row = ("ByteStorage", numbers[1], numbers, numbers[::-1], memory.data_ptr(), 1)
+    parts.append([row])  # what no machine has memory for, with a byte for all of it
+    submit_parts(engine, parts, tmp_path / "a", owners=[memory]).result()
+    pickled = zipfile.ZipFile(tmp_path / "a").read("archive/data.pkl")
+    found = [value for _, value, _ in pickletools.genops(pickled) if isinstance(value, int)]
+    large = [value for value in found if value >= 2**bits - 1]
+    assert large == [numbers[1], *numbers, *numbers[::-1]]
+
+
+def test_what_is_large_stands_in_the_file_as_in_memory(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    memory = torch.arange(BLOCK)
+    large = [memory[1000:], memory[3:], memory[2000:]]
+    archives = written(engine, [*large, b"x"], tmp_path / "a")
+    begin = 0
+    for tensor, archive in zip(large, archives, strict=False):
+        at = begin + archive.index(tensor[:999].numpy().tobytes())
+        assert (at - tensor.data_ptr()) % 4096 == 0
+        begin += len(archive)
+
+
+def test_a_type_with_a_name_longer_than_any_is_refused() -> None:
+    for length in (64, 200):
+        with pytest.raises(ValueError):
+            Parts().append([("F" * length, 1, (1,), (1,), 0, 0)])
 
 
 def test_an_archive_passes_for_a_zip_file_of_its_own(

@@ -1,0 +1,112 @@
+/* loads.c: what a load that waits in the log opens, and what it leaves behind. */
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+
+#include "saving.h"
+
+static const char *dir;
+static struct saving_state one;
+static struct sfr_engine *engine;
+
+static struct sfr_ticket *submit(const char *name)
+{
+	struct sfr_ticket *t = NULL;
+
+	CHECK_EQ(saving_new(engine, dir, name, &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(saving_submit(t), 0);
+	return t;
+}
+
+static void finish(struct sfr_ticket *t)
+{
+	uint64_t seq = 0;
+
+	saving_finish(t);
+	sfr_ticket_put(t);
+	CHECK_EQ(sfr_log_drain(&seq, SFR_FOREVER), 0);
+}
+
+/* How many descriptors of ours name it. */
+static unsigned nr_open(const char *path)
+{
+	struct dirent *entry;
+	unsigned nr = 0;
+	DIR *fds = opendir("/proc/self/fd");
+
+	while (fds != NULL && (entry = readdir(fds)) != NULL) {
+		char name[64], target[PATH_MAX] = "";
+
+		(void)snprintf(name, sizeof(name), "/proc/self/fd/%.20s", entry->d_name);
+		if (readlink(name, target, sizeof(target) - 1) > 0)
+			nr += strcmp(target, path) == 0;
+	}
+	(void)closedir(fds);
+	return nr;
+}
+
+/* Somebody has put it there; who saves later does not wait for a writer to come. */
+static void a_load_of_a_fifo_holds_nobody_up(void)
+{
+	const char *path = dir_path(dir, "fifo");
+	struct sfr_ticket *t = submit("fifo");
+	struct sfr_log_load *load = NULL;
+	int fd = -1, writer;
+
+	CHECK_EQ(sfr_log_load_new(path, &load), 0);
+	CHECK_EQ(mkfifo(path, 0600), 0);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_confirm(t, 4), 0); /* it fails: the FIFO stays */
+	CHECK_EQ(sfr_log_load_wait(load, UINT64_C(10000000000), &fd), 0);
+	writer = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC); /* lets go who waits all the same */
+	finish(t);
+	CHECK(fd >= 0 && writer >= 0);
+	(void)close(fd);
+	(void)close(writer);
+	sfr_log_load_free(load);
+}
+
+static void a_signal_that_comes_while_it_opens_changes_nothing(void)
+{
+	const struct sfr_fault fault = { .call = "open", .nth = 1, .err = EINTR, .limit = -1 };
+	struct sfr_log_load *load = NULL;
+	int fd = -1;
+
+	finish(submit("signal"));
+	sfr_inject_clear();
+	CHECK_EQ(sfr_log_load_new(dir_path(dir, "signal"), &load), 0);
+	CHECK_EQ(sfr_inject_set(&fault), 0);
+	CHECK_EQ(sfr_log_load_wait(load, SFR_FOREVER, &fd), 0);
+	CHECK_EQ(sfr_inject_hits(), 1);
+	sfr_inject_clear();
+	CHECK(fd >= 0);
+	(void)close(fd);
+	sfr_log_load_free(load);
+}
+
+static void a_load_that_nobody_waits_for_any_more_leaves_nothing_open(void)
+{
+	const char *path = dir_path(dir, "left");
+	struct sfr_ticket *t = submit("left");
+	struct sfr_log_load *load = NULL;
+
+	CHECK_EQ(sfr_log_load_new(path, &load), 0);
+	sfr_log_load_free(load);
+	finish(t);
+	CHECK_EQ(saving_look(dir, "left"), 1);
+	CHECK_EQ(nr_open(path), 0);
+}
+
+int main(void)
+{
+	dir = saving_dir();
+	saving_fill(&one, 1);
+	CHECK_EQ(sfr_inject_install(), 0);
+	engine = saving_engine(64, 1, 4);
+	RUN(a_load_of_a_fifo_holds_nobody_up);
+	RUN(a_signal_that_comes_while_it_opens_changes_nothing);
+	RUN(a_load_that_nobody_waits_for_any_more_leaves_nothing_open);
+	saving_end(engine);
+	saving_rmdir(dir);
+	return check_done();
+}
