@@ -394,7 +394,7 @@ def test_a_process_that_ends_inside_the_block_leaves_a_valid_file(tmp_path: Path
     import os, sys, time, stillframe
     with stillframe.trace("t.json"):
         stillframe.save({{"a": 1}}, "a.pt")
-        while '"commit"' not in open("t.json").read():  # written ten times a second
+        while '"name":"commit"' not in open("t.json").read():  # written ten times a second
             time.sleep(0.01)
         {leave}
     """
