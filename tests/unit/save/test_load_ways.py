@@ -81,13 +81,11 @@ def test_what_cannot_be_mapped_says_so(path, tmp_path):
         stillframe.load(tmp_path / "legacy.pt", mmap=True)
 
 
-def test_what_torch_load_reads_is_not_mapped_whatever_torch_is_configured_to(
-    path, tmp_path, monkeypatch
-):
+def test_what_torch_load_reads_is_not_mapped_whatever_torch_is_configured_to(path, tmp_path):
     legacy(small_state(), tmp_path / "legacy.pt")
-    monkeypatch.setattr(config.load, "mmap", True)
-    for each in (tmp_path / "legacy.pt", pack(path, tmp_path / "packed.pt")):
-        assert same(stillframe.load(each), small_state())
+    with config.patch("load.mmap", True):
+        for each in (tmp_path / "legacy.pt", pack(path, tmp_path / "packed.pt")):
+            assert same(stillframe.load(each), small_state())
 
 
 def test_a_damaged_header_that_torch_load_has_not_seen_is_found(tmp_path):
