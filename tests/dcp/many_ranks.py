@@ -331,12 +331,19 @@ def alone(path: Path, rank: int) -> Notes:
 def groups(path: Path, rank: int) -> Notes:
     """All process groups are destroyed and made anew: between saves, and while one is under way."""
     from stillframe._dcp import api
+    from stillframe._dcp.joint import JointSave
 
     state = {f"w{rank}": torch.zeros(1000)}
     new, good, says = zeroed(state), [], []
+    plan, destroyed = JointSave._plan, threading.Event()
+
+    def plan_late(save: JointSave) -> Any:
+        assert destroyed.wait(60)
+        return plan(save)
 
     def anew(number: int) -> None:
         dist.destroy_process_group()
+        destroyed.set()
         join(path / f"store{number}", rank, 2)
 
     def load() -> float:
@@ -349,15 +356,18 @@ def groups(path: Path, rank: int) -> Notes:
         anew(number)
         good.append(load() == number)
     dcp.save(state, path / "c")
+    JointSave._plan = plan_late
     for number in range(3, 5):  # the first has its plan, the second is to be planned
+        destroyed.clear()
         state[f"w{rank}"].fill_(number)
         with slow("pwrite", 0.1), slow("lane_copy", 0.1):
             response = dcp.async_save(state, path / "c")
             anew(number)
-            failure = response.upload_completion.exception(20)
+            failure = response.upload_completion.exception(60)
         says.append("" if failure is None else f"{type(failure).__name__}: {failure}")
-        good.append(load() == 3)
+        good.append(load() == (number if failure is None else 3))  # it failed, or was saved
         state["more"] = torch.ones(5)
+    JointSave._plan = plan
     dcp.save(state, path / "c")
     good.append(load() == 4)
     gc.collect()

@@ -105,8 +105,10 @@ def save_before_a_step(
         handle = stillframe.async_save(trained.state(), path, engine=engine)
         while not injected.calls("lane_copy"):
             time.sleep(0.001)
-        patched.setattr(_core, "trace_begin", lambda: (begin(), copies.close())[0])
+        going_on = threading.Timer(0.01, copies.close)
+        patched.setattr(_core, "trace_begin", lambda: (begin(), going_on.start())[0])
         trained.step()
+        going_on.join()
     report = handle.result()
     assert report is not None
     return report
@@ -209,10 +211,13 @@ def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path: Path):
         stillframe.trace(tmp_path / "t.json"),
         stillframe.Engine(pool_bytes=64 * MIB, block_bytes=MIB) as engine,
     ):
-        report = save_before_a_step(trained, tmp_path / "a.pt", engine)
+        # On a busy machine the copies may be there before a step has come to wait for them.
+        waited_s = [
+            save_before_a_step(trained, tmp_path / "a.pt", engine).gate_wait_s for _ in range(5)
+        ]
     gates = Timeline(tmp_path / "t.json").named("gate")
-    assert report.gate_wait_s > 0
-    assert sum(gate["dur"] for gate in gates) >= report.gate_wait_s * 1e6
+    assert max(waited_s) > 0
+    assert sum(gate["dur"] for gate in gates) >= sum(waited_s) * 1e6
 
 
 def test_a_pool_of_one_block_shows_the_waits_for_it(tmp_path: Path):
