@@ -54,7 +54,9 @@ static void has_a_good_temporary(const char *dir)
 	struct sfr__file f;
 	struct stat st;
 
+	memset(&f, 0xa5, sizeof(f)); /* whatever was there before */
 	CHECK_EQ(sfr__file_init(&f, dir, "a.ckpt", SAVE_LEN, true), 0);
+	CHECK(f.tmp.name[0] == '\0' && atomic_load(&f.asked_ns) == 0);
 	CHECK_EQ(sfr__file_open(&f, &err), 0);
 	CHECK_EQ(dir_count(dir, TEMPORARIES, name), 1);
 	CHECK(strcmp(name, f.tmp.name) == 0);
