@@ -368,7 +368,7 @@ def groups(path: Path, rank: int) -> Notes:
         good.append(load() == number)
     dcp.save(state, path / "c")
     JointSave._plan = plan_late
-    for number in range(3, 5):  # the first has its plan, the second is to be planned: both get through
+    for number in range(3, 5):  # one with a plan, and one to be planned: both get through
         destroyed.clear()
         state[f"w{rank}"].fill_(number)
         with slow("pwrite", 0.1), slow("lane_copy", 0.1):
