@@ -262,7 +262,8 @@ class Rounds:
         known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
         of_dcp = work.writer is None and isinstance(failure, CheckpointException)
         if group is not None and (of_dcp or not known) and not is_there(group):
-            why, failure = failure, StillframeError(
+            why = failure
+            failure = StillframeError(
                 f"the process group was destroyed while the save of {work.path} was under way:"
                 " wait for its upload_completion before destroy_process_group()"
             )
