@@ -126,7 +126,7 @@ class Ranks:
 
 def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
     """The memory, in parts of `nbytes` each."""
-    return [*torch.frombuffer(held, dtype=torch.uint8).split(nbytes)] if held else []
+    return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
 
 
 def _objects(held: bytearray, nbytes: int) -> list[Any]:
