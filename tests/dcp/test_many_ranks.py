@@ -144,7 +144,7 @@ def test_groups_that_are_destroyed_leave_nothing_and_a_save_under_way_gets_throu
         planned, new, remote = rank["says"]
         assert planned == new == ""
         assert remote.startswith("the process group was destroyed while the save of memory://c")
-        assert rank["kept"] == 1 and rank["threads"] == 1
+        assert rank["kept"] <= 1 and rank["threads"] == 1
 
 
 def test_where_one_rank_is_busy_all_say_so(notes):
