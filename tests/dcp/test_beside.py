@@ -160,7 +160,7 @@ def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_
 
 def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
     mine = ["meta.notes.pt", "metadata.pt", "meta.0123abcd.pt.mine"]
-    mine.append(f"meta.{uuid.uuid4()}.txt")
+    mine += [f"meta.{uuid.uuid4()}.txt", f"meta.{uuid.uuid4()}.pt.mine"]
     save(tmp_path, 1)
     for name in mine:
         (tmp_path / name).touch()

@@ -165,13 +165,19 @@ def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, 
     assert bad(saved) == [("__0_0.distcp", says)]
 
 
-@pytest.mark.parametrize("damage", ["no records", "a place that is none", "nothing", "a number"])
+DAMAGES = ["no records", "a place that is none", "an offset of nothing", "nothing", "a number"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
     metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
     if damage == "no records":
         del metadata.storage_data
     elif damage == "a place that is none":
         metadata.storage_data[MetadataIndex("a")].offset = "here"
+    elif damage == "an offset of nothing":
+        (index,) = metadata.storage_data
+        object.__setattr__(index, "offset", ValueError())  # made of no arguments
     data = {"nothing": b".", "a number": pickle.dumps(3)}.get(damage) or pickle.dumps(metadata)
     (saved / ".metadata").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="metadata cannot be read"):

@@ -52,6 +52,9 @@ def test_two_states_that_differ_in_a_name_are_saved_each_as_it_is(tmp_path: Path
 def test_of_more_structures_than_are_kept_the_one_not_used_for_longest_goes(monkeypatch):
     monkeypatch.setattr("stillframe._dcp.kept._MOST", 3)
     plans, kept = Plans(), [Kept(number, None, [], None, []) for number in range(4)]
-    for number in (0, 1, 2, 0, 3):
+    for number in (0, 1, 2, 2):
+        plans.keep(number, kept[number])
+    assert [plans.of(number) for number in range(3)] == kept[:3]
+    for number in (0, 3):
         plans.keep(number, kept[number])
     assert [plans.of(number) for number in range(4)] == [kept[0], None, kept[2], kept[3]]
