@@ -162,6 +162,22 @@ def test_what_does_not_fit_is_told_by_name_before_a_byte_is_written(tmp_path):
     assert target["step"] == -1
 
 
+def test_what_holds_no_tensors_in_the_file_is_told_by_name(tmp_path):
+    torch.save({"a": 5, "b": None}, tmp_path / "x.pt")
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match=rf"{name}\.w is not in the file"):
+            stillframe.load(tmp_path / "x.pt", into={name: {"w": torch.zeros(3)}})
+
+
+def test_what_the_file_has_with_its_sign_turned_is_read_as_it_shows(tmp_path):
+    turned = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert turned.is_neg()
+    torch.save({"w": turned}, tmp_path / "x.pt")
+    target = {"w": torch.zeros(2)}
+    stillframe.load(tmp_path / "x.pt", into=target)
+    assert target["w"].tolist() == [-2, 4]
+
+
 def shrunk_to(nbytes):
     tensor = torch.ones(300, 400)
     tensor.untyped_storage().resize_(nbytes)

@@ -88,3 +88,41 @@ def test_who_waits_no_more_is_not_woken() -> None:
     outcome.settle(None, None)
     outcome.notify()
     assert woken == []
+
+
+def test_an_error_that_wait_all_has_raised_is_not_logged_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outcome = Outcome("a.pt", None)
+    outcome.settle(None, RuntimeError("no space"))
+    (failure,) = take_failures(first_only=True)
+    assert failure.collected and outcome.is_collected()
+    del outcome
+    assert not caplog.records
+
+
+def test_who_asks_a_future_for_its_error_has_seen_it() -> None:
+    outcome = Outcome("a.pt", None)
+    future = outcome.upload(None)
+    outcome.settle(None, RuntimeError("no space"))
+    outcome.notify()
+    assert not outcome.is_collected()
+    assert str(future.exception()) == "no space"
+    assert outcome.is_collected() and take_failures(first_only=False) == []
+
+
+def test_the_futures_of_a_save_that_was_cancelled_are_cancelled() -> None:
+    outcome = Outcome("a.pt", None)
+    futures = [outcome.upload(None), outcome.staging(None, lambda: False)]
+    outcome.settle(None, CancelledError("cancelled"))
+    outcome.notify()
+    assert [future.cancelled() for future in futures] == [True, True]
+
+
+def test_a_future_that_is_done_by_then_is_left_as_it_is() -> None:
+    outcome = Outcome("a.pt", None)
+    staging, upload = outcome.staging(None, lambda: True), outcome.upload(None)
+    assert staging.done() and upload.cancel()  # by its user
+    outcome.settle(None, RuntimeError("no space"))
+    outcome.notify()
+    assert staging.result() is None and upload.cancelled()
