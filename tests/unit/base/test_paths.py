@@ -35,7 +35,15 @@ SEEN = [
     *("to-link", "fifo", "dir/\udcff.pt", "to-dir/../file.pt", ".", "..", "dir/.", "/", "//", "/x"),
     *("dir/inner/../../file.pt", "x" * 255),
 ]
-NOT_SEEN = ["no/new.pt", "file.pt/new.pt", "round/new.pt", "x" * 256, "no/", "y/" * 3000 + "new.pt"]
+NOT_SEEN = [
+    "no/new.pt",
+    "file.pt/new.pt",
+    "round/new.pt",
+    "x" * 256,
+    "x" * 3000,
+    "no/",
+    "y/" * 3000 + "new.pt",
+]
 LINKS = ["dangling", "round"]
 
 
