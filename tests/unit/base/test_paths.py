@@ -72,6 +72,10 @@ def test_what_cannot_be_seen_is_looked_at_closer(tree: Path, name: str, follow_l
     assert _core.look(os.fsencode(name), follow_link) is None
 
 
+def test_a_path_longer_than_any_is_looked_at_closer() -> None:
+    assert _core.look(b"y/" * 50_000 + b"new.pt", False) is None
+
+
 @pytest.mark.parametrize("call", ["lstat", "realpath"])
 def test_a_look_that_fails_is_repeated_by_python(tree: Path, call: str) -> None:
     with fault(call, err=errno.EIO, sticky=True):
