@@ -16,7 +16,9 @@ static struct sfr_glance *begin_glance(void)
 
 	fake.fake_cuda_reset(); /* the eye stays, for as long as the process */
 	for (int i = 0; i < NR; i++)
-		at[i] = (struct sfr_glance_at){ ((uintptr_t)memory | FAKE_CUDA_DEVICE) + (uint64_t)i * NBYTES, NBYTES };
+		at[i] = (struct sfr_glance_at){
+			((uintptr_t)memory | FAKE_CUDA_DEVICE) + (uint64_t)i * NBYTES, NBYTES
+		};
 	stream = (uint64_t)(uintptr_t)fake.fake_cuda_stream(0);
 	CHECK_EQ(sfr_glance_new(0, &look), 0);
 	return look;
