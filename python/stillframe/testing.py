@@ -193,7 +193,7 @@ class FakeDriver:
             ) from None
         self._library.fake_cuda_violation.restype = ctypes.c_char_p
         self._library.fake_cuda_stream.restype = ctypes.c_void_p
-        for name in ("hits", "calls", "nr_violations", "live", "copied_bytes"):
+        for name in ("hits", "calls", "calls_here", "nr_violations", "live", "copied_bytes"):
             getattr(self._library, f"fake_cuda_{name}").restype = ctypes.c_int64
 
     def reset(self) -> None:
@@ -243,6 +243,10 @@ class FakeDriver:
     def calls(self, name: str = "*") -> int:
         """How often a call was made; "sync" counts those that wait for the device."""
         return int(self._library.fake_cuda_calls(name.encode()))
+
+    def calls_here(self, name: str = "*") -> int:
+        """How often this thread has made a call since it began."""
+        return int(self._library.fake_cuda_calls_here(name.encode()))
 
     def live(self, what: str) -> int:
         """How many "streams", "events", "registered", "allocated" or "contexts" there are."""

@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,54 @@ def test_a_commit_that_fails_leaves_what_was_there(
     assert (tensors_of(directory), meta_of(directory)) == (3, 3)
 
 
+@pytest.mark.parametrize("old", [save, save_as_lightning], ids=["ours", "theirs"])
+def test_a_file_that_cannot_be_made_costs_nothing_of_what_was_there(
+    old: Callable[[Path, int], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no file today")
+
+    old(tmp_path, 1)
+    with monkeypatch.context() as patch, pytest.raises(BaseException, match="no file today"):
+        patch.setattr(beside, "_write", broken)
+        save(tmp_path, 2)
+    assert (tensors_of(tmp_path), meta_of(tmp_path)) == (1, 1)
+    assert "stillframe:" not in caplog.text  # there was nothing to undo
+
+
+def test_a_checkpoint_that_has_lost_its_file_or_never_had_one_is_saved_over(tmp_path: Path) -> None:
+    stock.save(state(1), checkpoint_id=tmp_path / "a", no_dist=True)
+    save(tmp_path / "b", 1)
+    (tmp_path / "b" / META).unlink()
+    for directory in (tmp_path / "a", tmp_path / "b"):
+        save(directory, 2)
+        assert (tensors_of(directory), meta_of(directory)) == (2, 2)
+
+
+def test_files_of_somebody_elses_with_such_names_stay(tmp_path: Path) -> None:
+    mine = ["meta.notes.pt", "metadata.pt", "meta.0123abcd.pt.mine"]
+    mine.append(f"meta.{uuid.uuid4()}.txt")
+    save(tmp_path, 1)
+    for name in mine:
+        (tmp_path / name).touch()
+    save(tmp_path, 2)
+    mend(os.fspath(tmp_path), META)
+    assert [name for name in mine if not (tmp_path / name).exists()] == []
+    assert len(list(tmp_path.glob("meta*"))) == 2 + len(mine)
+
+
+def test_files_of_one_length_and_time_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+    one, other, copy = (tmp_path / name for name in ("one", "other", "copy"))
+    for path, text in ((one, "abc"), (other, "abd"), (copy, "abc")):
+        path.write_text(text)
+        os.utime(path, (1, 1))
+    assert beside._same(os.fspath(one), os.fspath(copy))
+    assert not beside._same(os.fspath(one), os.fspath(other))
+
+
 def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +217,7 @@ def test_meta_is_there_and_synced_before_the_first_metadata(
 
 
 def test_without_links_a_copy_takes_their_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError("no links here")
@@ -178,6 +227,8 @@ def test_without_links_a_copy_takes_their_place(
         save(tmp_path / "c", number)
         assert (tensors_of(tmp_path / "c"), meta_of(tmp_path / "c")) == (number, number)
         assert len(list((tmp_path / "c").glob("meta*"))) == 2
+        mend(os.fspath(tmp_path / "c"), META)
+        assert "stillframe:" not in caplog.text  # the copy was found to be right
 
 
 def test_a_checkpoint_of_lightnings_own_is_left_as_it_is(tmp_path: Path) -> None:

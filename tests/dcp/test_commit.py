@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from fix_dcp import equal, loaded
 from fix_entries import Recorded, Step, stepping
 from stillframe import _core
+from stillframe._base import steps
 from stillframe._dcp import commit, image
 from stillframe.dcp import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +41,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, nth: int) -> list[int]:
 @pytest.mark.parametrize("save", ["dcp", "ours"])
 @pytest.mark.parametrize("nth", range(len(STEPS)))
 def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
-    tmp_path, monkeypatch, save, nth
+    tmp_path, monkeypatch, caplog, save, nth
 ):
     stillframe.dcp.save(OLD, tmp_path)
     is_new = nth > STEPS.index(_core.STEP_RENAME)
@@ -54,10 +55,29 @@ def test_whatever_fails_of_a_commit_is_raised_and_one_checkpoint_is_whole(
     assert seen[: nth + 1] == STEPS[: nth + 1]
     assert equal(loaded(NEW, tmp_path), NEW if is_new else OLD)
     assert not list(tmp_path.glob("*.tmp"))
+    assert "something is left" not in caplog.text
     if save == "ours":  # DCP's own save does not say that all is over: the next save tidies up
         assert len(list(tmp_path.glob("*.distcp"))) == 1 + is_new
     dcp.save(OLD, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     assert len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_a_first_save_whose_commit_fails_leaves_nothing(tmp_path, monkeypatch, caplog):
+    failing(monkeypatch, 0)
+    with pytest.raises(CheckpointException, match="Input/output error"):
+        stillframe.dcp.save(NEW, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == [] and caplog.text == ""
+
+
+def test_a_directory_that_cannot_be_listed_fails_no_save(tmp_path, monkeypatch, caplog):
+    def unlisted(directory: str) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
+
+    stillframe.dcp.save(OLD, tmp_path)
+    monkeypatch.setattr(steps, "names", unlisted)
+    stillframe.dcp.save(NEW, tmp_path)
+    assert equal(loaded(NEW, tmp_path), NEW)
+    assert "what" in caplog.text and "was not removed: [Errno 13] Permission denied" in caplog.text
 
 
 def test_while_nobody_knows_what_is_needed_nothing_goes_and_the_reason_is_said(

@@ -3,15 +3,21 @@ what ranks tell each other."""
 
 import datetime
 import io
+import pickle
+import sys
+import traceback
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fix_dcp import eventually
+from stillframe._dcp import commit
 from stillframe._dcp.files import RankFiles, buckets
 from stillframe._dcp.groups import Groups
-from stillframe._dcp.image import Item
-from stillframe._dcp.ranks import Ranks
+from stillframe._dcp.image import DataFile, Item
+from stillframe._dcp.ranks import Ranks, _to_send
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
@@ -38,6 +44,73 @@ BASE = torch.arange(24.0).reshape(4, 6)
 def test_what_is_a_view_is_laid_out_as_what_it_shows(tensor):
     """And not packed by torch.save, which takes all of the storage behind it."""
     assert not isinstance(Item(tensor).row, memoryview)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "compressed", "quantized"])
+@pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
+def test_what_has_no_bytes_of_its_own_is_packed_by_torch(kind):
+    tensor = {
+        "sparse": torch.Tensor.to_sparse,
+        "compressed": torch.Tensor.to_sparse_csr,
+        "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.1, 3, torch.qint8).t(),
+    }[kind](BASE)
+    found = torch.load(io.BytesIO(Item(tensor).row), weights_only=True)
+    assert (found.layout, found.dtype) == (tensor.layout, tensor.dtype)
+    values = (
+        each.dequantize() if each.is_quantized else each.to_dense() for each in (found, tensor)
+    )
+    assert torch.equal(*values)
+
+
+def test_a_file_keeps_nothing_of_what_it_has_written(tmp_path):
+    item = Item(torch.ones(1000))
+    alive = weakref.ref(item.owner)
+    file = DataFile(str(tmp_path / "data"), [item])
+    del item
+    file.start(durable=False, engine=None)
+    assert file.failure() is None
+    assert eventually(lambda: alive() is None)
+
+
+def test_of_files_that_cannot_all_be_begun_none_stays(tmp_path):
+    state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    items = create_default_local_save_plan(state, is_coordinator=True).items
+    found = buckets(items, 2, one_item_a_file=True)
+    places = iter([tmp_path, tmp_path / "missing"])
+    files = RankFiles(
+        found, lambda item: state[item.index.fqn], "", lambda _: str(next(places) / "x")
+    )
+    with pytest.raises(OSError, match="missing"):
+        files.start(durable=False, engine=None)
+    assert files._files[0].failure() is None  # it was begun
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_files_are_made_than_were_asked_for():
+    state = {str(number): torch.zeros(1) for number in range(7)}
+    items = create_default_local_save_plan(state, is_coordinator=True).items
+    for most in range(1, 8):
+        assert len(buckets(items, most, one_item_a_file=False)) <= most
+
+
+def test_what_a_file_gets_is_measured_in_bytes_and_objects_count():
+    state = {"w": torch.zeros(4096), **{str(number): number for number in range(17)}}
+    items = create_default_local_save_plan(state, is_coordinator=True).items
+    found = buckets(items, 2, one_item_a_file=False)
+    assert [len(bucket) for bucket in found] == [17, 1]
+
+
+def test_a_file_says_how_long_each_item_is(tmp_path):
+    state = {"a": torch.zeros(1000), "b": torch.zeros(10)}
+    items = create_default_local_save_plan(state, is_coordinator=True).items
+    files = RankFiles([items], lambda item: state[item.index.fqn], str(tmp_path), lambda _: "x")
+    for result in files.results():
+        assert result.size_in_bytes == result.storage_data.length
+        assert result.size_in_bytes >= state[result.index.fqn].nbytes
+
+
+def test_what_is_in_a_files_name_is_one_word_between_ranks():
+    assert all(0 <= commit.new_id() < 1 << 32 for _ in range(20))
 
 
 def test_what_torch_packs_needs_no_gradient_there():
@@ -70,6 +143,27 @@ def test_more_words_than_a_rank_has_room_for_are_refused():
     assert ranks.words(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
     with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
         ranks.words(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class _Frame(traceback.FrameSummary):
+    """As Python 3.13's: it holds its code, which no pickle takes."""
+
+    __slots__ = ("_code",)
+
+
+def test_an_error_goes_round_whose_frames_hold_their_code(monkeypatch):
+    def extracted(_):
+        frame = _Frame("a.py", 1, "f")
+        frame._code = extracted.__code__
+        return traceback.StackSummary.from_list([frame])
+
+    if sys.version_info < (3, 13):
+        monkeypatch.setattr(traceback, "extract_tb", extracted)
+    try:
+        raise OSError("full")
+    except OSError as error:
+        sent, frames = pickle.loads(pickle.dumps(_to_send(error)))
+    assert str(sent) == "full" and len(frames) == 1
 
 
 def test_ranks_ask_each_other_whether_they_are_busy_within_the_timeout_of_their_group(

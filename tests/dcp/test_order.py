@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ from fix_dcp import eventually, loaded
 from stillframe import _core, dcp
 from stillframe._dcp import commit
 from stillframe._dcp.api import Asked, saver_of_this_process
-from stillframe._save import ordered
+from stillframe._dcp.rounds import Upload
+from stillframe._save import completion, ordered
 from stillframe.testing import fault, held
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -76,6 +78,40 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_late
     assert value_of(tmp_path / "c") == 2
 
 
+def test_a_save_that_has_ended_says_how_and_nobody_looks_at_it_any_more(tmp_path):
+    upload = begin(1, tmp_path / "c")
+    upload.result()
+    assert upload.state == "durable"
+    with fault("pwrite", err=errno.ENOSPC, sticky=True):
+        failed = begin(1, tmp_path / "c")
+        error = failed.exception()
+    assert error is not None and error.__traceback__ is None  # its frames had the state
+    assert failed.state == "failed"
+    assert not {upload, failed} & {*completion.in_flight.values()}
+
+
+def test_an_error_that_a_later_call_has_raised_is_told_to_nobody_else(tmp_path, caplog):
+    with fault("pwrite", err=errno.ENOSPC, sticky=True):
+        upload = begin(1, tmp_path / "c")
+        with pytest.raises(CheckpointException, match="No space"):
+            begin(2, tmp_path / "c")
+    stillframe.wait_all()
+    del upload
+    begin(3, tmp_path / "c").result()
+    gc.collect()
+    assert "nobody asked" not in caplog.text
+
+
+def test_an_error_that_nobody_can_ask_for_any_more_is_logged(caplog):
+    upload = Upload("the path")
+    upload.end(None, OSError("the disk"), None)
+    del upload
+    gc.collect()
+    assert "the path failed and nobody asked: the disk" in caplog.text
+    with pytest.raises(OSError, match="the disk"):
+        stillframe.wait_all()
+
+
 def test_what_saves_are_done_with_goes_with_the_next_one(tmp_path):
     kept = []
     for number in range(3):
@@ -87,10 +123,13 @@ def test_what_saves_are_done_with_goes_with_the_next_one(tmp_path):
 
 def test_an_error_that_a_call_has_raised_is_raised_by_no_later_one(tmp_path):
     path = tmp_path / "c"
+    path.mkdir()
     with stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB") as engine:
         large = {"w": torch.ones(1 << 20)}
         with pytest.raises(stillframe.PoolExhaustedError):
             dcp.async_save(large, path, no_dist=True, engine=engine)
+        stillframe.wait_all()
+        assert path.is_dir()  # nothing of it was begun
         begin(2, path, engine=engine).result()
     assert value_of(path) == 2
 
@@ -111,6 +150,17 @@ def test_a_checkpoint_is_there_when_it_is_going_to_be_whole(tmp_path, monkeypatc
     assert stillframe.exists(path)
     (tmp_path / "any").mkdir()
     assert stillframe.exists(tmp_path / "any")
+
+
+def test_a_save_by_way_of_a_link_has_the_name_of_what_it_leads_to(tmp_path, monkeypatch):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/__0_0.distcp").touch()  # of a save that died
+    (tmp_path / "link").symlink_to("c")
+    assert not stillframe.exists(tmp_path / "c")
+    with held_commits(monkeypatch):
+        begin(1, tmp_path / "link")
+        assert stillframe.exists(tmp_path / "c")
+    assert value_of(tmp_path / "c") == 1
 
 
 def test_a_checkpoint_whose_save_has_failed_is_not_there_for_whoever_has_heard_of_it(tmp_path):

@@ -49,11 +49,12 @@ def test_ranks_plan_and_agree_while_the_state_is_copied_and_nothing_is_written_b
     tmp_path, engine, monkeypatch
 ):
     trained, steps = Trained(), Steps(monkeypatch)
+    mine = {"a structure": "that no other test saves"}
     for planned in (["prepare", "words", "words", "words"], ["prepare", "words"]):
         steps.taken.clear()
         wanted = copied(trained.state())
         with held("lane_copy"):
-            response = begin(trained.state(), tmp_path / "c", engine=engine)
+            response = begin({**trained.state(), **mine}, tmp_path / "c", engine=engine)
             assert eventually(lambda: steps.taken == planned)  # noqa: B023
             before = {each: each.stat().st_ino for each in (tmp_path / "c").glob("*")}
             assert not eventually(lambda: steps.taken != planned, 0.05)  # noqa: B023
@@ -111,6 +112,22 @@ def test_a_state_that_is_changed_while_it_is_copied_fails_all_of_it(tmp_path, en
     assert eventually(lambda: leased(engine) == 0)
     begin(trained.state(), tmp_path / "c", engine=engine).upload_completion.result()
     assert equal(loaded(wanted, tmp_path / "c"), copied(trained.state()))
+
+
+def test_who_wants_the_memory_of_a_save_under_way_waits_for_it(tmp_path, engine):
+    size = engine.stats()["pool_bytes"] // 2 + 1
+    state, found = {"w": torch.ones(size, dtype=torch.uint8)}, []
+    with held("pwrite"):
+        response = begin(state, tmp_path / "c", engine=engine)
+        thread = threading.Thread(
+            target=lambda: found.append(stillframe.snapshot(state, engine=engine))
+        )
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    thread.join()
+    response.upload_completion.result()
+    assert found and (found[0].tree["w"] == 1).all()
 
 
 def test_what_is_called_when_a_save_is_copied_or_has_ended_may_save_and_wait(tmp_path, engine):

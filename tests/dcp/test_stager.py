@@ -1,6 +1,8 @@
 """PinnedStager under DCP's own async_save: what is staged, when memory goes back, what fails."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ class Held(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, error: Exception | None = None) -> None:
         super().__init__(path)
-        self.go = threading.Event()
+        self.began, self.go = threading.Event(), threading.Event()
         self.error = error
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        self.began.set()
         self.go.wait(30)
         if self.error is not None:
             raise self.error
@@ -103,11 +106,15 @@ def test_a_staged_tree_has_its_ties_views_strides_bits_and_attributes(engine, on
     assert staged["d"].placements == state["d"].placements
 
 
-def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(tmp_path, engine):
+def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(
+    tmp_path, engine, monkeypatch
+):
     """The pool has room for one state; the second stage waits for the first upload."""
     stager, state = PinnedStager(engine), filling(engine)
     writers = [Held(tmp_path / str(number)) for number in range(2)]
     first = save(state, stager, storage_writer=writers[0])
+    assert writers[0].began.wait(30)
+    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)  # however long it reads
     state["w"].fill_(2)
     later: Future[Any] = Future()
     thread = threading.Thread(
@@ -190,6 +197,65 @@ def test_memory_that_somebody_has_kept_from_an_upload_is_not_waited_for(engine):
     assert kept[0] == 1
     del kept
     stager.stage(state)
+
+
+def test_what_does_not_fit_is_refused_at_once_whatever_is_being_uploaded(
+    tmp_path, engine, monkeypatch
+):
+    monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 1e6)
+    stager, writer = PinnedStager(engine), Held(tmp_path)
+    response = save(filling(engine), stager, storage_writer=writer)
+    assert writer.began.wait(30)
+    with pytest.raises(stillframe.PoolExhaustedError):
+        stager.stage({"w": torch.ones(engine.stats()["pool_bytes"] + 1, dtype=torch.uint8)})
+    writer.go.set()
+    response.upload_completion.result()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
+@pytest.mark.filterwarnings("ignore")  # torch's, of each of these kinds
+def test_what_cannot_be_emptied_is_left_whole_to_who_holds_it(engine, kind):
+    dense = torch.arange(8.0)
+    value = (
+        dense.to_sparse()
+        if kind == "sparse"
+        else torch.quantize_per_tensor(dense, 1, 0, torch.qint8)
+    )
+    future = PinnedStager(engine).stage({"w": value})
+    tree = future.result()
+    future._staged.uploads(tree)
+    future._staged.upload_ended()
+    assert (tree["w"].to_dense() if kind == "sparse" else tree["w"].dequantize()).tolist() == [
+        *range(8)
+    ]
+    del tree, future
+    assert eventually(lambda: leased(engine) == 0)
+
+
+def test_a_stager_keeps_nothing_of_uploads_that_have_ended(engine):
+    stager = PinnedStager(engine)
+    future = stager.stage({"w": torch.ones(3)})
+    future._staged.uploads(future.result())
+    future._staged.upload_ended()
+    gone = weakref.ref(future._staged)
+    del future
+    stager.stage({})
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_memory_of_dtensors_goes_back_too_whoever_holds_them(engine, one_rank):
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    state = {"d": DTensor.from_local(torch.ones(1000), mesh, [Replicate()])}
+    future = PinnedStager(engine).stage(state)
+    tree = future.result()
+    future._staged.uploads(tree)
+    assert leased(engine) > 0
+    future._staged.upload_ended()
+    assert eventually(lambda: leased(engine) == 0)
+    assert tree["d"].to_local().numel() == 0
 
 
 @pytest.mark.parametrize("asked_late", [False, True])

@@ -24,6 +24,7 @@ from stillframe.testing import fault
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
@@ -140,14 +141,16 @@ def test_one_planner_with_cached_plans_serves_many_saves(tmp_path):
 def test_an_overwritten_path_has_the_new_checkpoint_and_no_file_of_the_old(tmp_path):
     theirs = {"a": torch.zeros(3), "b": torch.zeros(100)}
     dcp.save(theirs, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
-    (tmp_path / "notes.txt").write_text("mine")
+    mine = [".metadata.0123abcd.tmp.mine", "__0_0.0123abcd.distcp.mine", "notes.txt"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
     (tmp_path / ".metadata.0123abcd.tmp").write_text("of a save that died")
     for number in range(2):
         state = {"a": torch.full((3,), float(number))}
         write(state, tmp_path)
         assert equal(loaded(state, tmp_path), state)
         (data,) = (name for name in files(tmp_path) if name.endswith(".distcp"))
-        assert files(tmp_path) == sorted([".metadata", data, "notes.txt"])
+        assert files(tmp_path) == sorted([".metadata", data, *mine])
 
 
 def test_the_new_checkpoint_is_on_the_disk_before_and_after_its_name_is_and_the_old_goes_last(
@@ -234,8 +237,14 @@ def test_where_one_of_several_files_fails_none_of_them_stays(tmp_path):
 def test_the_metadata_names_the_save(tmp_path):
     writer = FileSystemWriter(tmp_path)
     dcp.save({"a": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    dcp.save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    theirs = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    assert dcp.FileSystemReader(tmp_path).read_metadata().version == theirs.version
     found = dcp.FileSystemReader(tmp_path).read_metadata().storage_meta
     assert found.save_id == writer.storage_meta().save_id
+    again = {"storage_writer": writer, "checkpoint_id": tmp_path}
+    dcp.save({"a": torch.zeros(3)}, no_dist=True, **again)
+    assert found.save_id != dcp.FileSystemReader(tmp_path).read_metadata().storage_meta.save_id
     assert found.save_id and found.checkpoint_id == str(tmp_path)
 
 
@@ -287,6 +296,7 @@ def test_a_kill_between_any_two_steps_of_the_commit_leaves_the_old_or_the_new(tm
         ({"_extensions": [object()]}, "FileSystemWriter"),
         ({"serialization_format": SerializationFormat.SAFETENSORS}, "FileSystemWriter"),
         ({"thread_count": 0}, "thread_count"),
+        ({"thread_count": True}, "thread_count"),
     ],
 )
 def test_what_it_does_not_do_is_refused_with_who_does(options, says):
@@ -296,6 +306,36 @@ def test_what_it_does_not_do_is_refused_with_who_does(options, says):
         FileSystemWriter("s3://bucket/c")
     with pytest.raises(TypeError, match=r"stillframe\.Engine"):
         FileSystemWriter("c", engine="e")
+    with pytest.raises(ValueError, match="no path to save to"):
+        _ = FileSystemWriter().directory
+
+
+def test_a_rank_that_saves_for_itself_names_its_files_by_itself(tmp_path):
+    writer = FileSystemWriter(tmp_path)
+    writer.set_up_storage_writer(True, rank=3, use_collectives=False)
+    plan = writer.prepare_local_plan(SavePlan([]))
+    (plan,) = writer.prepare_global_plan([plan])
+    assert plan.storage_data.prefix == "__3_"
+    writer.set_up_storage_writer(True, rank=3, use_collectives=True)
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(SavePlan([]))] * 2)
+    assert [each.storage_data.prefix for each in plans] == ["__0_", "__1_"]
+
+
+def test_only_local_paths_are_its():
+    valid = FileSystemWriter.validate_checkpoint_id
+    assert [valid(path) for path in ("c", Path("c"), "s3://bucket/c", 3)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_it_stages_with_the_engine_that_it_writes_with():
+    with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB") as engine:
+        tree = FileSystemWriter("c", engine=engine).stage({"w": torch.ones(3)}).result()
+        assert leased(engine) > 0 and tree["w"].tolist() == [1.0] * 3
+        del tree
 
 
 def test_pytorchs_arguments_are_taken_in_pytorchs_order(tmp_path):

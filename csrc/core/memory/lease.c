@@ -348,11 +348,11 @@ int sfr__pool_share(struct sfr__pool *pool, const struct sfr__lease *lease, bool
 {
 	for (uint32_t r = 0; r < lease->nr_runs; r++) {
 		const struct sfr__run_of_blocks *run = &lease->runs[r];
+		char *mem = pool->range.base + run->first * pool->block_bytes;
+		int rc = sfr__memory_inherit(mem, sfr__round_up(run->len, SFR_PAGE), shared);
 
-		if (sfr_sys.madvise(pool->range.base + run->first * pool->block_bytes,
-				    sfr__round_up(run->len, SFR_PAGE),
-				    shared ? MADV_DOFORK : MADV_DONTFORK) != 0)
-			return -errno;
+		if (rc != 0)
+			return rc;
 	}
 	return 0;
 }

@@ -62,6 +62,18 @@ static int map_file(struct sfr__range *range)
 	return 0;
 }
 
+/* The kernel says EAGAIN, too, where it has no memory for a mapping more (madvise(2)): to everybody
+ * else here that means a thread (errors.c). */
+static int refused(void)
+{
+	return errno == EAGAIN ? -ENOMEM : -errno;
+}
+
+int sfr__memory_inherit(char *mem, size_t len, bool yes)
+{
+	return sfr_sys.madvise(mem, len, yes ? MADV_DOFORK : MADV_DONTFORK) != 0 ? refused() : 0;
+}
+
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 {
 	size_t map_len = (size_t)(len + SFR__HUGE_BYTES);
@@ -83,8 +95,8 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	/* A child that copied these pages on write would cost their memory a second time, and a
 	 * device that writes into them would write past the copy; shared ones it would have while
 	 * they become somebody else's. */
-	if (rc == 0 && sfr_sys.madvise(map, map_len, MADV_DONTFORK) != 0)
-		rc = -errno;
+	if (rc == 0)
+		rc = sfr__memory_inherit(map, map_len, false);
 	if (rc != 0) {
 		sfr__memory_release(range);
 		return rc;
@@ -137,7 +149,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 		return -ENOMEM;
 	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
-		return -errno;
+		return refused();
 	rc = shared ? allocate(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
@@ -153,7 +165,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
-		return -errno;
+		return refused();
 	/* The memory is gone already. Pages left accessible by a refusal (it takes a mapping entry
 	 * more, of which a process has a limited number) are touched by nobody. */
 	(void)sfr_sys.mprotect(mem, len, PROT_NONE);

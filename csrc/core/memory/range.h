@@ -20,6 +20,8 @@ struct sfr__range {
 int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared);
 /* Gives it back, with all memory in it, whoever has the file. An empty range is fine. */
 void sfr__memory_release(struct sfr__range *range);
+/* Whether a child that is forked has whole pages of a range: none at first. 0, -ENOMEM, -errno. */
+int sfr__memory_inherit(char *mem, size_t len, bool yes);
 /* Gives whole pages of a range memory, in two steps: opened first, they are present once populated, in
  * any number of parts. Neither changes a byte that is there, so two threads may do so at a time.
  * -errno: a part may have memory. */

@@ -22,6 +22,7 @@ import filecmp
 import logging
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ from stillframe._base.paths import sync_directory
 from stillframe._dcp.commit import metadata_path
 
 log = logging.getLogger("stillframe")
+
+_SAVE_ID = r"None|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # a uuid, where there is one
 
 
 class Beside:
@@ -106,11 +109,11 @@ def _of_save(directory: str, name: str, save_id: str | None) -> str:
 
 
 def _of_saves(directory: str, name: str) -> list[str]:
-    stem, suffix = os.path.splitext(name)
+    """And none that only has such a name: those of other saves are removed."""
+    stem, suffix = map(re.escape, os.path.splitext(name))
+    of_save = re.compile(rf"{stem}\.({_SAVE_ID}){suffix}")
     return [
-        os.path.join(directory, each)
-        for each in os.listdir(directory)
-        if each.startswith(f"{stem}.") and each.endswith(suffix) and each != name
+        os.path.join(directory, each) for each in os.listdir(directory) if of_save.fullmatch(each)
     ]
 
 

@@ -22,6 +22,14 @@ from stillframe.errors import CorruptCheckpointError
 
 _PIECE = 8 << 20
 
+# The end of an archive: of one that may be long, where that is, and of any.
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_END = struct.Struct("<4s4H2LH")
+_CENTRAL = 46  # bytes of a record of the directory, without its three strings
+_NOT_AS_IT_IS = 0x2061  # flags: encrypted, patched, strongly encrypted, with hidden names
+_DIRECTORY = 0x10  # of MS-DOS
+
 
 class _BeforeBeginningError(OSError):
     """An archive that says it begins there; zipfile expects an OSError."""
@@ -76,12 +84,32 @@ def wrong_in_item(fd: int, offset: int, length: int) -> str | None:
                 wrong = _wrong_in_record(item, record, length)
                 if wrong is not None:
                     return f"{record.filename}: {wrong}"
+            if not _is_ended(item, archive.start_dir, length, len(archive.infolist())):
+                return "its directory does not end as it should"
     except (
         *(zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error),
         _BeforeBeginningError,
     ) as error:
         return f"it is no archive: {error}"
     return None
+
+
+def _is_ended(item: _Slice, start: int, length: int, nr: int) -> bool:
+    """Whether the directory has `nr` records and reaches to its end, which says the same: zipfile
+    takes what it finds, and torch refuses to read what does not fit."""
+    end = start
+    for _ in range(nr):
+        item.seek(end + 28)
+        end += _CENTRAL + sum(struct.unpack("<3H", item.read(6) or b""))
+    item.seek(end)
+    directory = (0, 0, nr, nr, end - start, start)
+    if length - end == _END.size:
+        return _END.unpack(item.read() or b"")[1:7] == directory
+    if length - end != _END64.size + _LOCATOR.size + _END.size:
+        return False
+    _, nbytes, _, _, *found = _END64.unpack(item.read(_END64.size) or b"")
+    _, *place = _LOCATOR.unpack(item.read(_LOCATOR.size) or b"")
+    return nbytes == _END64.size - 12 and (*found,) == directory and place == [0, end, 1]
 
 
 def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str | None:
@@ -94,7 +122,14 @@ def _wrong_in_record(item: _Slice, record: zipfile.ZipInfo, length: int) -> str 
     if item.read(name_length) != name:
         return "its header is of another record"
     start = record.header_offset + 30 + name_length + extra_length
-    if record.compress_type != zipfile.ZIP_STORED or start + record.file_size > length:
+    if (
+        record.compress_type != zipfile.ZIP_STORED
+        or record.compress_size != record.file_size
+        or start + record.file_size > length
+        or record.flag_bits & _NOT_AS_IT_IS
+        or record.external_attr & _DIRECTORY
+        or record.volume
+    ):
         return "its bytes are not where they should be"
     item.seek(start)
     if _crc(item, record.file_size) != record.CRC and record.CRC != 0:

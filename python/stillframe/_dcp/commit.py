@@ -134,11 +134,11 @@ def _is_of(name: str, rank: int | None) -> bool:
     return data is not None or _TEMPORARY.fullmatch(name) is not None
 
 
-def remove_files(paths: Iterable[str], directory: str, rank: int | None) -> None:
+def remove_files(paths: Iterable[str], directory: str) -> None:
     """Removes data files of a save that failed, but for those that the directory's checkpoint
     names: the last step of a commit may have been what failed."""
     try:
-        with open(metadata_path(directory, rank), "rb") as file:
+        with open(metadata_path(directory, None), "rb") as file:
             wanted = named_files(pickle.load(file))
     except FileNotFoundError:
         wanted = set()

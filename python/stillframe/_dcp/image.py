@@ -63,7 +63,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU whose bytes are all there is of it, and stand together, if it can be."""
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.layout is not torch.strided:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if row_of(tensor) is not None else tensor.contiguous()

@@ -4,7 +4,10 @@ Where all goes well that is a few numbers each, in one collective: beside a main
 computes in Python, whatever lets go of the interpreter lock may wait 5 ms for it. The collectives
 of Python objects do so dozens of times each, `torch.distributed`'s of tensors 12 times, and the
 group's own method, over memory that is kept, 3 times; the end of what that returns does so twice,
-and comes with the next call. Plans, results and errors go round as objects, where there are any.
+and comes with the next call. Plans, results and errors go round as pickles, where there are any.
+
+Only the group's own methods are called: `torch.distributed`'s know no group any more once the user
+has called `destroy_process_group()`, and those of one that is kept go on to the end of the save.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None, spent: list[Any]) -> None:
         self._group = group
         self._spent = spent
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
         self._words = array.array("q", bytes(8 * _MOST_WORDS * self.size))
         self._tensor = torch.frombuffer(self._words, dtype=torch.int64)
 
@@ -73,26 +76,29 @@ class Ranks:
         """On the coordinator, of all ranks."""
         if self._group is None:
             return [mine]
-        found = [None] * self.size if self.coordinates else None
-        dist.gather_object(mine, found, group=self._group, group_dst=0)
-        return found
+        own, longest = self._as_bytes([mine])
+        held = bytearray(longest * self.size if self.coordinates else 0)
+        self._group.gather(_rows(held, longest), own[0], 0).wait()
+        return _objects(held, longest) if self.coordinates else None
 
     def scattered(self, objects: list[Any] | None) -> Any:
         """The coordinator's for this rank."""
         if self._group is None:
             assert objects is not None
             return objects[0]
-        mine = [None]
-        dist.scatter_object_list(mine, objects, group=self._group, group_src=0)
-        return mine[0]
+        given, longest = self._as_bytes(objects or [])
+        held = bytearray(longest)
+        self._group.scatter(_rows(held, longest)[0], given, 0).wait()
+        return _objects(held, longest)[0]
 
     def broadcast(self, coordinators: Any) -> Any:
         """What the coordinator has, on all ranks."""
-        if self._group is not None:
-            found = [coordinators]
-            dist.broadcast_object_list(found, group=self._group, group_src=0)
-            return found[0]
-        return coordinators
+        if self._group is None:
+            return coordinators
+        given, longest = self._as_bytes([coordinators] if self.coordinates else [])
+        held = bytearray(longest)
+        self._group.broadcast((given or _rows(held, longest))[0], 0).wait()
+        return coordinators if given else _objects(held, longest)[0]
 
     def refuse(self, step: str, mine: BaseException | None) -> None:
         """All ranks call it once one of them has said that it failed.
@@ -102,10 +108,31 @@ class Ranks:
         """
         all_of_them: list[Any] = [_to_send(mine)]
         if self._group is not None:
-            own, all_of_them = all_of_them[0], [None] * self.size
-            dist.all_gather_object(all_of_them, own, group=self._group)
+            own, longest = self._as_bytes(all_of_them)
+            held = bytearray(longest * self.size)
+            self._group.allgather(_rows(held, longest), own[0]).wait()
+            all_of_them = _objects(held, longest)
         failures = {rank: each for rank, each in enumerate(all_of_them) if each is not None}
         raise CheckpointException(step, failures)
+
+    def _as_bytes(self, objects: list[Any]) -> tuple[list[torch.Tensor], int]:
+        """Pickles of this rank's objects, and the length of the longest of any rank, which these
+        are filled up to: no pickle is read beyond its end."""
+        pickled = [pickle.dumps(each) for each in objects]
+        longest = max(length for (length,) in self.words(max(map(len, pickled), default=0)))
+        filled = bytearray(b"".join(each.ljust(longest, b"\0") for each in pickled))
+        return _rows(filled, longest), longest
+
+
+def _rows(held: bytearray, nbytes: int) -> list[torch.Tensor]:
+    """The memory, in parts of `nbytes` each."""
+    return [*torch.frombuffer(held, dtype=torch.uint8).view(-1, nbytes).unbind()] if held else []
+
+
+def _objects(held: bytearray, nbytes: int) -> list[Any]:
+    """What is pickled in each part."""
+    view = memoryview(held)
+    return [pickle.loads(view[at : at + nbytes]) for at in range(0, len(held), nbytes)]
 
 
 def _to_send(error: BaseException | None) -> Any:

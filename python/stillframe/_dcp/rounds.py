@@ -260,12 +260,15 @@ class Rounds:
         group, work.group, self._ranks = work.group, None, None
         work.spent.clear()
         known = isinstance(failure, (CheckpointException, StillframeError))  # to all ranks
+        of_dcp = work.writer is None and isinstance(failure, CheckpointException)
+        if group is not None and (of_dcp or not known) and not is_there(group):
+            why = failure
+            failure = StillframeError(
+                f"the process group was destroyed while the save of {work.path} was under way:"
+                " wait for its upload_completion before destroy_process_group()"
+            )
+            failure.__cause__ = why
         if group is not None and work.give_up is not None and not known:
-            if not is_there(group):
-                failure = StillframeError(
-                    f"the process group was destroyed while the save of {work.path} was under way:"
-                    " wait for its upload_completion before destroy_process_group()"
-                )
             work.give_up(group, failure)
         if isinstance(failure, _NotSavedError):
             work.upload.seen = True  # or its error would keep the next call from saving, and so on

@@ -121,7 +121,9 @@ class Staged:
         taken = self._taken
         if taken is not None:
             will_return(taken)
-        self._note(uploading=True)
+        with self._changed:
+            self._uploading = True
+            self._changed.notify_all()
 
     def uploads(self, tree: Any) -> None:
         self._tree = tree
@@ -143,13 +145,7 @@ class Staged:
             recall(taken)  # an executor's process keeps the last state dict that it has written
             will_return(taken, False)  # what is left of it is in somebody's hands
         self._taken = None
-        self._note(uploading=False)
         return [*tensors, taken]
-
-    def _note(self, *, uploading: bool) -> None:
-        with self._changed:
-            self._uploading = uploading
-            self._changed.notify_all()
 
     def grace_s(self) -> float:
         """How much longer an upload may be about to take it; 0 where one has, or nobody will."""

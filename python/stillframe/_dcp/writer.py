@@ -169,8 +169,6 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         # `reset` is not called by everybody: no name may be used twice.
         if self._files is not None:
             self.files_id = commit.new_id()
-        self._is_begun = False
-        self._files = self._new = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """
@@ -301,8 +299,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         if self._new is not None:
             commit.discard(self._new)
         if self._files is not None:
-            self._files.settle()
-            commit.remove_files(self._files.paths(), self.directory, self._rank)
+            commit.remove_files(self._files.paths(), self.directory)
         if self._is_begun:
             commit.remove_if_empty(self.directory)
 

@@ -54,6 +54,7 @@ struct fake__state fk = { .mu = PTHREAD_MUTEX_INITIALIZER,
 			  .delay_seed = 1 };
 
 __thread int fake__mode;
+__thread struct fake__here fake__here;
 static __thread CUcontext stack[16];
 static __thread int depth;
 
@@ -89,14 +90,16 @@ int fake__enter(const char *name, bool needs_context)
 	int device = fake__current_device(), code = 0;
 
 	fk.nr_calls++;
+	fake__here.nr_calls++;
 	fake__spend(CALL_NS);
 	if (strcmp(name, "cuEventQuery") != 0 && device >= 0)
 		fk.nr_not_ready[device] = 0;
-	for (size_t i = 0; i < sizeof(fk.counts) / sizeof(fk.counts[0]); i++) {
+	for (size_t i = 0; i < NR_COUNTS; i++) {
 		if (!fk.counts[i].name[0])
 			(void)snprintf(fk.counts[i].name, sizeof(fk.counts[i].name), "%s", name);
 		if (strcmp(fk.counts[i].name, name) == 0) {
 			fk.counts[i].nr++;
+			fake__here.counts[i]++;
 			break;
 		}
 	}

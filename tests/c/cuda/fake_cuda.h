@@ -24,6 +24,8 @@
 	X(void, fake_cuda_fail_copy, (uint64_t nth, int code))                                          \
 	X(uint64_t, fake_cuda_hits, (void))              /* faults that acted */                        \
 	X(uint64_t, fake_cuda_calls, (const char *name)) /* "*" = all, "sync" = those that wait */      \
+	/* Of the calling thread, since it began: "*" or a name. */                                     \
+	X(uint64_t, fake_cuda_calls_here, (const char *name))                                           \
 	X(uint64_t, fake_cuda_nr_violations, (void))                                                    \
 	X(const char *, fake_cuda_violation, (uint64_t i)) /* a sentence */                             \
 	X(void, fake_cuda_allow_pageable, (int yes)) /* copies to memory nobody registered */           \

@@ -18,7 +18,8 @@ EXPORT void fake_cuda_reset(void)
 {
 	pthread_mutex_lock(&fk.mu);
 	memset(fk.faults, 0, sizeof(fk.faults));
-	memset(fk.counts, 0, sizeof(fk.counts));
+	for (size_t i = 0; i < NR_COUNTS; i++)
+		fk.counts[i].nr = 0;
 	memset(fk.dead_of, 0, sizeof(fk.dead_of));
 	memset(fk.inactive, 0, sizeof(fk.inactive));
 	fk.nr_violations = fk.nr_calls = fk.nr_syncs = fk.nr_hits = fk.nr_copies = fk.bytes_copied =
@@ -110,16 +111,34 @@ EXPORT void fake_cuda_fail_copy(uint64_t nth, int code)
 		return value;                                                                      \
 	}
 
+/* Its place in fk.counts, or NR_COUNTS. */
+static size_t place_of(const char *name)
+{
+	size_t i = 0;
+
+	while (i < NR_COUNTS && strcmp(fk.counts[i].name, name) != 0)
+		i++;
+	return i;
+}
+
 static uint64_t count_of(const char *name)
 {
+	size_t place = place_of(name);
+
 	if (strcmp(name, "*") == 0)
 		return fk.nr_calls;
 	if (strcmp(name, "sync") == 0)
 		return fk.nr_syncs;
-	for (size_t i = 0; i < sizeof(fk.counts) / sizeof(fk.counts[0]); i++)
-		if (strcmp(fk.counts[i].name, name) == 0)
-			return fk.counts[i].nr;
-	return 0;
+	return place < NR_COUNTS ? fk.counts[place].nr : 0;
+}
+
+static uint64_t count_here(const char *name)
+{
+	size_t place = place_of(name);
+
+	if (strcmp(name, "*") == 0)
+		return fake__here.nr_calls;
+	return place < NR_COUNTS ? fake__here.counts[place] : 0;
 }
 
 static int64_t live(const char *what)
@@ -153,6 +172,7 @@ static void flush(void)
 
 GETTER(uint64_t, fake_cuda_hits, (void), fk.nr_hits)
 GETTER(uint64_t, fake_cuda_calls, (const char *name), count_of(name))
+GETTER(uint64_t, fake_cuda_calls_here, (const char *name), count_here(name))
 GETTER(uint64_t, fake_cuda_nr_violations, (void), (flush(), fk.nr_violations))
 GETTER(const char *, fake_cuda_violation, (uint64_t i), i < NR_VIOLATIONS ? fk.violations[i] : "")
 GETTER(int64_t, fake_cuda_live, (const char *what), live(what))

@@ -83,6 +83,8 @@ struct fault {
 	int sticky, code;
 };
 
+#define NR_COUNTS 64
+
 struct count {
 	char name[48];
 	uint64_t nr;
@@ -119,7 +121,7 @@ extern struct fake__state {
 	int fail_copy_code;
 
 	/* what they look at */
-	struct count counts[64];
+	struct count counts[NR_COUNTS]; /* of a name each; those stay */
 	uint64_t nr_calls, nr_syncs, nr_hits, nr_copies, bytes_copied;
 	uint64_t nr_not_ready[NR_DEVICES]; /* queries that said so, with no other call in between */
 	bool never_settles;
@@ -138,6 +140,11 @@ void fake__spend(uint64_t ns);
 uint64_t fake__random(void);
 /* The host's memory behind an address of a device; NULL, and a violation, for any other. */
 const char *fake__memory_of(CUdeviceptr ptr);
+/* The calls of the calling thread, since it began. */
+extern __thread struct fake__here {
+	uint64_t nr_calls, counts[NR_COUNTS]; /* at the places that names have in fk.counts */
+} fake__here;
+
 int fake__current_device(void);
 bool fake__loses_context(int code);
 void fake__check_holder(const char *call);

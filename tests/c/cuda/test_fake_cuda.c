@@ -443,6 +443,33 @@ static void calls_take_their_time(void)
 	end(NULL);
 }
 
+static void *asks_elsewhere(void *unused)
+{
+	int count;
+
+	CHECK_EQ(fake.fake_cuda_calls_here("*"), 0);
+	CHECK_EQ(cu.device_count(&count), 0);
+	CHECK_EQ(fake.fake_cuda_calls_here("cuDeviceGetCount"), 1);
+	return unused;
+}
+
+static void calls_are_counted_by_thread_as_well(void)
+{
+	pthread_t other;
+	uint64_t all, here;
+
+	begin();
+	all = fake.fake_cuda_calls("*");
+	here = fake.fake_cuda_calls_here("*");
+	CHECK_EQ(pthread_create(&other, NULL, asks_elsewhere, NULL), 0);
+	CHECK_EQ(pthread_join(other, NULL), 0);
+	CHECK_EQ(fake.fake_cuda_calls("*") - all, 1);
+	CHECK_EQ(fake.fake_cuda_calls_here("*") - here, 0);
+	CHECK_EQ(cu.stream_query(lane), 0);
+	CHECK_EQ(fake.fake_cuda_calls_here("*") - here, 1);
+	end(NULL);
+}
+
 static void a_call_that_waits_is_counted(void)
 {
 	begin();
@@ -471,6 +498,7 @@ int main(void)
 	RUN(rows_are_copied_by_their_pitch);
 	RUN(an_event_belongs_to_its_device);
 	RUN(calls_take_their_time);
+	RUN(calls_are_counted_by_thread_as_well);
 	RUN(a_call_that_waits_is_counted);
 	return check_done();
 }

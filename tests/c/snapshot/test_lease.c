@@ -182,6 +182,24 @@ static void items_go_into_runs_that_lie_apart(void)
 	sfr__pool_free(pool);
 }
 
+/* Who maps it maps whole pages, and may read to the last block's end. */
+static void what_others_map_has_all_of_its_last_block(void)
+{
+	const uint64_t lens[1] = { 4 * MIB + 1 };
+
+	for (int whole = 0; whole < 2; whole++) {
+		struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
+		struct sfr__lease lease;
+		char *addr;
+
+		CHECK_EQ(sfr__pool_place(pool, lens, 1, whole, 0, 0, &addr, &lease), 0);
+		CHECK((stats(pool).committed_bytes == 8 * MIB) == (whole != 0));
+		CHECK(!whole || all_resident(addr, 8 * MIB));
+		sfr__pool_unplace(pool, &lease);
+		sfr__pool_free(pool);
+	}
+}
+
 static void memory_that_is_there_is_used_first(void)
 {
 	struct sfr__pool *pool = make(64 * MIB, 4 * MIB);
@@ -414,6 +432,7 @@ int main(void)
 	RUN(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once);
 	RUN(a_run_waits_for_blocks_of_saves);
 	RUN(items_go_into_runs_that_lie_apart);
+	RUN(what_others_map_has_all_of_its_last_block);
 	RUN(memory_that_is_there_is_used_first);
 	RUN(a_system_without_memory_is_said_so);
 	RUN(memory_of_a_run_is_made_by_as_many_threads_as_there_are);

@@ -33,9 +33,14 @@ def test_an_engine_that_is_none_is_named(tmp_path: Path, engine: object, words: 
 
 
 def test_an_engine_that_cannot_be_made_is_told_of_shared_memory_only_where_it_has_some() -> None:
-    with fault("madvise", err=errno.EAGAIN), pytest.raises(OSError) as refused:
+    with fault("madvise", err=errno.EACCES), pytest.raises(OSError) as refused:
         stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
-    assert refused.value.errno == errno.EAGAIN and "shared" not in str(refused.value)
+    assert refused.value.errno == errno.EACCES and "shared" not in str(refused.value)
+
+
+def test_a_mapping_that_the_kernel_has_no_memory_for_is_not_taken_for_a_thread() -> None:
+    with fault("madvise", err=errno.EAGAIN), pytest.raises(MemoryError):
+        stillframe.Engine(pool_bytes="64KiB", block_bytes="64KiB")
 
 
 def test_swapped_arguments_are_noticed() -> None:

@@ -1,0 +1,179 @@
+"""What `stillframe.dcp.save` and `async_save` are asked for, and what they refuse."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as stock
+from fix_dcp import Trained, copied, equal, eventually, loaded
+from fix_entries import Recorded
+from stillframe import dcp
+from stillframe.testing import held, slow
+
+
+def async_save(*given: Any, **options: Any) -> Any:
+    response = dcp.async_save(*given, no_dist=True, **options)
+    response.upload_completion.result()
+    return response.report
+
+
+def save(*given: Any, **options: Any) -> Any:
+    return dcp.save(*given, no_dist=True, **options)
+
+
+both = pytest.mark.parametrize("call", [async_save, save])
+Call = Callable[..., Any]
+
+
+class Halved(stock.DefaultSavePlanner):
+    def transform_object(self, item: Any, value: Any) -> Any:
+        return super().transform_object(item, value / 2)
+
+
+@both
+def test_what_need_not_be_durable_is_not_synced(
+    call: Call, tmp_path: Path, monkeypatch: Any
+) -> None:
+    recorded = Recorded(tmp_path)
+    with recorded(monkeypatch):
+        call({"w": torch.ones(5)}, tmp_path / "a", durable=False)
+    assert recorded.synced() == []
+    with recorded(monkeypatch):
+        call({"w": torch.ones(5)}, tmp_path / "b")
+    assert recorded.synced() != []
+
+
+@both
+def test_a_users_planner_plans(call: Call, tmp_path: Path) -> None:
+    call({"w": torch.ones(5)}, tmp_path, planner=Halved())
+    assert loaded({"w": torch.ones(5)}, tmp_path)["w"].tolist() == [0.5] * 5
+
+
+@both
+def test_a_users_engine_copies_and_writes(call: Call, tmp_path: Path) -> None:
+    with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB") as engine:
+        call({"w": torch.ones(5)}, tmp_path, engine=engine)
+        assert engine.stats()["saves_total"] == 1
+        assert engine.stats()["committed_bytes"] > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_what_may_overlap_is_copied_behind_the_call(overlap: bool, tmp_path: Path) -> None:
+    trained = Trained()
+    report = async_save(trained.state(), tmp_path, overlap=overlap)
+    assert (report.deferred_nbytes > 0) == overlap
+    assert save(trained.state(), tmp_path).deferred_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "error", "says"),
+    [
+        ([1], {}, TypeError, "state_dict has to be a dict, not list"),
+        ({"a": 1}, {"when_busy": "skip"}, ValueError, "'wait' or 'raise', not 'skip'"),
+        ({"a": 1}, {"engine": "e"}, TypeError, r"stillframe\.Engine"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_costs_no_later_save(
+    state: Any, options: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        async_save(state, tmp_path / "c", **options)
+    assert not (tmp_path / "c").exists()
+    save({"a": 1}, tmp_path / "c")
+
+
+def test_a_group_without_the_cpu_is_refused(
+    tmp_path: Path, one_rank: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cuda:nccl")
+    with pytest.raises(ValueError, match="none of them for the CPU"):
+        dcp.async_save({"a": 1}, tmp_path / "c", process_group=dist.group.WORLD)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_report_says_what_a_save_did_and_cost(tmp_path: Path) -> None:
+    trained = Trained()
+    with (
+        stillframe.Engine(pool_bytes="32MiB", block_bytes="1MiB") as engine,
+        slow("lane_copy", 0.002),
+    ):
+        calls = [
+            dcp.async_save(trained.state(), tmp_path / "c", no_dist=True, engine=engine)
+            for _ in range(2)
+        ]
+        for call in calls:
+            call.upload_completion.result()
+    reports = [call.report for call in calls]
+    for report in reports:
+        assert report.path == str(tmp_path / "c")
+        assert report.num_tensors == 8 + 3 * 8
+        assert 0 < report.captured_nbytes < report.deferred_nbytes < report.nbytes
+        assert report.peak_pool_bytes > report.captured_nbytes + report.deferred_nbytes
+        assert 0 < report.backpressure_s < report.blocked_s
+        assert report.blocked_s < report.staged_after_s < report.durable_after_s
+
+
+def test_a_state_of_nothing_is_saved(tmp_path: Path) -> None:
+    report = save({}, tmp_path)
+    assert (report.num_tensors, report.nbytes, report.io_mode) == (0, 0, "buffered")
+    loaded({}, tmp_path)
+
+
+def test_a_remote_checkpoint_is_copied_before_it_is_written() -> None:
+    trained = Trained()
+    for number in range(2):
+        wanted = copied(trained.state())
+        with held("lane_copy"):
+            call = dcp.async_save(trained.state(), f"memory://calls/{number}", no_dist=True)
+            assert not eventually(call.upload_completion.done, 0.1)
+        trained.step()
+        call.upload_completion.result()
+        assert call.report.io_mode == "fsspec" and call.report.nbytes > 0
+        found = loaded(wanted, f"memory://calls/{number}")
+        assert equal(found, wanted)
+
+
+def test_a_remote_checkpoint_is_planned_by_a_users_planner() -> None:
+    save({"w": torch.ones(5)}, "memory://calls/planned", planner=Halved())
+    found = loaded({"w": torch.ones(5)}, "memory://calls/planned")
+    assert found["w"].tolist() == [0.5] * 5
+
+
+class Counting:
+    """Says its state where it is asked, as a `Stateful` of DCP."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": torch.tensor(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+@both
+def test_what_has_a_state_dict_is_asked_for_it(call: Call, tmp_path: Path) -> None:
+    call({"counting": Counting(3.0)}, tmp_path)
+    found = Counting(0.0)
+    stock.load({"counting": found}, checkpoint_id=tmp_path, no_dist=True)
+    assert found.value == 3.0
+
+
+def test_a_forked_child_saves_by_itself(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path / "parent")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            save({"w": torch.ones(3)}, tmp_path / "child")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert loaded({"w": torch.zeros(3)}, tmp_path / "child")["w"].tolist() == [1.0] * 3

@@ -1,0 +1,193 @@
+"""What `stillframe verify` and `Reader` say of a checkpoint's items: every kind of damage."""
+
+import errno
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fix_checkpoints import open_descriptors, saving
+from fix_dcp import equal, loaded
+from stillframe._dcp import check
+from stillframe._dcp.check import wrong_in_item
+from stillframe._shell import contents
+from stillframe.dcp import Reader
+from stillframe.errors import CorruptCheckpointError
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+VALUES = list(range(5))
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_is_left() -> Iterator[None]:
+    before = open_descriptors()
+    yield
+    assert open_descriptors() == before
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> Iterator[Callable[[bytes], str | None]]:
+    """What is wrong with an item that stands between others."""
+    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+
+    def look(item: bytes) -> str | None:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"before" + item + b"behind", 0)
+        return wrong_in_item(fd, len(b"before"), len(item))
+
+    yield look
+    os.close(fd)
+
+
+def archive(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def packed(*records: tuple[str, bytes], **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", **options) as file:
+        for name, data in records:
+            file.writestr(name, data)
+    return buffer.getvalue()
+
+
+def test_an_item_that_is_not_called_damaged_loads_as_it_was_saved(wrong):
+    whole = archive(torch.tensor(VALUES))
+    assert wrong(whole) is None
+    said = 0
+    for place, bit in ((place, bit) for place in range(len(whole)) for bit in (0, 4, 7)):
+        item = bytearray(whole)
+        item[place] ^= 1 << bit
+        if wrong(bytes(item)) is None:
+            assert torch.load(io.BytesIO(item), weights_only=True).tolist() == VALUES, place
+        else:
+            said += 1
+    assert said > len(whole)
+
+
+def test_what_was_saved_without_crcs_is_whole(wrong):
+    with saving(compute_crc32=False):
+        assert wrong(archive(torch.tensor(VALUES))) is None
+
+
+def test_a_record_that_is_packed_or_longer_than_its_item_is_told(wrong):
+    data = bytes(1000)
+    deflated = packed(("a/data.pkl", data), compression=zipfile.ZIP_DEFLATED)
+    assert wrong(deflated) == "a/data.pkl: its bytes are not where they should be"
+    stored = bytearray(packed(("a/data.pkl", data)))
+    directory = stored.index(b"PK\1\2")
+    stored[directory + 16 : directory + 28] = b"\0\0\0\0" + 2 * (2000).to_bytes(4, "little")
+    assert wrong(bytes(stored)) == "a/data.pkl: its bytes are not where they should be"
+
+
+def test_a_record_of_several_pieces_is_compared_to_its_last_byte(wrong, monkeypatch):
+    monkeypatch.setattr(check, "_PIECE", 64)
+    item = bytearray(archive(torch.arange(100)))
+    assert wrong(bytes(item)) is None
+    for number in (0, 50, 99):
+        place = item.index(torch.arange(100).numpy().tobytes()) + number * 8
+        item[place] ^= 1
+        assert wrong(bytes(item)) == "archive/data/0: its bytes do not match their CRC"
+        item[place] ^= 1
+
+
+class Turned(StreamTransformExtension):
+    """Turns every bit round."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.turned"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "Turned":
+        return Turned()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        class Writer(io.RawIOBase):
+            def write(self, data: Any) -> int:
+                return output.write(bytes(each ^ 255 for each in bytes(data)))
+
+        return Writer()  # type: ignore[return-value]
+
+    def transform_from(self, data: IO[bytes]) -> IO[bytes]:
+        return io.BytesIO(bytes(each ^ 255 for each in data.read()))
+
+
+def test_items_that_only_an_extension_can_read_are_counted_and_left_to_it(tmp_path):
+    state = {"a": torch.tensor(VALUES), "b": torch.zeros(3)}
+    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Turned()])
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    found = check.check(os.fspath(tmp_path), contents.read)
+    assert (found.nr_items, found.nr_unchecked, found.bad) == (2, 2, [])
+    reader = Reader(tmp_path)
+    reader.transforms.extension_registry.register(Turned)
+    assert equal(loaded(state, tmp_path, storage_reader=reader), state)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    dcp.save({"a": torch.tensor(VALUES), "b": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
+    return tmp_path
+
+
+def bad(directory: Path) -> list[tuple[str, str]]:
+    found = check.check(os.fspath(directory), contents.read)
+    assert (found.nr_items, found.nr_unchecked) == (2, 0)
+    return found.bad
+
+
+def test_a_file_that_cannot_be_opened_or_read_is_told_with_what_it_holds(saved, monkeypatch):
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(check, "_wrong_in_record", failing)
+        assert bad(saved) == [
+            ("__0_0.distcp", "Input/output error: it holds a from (0,) and 1 more")
+        ]
+    (saved / "__0_0.distcp").unlink()
+    (saved / "__0_0.distcp").symlink_to("__0_0.distcp")
+    says = f"{os.strerror(errno.ELOOP)}: it holds a from (0,) and 1 more"
+    assert bad(saved) == [("__0_0.distcp", says)]
+
+
+@pytest.mark.parametrize("damage", ["no records", "a place that is none", "nothing", "a number"])
+def test_metadata_that_makes_no_sense_is_damaged(saved, damage):
+    metadata = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("__0_0.distcp", 0, 9)})
+    if damage == "no records":
+        del metadata.storage_data
+    elif damage == "a place that is none":
+        metadata.storage_data[MetadataIndex("a")].offset = "here"
+    data = {"nothing": b".", "a number": pickle.dumps(3)}.get(damage) or pickle.dumps(metadata)
+    (saved / ".metadata").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="metadata cannot be read"):
+        check.check(os.fspath(saved), contents.read)
+
+
+def test_a_part_of_a_tensor_is_named_by_where_it_begins(saved):
+    index = MetadataIndex("w", torch.Size([4, 0]), 1)
+    metadata = Metadata({}, storage_data={index: _StorageInfo("gone.distcp", 0, 9)})
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = check.check(os.fspath(saved), contents.read)
+    assert found.bad == [("gone.distcp", "the file is missing: it holds w from (4, 0)")]
+
+
+def test_a_reader_that_finds_damage_leaves_no_file_open(saved):
+    (data,) = saved.glob("*.distcp")
+    data.write_bytes(data.read_bytes().replace(b"PK\3\4", b"PK\3\5"))
+    with pytest.raises(CheckpointException, match="its header is missing"):
+        loaded({"a": torch.tensor(VALUES)}, saved, storage_reader=Reader(saved))
