@@ -3,6 +3,9 @@ what ranks tell each other."""
 
 import datetime
 import io
+import pickle
+import sys
+import traceback
 import weakref
 from typing import Any
 
@@ -14,7 +17,7 @@ from stillframe._dcp import commit
 from stillframe._dcp.files import RankFiles, buckets
 from stillframe._dcp.groups import Groups
 from stillframe._dcp.image import DataFile, Item
-from stillframe._dcp.ranks import Ranks
+from stillframe._dcp.ranks import Ranks, _to_send
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
@@ -140,6 +143,27 @@ def test_more_words_than_a_rank_has_room_for_are_refused():
     assert ranks.words(1, 2, 3, 4, 5, 6, 7) == [[1, 2, 3, 4, 5, 6, 7]]
     with pytest.raises(ValueError, match="room for 7"):  # else they would be another rank's
         ranks.words(1, 2, 3, 4, 5, 6, 7, 8)
+
+
+class _Frame(traceback.FrameSummary):
+    """As Python 3.13's: it holds its code, which no pickle takes."""
+
+    __slots__ = ("_code",)
+
+
+def test_an_error_goes_round_whose_frames_hold_their_code(monkeypatch):
+    def extracted(_):
+        frame = _Frame("a.py", 1, "f")
+        frame._code = extracted.__code__
+        return traceback.StackSummary.from_list([frame])
+
+    if sys.version_info < (3, 13):
+        monkeypatch.setattr(traceback, "extract_tb", extracted)
+    try:
+        raise OSError("full")
+    except OSError as error:
+        sent, frames = pickle.loads(pickle.dumps(_to_send(error)))
+    assert str(sent) == "full" and len(frames) == 1
 
 
 def test_ranks_ask_each_other_whether_they_are_busy_within_the_timeout_of_their_group(

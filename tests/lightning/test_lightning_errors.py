@@ -263,3 +263,15 @@ def test_rotation_after_saves_that_were_refused_keeps_the_last_good_one(lit, tmp
     plugin = lit.AsyncCheckpointIO(max_in_flight=1, when_busy="raise", on_error="warn")
     fit(lit, tmp_path, {2: save_well(good), 3: rotate}, plugin)
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["b.ckpt", "d.ckpt"]
+
+
+def test_of_saves_that_fail_at_the_end_each_is_warned_of(pkg, tmp_path):
+    plugin = pkg.AsyncCheckpointIO(on_error="warn")
+    with fault("rename", sticky=True), pytest.warns(UserWarning) as caught:
+        with held("fdatasync"):  # neither has failed when the other is called
+            for name in ("a", "b"):
+                plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / f"{name}.ckpt")
+        plugin.teardown()
+    told = [str(each.message) for each in caught]
+    assert len(told) == 2 and "a.ckpt" in told[0] and "b.ckpt" in told[1]
+    stillframe.save({}, tmp_path / "good.pt")  # or the next remove of the process would not be made

@@ -127,8 +127,7 @@ static int is_deferred(struct sfr_py_observer *self, const struct sfr_py_watch *
 		self->wanted = 1; /* resized, or moved to shared memory */
 		return 0;
 	}
-	/* Small ones on a device are captured whoever owns them, as small ones of the host are. */
-	return row->device == 0 || watch->nbytes > SFR_PY_DEVICE_MIN_NBYTES;
+	return 1;
 }
 
 static int defer_all(struct sfr_py_observer *self, const struct sfr_py_marks *marks)

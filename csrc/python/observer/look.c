@@ -116,8 +116,8 @@ static void prefetch(const struct sfr_py_observer *self, uint32_t number)
 	}
 }
 
-/* 1: every tensor over the storage lives and still has this memory; 0: not so. Only then may the
- * bytes be read. That it is still the same storage is looked at where it matters, in defer(): what
+/* 1: every tensor over the storage lives and still has this memory; 0: not so, or torch does not say.
+ * Only then may the bytes be read. That it is still the same storage is looked at where it matters, in defer(): what
  * is learned of a storage that is gone is never used. No exception is left set. */
 static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watch *watch)
 {
@@ -127,23 +127,21 @@ static int watch_is_whole(const struct sfr_py_table *t, const struct sfr_py_watc
 	for (i = watch->first_claim; i != SFR_PY_NONE; i = t->claims[i].next) {
 		PyObject *tensor = sfr_py_referent(t->claims[i].ref), *storage;
 		uint64_t addr = 0, nbytes = 0;
+		int told;
 
 		if (!tensor || tensor == Py_None)
 			return 0;
 		Py_INCREF(tensor);
 		storage = sfr_py_storage_of(tensor);
-		if (storage) {
-			(void)sfr_py_read_u64(&torch->data_ptr, storage, &addr);
-			(void)sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
-			Py_DECREF(storage);
-		} else {
-			PyErr_Clear();
-		}
+		told = storage && !sfr_py_read_u64(&torch->data_ptr, storage, &addr) &&
+		       !sfr_py_read_u64(&torch->nbytes, storage, &nbytes);
+		PyErr_Clear();
+		Py_XDECREF(storage);
 		Py_DECREF(tensor);
-		if (addr != watch->addr || nbytes != watch->nbytes)
+		if (!told || addr != watch->addr || nbytes != watch->nbytes)
 			return 0;
 	}
-	return watch->nr_claims > 0;
+	return 1;
 }
 
 /* Reads the version of each tensor over the storage: into the claims, or (`compare`) against
@@ -157,13 +155,13 @@ static int watch_versions(struct sfr_py_table *t, const struct sfr_py_watch *wat
 		uint64_t version = 0;
 		int failed;
 
-		if (!tensor || tensor == Py_None)
+		if (!tensor)
 			return 0;
 		Py_INCREF(tensor);
 		failed = sfr_py_version_of(tensor, &version);
 		Py_DECREF(tensor);
 		if (failed) {
-			PyErr_Clear(); /* an inference tensor counts none */
+			PyErr_Clear(); /* an inference tensor counts none, nor does one that is gone */
 			return 0;
 		}
 		if (compare && version != t->claims[i].version)
@@ -294,6 +292,6 @@ void sfr_py_observer_compare(struct sfr_py_observer *self)
 			break;
 	}
 	stretch_end(&stretch, &self->credit_ns);
-	self->cursor = n < self->nr_armed ? self->armed[n] : self->armed[n - 1] + 1;
+	self->cursor = self->armed[n - 1] + 1; /* the next undecided one is behind it */
 	self->nr_armed = 0;
 }

@@ -79,18 +79,14 @@ int sfr_py_torch_init(void)
 	if (t->ready)
 		return 0;
 	torch = PyImport_ImportModule("torch");
-	nn = PyImport_ImportModule("torch.nn");
-	binding = PyImport_ImportModule("torch._C");
-	if (!torch || !nn || !binding)
-		goto out;
-	tensor = PyObject_GetAttrString(torch, "Tensor");
-	parameter = PyObject_GetAttrString(nn, "Parameter");
-	storage = PyObject_GetAttrString(torch, "UntypedStorage");
-	tensor_base = PyObject_GetAttrString(binding, "TensorBase");
-	storage_base = PyObject_GetAttrString(binding, "StorageBase");
-	if (!tensor || !parameter || !storage || !tensor_base || !storage_base)
-		goto out;
-	free_weak = PyObject_GetAttrString(storage, "_free_weak_ref");
+	nn = torch ? PyImport_ImportModule("torch.nn") : NULL;
+	binding = nn ? PyImport_ImportModule("torch._C") : NULL;
+	tensor = binding ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+	parameter = tensor ? PyObject_GetAttrString(nn, "Parameter") : NULL;
+	storage = parameter ? PyObject_GetAttrString(torch, "UntypedStorage") : NULL;
+	tensor_base = storage ? PyObject_GetAttrString(binding, "TensorBase") : NULL;
+	storage_base = tensor_base ? PyObject_GetAttrString(binding, "StorageBase") : NULL;
+	free_weak = storage_base ? PyObject_GetAttrString(storage, "_free_weak_ref") : NULL;
 	if (!free_weak || !PyType_Check(tensor) || !PyType_Check(parameter) ||
 	    !PyType_Check(tensor_base) || !PyType_Check(storage_base))
 		goto out;

@@ -355,16 +355,16 @@ class Checkpoints:
         if quiet:
             work.log_errors()
             return
+        if self._options.on_error == "warn":
+            while (each := work.next_error()) is not None:
+                warn(each)
         error = work.take_error()
-        if error is not None and self._warns(error):
-            self._tell(error, quiet)
-            error = None
         if self.trainers.is_set_up(trainer) and ranks.several(trainer):
             error, _ = ranks.agree(trainer.strategy, error)
         if error is not None:
             raise error
 
-    def _warns(self, error: BaseException, of_save: bool = True) -> bool:
+    def _warns(self, error: BaseException, of_save: bool) -> bool:
         """Whether it is warned of; not a mistake in how a save was asked for."""
         return self._options.on_error == "warn" and (of_save or is_failure(error))
 

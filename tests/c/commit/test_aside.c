@@ -61,6 +61,14 @@ static void until_somebody_hangs(void)
 	(void)pthread_mutex_unlock(&door.mu);
 }
 
+static void until_so_many_hang(unsigned nr)
+{
+	(void)pthread_mutex_lock(&door.mu);
+	while (door.nr_before < nr)
+		(void)pthread_cond_wait(&door.cv, &door.mu);
+	(void)pthread_mutex_unlock(&door.mu);
+}
+
 static bool is_called(const char *path, const char *name)
 {
 	const char *slash = strrchr(path, '/');
@@ -530,6 +538,27 @@ static void one_file_system_alone_has_one_thread(void)
 	drain();
 }
 
+/* One thread for each file system that hangs, up to four: what comes then waits its turn. */
+static void no_more_than_four_threads_hang(void)
+{
+	static const char *const places[] = { "0", "1", "2", "3", "4", "5" };
+	struct sfr_ticket *hung[6];
+
+	set_door(true, false);
+	for (int i = 0; i < 6; i++) {
+		(void)mkdir(dir_path(dir, places[i]), 0777);
+		hung[i] = submit_in(dir_path(dir, places[i]), "hung", 80 + (uint64_t)i, &one);
+	}
+	until_so_many_hang(4);
+	is_held_up(hung[5]);
+	CHECK_EQ(nr_log_threads(), 4);
+	set_door(false, false);
+	for (int i = 0; i < 6; i++)
+		ends_well(hung[i]);
+	drain();
+	(void)nr_told("");
+}
+
 static void the_log_stops_with_all_its_threads(void)
 {
 	struct sfr_ticket *hung;
@@ -602,6 +631,7 @@ int main(void)
 	RUN(a_remove_waits_for_every_save_before_it);
 	RUN(a_load_of_what_went_past_is_opened_though_the_head_hangs);
 	RUN(one_file_system_alone_has_one_thread);
+	RUN(no_more_than_four_threads_hang);
 	RUN(the_log_stops_with_all_its_threads);
 	RUN(every_thread_is_joined_in_the_end);
 	sfr_sys = real;

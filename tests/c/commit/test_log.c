@@ -352,6 +352,50 @@ static void the_log_does_not_stop_between_a_saves_admission_and_its_launch(void)
 	CHECK_EQ(saving_look(dir, "next"), 1);
 }
 
+/* Else it would wait for as long as the log is patient with a file system. */
+static void the_log_stops_once_an_admitted_save_is_given_up(void)
+{
+	struct sfr_ticket *t = NULL;
+	pthread_t stopper;
+
+	sfr_log_tune(SFR_FOREVER);
+	CHECK_EQ(saving_new(engine, dir, "given up", &one, SFR_SAVE_DURABLE, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(pthread_create(&stopper, NULL, stop_the_log, NULL), 0);
+	(void)usleep(50000); /* it waits for the save */
+	sfr_save_abandon(t);
+	CHECK_EQ(pthread_join(stopper, NULL), 0);
+	sfr_log_tune(0);
+	finish(t);
+	finish(submit("next", &one));
+}
+
+static void *take_a_turn(void *number)
+{
+	int after_good;
+
+	CHECK_EQ(sfr_log_work_next(SFR_FOREVER, number, &after_good), 0);
+	return NULL;
+}
+
+static void who_waits_for_work_takes_what_is_alone_in_the_log(void)
+{
+	struct sfr_log_work *work;
+	uint64_t number = 0;
+	pthread_t taker;
+
+	drain(); /* nothing in front whose end would wake it */
+	CHECK_EQ(pthread_create(&taker, NULL, take_a_turn, &number), 0);
+	(void)usleep(50000); /* it waits */
+	CHECK_EQ(sfr_log_work_new("/alone", SFR_WORK_SAVE, &work), 0);
+	CHECK_EQ(sfr_log_work_append(work), 0);
+	CHECK_EQ(pthread_join(taker, NULL), 0);
+	CHECK(number != 0);
+	sfr_log_work_end(work, 1);
+	sfr_log_work_put(work);
+	drain();
+}
+
 int main(void)
 {
 	dir = saving_dir();
@@ -372,6 +416,8 @@ int main(void)
 	RUN(after_a_fork_the_child_is_refused_and_the_parent_goes_on);
 	RUN(running_out_of_memory_is_an_error_and_loses_nothing);
 	RUN(the_log_does_not_stop_between_a_saves_admission_and_its_launch);
+	RUN(the_log_stops_once_an_admitted_save_is_given_up);
+	RUN(who_waits_for_work_takes_what_is_alone_in_the_log);
 	saving_end(engine);
 	saving_rmdir(dir);
 	return check_done();

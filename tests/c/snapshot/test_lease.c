@@ -107,6 +107,26 @@ static void a_save_that_begins_while_a_run_waits_has_its_spare_block(void)
 	sfr__pool_free(client.pool);
 }
 
+static void who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once(void)
+{
+	struct run_client client = { .pool = make(4 * MIB, MIB), .len = 4 * MIB };
+	const uint64_t lens[1] = { 4 * MIB };
+	struct sfr__lease lease;
+	pthread_t thread;
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(client.pool, lens, 1, false, 0, 0, &addr, &lease), 0);
+	sfr__pool_hold(client.pool, &lease, false); /* it comes back by itself */
+	CHECK_EQ(pthread_create(&thread, NULL, wait_for_a_run, &client), 0);
+	while (stats(client.pool).nr_waiters == 0)
+		(void)usleep(200);
+	sfr__pool_hold(client.pool, &lease, true);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	CHECK_EQ(client.rc, SFR_EEXHAUSTED);
+	sfr__pool_unplace(client.pool, &lease);
+	sfr__pool_free(client.pool);
+}
+
 static void a_run_waits_for_blocks_of_saves(void)
 {
 	struct sfr__pool *pool = make(4 * MIB, MIB);
@@ -160,6 +180,24 @@ static void items_go_into_runs_that_lie_apart(void)
 	sfr__pool_put(pool, blocks[1]);
 	CHECK_EQ(stats(pool).leased_bytes, 0);
 	sfr__pool_free(pool);
+}
+
+/* Who maps it maps whole pages, and may read to the last block's end. */
+static void what_others_map_has_all_of_its_last_block(void)
+{
+	const uint64_t lens[1] = { 4 * MIB + 1 };
+
+	for (int whole = 0; whole < 2; whole++) {
+		struct sfr__pool *pool = make(8 * MIB, 4 * MIB);
+		struct sfr__lease lease;
+		char *addr;
+
+		CHECK_EQ(sfr__pool_place(pool, lens, 1, whole, 0, 0, &addr, &lease), 0);
+		CHECK((stats(pool).committed_bytes == 8 * MIB) == (whole != 0));
+		CHECK(!whole || all_resident(addr, 8 * MIB));
+		sfr__pool_unplace(pool, &lease);
+		sfr__pool_free(pool);
+	}
 }
 
 static void memory_that_is_there_is_used_first(void)
@@ -391,8 +429,10 @@ int main(void)
 	RUN(a_block_is_refused_when_runs_hold_all_of_them);
 	RUN(a_spare_block_is_left_to_saves);
 	RUN(a_save_that_begins_while_a_run_waits_has_its_spare_block);
+	RUN(who_waits_for_memory_that_somebody_keeps_after_all_is_refused_at_once);
 	RUN(a_run_waits_for_blocks_of_saves);
 	RUN(items_go_into_runs_that_lie_apart);
+	RUN(what_others_map_has_all_of_its_last_block);
 	RUN(memory_that_is_there_is_used_first);
 	RUN(a_system_without_memory_is_said_so);
 	RUN(memory_of_a_run_is_made_by_as_many_threads_as_there_are);

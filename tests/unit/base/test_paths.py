@@ -35,7 +35,15 @@ SEEN = [
     *("to-link", "fifo", "dir/\udcff.pt", "to-dir/../file.pt", ".", "..", "dir/.", "/", "//", "/x"),
     *("dir/inner/../../file.pt", "x" * 255),
 ]
-NOT_SEEN = ["no/new.pt", "file.pt/new.pt", "round/new.pt", "x" * 256, "no/", "y/" * 3000 + "new.pt"]
+NOT_SEEN = [
+    "no/new.pt",
+    "file.pt/new.pt",
+    "round/new.pt",
+    "x" * 256,
+    "x" * 3000,
+    "no/",
+    "y/" * 3000 + "new.pt",
+]
 LINKS = ["dangling", "round"]
 
 
@@ -62,6 +70,10 @@ def test_a_look_says_what_pythons_functions_say(
 @pytest.mark.parametrize("name", NOT_SEEN)
 def test_what_cannot_be_seen_is_looked_at_closer(tree: Path, name: str, follow_link: bool) -> None:
     assert _core.look(os.fsencode(name), follow_link) is None
+
+
+def test_a_path_longer_than_any_is_looked_at_closer() -> None:
+    assert _core.look(b"y/" * 50_000 + b"new.pt", False) is None
 
 
 @pytest.mark.parametrize("call", ["lstat", "realpath"])

@@ -417,6 +417,19 @@ def test_names_that_are_no_utf8_work(tmp_path: Path) -> None:
     assert torch.equal(stillframe.load(name)["w"], STATE["w"])
 
 
+def test_what_is_said_of_a_name_that_is_no_utf8_is_read_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stillframe.save(STATE, os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.pt"))
+    with fault("rename"), caplog.at_level(logging.WARNING, "stillframe"):
+        handle = stillframe.async_save(STATE, tmp_path / "new.pt")
+        stillframe.remove(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.pt"))
+        assert isinstance(handle.exception(), stillframe.SaveError)
+        stillframe.wait_all()
+        while "a\N{REPLACEMENT CHARACTER}.pt was not removed" not in caplog.text:
+            time.sleep(0.01)
+
+
 def test_a_load_sees_the_save_before_it(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     with slow("fdatasync", 0.1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import engine, flat, identity, state_of, step, trained
+from stillframe._tree import walk
 
 __all__ = ["engine"]  # a fixture
 
@@ -439,3 +441,17 @@ def test_strides_that_do_not_matter_are_kept_all_the_same(
     twin = stillframe.snapshot([source], engine=engine).tree[0]
     assert twin.stride() == stride
     assert twin.equal(source)
+
+
+def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors() -> None:
+    class Root(list[Any]):
+        pass
+
+    tensor = torch.ones(3)
+    root = Root([tensor, {"a": tensor[1:]}])
+    tree = walk.Tree(root)
+    refs = [weakref.ref(root), weakref.ref(tensor)]
+    del root, tensor
+    tree.forget()
+    assert [ref() for ref in refs] == [None, None]
+    assert len(tree.storages) == 1

@@ -1,0 +1,87 @@
+/* glance.c: looks at a device's memory between steps, over the fake driver. */
+#include "sfr/glance.h"
+
+#include "cuda/fake.h"
+
+enum { NR = 100, NBYTES = 4096 };
+
+static _Alignas(4096) char memory[NR * NBYTES]; /* of the device, to the fake driver */
+static struct sfr_glance_at at[NR];
+static uint64_t stream;
+
+/* A glance, and a stream of the caller's. */
+static struct sfr_glance *begin_glance(void)
+{
+	struct sfr_glance *look = NULL;
+
+	fake.fake_cuda_reset(); /* the eye stays, for as long as the process */
+	for (int i = 0; i < NR; i++)
+		at[i] = (struct sfr_glance_at){
+			((uintptr_t)memory | FAKE_CUDA_DEVICE) + (uint64_t)i * NBYTES, NBYTES
+		};
+	stream = (uint64_t)(uintptr_t)fake.fake_cuda_stream(0);
+	CHECK_EQ(sfr_glance_new(0, &look), 0);
+	return look;
+}
+
+static void until_landed(struct sfr_glance *look)
+{
+	int rc;
+
+	while ((rc = sfr_glance_landed(look)) == 0)
+		(void)usleep(1000);
+	CHECK_EQ(rc, 1);
+}
+
+static void what_has_changed_between_two_looks_is_seen(void)
+{
+	struct sfr_glance *look = begin_glance();
+
+	CHECK_EQ(sfr_glance_take(look, stream, at, 3, 0), 0);
+	until_landed(look);
+	memory[NBYTES + NBYTES - 1] ^= 1;
+	CHECK_EQ(sfr_glance_take(look, stream, at, 3, 1), 0);
+	until_landed(look);
+	CHECK_EQ(sfr_glance_same(look, 0), 1);
+	CHECK_EQ(sfr_glance_same(look, 1), 0);
+	CHECK_EQ(sfr_glance_same(look, 2), 1);
+	sfr_glance_free(look);
+	fake_check();
+}
+
+static void *looks_twice(void *glance)
+{
+	struct sfr_glance *look = glance;
+
+	CHECK_EQ(sfr_glance_take(look, stream, at, 1, 0), 0);
+	CHECK_EQ(sfr_glance_take(look, stream, at, NR, 0), SFR_EBUSY);
+	CHECK_EQ(sfr_glance_landed(look), 0);
+	return NULL;
+}
+
+/* The next one may need more memory, and copies are on their way into what there is. */
+static void a_look_that_has_not_landed_is_not_begun_anew(void)
+{
+	struct sfr_glance *look = begin_glance();
+	pthread_t thread;
+
+	fake.fake_cuda_hold(1);
+	CHECK_EQ(pthread_create(&thread, NULL, looks_twice, look), 0); /* who holds must not ask */
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+	fake.fake_cuda_hold(0);
+	until_landed(look);
+	CHECK_EQ(sfr_glance_take(look, stream, at, NR, 0), 0);
+	until_landed(look);
+	sfr_glance_free(look);
+	fake_check();
+}
+
+int main(void)
+{
+	if (!fake_load())
+		return CHECK_SKIPPED;
+	fake.fake_cuda_forget();
+	RUN(what_has_changed_between_two_looks_is_seen);
+	RUN(a_look_that_has_not_landed_is_not_begun_anew);
+	return check_done();
+}

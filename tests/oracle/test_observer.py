@@ -1,0 +1,200 @@
+"""What an observer looks at, and when: asked directly, without saves or steps around it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fix_gate import NUMEL, deferred, lanes, param, run_steps, skeleton_of
+from stillframe import _core
+from stillframe._save import gate, ownership
+from stillframe._save.keepers import Marks
+from stillframe._tree.skeleton import SOURCE
+from torch.optim import SGD
+
+LARGE = 1 << 21  # floats; 8 MiB, which are unmapped as soon as they are freed
+KEPT = 1 << 16  # bytes; what a keeper has is copied late beyond that
+
+
+@pytest.fixture
+def present() -> Iterator[Callable[[str, Callable[[Any], Any]], None]]:
+    """Has observers take an attribute of torch's from a function, until the test ends."""
+    names = []
+
+    def take(name: str, function: Callable[[Any], Any]) -> None:
+        names.append(name)
+        _core.Observer.present(name, function)
+
+    yield take
+    for name in names:
+        _core.Observer.present(name, None)
+
+
+def groups_of(*params: torch.nn.Parameter) -> list[dict[str, Any]]:
+    for each in params:
+        each.grad = torch.ones_like(each)  # without one it is not taken for trained
+    return [{"params": list(params)}]
+
+
+def enrolled(groups: list[dict[str, Any]], state: dict[Any, Any] | None = None) -> _core.Observer:
+    observer = _core.Observer({}, 1)
+    assert observer.enrol(groups, state or {}) == []
+    return observer
+
+
+def marks_of(*tensors: torch.Tensor) -> Marks:
+    made = skeleton_of(tensors)
+    return Marks(made.numbers, made.rows, [], [], [], [])
+
+
+# ---- what is still there ----------------------------------------------------------------------
+
+
+def test_memory_that_was_exchanged_for_another_is_not_looked_at() -> None:
+    p = param(LARGE)
+    observer = enrolled(groups_of(p))
+    p.share_memory_()  # the same StorageImpl, as long as it was
+    observer.compare()
+    assert observer.counts() == (0, 0, 1)
+
+
+def test_memory_that_has_become_shorter_where_it_is_is_not_looked_at(
+    present: Callable[[str, Any], None],
+) -> None:
+    elsewhere = torch.zeros(NUMEL)
+    present("data_ptr", lambda storage: elsewhere.data_ptr())
+    p = param()
+    observer = enrolled(groups_of(p))
+    p.untyped_storage().resize_(2 * NUMEL)
+    observer.compare()
+    assert observer.counts() == (0, 0, 1)
+
+
+def test_memory_that_torch_refuses_to_show_is_not_looked_at(
+    present: Callable[[str, Any], None],
+) -> None:
+    p = param()
+    groups = groups_of(p)
+    observer = enrolled(groups)
+    present("data_ptr", lambda storage: 1 / 0)
+    observer.compare()
+    assert observer.counts() == (0, 0, 1)
+    again = enrolled(groups)
+    assert again.counts() == (0, 0, 0)
+
+
+def test_a_save_that_has_a_storage_with_another_length_captures_it() -> None:
+    p = param()
+    opt = SGD([p], lr=0.1)
+    run_steps(opt, 4)
+    skeleton = skeleton_of([p])
+    address, nbytes, lane, device = SOURCE.unpack_from(skeleton.rows)
+    SOURCE.pack_into(skeleton.rows, 0, address, nbytes // 2, lane, device)
+    deferral = gate.defer(skeleton, overlap=True)
+    deferral.close()
+    assert (deferral.indices, lanes(skeleton)) == ([], [0])
+
+
+def test_what_was_captured_between_two_looks_stays_so() -> None:
+    p = param()
+    groups = groups_of(p)
+    observer = enrolled(groups)
+    observer.compare()
+    assert observer.stepped(groups, {}) is False
+    observer.capture(p.untyped_storage()._cdata)
+    observer.compare()
+    assert observer.counts() == (0, 0, 1)
+
+
+def test_a_storage_that_is_gone_when_a_step_ends_has_its_successor_enrolled() -> None:
+    p = param()
+    groups = groups_of(p)
+    observer = enrolled(groups)
+    observer.compare()
+    p.data = torch.zeros(NUMEL)
+    assert observer.stepped(groups, {}) is False
+    assert observer.counts() == (0, 0, 1)
+    assert observer.stepped(groups, {}) is True
+
+
+def test_tensors_that_count_no_versions_are_captured() -> None:
+    p = param()
+    with torch.inference_mode():
+        average = torch.zeros(NUMEL)
+    observer = enrolled(groups_of(p), {p: {"average": average}})
+    assert observer.counts() == (1, 0, 1)
+
+
+# ---- when there is nothing to do --------------------------------------------------------------
+
+
+def test_tensors_that_are_never_deferred_have_nothing_enrolled_again() -> None:
+    p, small = param(), param(10)
+    opt = SGD([p, small], lr=0.1)
+    run_steps(opt, 4)
+    assert deferred(p, small) == [True, False]
+    owner = ownership.find(opt)
+    assert owner is not None
+    assert owner.observer.rests(opt.param_groups, opt.state)
+
+
+# ---- devices ----------------------------------------------------------------------------------
+
+
+def test_devices_that_cannot_be_looked_at_leave_everything_undecided(
+    present: Callable[[str, Any], None],
+) -> None:
+    # More of them than there are eyes, and no driver behind any.
+    params = [param((1 << 14) + 1) for _ in range(40)]
+    numbers = {id(p): number for number, p in enumerate(params)}
+    present("is_cpu", lambda tensor: False)
+    present("device_index", lambda tensor: numbers[id(tensor)])
+    groups = groups_of(*params)
+    observer = enrolled(groups)
+    for _ in range(3):
+        assert observer.due() == ()
+        observer.compare()
+        assert observer.stepped(groups, {}) is False
+    assert observer.counts() == (40, 0, 0)
+
+
+# ---- what a keeper has ------------------------------------------------------------------------
+
+
+def test_what_a_keeper_has_is_marked_once_and_only_where_it_is_worth_it() -> None:
+    large, small = torch.zeros(KEPT // 4 + 1), torch.zeros(KEPT // 4)
+    marks = marks_of(small, large)
+    _core.Observer.defer_kept([small, large, large], marks)
+    assert (marks.indices, marks.owners) == ([1], [1])
+    assert [marks.is_late(number) for number in range(2)] == [False, True]
+
+
+def test_a_keepers_tensor_that_counts_no_versions_is_refused_and_leaves_no_marks() -> None:
+    with torch.inference_mode():
+        kept = torch.zeros(KEPT)
+    marks = marks_of(kept)
+    with pytest.raises(RuntimeError, match="Inference tensors"):
+        _core.Observer.defer_kept([kept], marks)
+    assert (marks.indices, marks.owners, marks.tensors, marks.versions) == ([], [], [], [])
+    assert not marks.is_late(0)
+
+
+# ---- what is left -----------------------------------------------------------------------------
+
+
+def test_an_observer_lets_go_of_all_that_it_watched() -> None:
+    owned: dict[Any, Any] = {}
+    p = param()
+    observer = _core.Observer(owned, 1)
+    observer.enrol(groups_of(p), {})
+    assert list(owned.values()) == [1]
+    watched = p.untyped_storage()._weak_ref()
+    observer.forget()
+    assert owned == {}
+    del p
+    gc.collect()
+    assert torch.UntypedStorage._expired(watched)
+    torch.UntypedStorage._free_weak_ref(watched)

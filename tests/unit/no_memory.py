@@ -1,0 +1,371 @@
+"""Has calls of the binding fail to get memory, at each place where they ask for some in turn.
+
+    python tests/unit/no_memory.py {once,from-then-on} DIRECTORY [CALL ...]
+
+Prints a JSON: of each call how often it failed, and what was wrong about it. A call has to raise
+MemoryError or do what it does with memory, and what it was called on goes on afterwards.
+"""
+
+from __future__ import annotations
+
+import _testcapi  # type: ignore[import-not-found]
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from stillframe import _core
+from stillframe._save.keepers import Marks
+from stillframe._tree import skeleton
+from stillframe._tree.skeleton import SOURCE
+
+failing = (0, 0)  # allocations of the present try, from the first one to the second; (n, 0): all
+MOST = 5000  # allocations of a call
+QUIET = 15  # times that a call has done without, until it is taken not to ask again
+CALLS: dict[str, Callable[[Path], tuple[Callable[[], Any], Callable[[Any], Any]]]] = {}
+GROUPS = [{"params": [torch.nn.Parameter(torch.zeros(4096)) for _ in range(3)]}]
+PARAMS = GROUPS[0]["params"]
+for each in PARAMS:
+    each.grad = torch.ones_like(each)  # without, and without a state, it is not trained
+OWNED: dict[Any, Any] = {}
+KEPT = torch.ones(5000)
+
+
+def call(make: Any) -> Any:
+    CALLS[make.__name__] = make
+    return make
+
+
+def sources(tensors: list[Any]) -> tuple[_core.Numbers, bytearray]:
+    storages = [each.untyped_storage() for each in tensors]
+    rows = bytearray()
+    for each in storages:
+        rows += SOURCE.pack(each.data_ptr(), each.nbytes(), 0, 0)
+    return _core.Numbers([each._cdata for each in storages]), rows
+
+
+# ---- what an optimizer owns -------------------------------------------------------------------
+
+
+def enrolled() -> _core.Observer:
+    observer = _core.Observer(OWNED, 7)
+    assert observer.enrol(GROUPS, {}) == []
+    assert observer.counts() == (3, 0, 0)
+    return observer
+
+
+def compared() -> _core.Observer:
+    observer = enrolled()
+    observer.compare()
+    return observer
+
+
+def recorded() -> _core.Observer:
+    observer = compared()
+    assert observer.stepped(GROUPS, {}) is False
+    return observer
+
+
+def known() -> tuple[_core.Observer, Marks]:
+    observer = recorded()
+    observer.compare()
+    assert observer.counts() == (0, 3, 0)
+    return observer, Marks(*sources(PARAMS), [], [], [], [])
+
+
+def is_marked_wholly(marks: Marks) -> None:
+    late = [number for number in range(len(marks.numbers)) if marks.is_late(number)]
+    assert sorted(marks.indices) == sorted(marks.owners) == late
+    assert len(marks.tensors) == len(marks.versions) == len(late)
+
+
+@call
+def enrol(_: Path) -> Any:
+    def tried(observer: _core.Observer) -> None:
+        try:
+            observer.enrol(GROUPS, {})
+        except MemoryError:
+            assert observer.counts() == (0, 0, 0)
+            raise
+
+    return lambda: _core.Observer(OWNED, 7), tried
+
+
+@call
+def stepped(_: Path) -> Any:
+    return compared, lambda observer: observer.stepped(GROUPS, {})
+
+
+@call
+def compare(_: Path) -> Any:
+    return recorded, lambda observer: observer.compare()
+
+
+@call
+def defer(_: Path) -> Any:
+    def tried(made: tuple[_core.Observer, Marks]) -> None:
+        observer, marks = made
+        try:
+            observer.defer(GROUPS, {}, marks)
+        finally:
+            _testcapi.remove_mem_hooks()
+            is_marked_wholly(marks)
+
+    return known, tried
+
+
+@call
+def defer_kept(_: Path) -> Any:
+    kept = [torch.zeros(20_000) for _ in range(3)]
+
+    def tried(marks: Marks) -> None:
+        try:
+            _core.Observer.defer_kept(kept, marks)
+        finally:
+            _testcapi.remove_mem_hooks()
+            is_marked_wholly(marks)
+
+    return lambda: Marks(*sources(kept), [], [], [], []), tried
+
+
+# ---- trees ------------------------------------------------------------------------------------
+
+TREE = {"a": [torch.ones(2), (torch.ones(3), {"b": torch.zeros(1)})], "n": [1, "x", None, 2.0]}
+
+
+@call
+def walk(_: Path) -> Any:
+    return skeleton.tree_collector, lambda collector: collector.walk([TREE, object()], set())
+
+
+@call
+def rebuilt(_: Path) -> Any:
+    return lambda: None, lambda _: _core.rebuilt(TREE, {}, lambda node: node)
+
+
+def copied(take: Callable[[list[Any]], Any], ahead: bool) -> Any:
+    """`take` stands in for torch's function that takes handles over, which may wait for ever where
+    there is no memory. `ahead`: what comes before it fails."""
+    types = skeleton._make_types(dtypes=skeleton._whole_dtypes(), from_handles=take)
+    memory = bytearray(4096)
+    tensors = [torch.ones(4), torch.nn.Parameter(torch.ones(3)), torch.ones(2).view(torch.int32)]
+    tensors += [tensors[0][1:], tensors[2].view(torch.float32)]
+    before = sys.getrefcount(memory)
+
+    def met() -> Any:
+        gc.collect()
+        assert sys.getrefcount(memory) == before, "a failure keeps the memory"
+        collector = _core.Collector(types, True, True, True, True)
+        assert collector.collect(tensors) == []
+        return collector, [64 * i for i in range(len(collector.finish()[0]))]
+
+    def tried(made: Any) -> None:
+        collector, offsets = made
+        if not ahead:
+            _testcapi.remove_mem_hooks()
+        news, firsts, left = collector.copies(memory, offsets, True)
+        assert (len(news), len(firsts), len(left)) == (4, 3, 1)
+        assert firsts[0] is news[id(tensors[0])]
+
+    return met, tried
+
+
+@call
+def copies_made(_: Path) -> Any:
+    def take(handles: list[Any]) -> Any:
+        _testcapi.remove_mem_hooks()
+        return skeleton._from_handles(handles)
+
+    return copied(take, ahead=True)
+
+
+@call
+def copies_entered(_: Path) -> Any:
+    def take(handles: list[Any]) -> Any:
+        _testcapi.remove_mem_hooks()
+        made = skeleton._from_handles(handles)
+        _testcapi.set_nomemory(*failing)
+        return made
+
+    return copied(take, ahead=False)
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+@call
+def look(directory: Path) -> Any:
+    path = os.fsencode(directory / "new.pt")
+    return lambda: None, lambda _: _core.look(path, True)
+
+
+@call
+def take_steps(directory: Path) -> Any:
+    path = os.fsencode(directory / "nothing")
+
+    def tried(_: None) -> None:
+        assert _core.take_steps([(_core.STEP_UNLINK, path, b"")] * 300) == (300, 0)
+
+    return lambda: None, tried
+
+
+@call
+def names(directory: Path) -> Any:
+    path = os.fsencode(directory)
+    return lambda: None, lambda _: _core.names(path)
+
+
+@call
+def read(directory: Path) -> Any:
+    path = directory / "some"
+    path.write_bytes(b"x" * 1000)
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def tried(_: None) -> None:
+        file = _core.File(descriptor, 1000)
+        assert file.seek(1, 1) + file.tell() == 2
+        assert len(file.read()) == 999
+
+    return lambda: None, tried
+
+
+@call
+def check(directory: Path) -> Any:
+    path = directory / "damaged.pt"
+    torch.save({"a": torch.ones(5000), "b": torch.zeros(5000)}, path)
+    whole = bytearray(path.read_bytes())
+    place = whole.find(torch.ones(5000).numpy().tobytes())
+    whole[place] ^= 1
+    path.write_bytes(whole)
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def tried(_: None) -> None:
+        found = _core.check(descriptor, True, lambda done, of: None)
+        assert (found["ok"], found["num_bad"], len(found["bad_records"])) == (False, 1, 1)
+
+    return lambda: None, tried
+
+
+@call
+def restore(directory: Path) -> Any:
+    path = directory / "whole.pt"
+    torch.save({"a": torch.ones(5000), "b": torch.zeros(5000)}, path)
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def tried(_: None) -> None:
+        found, made = _core.restore(descriptor, True)
+        assert found["ok"] and made.find("data.pkl") >= -1 and made.done() >= 0
+        assert len(made.sizes(0, 1 << 30)) == made.nr
+        made.close()
+
+    return lambda: None, tried
+
+
+# ---- saves and snapshots ----------------------------------------------------------------------
+
+
+def engine() -> _core.Engine:
+    return _core.Engine(1 << 20, 1 << 16, 1, 2)
+
+
+@call
+def save(directory: Path) -> Any:
+    made = engine()
+    rows = sources([KEPT])[1]
+    where = os.fsencode(directory)
+
+    def tried(_: None) -> None:
+        ticket = _core.Ticket(made, where, b"a.pt", b"x" * 100, rows, 0)
+        assert ticket.state() and ticket.progress()[0] == 0
+        ticket.submit()
+        assert ticket.wait(_core.WAIT_ENDED)
+        assert ticket.report()["state"] == "durable" and made.stats()["pool_bytes"] > 0
+
+    return lambda: None, tried
+
+
+@call
+def parts(directory: Path) -> Any:
+    made = engine()
+    where = os.fsencode(directory)
+    items = [b"xyz", ("FloatStorage", 2, (2,), (1,), 1 << 20, 8)]
+
+    def tried(_: None) -> None:
+        file = _core.Parts()
+        assert [place[0] for place in file.append(items)] == [0, 3]
+        assert file.nbytes > 3
+        _core.Ticket.of_parts(made, where, b"p.pt", file, 0)
+
+    return lambda: None, tried
+
+
+@call
+def snapshot(_: Path) -> Any:
+    made = engine()
+    rows = sources([KEPT, PARAMS[0]])[1]
+
+    def tried(_: None) -> None:
+        snap = _core.Snapshot(made, rows, 0)
+        memory = snap.lease()
+        snap.start(())
+        assert snap.wait() == (True, -1)
+        first, second = snap.offsets()
+        assert first != second and snap.error() == ""
+        assert memoryview(memory)[first : first + 4] == b"\0\0\x80\x3f"
+        assert snap.number > 0 and snap.copying_s == 0.0
+
+    def nothing_leased() -> None:
+        gc.collect()
+        assert made.stats()["leased_bytes"] == 0, "a failure keeps a lease"
+
+    return nothing_leased, tried
+
+
+# ---- all of them ------------------------------------------------------------------------------
+
+
+def wrong_of(name: str, directory: Path, once: bool) -> tuple[int, list[str]]:
+    """How often a call failed, and what was wrong."""
+    global failing
+    make, tried = CALLS[name](directory)
+    tried(make())  # once with memory: what is kept is made
+    _testcapi.remove_mem_hooks()
+    failed = quiet = 0
+    wrong: list[str] = []
+    for n in range(1, MOST):
+        made, said = make(), ""
+        failing = n, n + 1 if once else 0
+        _testcapi.set_nomemory(*failing)
+        try:
+            tried(made)
+        except MemoryError:
+            _testcapi.remove_mem_hooks()
+            said = "in order"
+        except BaseException as error:
+            _testcapi.remove_mem_hooks()
+            said = f"{n}: {error!r}"
+        _testcapi.remove_mem_hooks()
+        quiet = 0 if said else quiet + 1
+        failed += bool(said)
+        if said not in ("", "in order"):
+            wrong.append(said)
+        if quiet > (QUIET if once else 0):
+            break
+    else:
+        wrong.append("it asks again and again")
+    make()
+    return failed, wrong
+
+
+def main(mode: str, directory: Path, *wanted: str) -> None:
+    gc.freeze()  # what is imported stays, and is not looked through again and again
+    found = {name: wrong_of(name, directory, mode == "once") for name in wanted or CALLS}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
