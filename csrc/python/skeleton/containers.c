@@ -55,7 +55,7 @@ static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *
 	PyObject *met;
 	int rc = 0;
 
-	if (Py_EnterRecursiveCall(" while a tree is walked") < 0)
+	if (Py_EnterRecursiveCall(" while a tree is walked") != 0) /* 1 in Python 3.11, later -1 */
 		return -1;
 	met = sfr_py_collector_collect(collector, nodes);
 	if (!met)
@@ -129,7 +129,7 @@ static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObje
 	PyObject *made = is_dict ? PyDict_New() : PyList_New(0);
 
 	if (!made || PyDict_SetItem(job->memo, key, made) < 0 ||
-	    Py_EnterRecursiveCall(" while a tree is made again") < 0) {
+	    Py_EnterRecursiveCall(" while a tree is made again") != 0) {
 		Py_XDECREF(made);
 		return NULL;
 	}

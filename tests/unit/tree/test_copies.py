@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import stillframe
 import torch
 from stillframe import _core
 from stillframe._tree import skeleton
@@ -180,3 +181,17 @@ def test_a_tensor_that_sees_more_of_a_storage_than_was_copied_is_left_out() -> N
     news, _, left = collector.copies(bytearray(32), [0], True)
     assert list(news) == [id(first)]
     assert [(id(tensor), number) for tensor, number in left] == [(id(longer), 0)]
+
+
+def test_what_is_nested_too_deeply_for_python_is_refused_as_such() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):  # far more than a stack has room for
+        nested = [nested]
+    try:
+        with pytest.raises(RecursionError, match="while a tree is walked"):
+            stillframe.snapshot(nested)
+        with pytest.raises(RecursionError, match="while a tree is made again"):
+            _core.rebuilt(nested, {}, id)
+    finally:
+        while nested:  # one by one: their end is nested as well
+            nested = nested.pop()
