@@ -429,3 +429,9 @@ def test_saves_that_finish_at_exit_are_in_the_trace_of_a_daemon_thread(tmp_path:
     assert [event["args"]["state"] for event in timeline.events if event["ph"] == "b"] == [
         "durable"
     ]
+
+
+@pytest.mark.parametrize("kind", [-1, 0, 1000])
+def test_spans_of_no_kind_that_python_may_write_are_refused(kind: int) -> None:
+    with pytest.raises(ValueError, match="no such kind"):
+        _core.trace_end(kind, 1, 0, 0)

@@ -111,3 +111,20 @@ def test_other_threads_run_while_a_window_is_read(tmp_path: Path) -> None:
         order.extend(map(file.read, [10]))  # no line of Python behind the read
     thread.join()
     assert order == ["other", bytes(10)]
+
+
+def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path: Path) -> None:
+    path = tmp_path / "ten"
+    path.write_bytes(b"0123456789")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        file = _core.File(descriptor, 10)
+        assert file.seek(20) == 20
+        assert (file.read(5), file.read(), file.tell()) == (b"", b"", 20)
+        file.seek(6)
+        buffer = bytearray(8)
+        assert file.readinto(buffer) == 4
+        buffer.append(0)  # refused where somebody still refers to its bytes
+        assert buffer == b"6789\0\0\0\0\0"
+    finally:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ import pytest
 import stillframe
 import torch
 from fix_graphs import SubTensor
+from stillframe import _core
 from stillframe._save.engine import is_used
 from stillframe._save.parts import Parts, row_of, submit_parts
 from stillframe.testing import fault, held, slow
@@ -304,3 +305,13 @@ def test_parts_are_the_saves_once(engine: stillframe.Engine, tmp_path: Path) -> 
 )
 def test_what_torch_save_has_to_write_is_told(tensor: Tensor) -> None:
     assert row_of(tensor) is None
+
+
+def test_tensors_of_no_shape_that_there_is_are_refused_and_buffers_are_free_again() -> None:
+    parts = _core.Parts()
+    for sizes, strides in (((2, 3), (1,)), ((1,) * 65, (1,) * 65)):
+        with pytest.raises(ValueError, match=r"dimensions|strides"):
+            parts.append([("FloatStorage", 6, sizes, strides, 64, 24)])
+    buffer = bytearray(b"x")
+    assert parts.append([buffer]) == [(0, 1)]
+    buffer.append(0)  # refused where somebody still refers to its bytes
