@@ -178,3 +178,40 @@ def test_a_device_that_cannot_be_looked_at_has_everything_captured(
     )
     assert done.returncode == 0, done.stderr
     assert "copied in the call from now on" in done.stderr  # in the log
+
+
+GROWN = """
+import sys
+sys.path.append(sys.argv[1])
+import stillframe, torch
+from fix_training import WIDTH, adamw
+from stillframe import testing
+from stillframe._save import ownership
+with testing.host_as_device():
+    training = adamw()
+    training.advance()  # there is room for these
+    (optimizer,) = training.optimizers
+    more = [torch.nn.Parameter(torch.zeros(WIDTH, WIDTH)) for _ in range(8)]
+    optimizer.add_param_group({"params": more})
+    for step in range(8):
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                each.grad = torch.ones_like(each)
+        optimizer.step()
+        if step == 1:
+            stillframe.save(training.state(), sys.argv[2])  # finds what is not known yet
+    assert ownership.find(optimizer).observer.counts() == (0, 6 + 24, 0)
+    stillframe.default_engine().close()
+"""
+
+
+def test_a_group_that_is_added_has_room_among_what_is_looked_at(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWN, str(Path(__file__).parents[1] / "oracle"), tmp_path / "a"],
+        capture_output=True,
+        text=True,
+        check=False,
+        # Python says so itself where something is written behind its end.
+        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONMALLOC": "debug"},
+    )
+    assert done.returncode == 0, done.stderr

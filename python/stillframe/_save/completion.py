@@ -22,6 +22,7 @@ and this thread is not woken for it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -201,30 +202,35 @@ class _Completion:
 
 def _take_notices() -> None:
     while True:
-        what, number, sentence = _core.notice_wait()
-        if what == _core.NOTICE_STOP:
-            return
-        try:
-            if what == _core.NOTICE_TEXT:
-                log.warning("stillframe: %s", sentence)
-                continue
-            if what == _core.NOTICE_SNAPSHOT:
-                snapshot = copying.pop(number, None)
-                if snapshot is not None:
-                    snapshot.after_copy()
-                    del snapshot
-                continue
-            # Only tickets have notices.
-            handle = cast(Noticed | None, in_flight.get(number))
-            if handle is None:
-                continue  # given up in the call
-            if what == _core.NOTICE_COPIED:
-                handle.after_copy()
-            else:
-                handle.settle()  # and only then it leaves in_flight: wait_all looks there
-            del handle
-        except Exception:
-            log.exception("stillframe: settling a save failed")
+        # Where memory is short anything may fail, the log too: this thread outlives that.
+        with contextlib.suppress(MemoryError):
+            try:
+                if not _take_notice():
+                    return
+            except Exception:
+                log.exception("stillframe: settling a save failed")
+
+
+def _take_notice() -> bool:
+    """False when there will be no more."""
+    what, number, sentence = _core.notice_wait()
+    if what == _core.NOTICE_STOP:
+        return False
+    if what == _core.NOTICE_TEXT:
+        log.warning("stillframe: %s", sentence)
+    elif what == _core.NOTICE_SNAPSHOT:
+        snapshot = copying.pop(number, None)
+        if snapshot is not None:
+            snapshot.after_copy()
+    else:  # only tickets have such notices
+        handle = cast(Noticed | None, in_flight.get(number))
+        if handle is None:
+            pass  # given up in the call
+        elif what == _core.NOTICE_COPIED:
+            handle.after_copy()
+        else:
+            handle.settle()  # and only then it leaves in_flight: wait_all looks there
+    return True
 
 
 completion = _Completion()

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from stillframe import _core
+from stillframe._save import completion
 from stillframe._save.handle import Deadline, wait_for_end
 from stillframe.testing import fault, held, slow
 
@@ -248,3 +250,25 @@ def test_a_slow_callback_of_a_future_holds_up_no_other_save(tmp_path: Path) -> N
         assert second.result(20) is not None
     finally:
         go_on.set()
+
+
+def test_a_notice_that_there_is_no_memory_for_ends_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited, logged = list[int](), list[int]()
+
+    def notice_wait() -> tuple[int, int, str]:
+        waited.append(1)
+        if len(waited) < 3:
+            raise MemoryError
+        return _core.NOTICE_STOP, 0, ""
+
+    def refuse(*_: object) -> None:
+        logged.append(1)
+        if len(logged) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr(_core, "notice_wait", notice_wait)
+    monkeypatch.setattr(completion.log, "exception", refuse)
+    completion._take_notices()
+    assert (len(waited), len(logged)) == (3, 2)
