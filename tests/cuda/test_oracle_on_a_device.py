@@ -14,6 +14,7 @@ import pytest
 import stillframe
 import torch
 from fix_training import TRAININGS, Training, adamw, adamw_fused
+from stillframe._base import device as _device
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, read, warmed_up
 
@@ -88,16 +89,26 @@ def test_the_host_is_held_up_only_where_the_pool_is_too_small(
 
 
 def test_a_write_between_call_and_copy_fails_the_save(
-    tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
+    tmp_path: Path,
+    fake: FakeDriver,
+    engine: stillframe.Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = warmed_up(adamw, steps=12)
     path = tmp_path / "a"
     stillframe.save(training.state(), path, engine=engine)
     before = read(path)
-    handle = stillframe.async_save(training.state(), path, engine=engine)
     assert training.model is not None
-    with torch.no_grad():
-        next(training.model.parameters()).zero_()
+    stream = fake.stream()  # not the calling thread, which must not wait while all stands still
+    fake.hold(True)  # else all may have been copied before
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(_device, "current_stream", lambda device: stream)
+            handle = stillframe.async_save(training.state(), path, engine=engine)
+        with torch.no_grad():
+            next(training.model.parameters()).zero_()
+    finally:
+        fake.hold(False)
     with pytest.raises(stillframe.TornSnapshotError, match=r"0\.weight"):
         handle.result()
     assert_same(read(path), before)

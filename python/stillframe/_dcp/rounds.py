@@ -57,6 +57,10 @@ class _NotSavedError(StillframeError):
     """A rank's call raised the error of the save before."""
 
 
+class _GroupIsGoneError(Exception):
+    """The user has destroyed it."""
+
+
 class Upload(CallingLater):
     """The end of one round on this rank, which nobody can cancel. Notes whether somebody has seen
     its error; those who look at all saves of the process see it as they see a handle.
@@ -315,6 +319,9 @@ class Rounds:
         )
 
     def _save_remotely(self, tree: StateDict, work: Round) -> Metadata:
+        """Where the group has been destroyed, DCP takes this rank for the only one: each would save
+        its own part as the whole."""
+        self._look_for_group(work)
         saved: Metadata = save(
             tree,
             checkpoint_id=work.path,
@@ -322,7 +329,12 @@ class Rounds:
             process_group=work.group,
             no_dist=work.group is None,
         )
+        self._look_for_group(work)
         return saved
+
+    def _look_for_group(self, work: Round) -> None:
+        if work.group is not None and not is_there(work.group):
+            raise _GroupIsGoneError
 
     def _begin(self, work: Round) -> StateDict:
         """The state dict's copy, which may be under way yet."""

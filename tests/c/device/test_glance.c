@@ -49,6 +49,29 @@ static void what_has_changed_between_two_looks_is_seen(void)
 	fake_check();
 }
 
+static void writes(void *byte)
+{
+	*(char *)byte ^= 1;
+}
+
+/* A step behind a look waits for it, or the look would see what the step has written. */
+static void what_is_queued_behind_a_look_comes_behind_it(void)
+{
+	struct sfr_glance *look = begin_glance();
+
+	fake.fake_cuda_first(1); /* the caller's stream, wherever both may go on */
+	for (int again = 0; again < 2; again++) {
+		CHECK_EQ(sfr_glance_take(look, stream, at, 2, again), 0);
+		fake.fake_cuda_launch((void *)(uintptr_t)stream, writes, memory);
+	}
+	fake.fake_cuda_drain((void *)(uintptr_t)stream);
+	until_landed(look);
+	CHECK_EQ(sfr_glance_same(look, 0), 0); /* of the first write only the second look knows */
+	CHECK_EQ(sfr_glance_same(look, 1), 1);
+	sfr_glance_free(look);
+	fake_check();
+}
+
 static void *looks_twice(void *glance)
 {
 	struct sfr_glance *look = glance;
@@ -82,6 +105,7 @@ int main(void)
 		return CHECK_SKIPPED;
 	fake.fake_cuda_forget();
 	RUN(what_has_changed_between_two_looks_is_seen);
+	RUN(what_is_queued_behind_a_look_comes_behind_it);
 	RUN(a_look_that_has_not_landed_is_not_begun_anew);
 	return check_done();
 }

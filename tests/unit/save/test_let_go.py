@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import stillframe
 import torch
+from fix_holds import held_until_awaited
 from stillframe._save import completion, gate
+from stillframe._save.core_save import CoreSave
 from stillframe.testing import held, slow
 
 
@@ -62,6 +65,72 @@ def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path: Path) -> No
         pickled = save._skeleton.data
     save.result()
     assert sys.getrefcount(pickled) == 2  # this function's, and the call's
+
+
+class AfterSubmit:
+    """A ticket that does something when it has been submitted."""
+
+    def __init__(self, ticket: Any, then: Callable[[Any], object]) -> None:
+        self._ticket, self._then = ticket, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
+
+    def submit(self, *args: Any) -> None:
+        self._ticket.submit(*args)
+        self._then(self._ticket)
+
+
+def after_submit(patch: pytest.MonkeyPatch, then: Callable[[Any], object]) -> None:
+    def init(self: Any, ticket: Any, *args: Any, **options: Any) -> None:
+        made(self, AfterSubmit(ticket, then), *args, **options)
+
+    made = CoreSave.__init__
+    patch.setattr(CoreSave, "__init__", init)
+
+
+def test_a_step_waits_for_a_save_whose_call_was_interrupted_after_its_launch(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(ticket: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, optimizer = trained
+    before = model.weight.detach().clone()
+    after_submit(monkeypatch, interrupt)
+    with held_until_awaited("lane_copy"):
+        with pytest.raises(KeyboardInterrupt):
+            stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+        optimizer.step()
+    stillframe.wait_all()
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], before)
+    assert is_quiet()
+
+
+def test_a_save_that_ends_within_its_call_is_not_waited_for(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait_for_its_end(ticket: Any) -> None:
+        while ticket.number in completion.in_flight:
+            time.sleep(0.001)
+
+    model, _ = trained
+    after_submit(monkeypatch, wait_for_its_end)
+    save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+    assert is_quiet()  # before anybody looks at it
+    save.result()
+
+
+def test_the_future_of_staging_comes_before_the_end(tmp_path: Path, trained: Any) -> None:
+    model, _ = trained
+    with held("fdatasync"):
+        with held("lane_copy"):
+            save = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+            future = save.staging_completion
+            assert not future.done()
+        assert future.result(60) is None and not save.done()
+    save.result()
 
 
 def test_a_change_of_one_element_that_its_version_tells_of_is_found(

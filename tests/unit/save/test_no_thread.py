@@ -77,6 +77,14 @@ def test_callbacks_that_get_no_thread_are_called_later(caplog: pytest.LogCapture
     assert called == [1, 2]
 
 
+def test_callbacks_that_never_get_a_thread_are_called_at_the_end() -> None:
+    callbacks, called = completion._Callbacks(), list[int]()
+    with no_thread_of_python():
+        callbacks.put(lambda: called.append(1))
+    callbacks.finish()
+    assert called == [1]
+
+
 def test_a_wait_goes_without_its_line(tmp_path: Path) -> None:
     handle = stillframe.async_save({"n": 1}, tmp_path / "last.pt")
     with no_thread_of_python(), WaitingLine([handle]):

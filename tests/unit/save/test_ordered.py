@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from stillframe import _core
 from stillframe._base import paths
-from stillframe._save import ordered
+from stillframe._save import completion, ordered
 from stillframe.errors import StillframeError
 
 KEY = b"/test-of-ordered"
@@ -62,6 +63,73 @@ def test_who_has_done_work_at_exit_may_wait_for_the_log_again() -> None:
         worker.submit(KEY, _core.WORK_SAVE, lambda _: not inside.append(worker.is_current()))
         os._exit(0 if inside == [True] and not worker.is_current() else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def exit_status_of_child(code: Callable[[], bool]) -> int:
+    """Of a fork of this process, in which no thread of ours runs, that ends with `code`."""
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            status = 0 if code() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_a_thread_of_its_own_for_such_work() -> None:
+    ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
+    assert _core.log_drain(LONG_S)  # the thread of the parent runs
+    done: list[bool] = []
+
+    def work_of_the_child() -> bool:
+        ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
+        return _core.log_drain(LONG_S) and done == [True]
+
+    assert exit_status_of_child(work_of_the_child) == 0
+
+
+def test_who_finds_no_thread_at_exit_does_all_that_stands_before_its_work() -> None:
+    def two() -> bool:
+        done: list[int] = []
+        worker = ordered._worker
+        worker._start = lambda: True  # type: ignore[method-assign]  # and it never gets to run
+        worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(1))
+        worker._start = lambda: False  # type: ignore[method-assign]
+        worker.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(2))
+        return done == [1, 2]
+
+    assert exit_status_of_child(two) == 0
+
+
+def test_work_submitted_as_the_thread_ends_gets_another() -> None:
+    def again() -> bool:
+        done: list[bool] = []
+        take, ends = _core.log_work_next, [None]
+        _core.log_work_next = lambda: ends.pop() if ends else take()
+        ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
+        return _core.log_drain(LONG_S) and done == [True]
+
+    assert exit_status_of_child(again) == 0
+
+
+def test_work_that_is_over_before_its_turn_is_forgotten_and_never_done() -> None:
+    go, done = threading.Event(), list[bool]()
+    ordered.submit(KEY, _core.WORK_SAVE, lambda _: go.wait(LONG_S))
+    entry = ordered.submit(KEY, _core.WORK_SAVE, lambda _: not done.append(True))
+    ordered.end(entry, True)
+    assert entry.number not in ordered._worker._waiting
+    go.set()
+    assert _core.log_drain(LONG_S) and done == []
+
+
+def test_work_is_refused_once_the_exit_has_begun_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(completion.completion, "_exiting", threading.Thread())
+    with pytest.raises(StillframeError, match="the interpreter is exiting"):
+        ordered.submit(KEY, _core.WORK_SAVE, lambda _: True)
+    assert not ordered._worker._waiting and _core.log_drain(LONG_S)
 
 
 def test_a_remove_that_fails_is_named_and_the_next_one_runs(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+from stillframe._save import completion
 from stillframe._save.outcome import Outcome, take_failures
 
 
@@ -126,3 +128,24 @@ def test_a_future_that_is_done_by_then_is_left_as_it_is() -> None:
     outcome.settle(None, RuntimeError("no space"))
     outcome.notify()
     assert staging.result() is None and upload.cancelled()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_an_error_whose_save_is_dropped_in_the_exit_is_logged_when_nobody_prints_it_any_more(
+    over: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(completion.completion, "_exiting", threading.current_thread())
+    monkeypatch.setattr(completion.completion, "over", over)
+    outcome = Outcome("a.pt", None)
+    outcome.settle(None, RuntimeError("no space"))
+    del outcome
+    assert len(caplog.records) == over
+
+
+def test_a_future_keeps_its_save_and_no_save_its_futures() -> None:
+    outcome = Outcome("a.pt", None)
+    futures = [outcome.staging(None, lambda: False), outcome.upload(None)]
+    known = [weakref.ref(future) for future in futures]
+    assert outcome.staging(None, lambda: False) is futures[0]
+    futures.clear()
+    assert [future() for future in known] == [None, None]
