@@ -120,6 +120,12 @@ def test_tensors_are_swapped_as_without_us() -> None:
     assert deferred(model.weight) == [True]
 
 
+def test_tensors_that_are_given_by_name_are_swapped_too() -> None:
+    model, _ = stepped()
+    torch.utils.swap_tensors(t1=model.weight, t2=torch.nn.Parameter(torch.full((100, 100), 7.0)))
+    assert model.weight[0, 0] == 7
+
+
 def test_a_swap_waits_for_copies_of_before(tmp_path: Path) -> None:
     model, _ = stepped()
     before = model.weight.detach().clone()

@@ -152,6 +152,16 @@ def test_a_file_is_as_long_as_its_parts(
     assert written(engine, items, tmp_path / "a") == items
 
 
+def test_a_link_is_replaced_and_what_it_leads_to_left_alone(
+    engine: stillframe.Engine, tmp_path: Path
+) -> None:
+    other, link = tmp_path / "other", tmp_path / "a"
+    other.write_bytes(b"of somebody else")
+    link.symlink_to(other)
+    assert written(engine, [b"ours"], link) == [b"ours"]
+    assert not link.is_symlink() and other.read_bytes() == b"of somebody else"
+
+
 def test_bytes_and_tensors_stand_in_the_order_given(
     engine: stillframe.Engine, tmp_path: Path
 ) -> None:
