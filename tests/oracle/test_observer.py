@@ -147,9 +147,9 @@ def test_tensors_that_are_never_deferred_have_nothing_enrolled_again() -> None:
 def test_devices_that_cannot_be_looked_at_leave_everything_undecided(
     present: Callable[[str, Any], None],
 ) -> None:
-    # More of them than there are eyes, and no driver behind any.
+    # More of them than there are eyes, and none that any driver has.
     params = [param((1 << 14) + 1) for _ in range(40)]
-    numbers = {id(p): number for number, p in enumerate(params)}
+    numbers = {id(p): 100 + number for number, p in enumerate(params)}
     present("is_cpu", lambda tensor: False)
     present("device_index", lambda tensor: numbers[id(tensor)])
     groups = groups_of(*params)
