@@ -121,7 +121,7 @@ def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     assert alone[1] >= NBYTES  # the first has left nothing in the page cache
     together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(2)]
     assert together[0] >= NBYTES // 2  # and the rest was in the page cache by readahead
-    assert together[1] == 0
+    assert together[1] < NBYTES // 8  # nothing, but for pages of the program that had to go
 
 
 def drop_pages(path):
