@@ -265,6 +265,29 @@ def restore(directory: Path) -> Any:
     return lambda: None, tried
 
 
+# ---- what the core has to tell ----------------------------------------------------------------
+
+
+@call
+def notice(_: Path) -> Any:
+    """What one call had no memory for, the next one is told."""
+
+    def queued() -> list[Any]:
+        _core.notice_stop()
+        return [(i, i, i) for i in range(3000)]  # more than Python keeps ready to be used again
+
+    def tried(_: list[Any]) -> None:
+        try:
+            told = _core.notice_wait()
+        except MemoryError:
+            _testcapi.remove_mem_hooks()
+            assert _core.notice_wait() == (_core.NOTICE_STOP, 0, "")
+            raise
+        assert told == (_core.NOTICE_STOP, 0, "")
+
+    return queued, tried
+
+
 # ---- saves and snapshots ----------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ static struct {
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
+	struct sfr_notice again; /* comes first; .what 0: none */
 	unsigned stops;
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
@@ -65,18 +66,20 @@ static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 {
 	uint64_t deadline = sfr__deadline(slice_ns);
-	struct sfr__notice *notice;
+	struct sfr__notice *notice = NULL;
 	int rc = 0;
 
-	*out = (struct sfr_notice){ .what = 0 };
 	sfr__lock(&notices.mu);
+	*out = notices.again;
+	notices.again.what = 0;
 	/* CLOCK_MONOTONIC, which no static initializer gives. Before anybody waits nobody is woken. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
-	while (!notices.queue.head && !notices.stops && rc == 0)
+	while (!out->what && !notices.queue.head && !notices.stops && rc == 0)
 		rc = sfr__cond_wait(&notices.cv, &notices.mu, deadline);
-	notice = sfr__queue_pop(&notices.queue);
-	if (!notice && notices.stops) {
+	if (!out->what)
+		notice = sfr__queue_pop(&notices.queue);
+	if (!out->what && !notice && notices.stops) {
 		notices.stops--;
 		out->what = SFR_NOTICE_STOP;
 	}
@@ -84,6 +87,13 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	if (notice)
 		hand_over(notice, out);
 	return out->what ? 0 : SFR_EAGAIN;
+}
+
+void sfr_notice_again(const struct sfr_notice *notice)
+{
+	sfr__lock(&notices.mu);
+	notices.again = *notice;
+	sfr__unlock(&notices.mu);
 }
 
 void sfr_notice_stop(void)

@@ -22,6 +22,8 @@ struct sfr_notice {
 };
 /* Takes the next notice. */
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
+/* Who took it could not hand it on: it is the next one that is taken. For one thread that takes. */
+void sfr_notice_again(const struct sfr_notice *notice);
 void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
 
 #endif

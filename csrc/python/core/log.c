@@ -72,7 +72,7 @@ static PyObject *log_stop(PyObject *module, PyObject *unused)
 static PyObject *notice_wait(PyObject *module, PyObject *unused)
 {
 	struct sfr_notice notice;
-	PyObject *sentence;
+	PyObject *sentence, *told = NULL;
 	int rc;
 
 	/* Called on a daemon thread of the package, which no signal is delivered to. The package
@@ -85,9 +85,16 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	if (rc < 0)
 		return sfr_py_raise(sfr_py_state(module), rc);
 	sentence = sfr_py_text(notice.text);
-	return sentence ? Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
-					sentence) :
-			  NULL;
+	if (sentence)
+		told = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
+				     sentence);
+	if (!told) {
+		/* Somebody waits for what it says, if it is no more than the process's exit. */
+		notice.ticket = NULL;
+		notice.snapshot = NULL;
+		sfr_notice_again(&notice);
+	}
+	return told;
 }
 
 static PyObject *notice_stop(PyObject *module, PyObject *unused)

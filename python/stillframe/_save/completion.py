@@ -22,12 +22,12 @@ and this thread is not woken for it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -36,6 +36,8 @@ from stillframe._base import threads
 from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
+
+_MEMORY_S = 0.01  # until it is asked for once more
 
 
 class InFlight(Protocol):
@@ -202,18 +204,27 @@ class _Completion:
 
 def _take_notices() -> None:
     while True:
-        # Where memory is short anything may fail, the log too: this thread outlives that.
-        with contextlib.suppress(MemoryError):
+        try:
             try:
                 if not _take_notice():
                     return
             except Exception:
                 log.exception("stillframe: settling a save failed")
+        except MemoryError:
+            pass  # the log had none either: this thread outlives that
+
+
+def _next_notice() -> tuple[int, int, str]:
+    while True:
+        try:
+            return _core.notice_wait()
+        except MemoryError:  # it keeps what it had to say
+            time.sleep(_MEMORY_S)
 
 
 def _take_notice() -> bool:
     """False when there will be no more."""
-    what, number, sentence = _core.notice_wait()
+    what, number, sentence = _next_notice()
     if what == _core.NOTICE_STOP:
         return False
     if what == _core.NOTICE_TEXT:

@@ -131,11 +131,40 @@ static void what_was_posted_before_a_stop_comes_before_it(void)
 	CHECK_EQ(rc, SFR_EAGAIN);
 }
 
+static void what_could_not_be_handed_on_comes_first_and_once(void)
+{
+	static char ticket; /* never looked into */
+	struct sfr_notice got;
+	int rc;
+
+	sfr__notice_text("first");
+	sfr__notice_text("second");
+	sfr_notice_stop();
+	got = next(0, &rc);
+	got.ticket = (struct sfr_ticket *)&ticket;
+	got.number = 41;
+	sfr_notice_again(&got);
+	got = next(0, &rc);
+	CHECK(rc == 0 && got.what == SFR_NOTICE_TEXT && strcmp(got.text, "first") == 0);
+	CHECK(got.number == 41 && got.ticket == (struct sfr_ticket *)&ticket);
+	got = next(0, &rc);
+	CHECK(got.what == SFR_NOTICE_TEXT && strcmp(got.text, "second") == 0);
+	CHECK(got.number == 0 && !got.ticket);
+	got = next(0, &rc);
+	CHECK_EQ(got.what, SFR_NOTICE_STOP);
+	sfr_notice_again(&got);
+	CHECK_EQ(next(SFR_FOREVER, &rc).what, SFR_NOTICE_STOP);
+	CHECK_EQ(rc, 0);
+	CHECK_EQ(next(0, &rc).what, 0);
+	CHECK_EQ(rc, SFR_EAGAIN);
+}
+
 int main(void)
 {
 	RUN(a_stop_and_news_wake_a_thread_that_waits);
 	RUN(news_come_in_their_order_and_whole);
 	RUN(a_sentence_without_memory_is_left_out);
 	RUN(what_was_posted_before_a_stop_comes_before_it);
+	RUN(what_could_not_be_handed_on_comes_first_and_once);
 	return check_done();
 }

@@ -261,14 +261,16 @@ def test_a_notice_that_there_is_no_memory_for_ends_no_later_one(
         waited.append(1)
         if len(waited) < 3:
             raise MemoryError
-        return _core.NOTICE_STOP, 0, ""
+        what = _core.NOTICE_TEXT if len(waited) < 5 else _core.NOTICE_STOP
+        return what, 0, ""
 
     def refuse(*_: object) -> None:
         logged.append(1)
-        if len(logged) == 1:
+        if len(logged) != 4:
             raise MemoryError
 
     monkeypatch.setattr(_core, "notice_wait", notice_wait)
+    monkeypatch.setattr(completion.log, "warning", refuse)
     monkeypatch.setattr(completion.log, "exception", refuse)
     completion._take_notices()
-    assert (len(waited), len(logged)) == (3, 2)
+    assert (len(waited), len(logged)) == (5, 4)
