@@ -336,13 +336,14 @@ def alone(path: Path, rank: int) -> Notes:
 
 def groups(path: Path, rank: int) -> Notes:
     """All process groups are destroyed and made anew: between saves, and while one is under way."""
-    from stillframe._dcp import api
+    from stillframe._dcp import api, rounds
     from stillframe._dcp.joint import JointSave
     from stillframe._dcp.rounds import Rounds
 
     state = {f"w{rank}": torch.zeros(1000)}
     new, good, says = zeroed(state), [], []
-    plan, destroyed = JointSave._plan, threading.Event()
+    plan, destroyed, saved = JointSave._plan, threading.Event(), threading.Event()
+    save_by_dcp = rounds.save
 
     def plan_late(save: JointSave) -> Any:
         assert destroyed.wait(60)
@@ -351,6 +352,12 @@ def groups(path: Path, rank: int) -> Notes:
     def remotely_late(rounds: Rounds, tree: Any, work: Any) -> Any:
         assert destroyed.wait(60)
         return save_remotely(rounds, tree, work)
+
+    def by_dcp_and_gone(*arguments: Any, **keywords: Any) -> Any:
+        found = save_by_dcp(*arguments, **keywords)
+        saved.set()
+        assert destroyed.wait(60)
+        return found
 
     def anew(number: int) -> None:
         dist.destroy_process_group()
@@ -388,7 +395,15 @@ def groups(path: Path, rank: int) -> Notes:
     destroyed.set()
     says.append(str(response.upload_completion.exception(60)))
     join(path / "store5", rank, 2)
-    Rounds._save_remotely = save_remotely
+    Rounds._save_remotely, rounds.save = save_remotely, by_dcp_and_gone
+    destroyed.clear()
+    response = dcp.async_save(state, "memory://d")  # which may have been one rank's alone
+    assert saved.wait(60)
+    dist.destroy_process_group()
+    destroyed.set()
+    says.append(str(response.upload_completion.exception(60)))
+    join(path / "store6", rank, 2)
+    rounds.save = save_by_dcp
     gc.collect()
     threads = sum(each.name == "sf-dcp" for each in threading.enumerate())
     return {"good": good, "says": says, "kept": len(api._saver._rounds), "threads": threads}

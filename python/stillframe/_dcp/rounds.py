@@ -321,7 +321,7 @@ class Rounds:
     def _save_remotely(self, tree: StateDict, work: Round) -> Metadata:
         """Where the group has been destroyed, DCP takes this rank for the only one: each would save
         its own part as the whole."""
-        self._look_for_group(work)
+        _look_for(work.group)
         saved: Metadata = save(
             tree,
             checkpoint_id=work.path,
@@ -329,12 +329,8 @@ class Rounds:
             process_group=work.group,
             no_dist=work.group is None,
         )
-        self._look_for_group(work)
+        _look_for(work.group)
         return saved
-
-    def _look_for_group(self, work: Round) -> None:
-        if work.group is not None and not is_there(work.group):
-            raise _GroupIsGoneError
 
     def _begin(self, work: Round) -> StateDict:
         """The state dict's copy, which may be under way yet."""
@@ -346,6 +342,11 @@ class Rounds:
             work.beside.content = content
         together: StateDict = put_together(tree) if work.is_apart else tree
         return together
+
+
+def _look_for(group: dist.ProcessGroup | None) -> None:
+    if group is not None and not is_there(group):
+        raise _GroupIsGoneError
 
 
 def _number_of(place: str) -> int:
