@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -132,6 +133,15 @@ def group(seed: int, numel: int = 5000) -> list[Tensor]:
 
 def leased(engine: stillframe.Engine) -> int:
     return engine.stats()["leased_bytes"]
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 20) -> bool:
+    end = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

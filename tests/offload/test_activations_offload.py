@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import gc
-import time
 
 import pytest
 import stillframe
@@ -14,6 +13,7 @@ from fix_offloading import (
     Bang,
     Transformer,
     agree,
+    eventually,
     mlp,
     next_token,
     numbers,
@@ -25,6 +25,7 @@ from fix_offloading import (
 )
 from stillframe.offload import offload_activations, offload_layers
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 TEXT = {"loss": next_token, "batch": tokens}
@@ -278,10 +279,8 @@ def test_a_graph_that_is_dropped_gives_the_pool_back(either):
             assert engine.stats()["leased_bytes"] > 0
             del loss
             gc.collect()
-        end = time.monotonic() + 10
-        while engine.stats()["leased_bytes"] and time.monotonic() < end:
-            time.sleep(0.01)  # what is still being copied is held until it has come
-        assert engine.stats()["leased_bytes"] == 0
+        # What is still being copied is held until it has come.
+        assert eventually(lambda: engine.stats()["leased_bytes"] == 0)
 
 
 def test_a_backward_that_may_come_again_holds_nothing_on_the_device(either):
@@ -299,9 +298,8 @@ def test_a_tensor_saved_before_and_after_a_write_is_saved_twice(either):
     with away(keep_last=0) as context:
         y = x * 2
         total = (y**2).sum()
-        deadline = time.monotonic() + 10
-        while not counts(context)["offload_copy_s"] and time.monotonic() < deadline:
-            time.sleep(0.001)  # until it is in the pool: a write before that is told
+        # Until it is in the pool: a write before that is told.
+        assert eventually(lambda: counts(context)["offload_copy_s"] > 0)
         y.add_(1)
         total = total + (y**3).sum()
     total.backward()
@@ -317,9 +315,11 @@ def test_memory_that_is_given_out_again_is_saved_again(either):
         for factor in range(1, 30):
             y = x * factor
             parts.append((y**2).sum())
+            storage = StorageWeakRef(y.untyped_storage())
             del y
             gc.collect(0)
-            time.sleep(0.001)
+            assert eventually(storage.expired)  # it was copied
+            del storage
     torch.stack(parts).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach() * sum(f * f for f in range(1, 30)))
 

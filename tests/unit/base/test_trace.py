@@ -204,6 +204,12 @@ def test_bytes_and_counts_are_those_of_the_saves(traced):
     assert {event["args"]["state"] for event in begins} == {"durable"}
 
 
+def test_times_have_all_their_digits(traced):
+    timeline, _, _ = traced
+    digits = {round(event["ts"] * 1000) % 1000 for event in timeline.spans}
+    assert any(each >= 100 for each in digits)
+
+
 def test_a_gate_that_waits_is_seen_as_long_as_the_report_says(tmp_path: Path):
     trained = Trained()
     trained.step(4)

@@ -119,9 +119,9 @@ def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     if alone[0] < NBYTES:
         pytest.skip("this file system does not read past the page cache, or does not count")
     assert alone[1] >= NBYTES  # the first has left nothing in the page cache
-    together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(2)]
+    together = [read_from_disk(lambda: stillframe.load(path, shared=True)) for _ in range(5)]
     assert together[0] >= NBYTES // 2  # and the rest was in the page cache by readahead
-    assert together[1] < NBYTES // 8  # nothing, but for pages of the program that had to go
+    assert min(together[1:]) == 0  # a busy machine may take pages of the program meanwhile
 
 
 def drop_pages(path):
