@@ -317,7 +317,7 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
         )
         for way in ways
     ]
-    *went_well, fails = (process.communicate(timeout=60)[1] for process in running)
+    *went_well, fails = (process.communicate(timeout=240)[1] for process in running)
     assert [process.returncode for process in running] == [0, 0, 0]
     for way, says in zip(ways, went_well, strict=False):
         assert "Traceback" not in says
