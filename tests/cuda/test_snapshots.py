@@ -179,7 +179,7 @@ def test_registered_memory_can_be_that_of_a_file_which_a_process_maps(
             data = ForkingPickler.dumps(snap.tree)
         assert_same(pickle.loads(data), wanted)
         # It is held until a thread has heard that the receiver has let go of it.
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while engine.stats()["leased_bytes"] != 0 and time.monotonic() < end:
             time.sleep(0.001)
         engine.trim()

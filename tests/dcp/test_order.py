@@ -44,7 +44,7 @@ def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go, put_in_place = threading.Event(), commit.put_in_place
 
     def held(*args: Any, **options: Any) -> None:
-        assert go.wait(30)
+        assert go.wait(60)
         put_in_place(*args, **options)
 
     with monkeypatch.context() as patched:
@@ -231,13 +231,13 @@ def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_come
 def test_saves_behind_one_that_is_being_written_may_have_all_the_slots(tmp_path, monkeypatch):
     write, go = dcp.FileSystemWriter.write_data, threading.Event()
     monkeypatch.setattr(
-        dcp.FileSystemWriter, "write_data", lambda *given: go.wait(30) and write(*given)
+        dcp.FileSystemWriter, "write_data", lambda *given: go.wait(60) and write(*given)
     )
     with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB", max_in_flight=1) as other:
         upload = begin(1, tmp_path / "c", engine=other)
         last = stillframe.async_save([3], tmp_path / "last", engine=other)
         go.set()
-        upload.result(30)
+        upload.result(60)
         last.result()
 
 
@@ -360,7 +360,7 @@ def test_a_save_that_fails_ends_also_where_its_files_cannot_be_cleaned_up(
         patched.setattr(dcp.FileSystemWriter, "abandon", broken)
         upload = begin(1, tmp_path / "c")
         with pytest.raises(CheckpointException, match="No space"):
-            upload.result(20)
+            upload.result(60)
     assert "something is left of the failed save of" in caplog.text
     begin(2, tmp_path / "c").result()
     assert value_of(tmp_path / "c") == 2
