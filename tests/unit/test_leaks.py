@@ -11,8 +11,8 @@ from pathlib import Path
 ROUNDS = int(os.environ.get("STILLFRAME_SOAK", "200"))
 # Of malloc: what its lists and the interpreter's keep of one another, which does not grow. Of
 # mappings: where blocks of the pool that have memory lie beside ones that have none. Of committed
-# memory: one more block of 64 KiB, where a busy machine's lane has not let go of one snapshot when
-# the next one comes. One that is leaked each time is many more.
+# memory: a block of 64 KiB or two, which a busy machine made later than an idle one. What is leaked
+# each time is many more.
 NOISE = {"malloc": 16384, "mappings": 20, "committed": 2 << 16}
 
 
