@@ -185,16 +185,21 @@ static void a_save_that_waits_to_be_renamed_can_be_cancelled(void)
 }
 
 /* Its end is given to a second writer while the first is opening it. */
-static struct sfr_engine *opening;
+static atomic_bool opening;
+
+static bool is_its_end_taken(void)
+{
+	struct sfr_engine *engine = watched->engine;
+
+	return sfr__under(&engine->mu, watched->tail_queued && !engine->tasks[SFR__WRITERS].head);
+}
 
 static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)
 {
-	if (opening && (flags & O_CREAT)) {
-		while (!watched->tail_queued ||
-		       sfr__under(&opening->mu, opening->tasks[SFR__WRITERS].head != NULL))
+	if ((flags & O_CREAT) && atomic_exchange(&opening, false)) {
+		while (!is_its_end_taken())
 			(void)usleep(1000);
 		(void)usleep(20000); /* the second one is at it, or there is nothing to see */
-		opening = NULL;
 	}
 	return real.open(at, name, flags, mode);
 }
@@ -210,7 +215,7 @@ static void an_empty_file_is_synced_once_it_is_open(void)
 	CHECK_EQ(sfr_parts_new(&l.parts), 0);
 	CHECK_EQ(new_save(engine, l.parts, SFR_SAVE_DURABLE, &watched), 0);
 	sfr_parts_free(l.parts);
-	opening = engine;
+	opening = true;
 	CHECK_EQ(saving_submit(watched), 0);
 	saving_finish(watched);
 	CHECK_EQ(saving_state_of(watched), SFR_DURABLE);
