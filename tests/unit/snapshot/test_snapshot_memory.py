@@ -265,7 +265,7 @@ def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
     os.write(write, b"g")
     process.join()
     process.close()
-    assert over.wait(20) and not caplog.records
+    assert over.wait(60) and not caplog.records
     for descriptor in (read, write):
         os.close(descriptor)
     assert len(os.listdir("/proc/self/fd")) == descriptors
