@@ -171,9 +171,7 @@ def test_a_remove_is_of_the_trainer_that_asks_for_it(lit, tmp_path, monkeypatch)
     assert seen == [0, 1]
 
 
-def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(
-    lit, tmp_path, monkeypatch
-):
+def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(lit, tmp_path, monkeypatch):
     plugin = lit.AsyncCheckpointIO()
     monkeypatch.setattr(ranks, "several", lambda trainer: True)
 

@@ -42,7 +42,8 @@ def resets_itself(save):
 
 
 def decorated(save):
-    handler = plain(save)
+    def handler(signum, frame):  # no other kind's, which would be known
+        save()
 
     @functools.wraps(handler)
     def wrapper(*args, **kwargs):
@@ -52,7 +53,8 @@ def decorated(save):
 
 
 def decorated_with_an_option(save):
-    handler = plain(save)
+    def handler(signum, frame):  # no other kind's, which would be known
+        save()
 
     @functools.wraps(handler)
     def wrapper(*args, twice=False):
