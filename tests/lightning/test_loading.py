@@ -50,7 +50,7 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
 
 
 @pytest.mark.parametrize("name", reading._FORCED)
-@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("weights_only", [None, True, False])
 def test_what_the_environment_says_of_trust_counts(name, weights_only, pkg, path, monkeypatch):
     torch.save({"x": NotAllowed()}, path)
     monkeypatch.setenv(name, "1")
