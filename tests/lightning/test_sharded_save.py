@@ -142,7 +142,7 @@ def test_a_save_is_staged_when_its_copy_is_there():
 def test_a_save_whose_copy_failed_never_is(monkeypatch):
     copied, heard = Future(), []
     handle = following(copied)
-    monkeypatch.setattr(type(handle._outcome), "notify_staged", heard.append)
+    monkeypatch.setattr(type(handle._outcome), "notify_staged", lambda each: heard.append(each))
     copied.set_exception(OSError("torn"))
     assert not heard and not handle._is_staged()
     with pytest.raises(TimeoutError, match="not durable yet"):

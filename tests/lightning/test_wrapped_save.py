@@ -157,7 +157,7 @@ def test_a_wait_for_the_copy_ends_in_time_and_says_so():
 
 def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
     save, heard = save_of(), []
-    monkeypatch.setattr(type(save._outcome), "notify_staged", heard.append)
+    monkeypatch.setattr(type(save._outcome), "notify_staged", lambda each: heard.append(each))
     save.copied()
     assert not heard
     save.fail(OSError("full"))
