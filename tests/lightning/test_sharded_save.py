@@ -108,7 +108,15 @@ def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
     save().result()
 
 
-def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save):
+def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monkeypatch):
+    asked, saved = [], sharded_save._saved
+
+    def noted(*args):
+        asked.append(args[-1].when_busy)
+        assert asked == ["wait", "raise"][: len(asked)]  # or it would wait for ever
+        return saved(*args)
+
+    monkeypatch.setattr(sharded_save, "_saved", noted)
     with held("rename"):
         first = save()
         with pytest.raises(stillframe.BusyError):
