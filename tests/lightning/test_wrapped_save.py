@@ -84,6 +84,24 @@ def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):
     stillframe.save({}, tmp_path / "good.pt")
 
 
+def test_a_save_whose_call_broke_off_is_not_made_behind_it(lit, tmp_path, monkeypatch):
+    """Ctrl-C, after the thread has seen that it is the work's turn and before it begins."""
+    works = []
+
+    def interrupted(key, kind, work):
+        works.append(work)
+        raise KeyboardInterrupt
+
+    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+    with monkeypatch.context() as patch:
+        patch.setattr("stillframe._save.ordered.submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    assert not works[0](True)
+    assert os.listdir(tmp_path) == []
+    plugin.teardown()
+
+
 def test_the_other_is_torn_down_though_a_save_failed(lit, tmp_path):
     torn = []
 
