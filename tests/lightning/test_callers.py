@@ -177,7 +177,7 @@ def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(lit, tmp
 
     def save_checkpoint():
         with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
-            run.save_checkpoint(tmp_path / "bad.ckpt")
+            run.strategy.save_checkpoint({}, tmp_path / "bad.ckpt")
         plugin.save_checkpoint({"n": 3}, tmp_path / "a.ckpt")
 
     run = trainer(lit, tmp_path, plugin=plugin)

@@ -116,6 +116,17 @@ def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
+def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
+    one, other, link = place("one.ckpt"), place("other.ckpt"), str(tmp_path / "last.ckpt")
+    for source in (one, other, one):
+        files.link(source, link)
+    assert files.finish() is None
+    files.remove(one)
+    files.release(all_of_them=True)
+    files.wait()
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
+
+
 def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()

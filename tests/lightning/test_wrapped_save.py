@@ -12,7 +12,7 @@ import torch
 from fix_lightning import load, loader, trainer
 from stillframe._lightning import wrapped
 from stillframe._lightning.wrapped_save import WrappedSave
-from stillframe._save import completion
+from stillframe._save import completion, ordered
 
 STATE = {"x": torch.ones(90_000)}
 
@@ -78,7 +78,8 @@ def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     (handle,) = [each for each in completion.in_flight.values() if "a.ckpt" in each.path]
     go.set()
-    assert isinstance(handle.exception(timeout=60), SystemExit)
+    ordered.wait_for_path(tmp_path / "a.ckpt")
+    assert isinstance(handle.exception(timeout=0), SystemExit)
     assert handle.state == "failed"
     plugin.teardown()
     stillframe.save({}, tmp_path / "good.pt")
