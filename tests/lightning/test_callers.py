@@ -1,26 +1,18 @@
 """When a save returns depends on who makes it."""
 
-import functools
 import gc
 import os
-import signal
-import time
 
 import pytest
 import stillframe
 import torch
+from fix_callers import save_and_look, waits
 from fix_holds import held_until_awaited
-from fix_lightning import SLURM, at, load, loader, trainer
-from stillframe.testing import slow
-
-
-def save_and_look(trainer, path, seen):
-    """Saves on a disk that stands still until it is waited for; notes whether the file is there on
-    return."""
-    with held_until_awaited("fdatasync"):
-        trainer.save_checkpoint(path)
-        seen.append(path.exists())
-        stillframe.wait_all()
+from fix_lightning import at, load, loader, trainer
+from stillframe._lightning import ranks
+from stillframe._lightning.caller import Fabric
+from stillframe._lightning.trainers import Trainers
+from stillframe.testing import fault, slow
 
 
 def test_only_training_saves_asynchronously(pkg, tmp_path):
@@ -161,6 +153,82 @@ def test_removes_outside_training_are_done_on_return(lit, tmp_path):
     assert not (tmp_path / "a.ckpt").exists()
 
 
+def test_a_remove_is_of_the_trainer_that_asks_for_it(lit, tmp_path, monkeypatch):
+    waited = waits(monkeypatch)
+    plugin = lit.AsyncCheckpointIO()
+    done = trainer(lit, tmp_path, plugin=plugin, max_steps=1)
+    done.fit(lit.Model(), loader())
+    seen = []
+
+    def look(run):
+        for each in (run, done):
+            del waited[:]
+            each.strategy.remove_checkpoint(tmp_path / "nothing.ckpt")
+            seen.append(len(waited))
+
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    assert seen == [0, 1]
+
+
+def test_a_function_that_is_called_as_the_plugins_method_is_no_strategy(lit, tmp_path, monkeypatch):
+    plugin = lit.AsyncCheckpointIO()
+    monkeypatch.setattr(ranks, "several", lambda trainer: True)
+
+    def save_checkpoint():
+        with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
+            run.strategy.save_checkpoint({}, tmp_path / "bad.ckpt")
+        plugin.save_checkpoint({"n": 3}, tmp_path / "a.ckpt")
+
+    run = trainer(lit, tmp_path, plugin=plugin)
+    run.fit(lit.Model(), loader())
+    save_checkpoint()
+    assert load(tmp_path / "a.ckpt")["n"] == 3
+
+
+def test_your_own_code_saves_durably_from_the_moment_a_trainer_is_made(lit, tmp_path):
+    plugin, seen = lit.AsyncCheckpointIO(), []
+    before = tmp_path / "before.ckpt", tmp_path / "after.ckpt"
+    for path in before:
+        with held_until_awaited("fdatasync"):
+            plugin.save_checkpoint({"n": 3}, path)
+            seen.append(path.exists())
+            stillframe.wait_all()
+        run = trainer(lit, tmp_path, plugin=plugin)
+    assert seen == [False, True]
+    del run
+
+
+@pytest.mark.parametrize("what", ["add", "set_up", "starts"])
+def test_a_trainer_is_known_by_whatever_is_heard_of_it_first(lit, tmp_path, caplog, what):
+    run, trainers = trainer(lit, tmp_path), Trainers()
+    getattr(trainers, what)(run)
+    assert trainers.behind(None) == [run]
+    trainers.may_save_early(run)
+    assert "companion" not in caplog.text
+    assert trainers.is_set_up(run) is (what == "set_up")
+    trainers.tear_down(run)
+    assert not trainers.is_set_up(run)
+    assert not trainers.is_set_up(None) and not trainers.is_set_up(Fabric)
+
+
+def test_saves_that_no_rank_meets_behind_wait_for_none(lit, tmp_path, monkeypatch):
+    """An error leaves before the barrier of `trainer.save_checkpoint`, so it has to be made up for;
+    a strategy's save has none."""
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO())
+    run.fit(lit.Model(), loader())
+    checkpoint, met = run._checkpoint_connector.dump_checkpoint(), []
+    monkeypatch.setattr(ranks, "several", lambda trainer: True)
+    monkeypatch.setattr(run.strategy, "barrier", met.append)
+    with fault("fdatasync", sticky=True):
+        with pytest.raises(stillframe.SaveError):
+            run.strategy.save_checkpoint(checkpoint, tmp_path / "bad.ckpt")
+        assert met == []
+        with pytest.raises(stillframe.SaveError):
+            run.save_checkpoint(tmp_path / "bad.ckpt")
+    assert met == ["Trainer.save_checkpoint"]
+
+
 def test_a_link_outlives_a_remove_at_the_end_of_a_fit_until_it_is_made_anew(lit, tmp_path):
     old, new, link = (tmp_path / f"{name}.ckpt" for name in ("old", "new", "last"))
     plugin = lit.AsyncCheckpointIO()
@@ -246,149 +314,3 @@ def test_the_batch_size_scaler_works(lit, tmp_path):
             callbacks=[BatchSizeFinder(max_trials=2, steps_per_trial=1)],
         ).fit(Model())
     assert list(tmp_path.glob(".scale_batch_size*")) == []
-
-
-# -- signal handlers ---------------------------------------------------------------------------
-# ------------------------
-
-
-class ByMethod:
-    def __init__(self, save):
-        self.save = save
-
-    def handle(self, signum, frame):
-        self.save()
-
-
-class ByCall(ByMethod):
-    def __call__(self, signum, frame):
-        self.save()
-
-
-def plain(save):
-    def handler(signum, frame):
-        save()
-
-    return handler
-
-
-def resets_itself(save):
-    def handler(signum, frame):
-        signal.signal(signum, signal.SIG_IGN)
-        del signum, frame
-        save()
-
-    return handler
-
-
-def decorated(save):
-    handler = plain(save)
-
-    @functools.wraps(handler)
-    def wrapper(*args, **kwargs):
-        return handler(*args, **kwargs)
-
-    return wrapper
-
-
-HANDLERS = {
-    "a function": plain,
-    "one that resets itself": resets_itself,
-    "a decorated one": decorated,
-    "a method": lambda save: ByMethod(save).handle,
-    "an object": ByCall,
-    "a partial": lambda save: functools.partial(lambda save, signum, frame: save(), save),
-    "a lambda": lambda save: lambda *_: save(),
-}
-
-
-@pytest.fixture
-def sigusr2():
-    handler = signal.getsignal(signal.SIGUSR2)
-    yield signal.SIGUSR2
-    signal.signal(signal.SIGUSR2, handler)
-
-
-@pytest.mark.parametrize("kind", HANDLERS)
-def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2, kind):
-    seen = []
-    by_handler, after = tmp_path / "handler.ckpt", tmp_path / "after.ckpt"
-
-    class Signalled(lit.Callback):
-        def on_train_start(self, trainer, module):
-            save = functools.partial(save_and_look, trainer, by_handler, seen)
-            signal.signal(sigusr2, HANDLERS[kind](save))
-
-        def on_train_batch_start(self, trainer, module, *args):
-            if trainer.global_step == 2:
-                os.kill(os.getpid(), sigusr2)
-                time.sleep(0.01)
-                save_and_look(trainer, after, seen)
-
-    trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Signalled()]).fit(
-        lit.Model(), loader()
-    )
-    assert seen == [True, False]
-    assert load(by_handler)["global_step"] == 2
-
-
-def test_a_decorator_shared_with_a_handler_makes_no_handler(lit, tmp_path, sigusr2):
-    seen = []
-
-    def logged(function):
-        @functools.wraps(function)
-        def wrapper(*args, **kwargs):
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    signal.signal(sigusr2, logged(lambda signum, frame: None))
-
-    @logged
-    def fit(extra):
-        run = trainer(
-            lit,
-            tmp_path,
-            plugin=lit.AsyncCheckpointIO(),
-            callbacks=[at(lit, {2: lambda t: save_and_look(t, tmp_path / "a.ckpt", seen)})],
-        )
-        run.fit(lit.Model(), loader())
-
-    fit(1)
-    assert seen == [False]
-
-
-def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypatch):
-    from lightning.fabric.plugins.environments import SLURMEnvironment
-    from lightning.pytorch.trainer.connectors import signal_connector
-
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    requeued = []
-
-    def requeue(command):
-        requeued.append((command, [path.name for path in tmp_path.glob("hpc_ckpt*")]))
-        return 0
-
-    monkeypatch.setattr(signal_connector, "call", requeue)
-
-    def preempt(trainer):
-        with slow("fdatasync", 0.3):
-            os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(0.01)
-
-    plugin = lit.AsyncCheckpointIO()
-    run = lit.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        max_steps=4,
-        plugins=[plugin, SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
-        callbacks=[at(lit, {2: preempt})],
-    )
-    run.fit(lit.Model(), loader())
-    assert requeued == [(["scontrol", "requeue", "1"], ["hpc_ckpt_1.ckpt"])]
-    assert load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 2

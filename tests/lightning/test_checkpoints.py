@@ -379,6 +379,25 @@ def test_a_link_whose_target_failed_stays_with_the_older_one(lit, tmp_path):
     assert load(directory / "last.ckpt")["global_step"] == 2
 
 
+def test_a_checkpoint_that_has_the_links_name_is_not_replaced_by_it(lit, tmp_path):
+    stock, ours = fit_both(
+        lit,
+        tmp_path,
+        lambda directory: [
+            every_steps(
+                lit,
+                directory,
+                4,
+                filename="last",
+                save_last="link",
+                enable_version_counter=False,
+            )
+        ],
+    )
+    assert files(ours) == files(stock) == ["last.ckpt"]
+    assert load(ours / "last.ckpt")["global_step"] == 8
+
+
 def test_a_link_that_cannot_be_made_is_an_error_of_the_run(lit, tmp_path, monkeypatch):
     directory = tmp_path / "c"
     symlink = os.symlink

@@ -363,15 +363,50 @@ def test_what_is_loaded_inside_a_training_overwrites_no_save(lit, tmp_path):
         assert_same(dict(load(tmp_path / f"{step}.ckpt")["state_dict"]), state)
 
 
-def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ours_are_gone():
-    class Owner:
-        def name(self):
-            return ["theirs"]
+class Owner:
+    def name(self):
+        return ["theirs"]
 
+
+def ours(original):
+    return [*original(), "ours"]
+
+
+def test_a_method_that_is_put_over_twice_is_called_once():
     owner, wraps = Owner(), Wraps()
-    wraps.put(owner, "name", lambda original: [*original(), "ours"])
-    ours = owner.name
-    owner.name = lambda: [*ours(), "others"]
+    for _ in range(2):
+        wraps.put(owner, "name", ours)
+    assert owner.name() == ["theirs", "ours"]
+    wraps.restore()
+    assert vars(owner) == {}
+
+
+def test_what_is_exchanged_twice_is_at_last_what_it_was():
+    owner, wraps = Owner(), Wraps()
+    owner.callbacks = "theirs"
+    for each in ("ours", "ours again"):
+        wraps.exchange(owner, "callbacks", each)
+    wraps.restore()
+    assert owner.callbacks == "theirs"
+
+
+def test_a_method_of_ours_that_somebody_put_back_too_late_is_put_over_anew():
+    """As `mock.patch.object` does that began inside a fit and ends behind it."""
+    owner, wraps = Owner(), Wraps()
+    wraps.put(owner, "name", ours)
+    kept = vars(owner)["name"]
+    wraps.restore()
+    owner.name = kept
+    assert owner.name() == ["theirs"]
+    wraps.put(owner, "name", ours)
+    assert owner.name() == ["theirs", "ours"]
+
+
+def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ours_are_gone():
+    owner, wraps = Owner(), Wraps()
+    wraps.put(owner, "name", ours)
+    put = owner.name
+    owner.name = lambda: [*put(), "others"]
     assert owner.name() == ["theirs", "ours", "others"]
     wraps.restore()
     assert owner.name() == ["theirs", "others"]

@@ -49,6 +49,29 @@ def test_what_is_trusted_is_what_lightning_trusts(options, pkg, path):
     assert ends[0] is ends[1]
 
 
+@pytest.mark.parametrize("name", reading._FORCED)
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_what_the_environment_says_of_trust_counts(name, weights_only, pkg, path, monkeypatch):
+    torch.save({"x": NotAllowed()}, path)
+    monkeypatch.setenv(name, "1")
+    ends = []
+    for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO()):
+        try:
+            ends.append(type(plugin.load_checkpoint(path, weights_only=weights_only)["x"]))
+        except (pickle.UnpicklingError, TypeError) as error:
+            ends.append(type(error))
+    assert ends[0] is ends[1]
+
+
+def test_a_home_directory_is_found_as_lightning_finds_it(pkg, path, monkeypatch):
+    monkeypatch.setenv("HOME", str(path.parent))
+    loaded = [
+        plugin.load_checkpoint("~/a.ckpt")["n"]
+        for plugin in (pkg.TorchCheckpointIO(), pkg.AsyncCheckpointIO())
+    ]
+    assert loaded == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("world", "on_the_node", "shared"),
     [(None, None, False), (1, None, False), (2, None, True), (2, "2", True), (2, "1", False)],

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -250,6 +251,17 @@ def test_gpu_memory_is_told_and_added_up(offload, monkeypatch, caplog):
     assert "GPU memory after: 3.5 GB, freed: 0 B; in all 2 checkpoints" in caplog.text
     # What others allocated meanwhile was not freed by the callback, nor taken by it.
     assert callback.state_dict()["total_memory_freed"] == 2.0
+
+
+def test_the_gpus_own_tensors_are_let_go_of_before_what_was_freed_is_counted(offload, monkeypatch):
+    tensor, there = torch.ones(3), []
+    own = weakref.ref(tensor)
+    checkpoint = {"state_dict": {"x": tensor}}
+    del tensor
+    module = sys.modules["stillframe._lightning.offload"]
+    monkeypatch.setattr(module, "_gpu_bytes", lambda: there.append(own() is not None) or 0)
+    save(offload(), checkpoint)
+    assert there == [True, False]
 
 
 def test_the_end_tells_the_totals(offload, caplog):
@@ -513,7 +525,7 @@ def test_of_an_optimizer_with_a_step_of_its_own_nothing_is_assumed(offload, capl
 
     module = torch.nn.Linear(3, 3)
     fake = of()
-    fake.optimizers = [Own(module.parameters())]
+    fake.optimizers = [Own([{"params": [each]} for each in module.parameters()])]
     with caplog.at_level(logging.INFO, "stillframe"):
         offload().on_train_start(fake, module)
-    assert "and the state of Own" in caplog.text
+    assert caplog.messages[0].endswith("and the state of Own")

@@ -9,8 +9,9 @@ import pytest
 import stillframe
 from stillframe import _core
 from stillframe._base import paths
-from stillframe._lightning import links, pending, publish, rotation
+from stillframe._lightning import links, pending, rotation
 from stillframe._lightning.rotation import Rotation
+from stillframe._lightning.wrapped import Inner
 from stillframe._save import ordered
 from stillframe._save.engine import is_closed
 from stillframe._save.handle import SkippedSave
@@ -104,6 +105,64 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
 
 
+def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
+    inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
+    files = Rotation(lambda name: inner, durable=True)
+    old, newer, link = place("old.ckpt"), place("newer.ckpt"), str(tmp_path / "last.ckpt")
+    files.link(old, link)
+    files.remove(newer)
+    files.remove(old)
+    assert files.finish() is None
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "old.ckpt"]
+
+
+def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
+    one, other, link = place("one.ckpt"), place("other.ckpt"), str(tmp_path / "last.ckpt")
+    for source in (one, other, one):
+        files.link(source, link)
+    assert files.finish() is None
+    files.remove(one)
+    files.release(all_of_them=True)
+    files.wait()
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
+
+
+def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
+    for name in ("old.ckpt", "newer.ckpt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    old, newer, link = (str(tmp_path / f"{name}.ckpt") for name in ("old", "newer", "last"))
+    files.link(old, link)
+    files.remove(old)
+    files.link(newer, link)
+    assert files.finish() is None
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "newer.ckpt"]
+
+
+def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
+    older, newer = place("older.ckpt"), place("newer.ckpt")
+    files.link(str(tmp_path / "never.ckpt"), str(tmp_path / "last.ckpt"))
+    files.remove(older)
+    assert files.finish() is None
+    assert not os.path.exists(older)  # no save failed
+    rotation.note_unmade(tmp_path / "never.ckpt")
+    files.link(newer, str(tmp_path / "last.ckpt"))
+    other = place("other.ckpt")
+    files.remove(other)
+    assert files.finish() is None
+    assert os.path.exists(other)  # one did
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+def test_a_save_of_what_is_no_path_has_failed_like_any(files, place, tmp_path):
+    rotation.note_unmade(3)
+    old = place("old.ckpt")
+    files.remove(old)
+    files.wait()
+    assert os.path.exists(old)
+    stillframe.save({}, tmp_path / "good.pt")
+
+
 def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, monkeypatch):
     waited = threading.Event()
     make_link, wait_for_key = links.make_link, ordered.wait_for_key
@@ -172,6 +231,26 @@ def test_at_the_end_every_call_is_made_and_the_first_error_told(files, place):
     assert calls == ["a", "b", "c"]
 
 
+def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
+    seen = []
+
+    class Looking(Telling):
+        def deliver(self):
+            files.wait()
+            seen.append(os.path.exists(self.path))
+
+    files.publications.append(Looking(place("a"), [], due=False))
+    files.remove(place("a"))
+    assert files.finish() is None
+    assert seen == [True] and os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_in_a_call_is_no_error_of_it(files, place):
+    files.publications.append(Telling(place("a"), [], error=KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        files.finish()
+
+
 def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     """As a signal handler does, in the middle of it."""
     waited, wait_for_key = [], ordered.wait_for_key
@@ -187,6 +266,24 @@ def test_a_wait_goes_on_for_what_came_meanwhile(files, place, monkeypatch):
     files.wait()
     assert [os.path.basename(each) for each in waited] == [b"a", b"b"]
     assert not files.under_way()
+
+
+def test_a_wait_that_broke_off_is_waited_for_again(files, place, monkeypatch):
+    waited = []
+
+    def wait(key):
+        waited.append(key)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    files.remove(place("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ordered, "wait_for_key", wait)
+        with pytest.raises(KeyboardInterrupt):
+            files.wait()
+        assert files.under_way()
+        files.wait()
+    assert len(waited) == 2 and not files.under_way()
 
 
 def test_a_link_comes_behind_a_remove_of_its_name(files, place, tmp_path):
@@ -262,7 +359,61 @@ def test_anything_at_all_is_under_way(work, place):
     work.rotation.remove(place("a"))
     assert work.under_way()
     work.drain(close=True)
+    work.rotation.publications.append(Telling(place("a"), [], due=False))
+    assert work.under_way()
+    work.drain(close=True)
+    work.rotation.held[place("a")] = None
+    assert work.under_way()
+    work.drain(close=True)
     assert not work.under_way()
+
+
+def test_an_end_that_broke_off_still_has_the_error_that_it_waited_for(work):
+    error, ends = OSError("full"), [KeyboardInterrupt(), None]
+
+    def exception():
+        if (end := ends.pop(0)) is not None:
+            raise end
+        return error
+
+    handle = over()
+    handle.exception = exception
+    work.pending.append(handle)
+    with pytest.raises(KeyboardInterrupt):
+        work.drain(close=True)
+    assert work.drain(close=True) is None
+    assert work.errors == [error]
+
+
+def test_the_end_is_that_of_a_save_that_came_meanwhile_too(work):
+    """As of a signal handler, in the middle of the wait for another."""
+    error = OSError("full")
+    first, second = over(), over(error)
+
+    def exception():
+        work.pending.append(second)
+
+    first.exception = exception
+    work.pending.append(first)
+    assert work.drain(close=True) is None
+    assert work.errors == [error] and work.pending == []
+
+
+def test_the_end_of_the_engine_comes_whatever_a_logger_says(work, place):
+    work.use(engine := stillframe.Engine())
+    error = RuntimeError("no network")
+    work.rotation.publications.append(Telling(place("a"), [], error=error))
+    assert work.drain(close=True) is error
+    assert is_closed(engine)
+
+
+def test_a_save_that_is_still_written_is_not_waited_for_by_the_next(work):
+    handle = over()
+    handle.done = lambda: False
+    handle.exception = lambda: pytest.fail("waited")
+    work.pending.append(handle)
+    work.collect_ended()
+    assert work.pending == [handle]
 
 
 @pytest.mark.parametrize(
@@ -283,52 +434,6 @@ def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
     with pytest.raises((AttributeError, TypeError)):
         plugin.save_checkpoint({"x": lambda: None}, tmp_path / "a.ckpt")
     plugin.teardown()
-
-
-# ---- who is told, and what of ----
-
-
-def ended(report):
-    return SimpleNamespace(_outcome=SimpleNamespace(report=report), done=lambda: True)
-
-
-def test_a_call_is_made_once_and_not_for_a_save_that_failed(caplog):
-    calls = []
-    publication = publish.Publication(ended("report"), "a.ckpt", calls.append)
-    publication.deliver()
-    publication.deliver()
-    publish.Publication(ended(None), "b.ckpt", calls.append).deliver()
-    assert calls == ["report"]
-    assert "not told of b.ckpt" in caplog.text
-
-
-def test_a_callback_is_told_as_it_was_at_the_save_and_is_then_as_it_is_now():
-    callback = SimpleNamespace(best_model_path="a", best_k_models={"a": 1}, other=1)
-    seen = []
-
-    def tell(callback):
-        seen.append((callback.best_model_path, dict(callback.best_k_models), callback.other))
-        raise RuntimeError("no network")
-
-    call = publish.logger_call(tell, callback)
-    callback.best_k_models["b"] = 2
-    callback.best_model_path, callback.other = "b", 2
-    with pytest.raises(RuntimeError):
-        call("report")
-    assert seen == [("a", {"a": 1}, 2)]
-    assert vars(callback) == {"best_model_path": "b", "best_k_models": {"a": 1, "b": 2}, "other": 2}
-
-
-def test_metrics_have_the_units_of_their_names_and_the_step_of_the_trainer():
-    logged = []
-    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((metrics, step)))
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=7))
-    report = SimpleNamespace(
-        blocked_s=0.5, gate_wait_s=0.25, backpressure_s=9.0, durable_after_s=3.0, nbytes=10
-    )
-    publish.metrics_call(SimpleNamespace(fit_loop=loop, loggers=[logger]))(report)
-    metrics = {"call_ms": 500.0, "gate_ms": 250.0, "durable_s": 3.0, "bytes": 10.0}
-    assert logged == [({f"checkpoint/{name}": each for name, each in metrics.items()}, 7)]
 
 
 def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):

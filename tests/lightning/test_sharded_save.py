@@ -3,12 +3,16 @@
 import errno
 import os
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import stillframe
 import torch
 import torch.distributed as dist
-from stillframe._lightning.sharded_save import Parts, ShardedSave, submit
+from stillframe._lightning import sharded_save
+from stillframe._lightning.sharded_save import Parts, ShardedSave, of_save, submit
+from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
 from stillframe.testing import fault, held
 
@@ -26,10 +30,10 @@ def one_rank():
 def save(engine, tmp_path):
     """`save()` begins one."""
 
-    def begun():
+    def begun(when_busy="wait"):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
         path = str(tmp_path / "c")
-        return submit(parts, path, SaveOptions(), engine=engine, when_busy="wait")
+        return submit(parts, path, SaveOptions(), engine=engine, when_busy=when_busy)
 
     return begun
 
@@ -82,3 +86,84 @@ def test_what_keeps_a_file_from_making_way_is_the_error(save, tmp_path, monkeypa
     with pytest.raises(stillframe.SaveError, match="not today"):
         save().result()
     assert (tmp_path / "c").read_bytes() == b"a checkpoint of one file"
+
+
+def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
+    begun, saved = [], sharded_save._saved
+
+    def noted(*args):
+        begun.append(saved(*args))
+        return begun[-1]
+
+    def refuse(*args):
+        raise MemoryError("no room in the log")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded_save, "_saved", noted)
+        patch.setattr(ordered, "submit", refuse)
+        with pytest.raises(MemoryError, match="no room"):
+            save()
+    error = begun[0].upload_completion.exception(timeout=60)
+    assert "the call broke off" in str(error)
+    save().result()
+
+
+def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monkeypatch):
+    asked, saved = [], sharded_save._saved
+
+    def noted(*args):
+        asked.append(args[-1].when_busy)
+        assert asked == ["wait", "raise"][: len(asked)]  # or it would wait for ever
+        return saved(*args)
+
+    monkeypatch.setattr(sharded_save, "_saved", noted)
+    with held("rename"):
+        first = save()
+        with pytest.raises(stillframe.BusyError):
+            save(when_busy="raise")
+    first.result()
+
+
+def test_a_report_has_the_time_of_the_call(save):
+    report = save().result()
+    assert 0 < report.blocked_s <= report.durable_after_s
+
+
+def following(copied):
+    """A save whose copy that is."""
+    handle = ShardedSave("c", None, 0.0)
+    handle.follow(SimpleNamespace(staging_completion=copied, staged_nbytes=3))
+    return handle
+
+
+def test_a_save_is_staged_when_its_copy_is_there():
+    copied = Future()
+    handle = following(copied)
+    with pytest.raises(TimeoutError, match="not staged yet"):
+        handle.wait_staged(timeout=0)
+    assert not handle.staging_completion.done()
+    copied.set_result(None)
+    handle.wait_staged(timeout=0)
+    handle.staging_completion.result(timeout=60)
+
+
+def test_a_save_whose_copy_failed_never_is(monkeypatch):
+    copied, heard = Future(), []
+    handle = following(copied)
+    monkeypatch.setattr(type(handle._outcome), "notify_staged", lambda each: heard.append(each))
+    copied.set_exception(OSError("torn"))
+    assert not heard and not handle._is_staged()
+    with pytest.raises(TimeoutError, match="not durable yet"):
+        handle.wait_staged(timeout=0)
+
+
+def test_what_failed_on_several_ranks_is_told_by_rank_and_is_the_firsts():
+    class Failed(BaseException):
+        def __init__(self):
+            full = stillframe.SaveError(errno.ENOSPC, "full", "x", "rename")
+            self.failures = {10: (KeyError("b"), None), 2: (full, None)}
+
+    error = of_save(Failed(), "c")
+    assert type(error) is stillframe.SaveError
+    assert (error.errno, error.filename, error.phase) == (errno.ENOSPC, "c", "rename")
+    assert error.strerror == "rank 2: full; rank 10: KeyError('b')"

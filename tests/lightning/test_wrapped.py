@@ -438,6 +438,8 @@ def test_remote_paths_are_the_other_ones_business(lit):
     plugin.remove_checkpoint(path)
     assert not plugin._checkpoints.will_exist(path, is_there)
     plugin.teardown()
+    whats = [call[0] for call in plugin._checkpoints.inner.io.calls]
+    assert whats == ["save", "load", "remove", "teardown"]
     assert not is_there(path)
 
 

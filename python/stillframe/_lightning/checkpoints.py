@@ -211,7 +211,6 @@ class Checkpoints:
             error = error_of(handle)
             work.discard(handle)
             if error is not None:
-                work.failed = True
                 raise error
 
     def _refuse_storage_options(self, work: Work, overlap: bool) -> SaveHandle:

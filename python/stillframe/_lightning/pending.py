@@ -129,7 +129,7 @@ class Work:
 
 def error_of(handle: SaveHandle) -> BaseException | None:
     """Waits for the save and collects its error. None too if `wait_all` has raised that already."""
-    if handle.done() and is_collected(handle):
+    if is_collected(handle):
         return None
     try:
         return handle.exception()

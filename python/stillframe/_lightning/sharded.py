@@ -155,7 +155,7 @@ def sharded(strategy: Any) -> Any:
         TypeError, ValueError: Another one, with the reason why it is not served.
     """
     _refuse(strategy)
-    wraps: Wraps = vars(strategy).setdefault("_stillframe", Wraps())
+    wraps = Wraps()
     checkpoints = Checkpoints("sharded", Writers(object, None, _OPTIONS), _OPTIONS)
     wraps.put(strategy, "save_checkpoint", functools.partial(_save_fabric, checkpoints, strategy))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))

@@ -126,7 +126,6 @@ def submit(
             save.follow(response)
             work = functools.partial(_take_turn, save, path, turn, first)
             ordered.submit(rotation.key(path), _core.WORK_SAVE, work)
-            save.call_is_over()
             if response.reads_live_state:
                 wait_for_end(save)
     except BaseException as error:

@@ -44,7 +44,7 @@ class Trainers:
             wraps.restore()
 
     def is_set_up(self, trainer: Any) -> bool:
-        return is_trainer(trainer) and trainer in self._wraps
+        return trainer in self._wraps
 
     def starts(self, trainer: Any) -> None:
         self._known.add(trainer)
@@ -67,7 +67,6 @@ class Trainers:
         if caller is not None and caller not in self._known:
             self._known.add(caller)
             log.warning(_NO_COMPANION)
-            return False
         trainers = self.behind(caller)
         return not trainers or any(
             each in self._training and each.state.status == "running" for each in trainers

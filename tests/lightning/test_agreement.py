@@ -1,0 +1,74 @@
+"""What the ranks of a Trainer raise together: what one of them sends, and what another makes of it.
+test_ranks.py and test_sharded.py have the ranks themselves."""
+
+import errno
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+import torch.distributed as dist
+from stillframe._lightning import ranks
+
+
+class Unreadable(Exception):
+    """Is pickled, and cannot be made again: what it takes is not among its `args`."""
+
+    def __init__(self, path, reason):
+        super().__init__(f"{path}: {reason}")
+
+
+@pytest.fixture
+def agree(monkeypatch):
+    """`agree(of_others, error, unmade)`: on rank 1, where the other ranks have (error, unmade)."""
+
+    def asked(of_others, error=None, unmade=False):
+        rows = [(ranks._packed(each), that) for each, that in of_others]
+
+        def gather(into, own):
+            into[:] = [rows[0], own, *rows[1:]]
+
+        def decide(decision, all):
+            return not all and (decision or any(each is not None for each, _ in of_others))
+
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(of_others) + 1)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        strategy = SimpleNamespace(reduce_boolean_decision=decide, global_rank=1)
+        return ranks.agree(strategy, error, unmade)
+
+    return asked
+
+
+def test_without_an_error_nothing_is_raised(agree):
+    assert agree([(None, False)], None, False) == (None, False)
+
+
+def test_each_raises_its_own_and_who_has_none_the_first(agree):
+    own, full = ValueError("own"), stillframe.SaveError(errno.ENOSPC, "full", "a.ckpt", "write")
+    assert agree([(full, False)], own)[0] is own
+    raised, unmade = agree([(None, False), (full, False), (KeyError("b"), False)])
+    assert type(raised) is stillframe.SaveError and not unmade
+    assert (raised.errno, raised.filename, raised.phase) == (errno.ENOSPC, "a.ckpt", "write")
+    assert raised.__notes__ == ["This was raised by rank 2; rank 1 ends with it."]
+
+
+@pytest.mark.parametrize("own", [None, ValueError("own")])
+def test_a_save_that_one_rank_could_not_begin_was_made_by_none(agree, own):
+    assert agree([(KeyError("a"), True)], own)[1]
+    assert not agree([(KeyError("a"), False)], own)[1]
+
+
+@pytest.mark.parametrize("error", [Unreadable("a.ckpt", "full"), ValueError(lambda: None)])
+def test_an_error_that_no_other_rank_can_read_is_told_in_words(agree, error):
+    raised, _ = agree([(error, False)])
+    assert type(raised) is stillframe.StillframeError
+    assert str(raised).startswith(type(error).__name__)
+    pickle.dumps(raised)
+
+
+def test_ranks_that_cannot_talk_to_each_other_are_not_several(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert not ranks.several(SimpleNamespace(world_size=2))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert ranks.several(SimpleNamespace(world_size=2))
+    assert not ranks.several(SimpleNamespace(world_size=1))

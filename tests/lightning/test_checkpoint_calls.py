@@ -1,0 +1,266 @@
+"""The plugin's calls and its companion's, one by one: what each leaves for the next."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+from fix_lightning import at, load, loader, trainer
+from stillframe import _core
+from stillframe._lightning import checkpoints, links, options
+from stillframe._lightning.companion import _file_exists
+from stillframe._lightning.options import PluginOptions
+from stillframe._lightning.plugin import saves_by_itself
+from stillframe._lightning.writers import Writers
+from stillframe._save.engine import is_closed
+from stillframe._save.options import SaveOptions
+from stillframe.testing import fault, held
+
+STATE = {"n": 3}
+
+
+@pytest.fixture
+def plugin(lit):
+    return lit.AsyncCheckpointIO()
+
+
+@pytest.fixture
+def calls(plugin):
+    return plugin._checkpoints
+
+
+class Callback:
+    """What loggers are told of."""
+
+
+class Strategy:
+    """Of several ranks, all of which do what this one does."""
+
+    global_rank = 0
+
+    def __init__(self):
+        self.asked = 0
+
+    def reduce_boolean_decision(self, decision, all):
+        self.asked += 1
+        return decision
+
+
+# ---- saves, removes, links ----
+
+
+def test_a_name_that_is_saved_again_outlives_the_remove_that_loggers_held_back(
+    plugin, calls, tmp_path
+):
+    path, told = tmp_path / "a.ckpt", []
+    with held("fdatasync"):
+        plugin.save_checkpoint(STATE, path)
+        calls.publish(told.append, Callback())
+        plugin.remove_checkpoint(path)
+        plugin.save_checkpoint({"n": 4}, path)
+    plugin.teardown()
+    assert len(told) == 1
+    assert load(path)["n"] == 4
+
+
+def test_a_relative_name_is_not_removed_before_loggers_are_told(
+    plugin, calls, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    there = []
+    with held("fdatasync"):
+        plugin.save_checkpoint(STATE, "a.ckpt")
+        calls.publish(lambda callback: there.append(os.path.exists("a.ckpt")), Callback())
+        plugin.remove_checkpoint("a.ckpt")
+        assert calls._work.rotation.held
+    plugin.teardown()
+    assert there == [True] and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_links_are_as_durable_as_the_plugins_files(lit, tmp_path, monkeypatch, durable):
+    asked = []
+    monkeypatch.setattr(links, "make_link", lambda *_, durable: not asked.append(durable))
+    plugin = lit.AsyncCheckpointIO(durable=durable)
+    plugin._checkpoints.link(None, tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    plugin.teardown()
+    assert asked == [durable]
+
+
+def test_a_trainer_that_is_made_finds_the_saves_before_it_on_the_disk(
+    lit, tmp_path, monkeypatch, plugin
+):
+    drained, drain = [], _core.log_drain
+    monkeypatch.setattr(_core, "log_drain", lambda *given: drained.append(drain(*given)))
+    assert plugin._checkpoints._current_work().pending == []
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    trainer(lit, tmp_path, plugin=plugin)
+    assert drained and (tmp_path / "a.ckpt").exists()
+    plugin.teardown()
+
+
+# ---- errors ----
+
+
+def test_the_end_of_a_wait_for_a_save_is_ctrl_cs_own(lit, tmp_path, monkeypatch):
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(on_error="warn"))
+    run.fit(lit.Model(), loader())
+
+    def interrupted(handle):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "error_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.save_checkpoint(tmp_path / "a.ckpt")
+    stillframe.wait_all()
+
+
+def test_what_fails_behind_a_training_that_broke_off_is_raised(lit, tmp_path):
+    def boom(run):
+        raise ZeroDivisionError
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: boom})])
+    with pytest.raises(ZeroDivisionError):
+        run.fit(lit.Model(), loader())
+    with fault("fdatasync", sticky=True), pytest.raises(stillframe.SaveError):
+        run.save_checkpoint(tmp_path / "bad.ckpt")
+
+
+def test_what_breaks_off_a_save_of_all_ranks_swallows_no_later_error(plugin, calls, tmp_path):
+    with pytest.raises(ZeroDivisionError), calls.together(Strategy()):
+        raise ZeroDivisionError
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.raises(stillframe.SaveError, match="directory"):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    plugin.teardown()
+
+
+def test_a_save_that_all_ranks_make_is_agreed_on_once(calls):
+    strategy = Strategy()
+    with calls.together(strategy), calls.together(strategy):
+        pass
+    assert strategy.asked == 1
+
+
+# ---- loggers ----
+
+
+def test_the_error_of_a_logger_that_was_told_before_it_is_finalized_is_raised_at_the_end(
+    plugin, calls, tmp_path
+):
+    def refuse(callback):
+        raise RuntimeError("no network")
+
+    with held("fdatasync"):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        calls.publish(refuse, Callback())
+    calls.settle()
+    with pytest.raises(RuntimeError, match="no network"):
+        plugin.teardown()
+
+
+def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path):
+    plugin = lit.AsyncCheckpointIO(pool_bytes=64 << 20)
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    engine = plugin._checkpoints._work.engine
+    plugin._checkpoints.settle()
+    assert plugin._checkpoints._work.engine is engine and not is_closed(engine)
+    plugin.teardown()
+    assert is_closed(engine)
+
+
+def test_loggers_are_told_at_once_of_what_is_not_ours_and_never_of_what_was_refused(lit, tmp_path):
+    plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
+    plugin._checkpoints.publish(told.append, "somebody else's")
+    assert told == ["somebody else's"]
+    (tmp_path / "a.ckpt").mkdir()
+    with pytest.warns(UserWarning, match="was not saved"):
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    plugin._checkpoints.publish(told.append, "refused")
+    plugin.teardown()
+    assert told == ["somebody else's"]
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+# ---- options ----
+
+
+def test_each_option_reaches_the_save(lit, tmp_path, monkeypatch):
+    heard = []
+    given = {"durable": False, "check_mutation": True, "on_durable": print}
+    asked = PluginOptions(**given).save_options(overlap=False)
+    kept = {"follow_link": False, "create_parents": True}
+    assert asked == SaveOptions(overlap=False, **given, **kept)
+    submit = Writers.submit
+
+    def noted(self, work, checkpoint, path, storage_options, overlap):
+        heard.append(overlap)
+        return submit(self, work, checkpoint, path, storage_options, overlap)
+
+    monkeypatch.setattr(Writers, "submit", noted)
+    for overlap in (True, False):
+        plugin = lit.AsyncCheckpointIO(overlap=overlap)
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.teardown()
+    assert heard == [True, False]
+
+
+def test_an_engine_that_is_given_says_how_many_saves_may_be_under_way():
+    with stillframe.Engine(max_in_flight=5, when_busy="raise") as engine:
+        assert PluginOptions(engine=engine).slots() == (5, "raise")
+    assert PluginOptions(max_in_flight=3).slots() == (3, "wait")
+
+
+def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch):
+    made = []
+
+    class Engine(stillframe.Engine):
+        def __init__(self, **given):
+            super().__init__(**given)
+            made.append(self)
+
+    monkeypatch.setattr(options, "Engine", Engine)
+    lit.AsyncCheckpointIO(max_in_flight=3)
+    assert [is_closed(each) for each in made] == [True]
+
+
+# ---- who saves, and what stands over methods ----
+
+
+def test_whoever_stands_around_our_plugin_may_save_by_itself(lit, plugin):
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+    def holding(io):
+        return SimpleNamespace(strategy=SimpleNamespace(_checkpoint_io=io))
+
+    assert saves_by_itself(holding(plugin))
+    assert not saves_by_itself(holding(_WrappingCheckpointIO(plugin)))
+    assert not saves_by_itself(holding(lit.AsyncCheckpointIO(lit.TorchCheckpointIO())))
+    assert not saves_by_itself(SimpleNamespace())
+
+
+def test_a_callback_has_its_own_file_system_again_whatever_it_said(calls):
+    class FileSystem:
+        def exists(self, path):
+            raise OSError("no network")
+
+    own = FileSystem()
+    callback = SimpleNamespace(_fs=own)
+    with pytest.raises(OSError, match="no network"):
+        _file_exists(calls, callback, lambda: callback._fs.exists("nowhere://a.ckpt"))
+    assert callback._fs is own
+
+
+def test_a_plugin_that_another_package_came_after_is_one_of_its_too(lit, monkeypatch):
+    import sys
+
+    registered = []
+
+    class CheckpointIO:
+        register = registered.append
+
+    name = "lightning_fabric.plugins"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(CheckpointIO=CheckpointIO))
+    lit.AsyncCheckpointIO()
+    assert registered == [lit.AsyncCheckpointIO]

@@ -1,0 +1,241 @@
+"""A save of a signal handler is durable on return, whatever kind of a handler it is."""
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+from fix_callers import save_and_look, waits
+from fix_lightning import SLURM, at, load, loader, trainer
+from stillframe._lightning.pending import Work
+from stillframe.testing import slow
+
+
+class ByMethod:
+    def __init__(self, save):
+        self.save = save
+
+    def handle(self, signum, frame):
+        self.save()
+
+
+class ByCall(ByMethod):
+    def __call__(self, signum, frame):
+        self.save()
+
+
+def plain(save):
+    def handler(signum, frame):
+        save()
+
+    return handler
+
+
+def resets_itself(save):
+    def handler(signum, frame):
+        signal.signal(signum, signal.SIG_IGN)
+        del signum, frame
+        save()
+
+    return handler
+
+
+def decorated(save):
+    def handler(signum, frame):  # no other kind's, which would be known
+        save()
+
+    @functools.wraps(handler)
+    def wrapper(*args, **kwargs):
+        return handler(*args, **kwargs)
+
+    return wrapper
+
+
+def decorated_with_an_option(save):
+    def handler(signum, frame):  # no other kind's, which would be known
+        save()
+
+    @functools.wraps(handler)
+    def wrapper(*args, twice=False):
+        return handler(*args)
+
+    return wrapper
+
+
+HANDLERS = {
+    "a function": plain,
+    "one that resets itself": resets_itself,
+    "a decorated one": decorated,
+    "one that is decorated with an option": decorated_with_an_option,
+    "a method": lambda save: ByMethod(save).handle,
+    "an object": ByCall,
+    "a partial": lambda save: functools.partial(lambda save, signum, frame: save(), save),
+    "a lambda": lambda save: lambda *_: save(),
+}
+
+
+@pytest.fixture
+def sigusr2():
+    handler = signal.getsignal(signal.SIGUSR2)
+    yield signal.SIGUSR2
+    signal.signal(signal.SIGUSR2, handler)
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+def test_a_save_of_a_signal_handler_is_durable_on_return(lit, tmp_path, sigusr2, kind):
+    seen = []
+    by_handler, after = tmp_path / "handler.ckpt", tmp_path / "after.ckpt"
+
+    class Signalled(lit.Callback):
+        def on_train_start(self, trainer, module):
+            save = functools.partial(save_and_look, trainer, by_handler, seen)
+            signal.signal(sigusr2, HANDLERS[kind](save))
+
+        def on_train_batch_start(self, trainer, module, *args):
+            if trainer.global_step == 2:
+                os.kill(os.getpid(), sigusr2)
+                time.sleep(0.01)
+                save_and_look(trainer, after, seen)
+
+    trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[Signalled()]).fit(
+        lit.Model(), loader()
+    )
+    assert seen == [True, False]
+    assert load(by_handler)["global_step"] == 2
+
+
+def test_a_handler_that_came_in_the_middle_of_an_epoch_is_one_too(lit, tmp_path, sigusr2):
+    seen = []
+
+    def look(run):
+        save = functools.partial(save_and_look, run, tmp_path / "handler.ckpt", seen)
+        signal.signal(sigusr2, plain(save))
+        os.kill(os.getpid(), sigusr2)
+        time.sleep(0.01)
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    assert seen == [True]
+
+
+def test_a_handler_that_saves_behind_a_save_leaves_it_the_newest(
+    lit, tmp_path, sigusr2, monkeypatch
+):
+    """Loggers are told of the newest save of whoever goes on after the handler."""
+    collect, plugin, newest = Work.collect_ended, lit.AsyncCheckpointIO(), []
+
+    def interrupted(self, but=None):
+        if not newest:
+            newest.append("is being saved")
+            os.kill(os.getpid(), sigusr2)
+            time.sleep(0.01)
+        collect(self, but)
+
+    def look(run):
+        signal.signal(sigusr2, lambda *_: run.save_checkpoint(tmp_path / "handler.ckpt"))
+        monkeypatch.setattr(Work, "collect_ended", interrupted)
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        newest.append(os.path.basename(plugin._checkpoints._work.newest.path))
+
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    assert (tmp_path / "handler.ckpt").exists()
+    assert newest[1:] == ["a.ckpt"]
+
+
+def test_what_a_requeue_comes_after_is_on_the_disk_whoever_saves_it(lit, tmp_path):
+    seen = []
+
+    def look(run):
+        save_and_look(run, tmp_path / "hpc_ckpt_3.ckpt", seen)
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(), callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    assert seen == [True]
+
+
+def test_a_decorator_shared_with_a_handler_makes_no_handler(lit, tmp_path, sigusr2):
+    seen = []
+
+    def logged(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    signal.signal(sigusr2, logged(lambda signum, frame: None))
+
+    @logged
+    def fit(extra):
+        run = trainer(
+            lit,
+            tmp_path,
+            plugin=lit.AsyncCheckpointIO(),
+            callbacks=[at(lit, {2: lambda t: save_and_look(t, tmp_path / "a.ckpt", seen)})],
+        )
+        run.fit(lit.Model(), loader())
+
+    fit(1)
+    assert seen == [False]
+
+
+def test_slurms_requeue_finds_the_checkpoint_on_the_disk(lit, tmp_path, monkeypatch):
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.trainer.connectors import signal_connector
+
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    requeued = []
+
+    def requeue(command):
+        requeued.append((command, [path.name for path in tmp_path.glob("hpc_ckpt*")]))
+        return 0
+
+    monkeypatch.setattr(signal_connector, "call", requeue)
+
+    def preempt(trainer):
+        with slow("fdatasync", 0.3):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.01)
+
+    plugin = lit.AsyncCheckpointIO()
+    run = lit.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        max_steps=4,
+        plugins=[plugin, SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
+        callbacks=[at(lit, {2: preempt})],
+    )
+    run.fit(lit.Model(), loader())
+    assert requeued == [(["scontrol", "requeue", "1"], ["hpc_ckpt_1.ckpt"])]
+    assert load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 2
+
+
+def test_what_a_signal_handler_removes_and_links_is_done_on_return(
+    lit, tmp_path, sigusr2, monkeypatch
+):
+    waited = waits(monkeypatch)
+    plugin = lit.AsyncCheckpointIO()
+    seen, old, link = [], tmp_path / "old.ckpt", tmp_path / "last.ckpt"
+
+    def look(run):
+        def handler(signum, frame):
+            del waited[:]
+            plugin._checkpoints.link(run, old, link)
+            plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
+            seen.append((len(waited), link.exists()))
+
+        signal.signal(sigusr2, handler)
+        run.save_checkpoint(old)
+        os.kill(os.getpid(), sigusr2)
+        time.sleep(0.01)
+
+    run = trainer(lit, tmp_path, plugin=plugin, callbacks=[at(lit, {2: look})])
+    run.fit(lit.Model(), loader())
+    assert seen == [(2, True)]

@@ -1,0 +1,143 @@
+"""What stands over a sharded strategy's methods, asked on one rank: what it leaves to Lightning,
+and what it takes for a checkpoint. test_sharded.py has the ranks."""
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+import torch
+from stillframe._dcp import commit
+from stillframe._lightning import sharded
+from stillframe._lightning.sharded_save import META
+
+
+class Checkpoints:
+    """Notes what is saved."""
+
+    def __init__(self):
+        self.saved = []
+
+    @contextlib.contextmanager
+    def together(self, strategy):
+        yield
+
+    def save_sharded(self, trainer, parts, path):
+        self.saved.append((path, parts))
+
+    def wait_for(self, path):
+        pass
+
+
+class ModelParallelStrategy:
+    """As Lightning's: all ranks save to where rank 0 does."""
+
+    _save_distributed_checkpoint = True
+    global_rank = 0
+
+    def save_checkpoint(self, *args, **kwargs):
+        pass
+
+    save_checkpoint.__module__ = "lightning.fabric.strategies.model_parallel"
+
+    def broadcast(self, path):
+        return path if "://" in str(path) else "/of/rank/0"
+
+    def reduce_boolean_decision(self, decision, all):
+        return decision
+
+
+@pytest.fixture
+def calls():
+    """Of the original method."""
+    return []
+
+
+@pytest.fixture
+def original(calls):
+    return lambda *args, **kwargs: calls.append((args, kwargs))
+
+
+def of_trainer(original, path, storage_options=None):
+    """`save_checkpoint` of a Trainer's strategy: what was saved."""
+    checkpoints = Checkpoints()
+    checkpoint = {"state_dict": {"w": 1}, "optimizer_states": [{"m": 2}, {"m": 3}], "epoch": 4}
+    trainer = SimpleNamespace(strategy=ModelParallelStrategy())
+    sharded._save(checkpoints, trainer, original, checkpoint, path, storage_options)
+    return checkpoints.saved
+
+
+def of_fabric(original, path, **options):
+    checkpoints = Checkpoints()
+    state = {"model": torch.nn.Linear(2, 2)}
+    sharded._save_fabric(checkpoints, ModelParallelStrategy(), original, path, state, **options)
+    return checkpoints.saved
+
+
+@pytest.fixture(autouse=True)
+def every_model_is_sharded(monkeypatch):
+    monkeypatch.setattr(sharded, "_only_model", lambda strategy, state: state.get("model"))
+
+
+@pytest.mark.parametrize("save", [of_trainer, of_fabric])
+def test_all_ranks_save_to_where_rank_0_does(save, original, calls):
+    ((path, parts),) = save(original, "/of/this/rank")
+    assert path == "/of/rank/0" and parts.rank == 0 and not calls
+
+
+@pytest.mark.parametrize("save", [of_trainer, of_fabric])
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [("memory://there/c", {}), ("/c", {"storage_options": {"a": 1}}), ("/c", {"filter": {}})],
+)
+def test_what_is_not_served_is_left_to_lightning(save, path, options, original, calls):
+    if save is of_trainer and "filter" in options:
+        return
+    assert save(original, path, **options) == []
+    ((args, kwargs),) = calls
+    assert path in args
+    for each in options.values():
+        assert each in args or each in kwargs.values()
+
+
+def test_what_has_a_state_of_its_own_is_saved_by_that(original):
+    class Schedule:
+        def state_dict(self):
+            return {"step": 3}
+
+        def load_state_dict(self, state):
+            pass
+
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "schedule": Schedule(), "names": {"a": 1}}
+    states, rest = sharded._states(ModelParallelStrategy(), model, state)
+    assert list(states) == ["model"] and list(states["model"]) == ["weight", "bias"]
+    assert rest == {"schedule": {"step": 3}, "names": {"a": 1}}
+
+
+# ---- what is a checkpoint ----
+
+
+@pytest.mark.parametrize("name", [META, f"__0_0{commit.SUFFIX}"])
+def test_what_a_save_leaves_that_never_ended_is_refused(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(stillframe.CorruptCheckpointError, match="not a complete checkpoint"):
+        sharded._make_ready(str(tmp_path))
+
+
+def test_a_directory_of_another_kind_is_left_to_lightning(tmp_path):
+    (tmp_path / "zero_to_fp32.py").touch()
+    sharded._make_ready(str(tmp_path))
+    sharded._make_ready(str(tmp_path / "nothing"))
+    assert os.listdir(tmp_path) == ["zero_to_fp32.py"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_mends_a_checkpoint(rank, original, calls, monkeypatch):
+    mended = []
+    monkeypatch.setattr(sharded, "_make_ready", mended.append)
+    strategy = ModelParallelStrategy()
+    strategy.global_rank = rank
+    sharded._load(Checkpoints(), strategy, original, "/of/this/rank")
+    assert mended == ["/of/rank/0"][rank:] and len(calls) == 1

@@ -1,0 +1,206 @@
+"""A save that another CheckpointIO makes: who waits for what, and what is reported of it."""
+
+import contextlib
+import os
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import stillframe
+import torch
+from fix_lightning import load, loader, trainer
+from stillframe._lightning import wrapped
+from stillframe._lightning.wrapped_save import WrappedSave
+from stillframe._save import completion, ordered
+
+STATE = {"x": torch.ones(90_000)}
+
+
+def save_of(taken=None):
+    return WrappedSave("a", "a", None, taken, fallbacks=[], entered=0.0, waited_s=0.5)
+
+
+class Memory:
+    """A snapshot that is still being copied."""
+
+    nbytes, num_tensors = 12, 1
+
+    def wait(self, timeout):
+        raise TimeoutError
+
+
+@pytest.fixture
+def first_of(monkeypatch):
+    """Two saves under way, and a list of those that were waited for: each ends so."""
+    saves = [SimpleNamespace(path=name, ended=False) for name in "ab"]
+    for save in saves:
+        save.done = lambda save=save: save.ended
+    waited = []
+
+    def wait_for_end(save):
+        waited.append(save.path)
+        save.ended = True
+
+    monkeypatch.setattr(wrapped, "wait_for_end", wait_for_end)
+    return saves, waited
+
+
+def test_a_save_waits_for_the_oldest_and_no_longer(first_of):
+    saves, waited = first_of
+    wrapped.Slots(saves, 2, "wait").wait()
+    assert waited == ["a"]
+
+
+def test_a_snapshot_waits_for_the_memory_of_the_oldest_first(first_of, monkeypatch):
+    saves, waited = first_of
+
+    def full(checkpoint, **options):
+        if not saves[0].ended:
+            raise stillframe.PoolExhaustedError("full")
+        return "taken"
+
+    monkeypatch.setattr(wrapped, "snapshot_to_write", full)
+    assert wrapped._take(STATE, True, None, saves) == "taken"
+    assert waited == ["a"]
+
+
+def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):
+    """Also what ends a thread, which is not one of its own."""
+    go = threading.Event()
+
+    class Leaving(lit.TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            assert go.wait(60)
+            raise SystemExit(3)
+
+    plugin = lit.AsyncCheckpointIO(Leaving())
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    (handle,) = [each for each in completion.in_flight.values() if "a.ckpt" in each.path]
+    go.set()
+    ordered.wait_for_path(tmp_path / "a.ckpt")
+    assert isinstance(handle.exception(timeout=0), SystemExit)
+    assert handle.state == "failed"
+    plugin.teardown()
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+def test_a_save_whose_call_broke_off_is_not_made_behind_it(lit, tmp_path, monkeypatch):
+    """Ctrl-C, after the thread has seen that it is the work's turn and before it begins."""
+    works = []
+
+    def interrupted(key, kind, work):
+        works.append(work)
+        raise KeyboardInterrupt
+
+    plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+    with monkeypatch.context() as patch:
+        patch.setattr("stillframe._save.ordered.submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    assert not works[0](True)
+    assert os.listdir(tmp_path) == []
+    plugin.teardown()
+
+
+def test_the_other_is_torn_down_though_a_save_failed(lit, tmp_path):
+    torn = []
+
+    class Full(lit.TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            raise OSError(28, "full")
+
+        def teardown(self):
+            torn.append(True)
+
+    plugin = lit.AsyncCheckpointIO(Full())
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    with pytest.raises(OSError, match="full"):
+        plugin.teardown()
+    assert torn == [True]
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+def test_a_fit_that_handles_anothers_exception_raises_what_the_others_teardown_says(lit, tmp_path):
+    class Stuck(lit.TorchCheckpointIO):
+        def teardown(self):
+            raise OSError("stuck")
+
+    class Boom(lit.Callback):
+        def on_train_start(self, run, module):
+            raise ZeroDivisionError
+
+    plugin = lit.AsyncCheckpointIO(Stuck())
+    broken = trainer(lit, tmp_path, plugin=plugin, callbacks=[Boom()])
+    try:
+        broken.fit(lit.Model(), loader())
+    except ZeroDivisionError:
+        with pytest.raises(OSError, match="stuck"):
+            trainer(lit, tmp_path, plugin=plugin).fit(lit.Model(), loader())
+
+
+def test_outside_training_too_errors_of_any_kind_are_warned_of_if_asked(lit, tmp_path):
+    class Odd(lit.TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            raise KeyError("odd")
+
+    run = trainer(lit, tmp_path, plugin=lit.AsyncCheckpointIO(Odd(), on_error="warn"))
+    run.fit(lit.Model(), loader())
+    with pytest.warns(UserWarning, match="odd"):
+        run.save_checkpoint(tmp_path / "a.ckpt")
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+def test_one_that_saves_with_a_plugin_of_ours_is_told(lit, tmp_path):
+    inner = lit.AsyncCheckpointIO(lit.TorchCheckpointIO())
+
+    class Nested(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            inner.save_checkpoint(checkpoint, path)
+
+    plugin = lit.AsyncCheckpointIO(Nested())
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    with pytest.raises(stillframe.StillframeError, match="must not save or load"):
+        plugin.teardown()
+    assert os.listdir(tmp_path) == []
+    stillframe.save({}, tmp_path / "good.pt")
+
+
+# ---- what the handle says ----
+
+
+def test_a_wait_for_the_copy_ends_in_time_and_says_so():
+    with pytest.raises(TimeoutError, match="not staged yet"):
+        save_of(Memory()).wait_staged(timeout=0)
+
+
+def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
+    save, heard = save_of(), []
+    monkeypatch.setattr(type(save._outcome), "notify_staged", lambda each: heard.append(each))
+    save.copied()
+    assert not heard
+    save.fail(OSError("full"))
+    assert save.state == "failed"
+    with contextlib.suppress(OSError):
+        save.result()
+
+
+def test_a_report_has_the_times_of_its_save(lit, tmp_path):
+    reports = Future()
+    plugin = lit.AsyncCheckpointIO(
+        lit.TorchCheckpointIO(), on_durable=lambda path, report: reports.set_result(report)
+    )
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    plugin.teardown()
+    report = reports.result(timeout=60)
+    assert 0 < report.staged_after_s <= report.durable_after_s
+    assert report.blocked_s > 0
+    assert report.nbytes == (tmp_path / "a.ckpt").stat().st_size
+    assert load(tmp_path / "a.ckpt")["x"].eq(1).all()
+
+
+def test_a_report_has_the_wait_for_a_slot():
+    save = save_of()
+    save.end_well(3, "wrapped")
+    assert save.result().backpressure_s == 0.5
+    assert save.state == "durable"
