@@ -67,7 +67,7 @@ def test_nothing_is_handed_out_before_it_has_landed(
         assert found == []
     finally:
         fake.hold(False)
-        thread.join(30)
+        thread.join(60)
     assert_same(found[0], state)
 
 

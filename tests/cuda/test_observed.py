@@ -129,7 +129,7 @@ def test_a_write_before_the_copy_fails_the_save_and_keeps_the_old_file(
     training = warmed_up(make, steps=6)
     stillframe.save(training.state(), path, engine=engine)
     old = path.read_bytes()
-    fake.delay(60_000_000, seed=7)
+    fake.delay(200_000_000, seed=7)
     handle = stillframe.async_save(training.state(), path, engine=engine)
     write(training)
     with pytest.raises(stillframe.TornSnapshotError, match="wait_staged"):

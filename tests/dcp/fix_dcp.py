@@ -91,7 +91,7 @@ def leased(engine: stillframe.Engine) -> int:
     return engine.stats()["leased_bytes"]
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 20) -> bool:
+def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
     end = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > end:

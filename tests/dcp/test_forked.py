@@ -42,7 +42,7 @@ class TemporalAsyncCaller:
 
 def write(go: Any, buckets: list[torch.Tensor], wanted: float, orphan: bool) -> None:
     """Exits with 0 if the state is what it was when the writer was asked to write it."""
-    go.wait(30)
+    go.wait(60)
     if orphan and os.fork() == 0:
         time.sleep(0.05)
         os._exit(0)
@@ -78,7 +78,7 @@ def run(make: type[TemporalAsyncCaller], count: int) -> list[int]:
         callers.append(caller)
     go.set()
     for caller in callers:
-        caller.process.join(30)
+        caller.process.join(60)
     return [caller.process.exitcode for caller in callers]
 
 

@@ -44,7 +44,7 @@ def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go, put_in_place = threading.Event(), commit.put_in_place
 
     def held(*args: Any, **options: Any) -> None:
-        assert go.wait(30)
+        assert go.wait(60)
         put_in_place(*args, **options)
 
     with monkeypatch.context() as patched:
@@ -231,13 +231,13 @@ def test_a_commit_waits_for_what_was_saved_before_and_is_waited_for_by_what_come
 def test_saves_behind_one_that_is_being_written_may_have_all_the_slots(tmp_path, monkeypatch):
     write, go = dcp.FileSystemWriter.write_data, threading.Event()
     monkeypatch.setattr(
-        dcp.FileSystemWriter, "write_data", lambda *given: go.wait(30) and write(*given)
+        dcp.FileSystemWriter, "write_data", lambda *given: go.wait(60) and write(*given)
     )
     with stillframe.Engine(pool_bytes="8MiB", block_bytes="1MiB", max_in_flight=1) as other:
         upload = begin(1, tmp_path / "c", engine=other)
         last = stillframe.async_save([3], tmp_path / "last", engine=other)
         go.set()
-        upload.result(30)
+        upload.result(60)
         last.result()
 
 
@@ -317,7 +317,7 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
         )
         for way in ways
     ]
-    *went_well, fails = (process.communicate(timeout=60)[1] for process in running)
+    *went_well, fails = (process.communicate(timeout=240)[1] for process in running)
     assert [process.returncode for process in running] == [0, 0, 0]
     for way, says in zip(ways, went_well, strict=False):
         assert "Traceback" not in says
@@ -360,7 +360,7 @@ def test_a_save_that_fails_ends_also_where_its_files_cannot_be_cleaned_up(
         patched.setattr(dcp.FileSystemWriter, "abandon", broken)
         upload = begin(1, tmp_path / "c")
         with pytest.raises(CheckpointException, match="No space"):
-            upload.result(20)
+            upload.result(60)
     assert "something is left of the failed save of" in caplog.text
     begin(2, tmp_path / "c").result()
     assert value_of(tmp_path / "c") == 2

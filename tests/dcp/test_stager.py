@@ -28,7 +28,7 @@ class Held(dcp.FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         self.began.set()
-        self.go.wait(30)
+        self.go.wait(60)
         if self.error is not None:
             raise self.error
         return super().write_data(plan, planner)
@@ -113,7 +113,7 @@ def test_memory_is_not_written_to_before_the_upload_that_reads_it_has_ended(
     stager, state = PinnedStager(engine), filling(engine)
     writers = [Held(tmp_path / str(number)) for number in range(2)]
     first = save(state, stager, storage_writer=writers[0])
-    assert writers[0].began.wait(30)
+    assert writers[0].began.wait(60)
     monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 0.0)  # however long it reads
     state["w"].fill_(2)
     later: Future[Any] = Future()
@@ -179,7 +179,7 @@ def test_a_stage_waits_for_one_that_an_upload_is_about_to_take(engine, monkeypat
     assert thread.is_alive()
     future._staged.uploads(future.result())
     future._staged.upload_ended()
-    assert later.result(20)["w"][0] == 1
+    assert later.result(60)["w"][0] == 1
     thread.join()
 
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_at_once_whatever_is_being_uploaded(
     monkeypatch.setattr("stillframe._dcp.staged._GRACE_S", 1e6)
     stager, writer = PinnedStager(engine), Held(tmp_path)
     response = save(filling(engine), stager, storage_writer=writer)
-    assert writer.began.wait(30)
+    assert writer.began.wait(60)
     with pytest.raises(stillframe.PoolExhaustedError):
         stager.stage({"w": torch.ones(engine.stats()["pool_bytes"] + 1, dtype=torch.uint8)})
     writer.go.set()

@@ -226,7 +226,7 @@ def test_a_replaced_torch_save_is_called(lit, tmp_path, monkeypatch, caplog):
     assert not (tmp_path / "a.ckpt").exists()
     assert caplog.text.count("torch.save is not torch's own") == 1
     for _ in range(2):
-        assert "TorchCheckpointIO" in heard.get(timeout=30).fallbacks[0]
+        assert "TorchCheckpointIO" in heard.get(timeout=120).fallbacks[0]
     plugin.save_checkpoint(STATE, tmp_path / "c.ckpt")
     plugin.teardown()
     assert load(tmp_path / "c.ckpt")["n"] == 3

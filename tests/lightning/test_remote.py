@@ -34,7 +34,7 @@ def test_lightnings_own_writes_what_is_remote_and_that_is_told(
     assert not plugin._checkpoints.will_exist(paths[1], memory.exists)
     assert torch.equal(plugin.load_checkpoint(paths[0])["x"], STATE["x"])
     plugin.teardown()
-    (path, report), (other, _) = heard.get(timeout=30), heard.get(timeout=30)
+    (path, report), (other, _) = heard.get(timeout=120), heard.get(timeout=120)
     assert [path, other] == paths
     assert [name.rsplit("/")[-1] for name in memory.ls("ours", detail=False)] == ["a.ckpt"]
     assert report.io_mode == "fsspec" and report.nbytes == memory.size("ours/a.ckpt")

@@ -356,7 +356,7 @@ def test_the_other_may_take_a_snapshot_while_a_save_waits_behind_it(lit, tmp_pat
         later.wait_staged()
         gate.event.set()
         try:
-            later.result(timeout=30)
+            later.result(timeout=120)
         finally:
             later.cancel()  # were the snapshot to wait for it, neither would ever end
         plugin.teardown()

@@ -26,7 +26,7 @@ def on_its_way(fake):
     model = mlp(depth=2)
     with offload_layers(model, device="cpu") as handle:
         optimizer = trained(model)
-        fake.delay(20_000_000)
+        fake.delay(200_000_000)
         model[0](numbers(1))
         before = handle.stats()["host_waits"]
         yield model, optimizer, lambda: handle.stats()["host_waits"] - before

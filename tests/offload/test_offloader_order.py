@@ -40,7 +40,7 @@ def test_weights_may_be_written_to_once_nothing_is_read_of_them(
 ) -> None:
     with Offloader("cpu", slots=2, engine=engine) as offloader:
         one, two = (offloader.adopt(group(i)).tensors() for i in (1, 2))
-        fake.delay(20_000_000)
+        fake.delay(200_000_000)
         assert offloader.prefetch(one) and offloader.prefetch(two)
         before = offloader.stats()["host_waited_s"]
         offloader.wait_read()
@@ -138,7 +138,7 @@ def test_what_was_only_prefetched_is_given_up_at_the_end(
 ) -> None:
     """The stream waits for it: its memory is the next one's that asks on that stream."""
     with Offloader("cpu", engine=engine) as offloader:
-        fake.delay(20_000_000)
+        fake.delay(200_000_000)
         assert offloader.prefetch(offloader.adopt(group(1)))
         before = fake.calls("cuStreamWaitEvent")
         offloader.close()

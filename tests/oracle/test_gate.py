@@ -407,7 +407,7 @@ def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[st
     assert not stepped.wait(0.2)
     order.append("launched")
     gate.track(FakePending(noted(order, "gate")))
-    assert stepped.wait(10)
+    assert stepped.wait(60)
     thread.join()
     assert order == ["launched", "gate"]
     assert deferral._overtaken is False
@@ -424,7 +424,7 @@ def test_a_call_that_failed_lets_other_threads_go_on() -> None:
     assert thread.is_alive()
     ref = weakref.ref(deferral)
     del deferral  # the call raised, and nobody has its frame any more
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive() and ref() is None
 
 
@@ -436,7 +436,7 @@ def test_a_call_that_never_ends_is_overtaken(monkeypatch: pytest.MonkeyPatch) ->
     deferral = gate.defer(skeleton_of([p]), overlap=True)
     thread = threading.Thread(target=run_steps, args=(opt, 1))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert deferral.torn() == 0
 

@@ -90,7 +90,7 @@ def test_a_storage_waits_for_another_thread_s_call(copied: torch.nn.Parameter) -
     assert not moved.wait(0.2)
     pending = FakePending()
     gate.track(pending, deferral)
-    assert moved.wait(10)
+    assert moved.wait(60)
     thread.join()
     assert pending.waits == 1
 

@@ -67,7 +67,7 @@ def test_no_call_waits_for_the_engines_lock_with_the_interpreters(tmp_path: Path
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)  # whoever stands still with the interpreter lock answers nothing else
+        signal.alarm(120)  # whoever stands still with the interpreter lock answers nothing else
         status = 1
         try:
             _call_all_under_a_taken_lock(tmp_path)

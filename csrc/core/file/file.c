@@ -298,7 +298,9 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 
 	if (f->state != SFR__FILE_OPEN)
 		return fail(err, SFR_ESTATE, SFR_PHASE_SYNC, NULL);
+	ask(f);
 	rc = cut(f);
+	answered(f);
 	if (rc < 0) {
 		f->state = SFR__FILE_BROKEN;
 		return fail(err, rc, SFR_PHASE_WRITE, "cutting the last page");

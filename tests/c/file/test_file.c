@@ -97,6 +97,82 @@ static void a_file_of_any_length_is_saved(void)
 	dir_remove(dir);
 }
 
+/* ---- calls that may hang ---- */
+
+static struct sfr__file *asking;
+static struct sfr_sys real;
+static unsigned nr_calls, nr_unasked;
+
+static void look_at_it(void)
+{
+	nr_calls++;
+	nr_unasked += sfr__file_asked_since(asking) == 0;
+}
+
+static int asked_open(int dir, const char *name, int flags, mode_t mode)
+{
+	look_at_it();
+	return real.open(dir, name, flags, mode);
+}
+
+static ssize_t asked_pwrite(int fd, const void *buf, size_t len, off_t off)
+{
+	look_at_it();
+	return real.pwrite(fd, buf, len, off);
+}
+
+static int asked_fallocate(int fd, int mode, off_t off, off_t len)
+{
+	look_at_it();
+	return real.fallocate(fd, mode, off, len);
+}
+
+static int asked_ftruncate(int fd, off_t len)
+{
+	look_at_it();
+	return real.ftruncate(fd, len);
+}
+
+static int asked_fdatasync(int fd)
+{
+	look_at_it();
+	return real.fdatasync(fd);
+}
+
+static int asked_unlink(int dir, const char *name)
+{
+	look_at_it();
+	return real.unlink(dir, name);
+}
+
+/* The log's thread says the same of the rename and of the directory's sync. */
+static void a_file_system_is_known_to_be_asked_during_every_call_that_may_hang(void)
+{
+	const char *dir = dir_make("/var/tmp");
+	struct sfr_err err = { .index = -1 };
+	struct sfr__file f;
+
+	asking = &f;
+	real = sfr_sys;
+	CHECK_EQ(sfr__file_init(&f, dir, "a", 4097, true), 0);
+	sfr_sys.open = asked_open;
+	sfr_sys.pwrite = asked_pwrite;
+	sfr_sys.fallocate = asked_fallocate;
+	sfr_sys.ftruncate = asked_ftruncate;
+	sfr_sys.fdatasync = asked_fdatasync;
+	sfr_sys.unlink = asked_unlink;
+	CHECK_EQ(sfr__file_open(&f, &err), 0);
+	CHECK_EQ(sfr__file_asked_since(&f), 0);
+	CHECK_EQ(sfr__file_write(&f, save_new, 8192, 0, &err), 0);
+	CHECK_EQ(sfr__file_sync(&f, &err), 0);
+	CHECK_EQ(sfr__file_asked_since(&f), 0);
+	sfr__file_fini(&f); /* given up */
+	sfr_sys = real;
+	CHECK(nr_calls >= 7);
+	CHECK_EQ(nr_unasked, 0);
+	dir_remove(dir);
+}
+
 /* ---- steps out of order ---- */
 
 static void a_step_out_of_order_is_refused_and_does_nothing(void)
@@ -406,6 +482,7 @@ int main(void)
 	RUN(a_save_replaces_the_old_file_and_leaves_nothing_else);
 	RUN(the_temporary_is_hidden_locked_and_has_the_mode_of_open);
 	RUN(a_file_of_any_length_is_saved);
+	RUN(a_file_system_is_known_to_be_asked_during_every_call_that_may_hang);
 	RUN(a_step_out_of_order_is_refused_and_does_nothing);
 	RUN(several_threads_write_one_file);
 	RUN(what_is_not_a_regular_file_is_refused_and_a_link_replaced);

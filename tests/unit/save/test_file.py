@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import random
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe.testing import fault, slow
+from stillframe.testing import Injected, fault, held, slow
 
 NBYTES = 700_001  # several windows of 128 KiB, and no multiple of anything
 
@@ -128,3 +131,62 @@ def test_behind_the_end_there_is_nothing_and_buffers_are_free_again(tmp_path: Pa
         assert buffer == b"6789\0\0\0\0\0"
     finally:
         os.close(descriptor)
+
+
+def test_after_an_error_nothing_is_taken_from_the_window_that_was_being_read(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path / "f") as (file, data):
+        assert file.read(10) == data[:10]
+        file.seek(300_000)
+        with (
+            fault("pread", limit=1000),
+            fault("pread", nth=2, err=errno.EIO),
+            pytest.raises(OSError, match="Input/output"),
+        ):
+            file.read(10)  # the window has a thousand bytes of there by now
+        file.seek(0)
+        assert file.read(10) == data[:10]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_ctrl_c_ends_a_long_read_at_its_next_slice(tmp_path: Path) -> None:
+    nbytes = (64 << 20) + (1 << 20)  # one slice, and some of the next
+    (tmp_path / "f").touch()
+    os.truncate(tmp_path / "f", nbytes)
+    to = torch.empty(nbytes, dtype=torch.uint8).numpy()
+
+    def raises(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR2, raises)
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    old_fd = signal.set_wakeup_fd(wakes)
+    main = threading.get_ident()
+
+    def interrupt(under: contextlib.ExitStack, injected: Injected) -> None:
+        while injected.calls("pread") == 0:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGUSR2)
+        os.read(woken, 1)  # Python knows of it
+        under.close()
+
+    try:
+        with open(tmp_path / "f", "rb") as opened_file, contextlib.ExitStack() as under:
+            file = _core.File(opened_file.fileno(), nbytes)
+            injected = under.enter_context(held("pread", sticky=False))
+            thread = threading.Thread(target=interrupt, args=(under, injected))
+            thread.start()
+            with pytest.raises(Interrupted):
+                file.readinto(to)
+            thread.join()
+            assert file.tell() == 64 << 20
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        signal.signal(signal.SIGUSR2, before)
+        os.close(woken)
+        os.close(wakes)

@@ -8,7 +8,7 @@ import pytest
 import stillframe
 import torch
 from fix_checkpoints import by_path, by_stillframe, flip, legacy
-from stillframe import CorruptCheckpointError, testing
+from stillframe import CorruptCheckpointError, _core, testing
 from stillframe._save import gate, restore
 from stillframe._save import into as into_module
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -374,3 +374,25 @@ def test_a_record_of_two_dtypes_goes_to_targets_that_begin_anywhere(tmp_path):
     stillframe.load(tmp_path / "x.pt", into=into)
     assert into["halves"].view(torch.int16).tolist() == [*range(1, 9)]
     assert torch.equal(into["whole"].view(torch.int16), halves.view(torch.int16))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_records_that_are_not_there_are_refused(write, tmp_path):
+    write({"a": torch.ones(3), "empty": torch.empty(0)}, tmp_path / "a.pt")
+    with open(tmp_path / "a.pt", "rb") as file:
+        found = _core.restore(file.fileno(), True)[1]
+        assert found is not None
+        for call in (
+            lambda: found.into(found.nr, [0]),
+            lambda: found.into_device(found.nr, 0, 0),
+            lambda: found.reach(found.nr),
+            lambda: found.wait(found.nr + 1),
+        ):
+            with pytest.raises(IndexError, match="fewer records"):
+                call()
+        assert found.reach(found.nr - 1) == found.nr
+        found.go(found.nr)
+        assert found.wait(found.nr)  # that number stands for all of them
+        found.close()
+        with pytest.raises(ValueError, match="closed"):
+            found.done()

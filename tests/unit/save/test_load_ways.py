@@ -215,7 +215,7 @@ def forked(call, *arguments):
     if pid:
         return pid
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(60)
+    signal.alarm(200)
     try:
         call(*arguments)
     except BaseException:

@@ -238,7 +238,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_save_finishes(tmp_path: Path) -> Non
     assert process.stdout is not None and process.stdout.readline() == "waiting\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     assert out == "interrupted False\n" and process.returncode == 0
     assert whole(tmp_path / "a.pt")
 
@@ -258,7 +258,7 @@ def test_a_second_ctrl_c_at_exit_gives_up_and_leaves_the_old_file(tmp_path: Path
     process.send_signal(signal.SIGINT)
     assert "again gives up" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert "given up" in err
     assert whole(tmp_path / "a.pt", 1.0) and not temporaries(tmp_path)
 
@@ -287,7 +287,7 @@ def test_what_a_file_system_does_not_answer_is_named_and_can_be_left(tmp_path: P
     process.send_signal(signal.SIGINT)
     assert "again gives up" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert "given up" in err and "left as it is: the file system of" in err
     assert whole(tmp_path / "a.pt", 1.0)
     for name in temporaries(tmp_path):

@@ -194,7 +194,7 @@ def test_callbacks_run_elsewhere_after_everything_is_settled(tmp_path: Path) -> 
         handle.add_done_callback(lambda h: 1 / 0)  # logged, and the next one still runs
         handle.add_done_callback(done)
     report = handle.result()
-    assert over.wait(20)
+    assert over.wait(60)
     assert seen[0] == (path, report.nbytes, "sf-callbacks")
     assert seen[1] == ("durable", True)
     late: list[object] = []
@@ -308,7 +308,7 @@ def test_a_future_counts_as_collecting(tmp_path: Path) -> None:
     with fault("rename"):
         future = stillframe.async_save(STATE, tmp_path / "a.pt").upload_completion
         with pytest.raises(stillframe.SaveError):
-            future.result(20)
+            future.result(60)
     stillframe.wait_all()
 
 

@@ -50,7 +50,7 @@ def dumps(tree: Any) -> bytes:
 
 
 def eventually(engine: stillframe.Engine, nbytes: int) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while leased(engine) != nbytes and time.monotonic() < end:
         time.sleep(0.001)
     return leased(engine) == nbytes

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import MIB, engine, flat, leased, raw, state_of, trained
+from stillframe import _core
 from stillframe._snapshot.holds import call_at_end
 from stillframe.testing import fault, slow
 
@@ -43,6 +45,15 @@ def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine
     assert view.equal(torch.ones(4))
     del view
     assert leased(engine) == 0
+
+
+def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine: stillframe.Engine) -> None:
+    memory = _core.Snapshot(engine._core, bytearray(), 0).lease()
+    ended: list[str] = []
+    weakly = weakref.ref(memory, lambda _: ended.append("ended"))
+    assert weakly() is memory
+    del memory
+    assert weakly() is None and ended == ["ended"]
 
 
 def test_torch_keeps_no_list_of_sparse_tensors_that_were_made(engine: stillframe.Engine) -> None:
@@ -254,7 +265,7 @@ def test_a_process_may_be_joined_and_closed_while_it_is_waited_for(
     os.write(write, b"g")
     process.join()
     process.close()
-    assert over.wait(20) and not caplog.records
+    assert over.wait(60) and not caplog.records
     for descriptor in (read, write):
         os.close(descriptor)
     assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -1,0 +1,41 @@
+"""`_core.LogLoad`: a load's place in the log, and the descriptor that it ends up with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from stillframe import _core
+
+
+def test_one_that_was_never_opened_closes_nothing(tmp_path: Path) -> None:
+    load = _core.LogLoad(bytes(tmp_path / "a"))
+    assert load.fileno() == -1
+    before = os.fstat(0)
+    load.close()
+    del load
+    assert os.fstat(0).st_ino == before.st_ino
+
+
+def test_a_descriptor_is_closed_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    load = _core.LogLoad(bytes(tmp_path / "a"))
+    load.open()
+    number = load.fileno()
+    load.close()
+    assert load.fileno() == -1
+    other = os.open(tmp_path / "a", os.O_RDONLY)
+    try:
+        assert other == number  # the lowest that is free
+        load.close()
+        del load
+        assert os.read(other, 1) == b"a"
+    finally:
+        os.close(other)
+
+
+def test_what_is_not_there_is_told_as_the_system_tells_it(tmp_path: Path) -> None:
+    load = _core.LogLoad(bytes(tmp_path / "a"))
+    with pytest.raises(FileNotFoundError):
+        load.open()
