@@ -173,6 +173,22 @@ def test_what_is_not_lent_goes_torchs_way(
     assert new[0]["w"].eq(1).all() and new[1].eq(1).all() and new[2].shape == (0,)
 
 
+def test_what_has_bits_wants_its_gradient_where_it_did(engine: stillframe.Engine) -> None:
+    turned = torch.ones(3, dtype=torch.complex64).conj()
+    taken = take(engine, [turned.detach().requires_grad_(), turned])
+    new = pickle.loads(dumps(taken.tree))
+    assert [each.is_conj() for each in new] == [True, True]
+    assert [each.requires_grad for each in new] == [True, False]
+
+
+def test_bits_of_what_is_not_lent_are_torchs_business(engine: stillframe.Engine) -> None:
+    taken = take(engine, [torch.ones(3, dtype=torch.complex64).conj()])
+    (lent_one,) = taken.tree
+    assert lent._reduce_tensor(lent_one)[0] is lent._with_bits
+    others = torch.ones(3, dtype=torch.complex64).conj()
+    assert lent._reduce_tensor(others)[0] is not lent._with_bits
+
+
 def test_bytes_are_copied_where_multiprocessing_does_not_pickle(engine: stillframe.Engine) -> None:
     taken = take(engine, state(3))
     new = pickle.loads(pickle.dumps(taken.tree))
