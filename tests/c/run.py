@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-TIMEOUT_S = {"asan": 120, "tsan": 300, "valgrind": 600}
+TIMEOUT_S = {"asan": 300, "tsan": 300, "valgrind": 600}
 SKIPPED = 77
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1:allocator_may_return_null=1",
