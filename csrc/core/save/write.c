@@ -165,7 +165,6 @@ static void release_block(struct sfr_ticket *t, struct sfr__job *job)
 		nr_left = t->nr_blocks - ++t->blocks_back;
 		sfr__unlock(&engine->mu);
 		sfr__pool_put(engine->pool, job->block);
-		job->block = NULL;
 		sfr__pool_keep_pace(engine->pool, nr_left, t->nr_whole, is_wanted, t);
 	} else {
 		sfr__in_place_release(job);

@@ -12,7 +12,7 @@ static const char *dir;
 static unsigned char *bytes[NR_SOURCES];
 /* Pieces of a block, ends within pieces and blocks, and one that lies in four
  * blocks. */
-static const uint64_t lens[NR_SOURCES] = { 6 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
+static uint64_t lens[NR_SOURCES] = { 6 * MIB + 17, 100, 14 * MIB + 1, MIB, 2 * MIB - 3 };
 
 /* ---- a lane that stands still over its first piece ---- */
 
@@ -186,6 +186,48 @@ static void who_waits_copies_all_but_what_the_lane_has_in_hand(void)
 	}
 }
 
+/* The length that the first source needs for its data to end so far from the end of its second block. */
+static uint64_t len_that_leaves(uint64_t left)
+{
+	struct sfr_source source = { (uint64_t)(uintptr_t)bytes[0], lens[0], SFR_LANE_HOST, 0 };
+	const struct sfr_save_desc desc = { .skeleton = saving_skeleton,
+					    .skeleton_len = sizeof(saving_skeleton),
+					    .sources = &source,
+					    .nr_sources = 1 };
+	const struct sfr__run *run;
+	struct sfr__image img;
+	uint64_t len;
+
+	CHECK_EQ(sfr__image_init(&img, &desc, BLOCK), 0);
+	run = sfr__image_run(&img, SFR_LANE_HOST, 0);
+	len = run->off + 2 * (uint64_t)BLOCK - left - img.entries[run->first_entry].data_off;
+	sfr__image_fini(&img);
+	return len;
+}
+
+/* The CRC of what the lane has in hand is not known: no part of it is written before it is. */
+static void a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part(void)
+{
+	static const uint64_t left[] = { 0, 4, 8, 15, 16, 17 };
+	const uint64_t before = lens[0];
+
+	for (size_t i = 0; i < sizeof(left) / sizeof(left[0]); i++) {
+		struct sfr_engine *engine = saving_engine_of(BLOCK, 16, 1, 2);
+		struct sfr_ticket *t;
+
+		lens[0] = len_that_leaves(left[i]);
+		hold_the_lane();
+		t = submit(engine, "a.pt", 0);
+		CHECK_EQ(sem_wait(&lane_stands), 0);
+		while (!all_is_handed_out(t) || !one_is_parked(t))
+			CHECK_EQ(sfr_save_wait(t, SFR_WAIT_COPIED, 1000 * 1000), SFR_EAGAIN);
+		let_the_lane_go();
+		end(engine, t);
+		check_file("a.pt");
+	}
+	lens[0] = before;
+}
+
 /* An engine whose threads sleep: one that makes memory finds work by the way. */
 static struct sfr_engine *idle_engine(void)
 {
@@ -335,13 +377,16 @@ int main(void)
 {
 	dir = saving_dir();
 	for (int i = 0; i < NR_SOURCES; i++) {
-		bytes[i] = malloc(lens[i]);
+		const uint64_t most = lens[i] > 2 * BLOCK ? lens[i] : 2 * BLOCK;
+
+		bytes[i] = malloc(most);
 		if (!bytes[i])
 			return EXIT_FAILURE;
-		for (uint64_t k = 0; k < lens[i]; k++)
+		for (uint64_t k = 0; k < most; k++)
 			bytes[i][k] = (unsigned char)((k + (uint64_t)i * 7919) * 2654435761u >> 13);
 	}
 	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
+	RUN(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part);
 	RUN(idle_writers_copy_too_as_long_as_somebody_waits);
 	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
 	RUN(one_block_is_enough_for_all_who_copy);

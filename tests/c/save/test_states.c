@@ -91,6 +91,31 @@ static void a_lane_that_finds_no_block_for_a_while_goes_on(void)
 	free_engine(engine);
 }
 
+/* There is no save: whoever called is told, and nobody hears of a failed one. */
+static void a_call_that_the_pool_refuses_has_made_no_save(void)
+{
+	struct sfr_engine *engine = saving_engine(NR_BLOCKS, 1, 2);
+	const uint64_t all[1] = { NR_BLOCKS * (uint64_t)SAVING_BLOCK };
+	struct sfr__lease lease;
+	struct sfr_ticket *t;
+	char *addr;
+
+	CHECK_EQ(sfr__pool_place(engine->pool, all, 1, false, 0, 0, &addr, &lease), 0);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, SFR_FOREVER), 0);
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), SFR_EEXHAUSTED);
+	sfr_save_abandon(t);
+	CHECK_EQ(sfr_save_capture(t, SFR_FOREVER), SFR_ESTATE);
+	CHECK_EQ(sfr_save_launch(t), SFR_ESTATE);
+	CHECK_EQ(sfr_save_wait(t, SFR_WAIT_ENDED, SFR_FOREVER), 0);
+	CHECK_EQ(saving_state_of(t), SFR_CANCELLED);
+	while (saving_notice() != SFR_NOTICE_ENDED)
+		;
+	sfr_ticket_put(t);
+	sfr__pool_unplace(engine->pool, &lease);
+	free_engine(engine);
+}
+
 /* As if it had been made before a fork. */
 static void an_engine_of_another_process_is_refused(void)
 {
@@ -174,6 +199,7 @@ int main(void)
 	RUN(it_is_staged_until_every_block_is_written);
 	RUN(a_file_system_that_syncs_no_directory_is_told_of);
 	RUN(a_lane_that_finds_no_block_for_a_while_goes_on);
+	RUN(a_call_that_the_pool_refuses_has_made_no_save);
 	RUN(an_engine_of_another_process_is_refused);
 	RUN(the_conditions_of_an_engine_know_the_clock_of_deadlines);
 	RUN(a_storage_of_several_pieces_is_copied_whole);
