@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import time
+from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from fix_training import adamw
 from stillframe._base import device as _device
 from stillframe._save import completion
+from stillframe._snapshot.copy import Copy
 from stillframe._snapshot.ordinary import ordinary_copy
 from stillframe.testing import FakeDriver
 from test_mutation_oracle import assert_same, few_threads, now, warmed_up
@@ -215,6 +217,14 @@ def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
             assert_same(snap.tree, source)
 
 
+def gives_back(engine: stillframe.Engine) -> bool:
+    """The completion thread may still be on its way out of a copy."""
+    deadline = time.monotonic() + 60
+    while engine.stats()["leased_bytes"] != 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return engine.stats()["leased_bytes"] == 0
+
+
 def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
     tmp_path: Path, fake: FakeDriver
 ) -> None:
@@ -223,12 +233,9 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
         # In the call or afterwards, as soon as somebody notices.
         with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS"):
             stillframe.snapshot(tree()["small"], engine=engine).wait()
-        # The completion thread may still be on its way out of the copy.
-        deadline = time.monotonic() + 60
-        while engine.stats()["leased_bytes"] != 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert gives_back(engine)
         stats = engine.stats()
-        assert int(stats["retired_bytes"]) > 0 and stats["leased_bytes"] == 0
+        assert int(stats["retired_bytes"]) > 0
         with pytest.raises(stillframe.StillframeError, match="dead"):
             stillframe.snapshot(tree(), engine=engine)
         # Nobody gets the retired blocks.
@@ -236,6 +243,43 @@ def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(
             stillframe.snapshot([torch.ones(16 * MIB // 4)], engine=engine)
         stillframe.save({"numbers": [1, 2]}, tmp_path / "b", engine=engine)
     assert "Device 0 is dead" in str(stats["driver"])
+
+
+@pytest.fixture
+def held(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Copy]]:
+    """Streams stand still until a call waits for the end of its copy: those that did."""
+
+    def finish(copy: Copy) -> None:
+        fake.hold(False)
+        waited.append(copy)
+        wait(copy)
+
+    waited: list[Copy] = []
+    wait, stream = Copy.finish, fake.stream()
+    monkeypatch.setattr(Copy, "finish", finish)
+    monkeypatch.setattr(_device, "current_stream", lambda number: stream)
+    fake.hold(True)
+    yield waited
+    fake.hold(False)
+
+
+def test_what_fails_in_the_call_is_raised_by_it_and_keeps_no_memory(
+    fake: FakeDriver, held: list[Copy]
+) -> None:
+    with stillframe.Engine(pool_bytes=16 * MIB, block_bytes=MIB) as engine:
+        fake.fail("cuMemcpyBatchAsync_v2", code=ILLEGAL_ADDRESS)
+        with pytest.raises(stillframe.StillframeError, match="ILLEGAL_ADDRESS") as refused:
+            stillframe.snapshot([torch.ones(MIB), *tree()["small"]], engine=engine)
+        assert len(held) == 1
+        assert refused.tb is not None and gives_back(engine)
+
+
+def test_tensors_that_look_at_their_bytes_are_made_behind_the_copy(
+    engine: stillframe.Engine, held: list[Copy]
+) -> None:
+    snap = stillframe.snapshot({"sparse": torch.eye(4).to_sparse()}, engine=engine)
+    assert len(held) == 1
+    assert torch.equal(snap.tree["sparse"].to_dense(), torch.eye(4))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,6 @@ from stillframe.errors import (
     TornSnapshotError,
 )
 
-_FINAL = ("durable", "failed", "cancelled")
-
 
 class CoreSave(SaveHandle):
     """
@@ -202,8 +200,6 @@ class CoreSave(SaveHandle):
         with self._outcome.lock:
             if not self._outcome.settled:
                 facts = self._ticket.report()
-                if facts["state"] not in _FINAL:
-                    return
                 if facts["code"]:
                     self._outcome.settle(None, self._error_of(facts))
                 else:

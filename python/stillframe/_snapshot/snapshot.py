@@ -191,7 +191,7 @@ class Snapshot(Generic[T]):
                 return isinstance(node, torch.Tensor) and (
                     memory_of(node).untyped_storage().data_ptr() == begin
                 )
-            except (RuntimeError, NotImplementedError):  # a tensor without a storage of its own
+            except RuntimeError:  # a tensor without a storage of its own
                 return False
 
         return [path for path, _ in paths(self._tree, over)]

@@ -99,8 +99,7 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from children(node.items) if node.items else ()
         yield from children(node.elements)
         state = node.state if isinstance(node.state, tuple) else (node.state,)
-        for part in state:  # a tuple is (__dict__, slots)
-            yield from children(part) if isinstance(part, dict) else [("", part)]
+        yield from (("", part) for part in state)  # a tuple is (__dict__, slots)
 
 
 def _flat(arg: Any) -> Iterator[Any]:

@@ -340,6 +340,15 @@ def test_an_error_in_the_block_passes_and_the_file_is_whole(tmp_path: Path):
     assert Timeline(tmp_path / "t.json").named("sync")
 
 
+def test_a_trace_that_is_begun_again_tells_of_itself_alone(tmp_path: Path):
+    trace = stillframe.trace(tmp_path / "t.json")
+    with trace:
+        stillframe.save({"a": 1}, tmp_path / "a.pt")
+    assert trace.events > 0
+    with trace:
+        assert (trace.events, trace.dropped, trace.error) == (0, 0, None)
+
+
 def test_a_full_disk_does_not_end_the_training_and_is_reported(tmp_path: Path, caplog):
     # The first write is that of the empty document, the second one of the events.
     with fault("pwrite", nth=2, err=errno.ENOSPC), stillframe.trace(tmp_path / "t.json") as trace:

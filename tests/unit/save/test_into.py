@@ -258,6 +258,20 @@ def test_tensors_that_wrap_others_get_the_files(tmp_path):
             assert torch.equal(into["quantized"], quantized)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as above
+def test_what_was_saved_on_a_device_that_is_not_here_gets_into_tensors_that_wrap_others(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "x.pt"
+    saved = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        torch.save({"quantized": saved}, path)
+    target = torch.quantize_per_tensor(torch.zeros(4), 0.1, 1, torch.quint8)
+    stillframe.load(path, into={"quantized": target})
+    assert torch.equal(target, saved)
+
+
 def test_where_no_bytes_are_read_into_is_refused(tmp_path):
     stillframe.save({"a": torch.ones(3)}, tmp_path / "x.pt")
     target = {"a": torch.zeros(3)}

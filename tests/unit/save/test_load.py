@@ -37,6 +37,18 @@ class NotAllowed:
     """A class that weights_only refuses."""
 
 
+def refuse(number):
+    Refused.calls.append(number)
+    raise pickle.UnpicklingError("not so")
+
+
+class Refused:
+    calls: ClassVar = []
+
+    def __reduce__(self):
+        return refuse, (1,)
+
+
 @pytest.fixture(autouse=True)
 def no_descriptor_is_left():
     before = set(open_descriptors())
@@ -155,6 +167,9 @@ def test_a_checkpoint_of_a_machine_of_the_other_byte_order_is_loaded(
         torch.save(turned, tmp_path / "x.pt")
     loaded = stillframe.load(tmp_path / "x.pt", weights_only=weights_only)
     assert all(torch.equal(loaded[name], state[name]) for name in state)
+    into = {name: torch.zeros_like(each) for name, each in state.items()}
+    stillframe.load(tmp_path / "x.pt", weights_only=weights_only, into=into)
+    assert all(torch.equal(into[name], state[name]) for name in state)
 
 
 # ---- by which road ------------------------------------------------------------------
@@ -215,6 +230,8 @@ def test_what_another_program_packed_goes_to_torch_load_and_is_checked_there(roa
 def test_what_the_environment_forces_is_torch_loads_to_decide(name, roads, tmp_path, monkeypatch):
     torch.save({"x": NotAllowed()}, tmp_path / "x.pt")
     monkeypatch.setenv(name, "1")
+    torch.save(small_state(), tmp_path / "y.pt")
+    assert roads(tmp_path / "y.pt")[1] == "the environment tells torch.load what to trust"
     for weights_only in (False, True, None):
         try:
             torch.load(tmp_path / "x.pt", weights_only=weights_only)
@@ -226,6 +243,39 @@ def test_what_the_environment_forces_is_torch_loads_to_decide(name, roads, tmp_p
             assert expected is None
         except pickle.UnpicklingError as error:
             assert str(error) == expected
+
+
+@pytest.mark.parametrize("where", ["meta", torch.device("meta")])
+def test_no_byte_is_read_for_tensors_that_have_none(where, roads, tmp_path):
+    by_stillframe(small_state(), tmp_path / "x.pt")
+    loaded, why = roads(tmp_path / "x.pt", where)
+    assert loaded["weight"].is_meta and why == "no storage is asked for"
+
+
+def test_two_tensors_over_a_storage_without_bytes_are_loaded(roads, tmp_path):
+    """torch asks for such a storage each time."""
+    empty = torch.empty(0)
+    by_path({"a": empty, "b": empty.view(0, 3), "c": torch.ones(2)}, tmp_path / "x.pt")
+    loaded, why = roads(tmp_path / "x.pt")
+    assert why is None
+    assert [tuple(each.shape) for each in loaded.values()] == [(0,), (0, 3), (2,)]
+
+
+def test_a_version_of_the_format_that_is_not_known_is_torchs_to_refuse(tmp_path):
+    path = tmp_path / "x.pt"
+    by_path(small_state(), path)
+    with zipfile.ZipFile(path) as file:
+        (record,) = [each for each in file.infolist() if each.filename.endswith("/version")]
+        version = file.read(record)
+    data = bytearray(path.read_bytes())
+    at = data.index(version, record.header_offset + 30 + len(record.filename))
+    data[at : at + len(version)] = b"99"
+    path.write_bytes(data)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.load(path)
+    with pytest.raises(RuntimeError) as ours:
+        stillframe.load(path, verify=False)
+    assert "version" in str(theirs.value) and "version" in str(ours.value)
 
 
 def test_tensors_own_memory_that_can_be_resized(tmp_path):
@@ -329,6 +379,16 @@ def test_what_weights_only_refuses_is_torch_loads_own_error(tmp_path):
     assert isinstance(stillframe.load(path, weights_only=False)["x"], NotAllowed)
 
 
+def test_code_of_a_pickle_that_refuses_its_arguments_runs_once(tmp_path):
+    """torch.load is asked again where weights_only has refused something, and nowhere else."""
+    path = tmp_path / "x.pt"
+    torch.save({"x": Refused()}, path)
+    Refused.calls.clear()
+    with pytest.raises(pickle.UnpicklingError, match="not so"):
+        stillframe.load(path, weights_only=False)
+    assert Refused.calls == [1]
+
+
 def test_tensors_own_their_memory_whatever_torch_is_configured_to(tmp_path):
     path = tmp_path / "x.pt"
     by_path(small_state(), path)
@@ -399,6 +459,17 @@ def test_a_wrong_byte_of_a_tensor_is_found(write, tmp_path):
     # Without it only the structure is looked at: the promise is no more than that.
     loaded = stillframe.load(path, verify=False)
     assert not torch.equal(loaded["weight"], small_state()["weight"])
+
+
+@pytest.mark.parametrize(("nr", "named"), [(3, ": a, b, c)"), (4, ": a, b, c and others)")])
+def test_of_the_tensors_in_a_damaged_record_three_are_named(nr, named, tmp_path):
+    path = tmp_path / "x.pt"
+    all_of_it = torch.ones(100)
+    torch.save({name: all_of_it[at:] for at, name in enumerate("abcd"[:nr])}, path)
+    flip(path, offset_of_storage(path, "a") + 10)
+    with pytest.raises(CorruptCheckpointError) as error:
+        stillframe.load(path)
+    assert named in str(error.value)
 
 
 def test_several_damaged_records_are_counted(tmp_path):

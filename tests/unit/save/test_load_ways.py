@@ -96,6 +96,23 @@ def test_a_damaged_header_that_torch_load_has_not_seen_is_found(tmp_path):
         stillframe.load(packed, verify=False)
 
 
+def test_what_torch_load_stumbles_over_in_a_damaged_file_is_called_damage(tmp_path, monkeypatch):
+    """Without verify= the headers of what is long are looked at behind it."""
+
+    def stumble(file, how):
+        raise RuntimeError("of torch's own")
+
+    torch.save([torch.ones(1 << 20)], tmp_path / "x.pt")
+    packed = pack(tmp_path / "x.pt", tmp_path / "packed.pt")
+    monkeypatch.setattr(load, "_torch_load", stumble)
+    with pytest.raises(RuntimeError, match="of torch's own"):
+        stillframe.load(packed, verify=False)
+    flip(packed, packed.read_bytes().index(b"data/0"))
+    with pytest.raises(CorruptCheckpointError, match="header") as damaged:
+        stillframe.load(packed, verify=False)
+    assert "of torch's own" in str(damaged.value.__cause__)
+
+
 # ---- shared=True --------------------------------------------------------------------
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stillframe
 import torch
+from stillframe._save import api
+from stillframe._save.engine import is_closed
 from stillframe.testing import fault, held, slow
 
 STATE = {"w": torch.arange(1000.0)}
@@ -65,6 +68,22 @@ def test_a_closed_engine_says_what_to_do(tmp_path: Path) -> None:
     ):
         with pytest.raises(stillframe.StillframeError, match="was closed: make another one, or"):
             call()
+
+
+def test_an_engine_whose_close_was_interrupted_is_closed(tmp_path: Path) -> None:
+    """Its core takes nothing any more: the next default engine is another one."""
+
+    class Interrupted:
+        def close(self, timeout: float | None) -> None:
+            raise KeyboardInterrupt
+
+    with stillframe.Engine(pool_bytes="4MiB", block_bytes="1MiB") as engine:
+        core, engine._core = engine._core, Interrupted()  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        engine._core = core
+        with pytest.raises(stillframe.StillframeError, match="was closed: make another one, or"):
+            stillframe.save(STATE, tmp_path / "a.pt", engine=engine)
 
 
 def test_a_busy_engine_names_what_it_is_busy_with(tmp_path: Path) -> None:
@@ -179,6 +198,24 @@ def test_a_refused_save_is_no_use_of_the_default_engine(tmp_path: Path, call: st
     assert "In use is <Engine pool 64 MiB in blocks of 16 MiB" in done.stdout
 
 
+def test_the_default_engine_is_configured_anew_once_it_was_closed() -> None:
+    default = api._Default()
+    try:
+        default.configure({"pool_bytes": "32MiB"})
+        first = default.get()
+        default.given = True  # default_engine() has handed it out
+        with pytest.raises(stillframe.StillframeError, match="too late"):
+            default.configure({"pool_bytes": "48MiB"})
+        first.close()
+        default.configure({"pool_bytes": "48MiB"})
+        second = default.get()
+        assert second.stats()["pool_bytes"] == 48 << 20
+        default.configure({"pool_bytes": "64MiB"})  # nobody has had the second one
+        assert is_closed(second) and default.get().stats()["pool_bytes"] == 64 << 20
+    finally:
+        default.close()
+
+
 def test_a_save_is_a_use_of_the_default_engine(tmp_path: Path) -> None:
     stillframe.save(STATE, tmp_path / "a.pt")
     with pytest.raises(stillframe.StillframeError, match="too late"):
@@ -251,6 +288,25 @@ def test_what_cannot_be_pickled_is_found_in_the_tree(
         torch.save(tree, tmp_path / "b.pt")
     assert type(theirs.value) is type(raised.value)
     assert str(theirs.value) == str(raised.value)
+
+
+def test_storages_are_not_in_the_way_of_what_cannot_be_pickled(tmp_path: Path) -> None:
+    tree = {"storage": torch.ones(2).untyped_storage(), "lock": threading.Lock()}
+    with pytest.raises(TypeError) as caught:
+        stillframe.save(tree, tmp_path / "a.pt")
+    assert caught.value.__notes__ == ["stillframe: that is the lock at 'lock' of the object"]
+
+
+def test_the_error_stays_what_it_is_where_its_place_cannot_be_found(tmp_path: Path) -> None:
+    class Broken(dict[str, Any]):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("not to be pickled")
+
+        def items(self) -> Any:
+            raise ValueError("nor to be looked at")
+
+    with pytest.raises(TypeError, match="not to be pickled"):
+        stillframe.save({"a": Broken()}, tmp_path / "a.pt")
 
 
 def test_an_object_that_cannot_be_pickled_as_a_whole_has_no_note(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
+from stillframe._base import threads
 from stillframe._lightning.waiting import WaitingLine
 from stillframe._save import completion
 from stillframe.testing import fault
@@ -64,6 +65,14 @@ def test_a_first_save_that_gets_no_thread_says_so_and_the_exit_waits_for_none() 
     with no_thread_of_python(), pytest.raises(BlockingIOError, match=SAYS):
         of_a_new_process.start()
     of_a_new_process.stop()
+
+
+def test_a_thread_that_was_started_before_is_nothing_that_the_system_refuses() -> None:
+    thread = threading.Thread(target=print, args=("",))
+    threads.start(thread)
+    with pytest.raises(RuntimeError, match="once"):
+        threads.start(thread)
+    thread.join()
 
 
 def test_callbacks_that_get_no_thread_are_called_later(caplog: pytest.LogCaptureFixture) -> None:

@@ -95,6 +95,20 @@ def test_removes_in_flight_run_at_exit(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["new.pt"]
 
 
+def test_a_remove_that_is_all_that_a_process_does_is_told_of_where_it_fails(tmp_path: Path) -> None:
+    done = run(
+        """
+        open("old.pt", "w").close()
+        hold(fault("unlink", sticky=True))
+        stillframe.remove("old.pt")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0
+    assert "old.pt" in done.stderr and "Input/output error" in done.stderr
+    assert (tmp_path / "old.pt").exists()
+
+
 def test_an_error_nobody_saw_is_printed_at_exit(tmp_path: Path) -> None:
     done = run(
         """
@@ -584,6 +598,31 @@ def test_an_exit_handler_that_runs_after_ours_saves_and_removes_at_once(tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["called", "durable", "True", "False"]
     assert whole(tmp_path / "b.pt")
+
+
+def test_an_exit_handler_that_runs_after_ours_may_save_what_is_copied_late(tmp_path: Path) -> None:
+    """Its verdict has to come, though the thread that would give it has ended."""
+    done = run(
+        """
+        import atexit
+        atexit.unregister(stillframe._save.exit._drain)
+        model = torch.nn.Linear(600, 600)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            model(torch.randn(2, 600)).sum().backward()
+            optimizer.step()
+        def last():
+            report = stillframe.async_save({"w": model.weight}, "b.pt").result()
+            print(report.deferred_nbytes, flush=True)
+        atexit.register(last)
+        atexit.register(stillframe._save.exit._drain)
+        stillframe.async_save(STATE, "a.pt")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(4 * 600 * 600)]
+    assert whole(tmp_path / "a.pt") and (tmp_path / "b.pt").exists()
 
 
 @pytest.mark.leaves_temporaries

@@ -314,6 +314,13 @@ def test_of_several_paths_the_worst_status_counts(tmp_path, capsys):
 # ---- directories -------------------------------------------------------------------------
 
 
+def test_a_directory_without_checkpoints_is_told_beside_what_is_good(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    by_path(small_state(), tmp_path / "good.pt")
+    assert verify(tmp_path / "good.pt", tmp_path / "empty") == 2
+    assert f"{tmp_path / 'empty'}: there is no checkpoint" in capsys.readouterr().out
+
+
 def test_every_checkpoint_under_a_directory_is_checked_and_nothing_else(tmp_path, capsys):
     (tmp_path / "logs" / "version_0").mkdir(parents=True)
     names = ["a.ckpt", "b.pt", "c.pth", "logs/d.bin", "logs/version_0/e.ckpt", "f"]

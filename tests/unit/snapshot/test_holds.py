@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +63,95 @@ def test_memory_goes_back_though_the_wait_for_its_holder_fails(
     holds.in_thread(fails, given_back.set)
     assert given_back.wait(60)
     assert "no such process" in caplog.text
+
+
+class Memory:
+    """Of a snapshot: notes who has it, and what is said of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def hold(self) -> bool:
+        self.calls.append("hold")
+        return True
+
+    def will_return(self, yes: bool) -> None:
+        self.calls.append(f"will return: {yes}")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
+
+
+class Channel:
+    """One whose other end does what it is told; what is sent over it is an error."""
+
+    def __init__(self, *received: bytes | OSError) -> None:
+        self.received = list(received)
+        self.timeouts: list[float | None] = []
+        self.closed = False
+
+    def settimeout(self, timeout: float | None) -> None:
+        self.timeouts.append(timeout)
+
+    def recv(self, nbytes: int) -> bytes:
+        each = self.received.pop(0)
+        if isinstance(each, OSError):
+            raise each
+        return each
+
+    def shutdown(self, how: int) -> None:
+        raise OSError("the other end is gone")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def loan_over(channel: Channel) -> tuple[lent.Loan, list[str]]:
+    lender: Any = SimpleNamespace(core=Memory(), patience_s=0.5, descriptor=-1)
+    return lent.Loan(lender, channel), lender.core.calls  # type: ignore[arg-type]
+
+
+def test_memory_that_is_lent_for_too_long_is_somebodys_and_never_nobodys() -> None:
+    """Others wait for a hold, which ends by itself, and not for a view."""
+    channel = Channel(TimeoutError(), b"")
+    loan, calls = loan_over(channel)
+    lent._loans.append(loan)
+    loan.serve()
+    assert calls == ["hold", "view", "will return: False", "unhold"]
+    assert channel.timeouts == [0.5, None]  # it tires once: its hold is given back by then
+    loan.end()
+    assert calls[4:] == ["unview"] and channel.closed and loan not in lent._loans
+
+
+def test_a_borrower_that_is_killed_gives_back_what_it_had() -> None:
+    loan, calls = loan_over(Channel(ConnectionResetError()))
+    lent._loans.append(loan)
+    loan.serve()
+    loan.end()
+    assert calls == ["hold", "unhold"]
+
+
+def test_what_was_recalled_is_lent_to_nobody() -> None:
+    loan, _ = loan_over(Channel(b"\0"))
+    loan.recall()  # though there is nobody left to tell
+    loan.serve()
+    assert not loan._asked
+
+
+def test_a_forked_child_has_no_loans_and_may_lend_its_own() -> None:
+    with stillframe.Engine(pool_bytes=MIB, block_bytes=MIB, shared_memory=True) as engine:
+        taken = stillframe.snapshot({"w": torch.ones(9)}, shared="spawn", engine=engine)
+        data = ForkingPickler.dumps(taken.tree)
+        child = os.fork()
+        if child == 0:
+            free: list[bool] = []
+            thread = threading.Thread(
+                target=lambda: free.append(lent._offering.acquire(blocking=False))
+            )
+            thread.start()
+            thread.join()
+            os._exit(0 if free == [True] and lent.sentence() == "" else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert "lent to them" in lent.sentence()
+        taken.release()
+        assert pickle.loads(data)["w"].eq(1).all()

@@ -13,6 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_snapshots import engine, flat, identity, state_of, step, trained
+from stillframe._snapshot.ordinary import ordinary_copy
 from stillframe._tree import walk
 
 __all__ = ["engine"]  # a fixture
@@ -252,6 +253,17 @@ def test_a_wrapper_subclass_is_flattened_and_put_together(engine: stillframe.Eng
     assert new.b.equal(torch.zeros(3))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_wrapper_subclass_wants_its_gradient_where_it_did(
+    engine: stillframe.Engine, trained: bool
+) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    wrapped = TwoTensor(torch.ones(3), torch.zeros(3)).requires_grad_(trained)
+    new = stillframe.snapshot([wrapped], engine=engine).tree[0]
+    assert (new.requires_grad, new.is_leaf) == (trained, True)
+
+
 def test_a_tensor_whose_memory_was_freed_has_none_in_the_snapshot_either(
     engine: stillframe.Engine,
 ) -> None:
@@ -443,6 +455,52 @@ def test_strides_that_do_not_matter_are_kept_all_the_same(
     assert twin.equal(source)
 
 
+class Kept(dict[str, Any]):
+    """A dict of which there is only one."""
+
+    def __copy__(self) -> Kept:
+        return self
+
+
+def test_a_container_that_cannot_be_copied_keeps_what_it_has(engine: stillframe.Engine) -> None:
+    tensor = torch.ones(3)
+    tree = Kept(a=tensor)
+    assert stillframe.snapshot([tree], engine=engine).tree[0] is tree
+    assert tree["a"] is tensor  # and training goes on with it
+
+
+@pytest.mark.parametrize("most", [None, 2, 9])
+def test_a_deque_is_as_long_in_the_snapshot(engine: stillframe.Engine, most: int | None) -> None:
+    tree = collections.deque([torch.ones(2), torch.zeros(2)], most)
+    copied = stillframe.snapshot(tree, engine=engine).tree
+    assert copied.maxlen == most and [each.tolist() for each in copied] == [[1, 1], [0, 0]]
+    assert all(one is not other for one, other in zip(copied, tree, strict=True))
+
+
+def test_what_is_made_in_an_order_is_copied_in_it() -> None:
+    """Neighbours in memory are read one after the other, where somebody's own containers have them
+    too."""
+    tensors = [torch.ones(3) for _ in range(4)]
+    nested = [Dictionary(a=tensors[0], b=tensors[1]), collections.deque([tensors[2]])]
+    found = walk.Tree([*nested, Dictionary(c=tensors[3])])
+    places = [storage.data_ptr() for storage in found.storages]
+    assert places == [tensor.untyped_storage().data_ptr() for tensor in tensors]
+
+
+def test_a_copy_in_ordinary_memory_is_as_aligned_as_torchs_own() -> None:
+    tree = [torch.ones(3, dtype=torch.uint8), torch.arange(5.0, dtype=torch.float64)]
+    copied, number, nbytes = ordinary_copy(tree)
+    assert (number, nbytes) == (2, 43)
+    assert all(map(torch.equal, copied, tree))
+    assert [each.data_ptr() % 64 for each in copied] == [0, 0]
+
+
+def test_what_has_no_bytes_is_copied_to_ordinary_memory_too() -> None:
+    copied, number, nbytes = ordinary_copy({"step": 3, "empty": torch.empty(0, 7)})
+    assert copied["step"] == 3 and copied["empty"].shape == (0, 7)
+    assert (number, nbytes) == (1, 0)
+
+
 def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors() -> None:
     class Root(list[Any]):
         pass
@@ -455,3 +513,42 @@ def test_a_tree_that_forgets_keeps_neither_its_containers_nor_its_tensors() -> N
     tree.forget()
     assert [ref() for ref in refs] == [None, None]
     assert len(tree.storages) == 1
+
+
+def test_a_tree_that_forgets_keeps_no_wrapped_tensor_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Wrapped:  # what stands for DTensor
+        __slots__ = ("__weakref__", "_local_tensor")
+
+    monkeypatch.setattr(walk, "dtensor", lambda: Wrapped)
+    wrapped = Wrapped()
+    wrapped._local_tensor = torch.ones(3)
+    tree = walk.Tree([wrapped])
+    refs = [weakref.ref(wrapped), weakref.ref(wrapped._local_tensor)]
+    assert tree.num_tensors() == 2 and len(tree.storages) == 1
+    del wrapped
+    tree.forget()
+    assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+def test_tensors_of_every_kind_are_counted_once() -> None:
+    plain, marked = torch.ones(3), torch.ones(3).as_subclass(Marked)
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.quint8)
+    conjugated = torch.ones(2, dtype=torch.complex64).conj()
+    tree = [plain, plain, torch.nn.Parameter(plain), marked, [marked], quantized, conjugated]
+    assert walk.Tree(tree).num_tensors() == 5
+    assert walk.Tree([torch.eye(3).to_sparse()]).num_tensors() == 3  # its indices and values too
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's prototypes
+def test_no_copy_has_a_history_whatever_the_caller_has_under_way(
+    engine: stillframe.Engine,
+) -> None:
+    marked = torch.ones(3).as_subclass(Marked).requires_grad_()
+    rows = torch.eye(3).to_sparse_csr().requires_grad_()
+    with torch.enable_grad():
+        taken = stillframe.snapshot([marked, rows, marked * 2], engine=engine)
+    assert [each.grad_fn for each in taken.tree] == [None] * 3
+    assert taken.tree[0].requires_grad and taken.tree[0].is_leaf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import multiprocessing
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_snapshots import MIB, engine, state_of, trained
+from fix_snapshots import MIB, engine, leased, state_of, trained
 from stillframe._save import completion, gate
 from stillframe._save.engine import is_used
 from stillframe._snapshot import copy as copies
@@ -182,6 +183,41 @@ def test_a_copy_made_in_the_call_is_over_with_it(made: Callable[..., Any]) -> No
     assert Core.number not in completion.copying
 
 
+def test_no_step_waits_for_a_copy_that_is_settled_before_its_call_is_over(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def track(copy: Any, deferral: Deferral) -> None:
+        ended(copy)  # as the completion thread does, just then
+        into(copy, deferral)
+
+    into = gate.track
+    monkeypatch.setattr(gate, "track", track)
+    copy = made(Deferral(-1))
+    assert copy.is_settled() and id(copy) not in gate._pendings
+
+
+def test_a_signal_handler_that_asks_for_the_verdict_while_it_is_given_gives_none_of_its_own(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(completion.callbacks, "put", told.append)
+    deferral = Deferral(0, 0)
+    copy = made(deferral)
+    copy.tell("once")
+    says, handled = deferral.torn, []
+
+    def torn() -> int:
+        if not handled:
+            handled.append(True)
+            copy.settle()
+        return says()
+
+    monkeypatch.setattr(deferral, "torn", torn, raising=False)
+    ended(copy)
+    assert isinstance(copy.error, stillframe.TornSnapshotError)
+    assert (deferral.nr_released, deferral.distrusted, told) == (1, [0], ["once"])
+
+
 def test_a_damage_that_only_tensors_can_have_is_logged(
     made: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,6 +255,14 @@ def test_an_error_that_nobody_asked_for_is_logged_once_in_its_process(
     assert [each.levelno for each in caplog.records] == [logging.ERROR]
 
 
+def test_a_torn_tensor_is_named_among_tensors_that_have_no_storage_of_their_own() -> None:
+    torn = torch.ones(3)
+    sparse, meta = torch.eye(2).to_sparse(), torch.ones(1, device="meta")
+    tree = {"sparse": sparse, "meta": meta, "mkldnn": torch.ones(4).to_mkldnn(), "torn": torn}
+    snapshot: Any = Snapshot(over()._copy, tree, [torn.untyped_storage().data_ptr()], False)
+    assert snapshot._names(0) == ["torn"]
+
+
 def test_a_failed_snapshot_is_of_no_use_and_its_error_seen() -> None:
     snapshot = over()
     copy = snapshot._copy
@@ -248,13 +292,21 @@ def test_a_future_that_calls_back_twice_ends_its_own_hold_alone() -> None:
     assert snapshot._copy.core.holds == 1
 
 
-def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy() -> None:
+def test_memory_that_has_gone_is_held_for_nobody_but_who_has_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     snapshot = over()
     snapshot._copy.core.hold = lambda: False
     for method in ("spawn", "forkserver"):
         snapshot.hold_until(multiprocessing.get_context(method).Process(target=print))
     with pytest.raises(stillframe.StillframeError, match="gone back"):
         snapshot.hold_until(multiprocessing.get_context("fork").Process(target=print))
+    # One that names no method has that of the program.
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "spawn")
+    snapshot.hold_until(multiprocessing.Process(target=print))
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda: "fork")
+    with pytest.raises(stillframe.StillframeError, match="gone back"):
+        snapshot.hold_until(multiprocessing.Process(target=print))
 
 
 def test_a_forked_child_reads_what_is_shared_and_nothing_else() -> None:
@@ -303,8 +355,31 @@ def test_a_copy_that_was_torn_before_the_call_returned_is_not_handed_out(
         copy.error = stillframe.TornSnapshotError("too late", [])
 
     monkeypatch.setattr(Copy, "start", torn)
-    with pytest.raises(stillframe.TornSnapshotError, match="too late"):
+    with pytest.raises(stillframe.TornSnapshotError, match="too late") as refused:
         stillframe.snapshot({"x": torch.ones(1000)}, engine=engine)
+    assert refused.tb is not None and leased(engine) == 0  # though the call's frames are kept
+
+
+class Part:
+    """Of somebody's own: left whole."""
+
+    def __init__(self, shared: list[int]) -> None:
+        self.shared = shared
+
+
+def test_what_copied_objects_share_is_shared_by_their_copies(engine: stillframe.Engine) -> None:
+    shared = [1]
+    taken = snapshot_to_write([Part(shared), Part(shared)], overlap=False, engine=engine)
+    shared.append(2)
+    one, other = taken.tree
+    assert one.shared is other.shared and one.shared == [1]
+
+
+def test_an_object_that_cannot_be_copied_is_left(engine: stillframe.Engine) -> None:
+    """A lock, say: it cannot be pickled either, and whoever tries names it."""
+    lock, part = threading.Lock(), Part([1])
+    taken = snapshot_to_write([lock, part], overlap=False, engine=engine)
+    assert taken.tree[0] is lock and taken.tree[1] is not part
 
 
 def test_a_module_is_warned_of_where_it_is_left_and_not_where_it_is_copied(

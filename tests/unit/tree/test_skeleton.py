@@ -372,8 +372,12 @@ def test_names_go_through_objects_of_any_kind():
         (lambda t: torch.nn.ParameterList([t]), "_parameters.0"),
         (lambda t: t.as_subclass(fix_graphs.SubTensor), ""),
         (lambda t: [fix_graphs.Outer.Inner, fix_graphs.Colour.RED, t], "2"),
+        (lambda t: {"keys": {t: 1}}, "keys"),
+        (lambda t: {("a", 1): t}, "(a, 1)"),
     ]:
         assert names_of(wrap(weight), weight) == [path]
+    arguments = fix_graphs.Pair({"first": weight}, ({"second": weight[1:]}, {"third": weight[2:]}))
+    assert names_of(arguments, weight) == ["first", "second", "third"]
 
 
 def test_names_neither_import_nor_run_anything():
@@ -515,12 +519,28 @@ def test_a_taken_over_reduce_is_obeyed(monkeypatch):
             assert check(tree) == ["taken over"]
 
 
-def test_a_registered_reducer_is_obeyed():
-    copyreg.pickle(torch.Tensor, lambda _tensor: (str, ("registered",)))
+def test_what_a_taken_over_part_of_the_reduce_says_is_obeyed(monkeypatch):
+    def without_bytes(tensor, _protocol):
+        return str, ("taken over",)
+
+    monkeypatch.setattr(torch.Tensor, "_reduce_ex_internal", without_bytes)
+    assert check([torch.ones(2)]) == ["taken over"]
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, torch.nn.Parameter])
+def test_a_state_of_somebodys_own_is_obeyed(cls, monkeypatch):
+    monkeypatch.setattr(cls, "__getstate__", lambda _: {"hung": "onto it"}, raising=False)
+    (loaded,) = check([cls(torch.ones(2))])
+    assert loaded.hung == "onto it"
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, torch.nn.Parameter])
+def test_a_registered_reducer_is_obeyed(cls):
+    copyreg.pickle(cls, lambda _tensor: (str, ("registered",)))
     try:
-        tree = check([torch.ones(2), {"again": torch.ones(1)}])
+        tree = check([cls(torch.ones(2)), {"again": torch.ones(1)}])
     finally:
-        del copyreg.dispatch_table[torch.Tensor]
+        del copyreg.dispatch_table[cls]
     assert tree[0] == "registered"
 
 

@@ -1,0 +1,28 @@
+"""The bar over what takes its time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from stillframe._base import bar
+
+
+def test_a_bar_ends_with_what_it_is_over_however_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bar, "on_terminal", lambda: True)
+    monkeypatch.setattr(bar, "_QUIET_S", 60.0)
+    with pytest.raises(ZeroDivisionError), bar.watched(lambda: 0, "a.pt", 10):
+        assert "sf-progress" in [thread.name for thread in threading.enumerate()]
+        raise ZeroDivisionError
+    assert "sf-progress" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_no_name_of_a_file_is_taken_for_a_markup_of_the_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with bar.bar("runs/[red]last.pt", 10) as update:
+        update(5, 10)
+    assert "[red]last.pt" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Changes of directories as lists of steps."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from stillframe._base import steps
+
+
+def test_the_first_step_that_fails_is_the_last_and_named(tmp_path: Path) -> None:
+    missing, new = str(tmp_path / "missing"), str(tmp_path / "new")
+    with pytest.raises(FileNotFoundError) as caught:
+        steps.take(
+            [
+                steps.write(str(tmp_path / "first"), b"1", durable=True),
+                steps.rename(missing, new),
+                steps.write(str(tmp_path / "last"), b"3", durable=True),
+            ]
+        )
+    assert caught.value.filename == missing
+    assert steps.names(str(tmp_path)) == ["first"]
+
+
+def test_of_steps_that_are_all_taken_every_error_is_told(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "full").mkdir()
+    wanted = ["a", "full", "b", "gone", "full", "c"]
+    errors = steps.take_each([steps.unlink(str(tmp_path / name)) for name in wanted])
+    assert [error.filename for error in errors] == [str(tmp_path / "full")] * 2
+    assert {error.errno for error in errors} <= {errno.EISDIR, errno.EPERM}
+    assert steps.names(str(tmp_path)) == ["full"]
+
+
+def test_a_directory_that_is_not_there_cannot_be_listed(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        steps.names(str(tmp_path / "missing"))
+    assert caught.value.filename == str(tmp_path / "missing")

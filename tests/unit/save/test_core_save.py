@@ -1,0 +1,138 @@
+"""What a save asks its ticket, and what it makes of the answers: waits, errors, reports."""
+
+from __future__ import annotations
+
+import errno
+import time
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from stillframe import _core
+from stillframe._save import gate
+from stillframe._save.core_save import CoreSave
+from stillframe._save.handle import SaveHandle
+from stillframe._tree import skeleton
+
+FACTS = {
+    "state": "durable",
+    "code": 0,
+    "note": "",
+    "index": -1,
+    "phase": "write",
+    "nbytes": 4096,
+    "captured_nbytes": 400,
+    "deferred_nbytes": 0,
+    "slot_wait_ns": 0,
+    "block_wait_ns": 0,
+    "staged_after_ns": 1_000_000,
+    "ended_after_ns": 2_000_000,
+    "peak_pool_bytes": 4096,
+    "io_mode": "direct",
+    "fallbacks": ("The file system refuses O_DIRECT.",),
+    "over_slots": False,
+}
+
+
+class Ticket:
+    """A ticket of which nobody hears by himself, as where the completion thread has other work:
+    what it copied counts as staged once somebody has given the verdict."""
+
+    number = 1 << 60  # nobody's
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = {**FACTS, **facts}
+        self.copied = self.confirmed = False
+
+    def wait(self, what: int, timeout: float | None) -> bool:
+        if what == _core.WAIT_COPIED:
+            self.copied = True  # whoever waits for it helps
+        return self.copied if what == _core.WAIT_COPIED else self.confirmed
+
+    def confirm(self, torn: int) -> None:
+        assert self.copied
+        self.confirmed = True
+
+    def is_staged(self) -> bool:
+        return self.confirmed
+
+    def state(self) -> str:
+        return "durable" if self.confirmed else "staging"
+
+    def report(self) -> dict[str, Any]:
+        return self.facts
+
+
+def save_of(ticket: Ticket, *, late: bool = False, entered: float | None = None) -> CoreSave:
+    tree = skeleton.build({"w": torch.zeros(9)})
+    deferral = gate.Deferral()
+    if late:
+        deferral.indices = [0]
+    now = time.perf_counter() if entered is None else entered
+    return CoreSave(
+        ticket,  # type: ignore[arg-type]
+        tree,
+        deferral,
+        path="a.pt",
+        given="a.pt",
+        on_durable=None,
+        entered=now,
+    )
+
+
+@pytest.mark.parametrize("wait", [SaveHandle.wait_staged, SaveHandle.result])
+def test_who_waits_helps_and_gives_the_verdict_himself(wait: Any) -> None:
+    """Nobody else need come: at the end of the process the thread that would has ended."""
+    ticket = Ticket()
+    wait(save_of(ticket, late=True), 60)
+    assert ticket.copied and ticket.confirmed
+
+
+@pytest.mark.parametrize(
+    ("facts", "kind", "words"),
+    [
+        ({"code": _core.ECANCELLED}, CancelledError, "the save of a.pt was cancelled"),
+        (
+            {"code": _core.EEXHAUSTED},
+            stillframe.PoolExhaustedError,
+            "the save of a.pt needs memory of the pool, and snapshots hold all of it",
+        ),
+        (
+            {"code": -1003, "note": "device 0 has died"},
+            stillframe.StillframeError,
+            "the save of a.pt failed: device 0 has died",
+        ),
+    ],
+)
+def test_what_ends_a_save_behind_its_call_is_named(
+    facts: dict[str, Any], kind: type[BaseException], words: str
+) -> None:
+    error = save_of(Ticket())._error_of({**FACTS, **facts})
+    assert type(error) is kind and str(error) == words
+
+
+def test_an_error_of_the_system_is_told_with_what_more_is_known_of_it() -> None:
+    facts = {**FACTS, "code": -errno.EIO, "note": "the block at 4096", "phase": "sync"}
+    error = save_of(Ticket())._error_of(facts)
+    assert isinstance(error, stillframe.SaveError)
+    assert (error.errno, error.filename, error.phase) == (errno.EIO, "a.pt", "sync")
+    assert error.strerror == "Input/output error: the block at 4096"
+
+
+def test_the_times_of_a_report_run_from_the_calls_entry() -> None:
+    """Not from the making of the ticket, behind the pickling."""
+    save = save_of(Ticket(), entered=time.perf_counter() - 1000)
+    report = save._report_of(FACTS)
+    assert 1000 <= report.staged_after_s < report.durable_after_s
+
+
+def test_a_report_has_every_fallback() -> None:
+    save = save_of(Ticket())
+    save._fallbacks = ["One storage was copied to host memory."]
+    assert save._report_of({**FACTS, "over_slots": True}).fallbacks == (
+        "One storage was copied to host memory.",
+        "The file system refuses O_DIRECT.",
+        "The save was made inside another call of its thread and took a slot beyond max_in_flight.",
+    )
