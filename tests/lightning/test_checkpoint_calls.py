@@ -173,13 +173,15 @@ def test_loggers_are_finalized_in_the_middle_and_the_engine_stays(lit, tmp_path)
 def test_loggers_are_told_at_once_of_what_is_not_ours_and_never_of_what_was_refused(lit, tmp_path):
     plugin, told = lit.AsyncCheckpointIO(on_error="warn"), []
     plugin._checkpoints.publish(told.append, "somebody else's")
-    assert told == ["somebody else's"]
+    plugin.save_checkpoint(STATE, tmp_path / "good.ckpt")
+    stillframe.wait_all()
+    plugin._checkpoints.publish(lambda callback: told.append("ours"), Callback())
     (tmp_path / "a.ckpt").mkdir()
     with pytest.warns(UserWarning, match="was not saved"):
         plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
     plugin._checkpoints.publish(told.append, "refused")
     plugin.teardown()
-    assert told == ["somebody else's"]
+    assert told == ["somebody else's", "ours"]
     stillframe.save({}, tmp_path / "good.pt")
 
 
