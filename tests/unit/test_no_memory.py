@@ -26,4 +26,4 @@ def test_a_failed_allocation_is_a_memory_error_and_nothing_is_broken(
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
-    assert sum(failed for failed, _ in found.values()) > 100
+    assert sum(failed for name, (failed, _) in found.items() if name != "notice") > 100
