@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import time
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import stillframe
 import torch
 from fix_training import adamw
+from fix_waits import eventually, leased
 from stillframe._base import device as _device
 from stillframe._save import completion
 from stillframe._snapshot.copy import Copy
@@ -181,9 +181,7 @@ def test_registered_memory_can_be_that_of_a_file_which_a_process_maps(
             data = ForkingPickler.dumps(snap.tree)
         assert_same(pickle.loads(data), wanted)
         # It is held until a thread has heard that the receiver has let go of it.
-        end = time.monotonic() + 60
-        while engine.stats()["leased_bytes"] != 0 and time.monotonic() < end:
-            time.sleep(0.001)
+        assert gives_back(engine)
         engine.trim()
         assert fake.live("registered") == before[0]
         # Blocks whose memory is the driver's meanwhile have none in the file, and get it back.
@@ -219,10 +217,7 @@ def test_a_copy_never_crosses_two_registrations(fake: FakeDriver) -> None:
 
 def gives_back(engine: stillframe.Engine) -> bool:
     """The completion thread may still be on its way out of a copy."""
-    deadline = time.monotonic() + 60
-    while engine.stats()["leased_bytes"] != 0 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return engine.stats()["leased_bytes"] == 0
+    return eventually(lambda: leased(engine) == 0)
 
 
 def test_a_device_that_dies_fails_the_snapshot_and_retires_its_memory(

@@ -1,11 +1,9 @@
 """States, and a process group of one rank, for tests of torch.distributed.checkpoint's parts."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import stillframe
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -85,16 +83,3 @@ def loaded(like: Any, path: Any, **arguments: Any) -> Any:
     state = zeroed(like)
     dcp.load(state, checkpoint_id=path, no_dist=True, **arguments)
     return state
-
-
-def leased(engine: stillframe.Engine) -> int:
-    return engine.stats()["leased_bytes"]
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return True

@@ -10,8 +10,9 @@ import stillframe
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as stock
-from fix_dcp import Trained, copied, equal, eventually, loaded
+from fix_dcp import Trained, copied, equal, loaded
 from fix_entries import Recorded
+from fix_waits import eventually
 from stillframe import dcp
 from stillframe.testing import held, slow
 

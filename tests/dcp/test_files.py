@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fix_dcp import eventually
+from fix_waits import eventually
 from stillframe._dcp import commit
 from stillframe._dcp.files import RankFiles, buckets
 from stillframe._dcp.groups import Groups

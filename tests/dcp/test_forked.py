@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import stillframe
 import torch
-from fix_dcp import eventually, leased
+from fix_waits import eventually, leased
 from stillframe.dcp import forked
 
 

@@ -15,7 +15,8 @@ import pytest
 import stillframe
 import torch
 import torch.distributed.checkpoint as stock
-from fix_dcp import eventually, loaded
+from fix_dcp import loaded
+from fix_waits import eventually
 from stillframe import _core, dcp
 from stillframe._dcp import commit
 from stillframe._dcp.api import Asked, saver_of_this_process

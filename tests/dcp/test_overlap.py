@@ -9,7 +9,8 @@ import pytest
 import stillframe
 import torch
 import torch.distributed.checkpoint as stock
-from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from fix_dcp import Trained, copied, equal, loaded
+from fix_waits import eventually, leased
 from stillframe import dcp
 from stillframe._dcp.joint import JointSave
 from stillframe._dcp.ranks import Ranks

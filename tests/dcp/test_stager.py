@@ -11,7 +11,8 @@ import pytest
 import stillframe
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from fix_dcp import Trained, copied, equal, loaded
+from fix_waits import eventually, leased
 from stillframe._dcp.groups import Groups
 from stillframe.dcp import PinnedStager, async_save
 from stillframe.testing import slow

@@ -16,9 +16,10 @@ import pytest
 import stillframe
 import torch
 import torch.distributed.checkpoint as dcp
-from fix_dcp import Trained, copied, equal, eventually, leased, loaded
+from fix_dcp import Trained, copied, equal, loaded
 from fix_entries import Recorded
 from fix_memory import peak_of
+from fix_waits import eventually, leased
 from stillframe.dcp import FileSystemWriter, PinnedStager, Reader
 from stillframe.testing import fault
 from torch.distributed.checkpoint.api import CheckpointException

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import stillframe
 import torch
 from stillframe.offload import offload_layers
 from torch import Tensor, nn
@@ -129,19 +127,6 @@ def group(seed: int, numel: int = 5000) -> list[Tensor]:
         torch.randn(7, 11, generator=made).to(torch.bfloat16),
         torch.arange(13, dtype=torch.int64) + seed,
     ]
-
-
-def leased(engine: stillframe.Engine) -> int:
-    return engine.stats()["leased_bytes"]
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.001)
-    return True
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

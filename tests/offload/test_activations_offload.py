@@ -13,7 +13,6 @@ from fix_offloading import (
     Bang,
     Transformer,
     agree,
-    eventually,
     mlp,
     next_token,
     numbers,
@@ -23,6 +22,7 @@ from fix_offloading import (
     tokens,
     train,
 )
+from fix_waits import eventually
 from stillframe.offload import offload_activations, offload_layers
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

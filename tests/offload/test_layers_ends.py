@@ -10,7 +10,8 @@ import time
 import pytest
 import stillframe
 import torch
-from fix_offloading import WIDTH, leased, mlp, numbers, same, squares, train
+from fix_offloading import WIDTH, mlp, numbers, same, squares, train
+from fix_waits import leased
 from stillframe._offload import gradients
 from stillframe._offload.every import every
 from stillframe.offload import Offloader, offload_layers

@@ -1,12 +1,12 @@
 """Groups of tensors that leave a device for the pool, and come back."""
 
 import threading
-import time
 
 import pytest
 import stillframe
 import torch
 from fix_offloading import group, same
+from fix_waits import eventually
 from stillframe import testing
 from stillframe._save import completion
 from stillframe.offload import Offloader
@@ -117,9 +117,7 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
             fake.hold(True)
             held.set()
             asked.wait()
-            end = time.monotonic() + 60
-            while fake.calls("cuStreamWaitEvent") == before and time.monotonic() < end:
-                time.sleep(0.001)  # until the stream waits
+            eventually(lambda: fake.calls("cuStreamWaitEvent") > before)  # the stream waits
             fake.hold(False)
 
         holder = threading.Thread(target=hold)
@@ -130,10 +128,13 @@ def test_copies_and_waits_are_timed(fake: testing.FakeDriver, engine: stillframe
         asked.set()
         offloader.onload(ticket)  # the current stream, which is this thread, stands still
         holder.join()
-        end = time.monotonic() + 60
-        while not (stats := offloader.stats())["onload_copy_s"] or not stats["stream_waited_s"]:
-            assert time.monotonic() < end
-            time.sleep(0.001)  # until the core has heard of both
+
+        def heard_of() -> bool:
+            stats = offloader.stats()
+            return bool(stats["onload_copy_s"] and stats["stream_waited_s"])
+
+        assert eventually(heard_of)
+        stats = offloader.stats()
         assert stats["offload_copy_s"] > 0
         assert stats["offload_gb_per_s"] > 0 and stats["onload_gb_per_s"] > 0
         assert stats["share_hidden"] < 1

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import stillframe
 import torch
-from fix_offloading import group, leased, same
+from fix_offloading import group, same
+from fix_waits import leased
 from stillframe import testing
 from stillframe.offload import Offloader
 

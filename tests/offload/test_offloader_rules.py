@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import stillframe
 import torch
-from fix_offloading import group, leased, same
+from fix_offloading import group, same
+from fix_waits import leased
 from stillframe import testing
 from stillframe._offload import slot as _slot
 from stillframe.offload import Offloader, Ticket

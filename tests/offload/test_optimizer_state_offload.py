@@ -1,12 +1,12 @@
 """An optimizer's state lives in the pool, comes in for the step, and steps as ever."""
 
 import copy
-import time
 
 import pytest
 import stillframe
 import torch
 from fix_offloading import same, squares, state, tensors_of
+from fix_waits import eventually
 from stillframe import testing
 from stillframe.offload import offload_optimizer_state
 from torch import nn
@@ -185,9 +185,8 @@ def test_two_groups_at_most_are_on_the_device(either):
         steps(model, opt, 1)
 
         def look():
-            deadline = time.monotonic() + 60
-            while handle.stats()["bytes_lingering"] and time.monotonic() < deadline:
-                time.sleep(0.001)  # what leaves is kept until it is read
+            # What leaves is kept until it is read.
+            assert eventually(lambda: not handle.stats()["bytes_lingering"])
             seen.append(handle.stats())
 
         opt.look = look

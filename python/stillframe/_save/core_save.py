@@ -200,6 +200,8 @@ class CoreSave(SaveHandle):
         with self._outcome.lock:
             if not self._outcome.settled:
                 facts = self._ticket.report()
+                # Who settles has waited for the end: of a save that goes on nothing is known yet.
+                assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
                 if facts["code"]:
                     self._outcome.settle(None, self._error_of(facts))
                 else:

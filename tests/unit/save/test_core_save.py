@@ -90,6 +90,14 @@ def test_who_waits_helps_and_gives_the_verdict_himself(wait: Any) -> None:
     assert ticket.copied and ticket.confirmed
 
 
+@pytest.mark.parametrize("state", ["staging", "staged", "writing"])
+def test_a_save_that_goes_on_is_not_said_to_have_ended(state: str) -> None:
+    save = save_of(Ticket(state=state))
+    with pytest.raises(AssertionError, match=state):
+        save.settle()
+    assert not save._outcome.settled
+
+
 @pytest.mark.parametrize(
     ("facts", "kind", "words"),
     [

@@ -18,10 +18,6 @@ def engine() -> Iterator[stillframe.Engine]:
         yield engine
 
 
-def leased(engine: stillframe.Engine) -> int:
-    return int(engine.stats()["leased_bytes"])
-
-
 def identity(tensor: Any) -> int:
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
     return int(storage._cdata)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_snapshots import MIB, leased
+from fix_snapshots import MIB
+from fix_waits import leased
 from stillframe._snapshot import holds, lent
 
 

@@ -23,7 +23,8 @@ import pytest
 import stillframe
 import torch
 from fix_lent import seen, work
-from fix_snapshots import MIB, leased
+from fix_snapshots import MIB
+from fix_waits import eventually, leased
 from stillframe._snapshot import lent
 from stillframe.testing import fault
 
@@ -33,10 +34,7 @@ Tree = dict[str, torch.Tensor]
 def all_loans_are_over() -> bool:
     """Their threads may be slow."""
     gc.collect()
-    end = time.monotonic() + 60
-    while lent._loans and time.monotonic() < end:
-        time.sleep(0.001)
-    return not lent._loans
+    return eventually(lambda: not lent._loans)
 
 
 @pytest.fixture
@@ -59,11 +57,8 @@ def dumps(tree: Any) -> bytes:
     return bytes(ForkingPickler.dumps(tree))
 
 
-def eventually(engine: stillframe.Engine, nbytes: int) -> bool:
-    end = time.monotonic() + 60
-    while leased(engine) != nbytes and time.monotonic() < end:
-        time.sleep(0.001)
-    return leased(engine) == nbytes
+def comes_to(engine: stillframe.Engine, nbytes: int) -> bool:
+    return eventually(lambda: leased(engine) == nbytes)
 
 
 @pytest.fixture
@@ -162,7 +157,7 @@ def test_memory_goes_back_when_it_is_let_go_here_and_there(engine: stillframe.En
         take(engine, state(2)).release()  # has other blocks
         assert borrowed[-1].eq(1).all()
         del borrowed[0]
-    assert eventually(engine, 0)
+    assert comes_to(engine, 0)
 
 
 def test_others_memory_between_two_parts_of_a_snapshot_is_not_lent_with_it(
@@ -239,7 +234,7 @@ def test_what_nobody_has_taken_goes_back_with_the_end_of_its_reader(
         pickle.loads(lost)
     assert leased(engine) == 2 * MIB and seen(new) == [1] * 4
     del new
-    assert eventually(engine, 0)
+    assert comes_to(engine, 0)
 
 
 def test_what_could_not_be_pickled_whole_goes_back_too(engine: stillframe.Engine) -> None:
@@ -251,7 +246,7 @@ def test_what_could_not_be_pickled_whole_goes_back_too(engine: stillframe.Engine
     taken.release()
     assert leased(engine) == 2 * MIB
     reader.set_result(None)
-    assert eventually(engine, 0)
+    assert comes_to(engine, 0)
 
 
 def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
@@ -281,7 +276,7 @@ def test_who_wants_memory_waits_for_what_is_lent_but_not_for_ever(
     assert seen(new[0]) == [4] * 4  # it is there for all that
     new.clear()
     second.release()
-    assert eventually(engine, 0)
+    assert comes_to(engine, 0)
 
 
 def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(
@@ -299,7 +294,7 @@ def test_a_process_that_is_forked_before_the_memory_arrives_keeps_none_of_it(
     new = pickle.loads(data)
     assert seen(new) == [1] * 4
     del new
-    there = eventually(engine, 0)
+    there = comes_to(engine, 0)
     os.close(writing)
     os.close(reading)
     os.waitpid(child, 0)
@@ -374,7 +369,7 @@ def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(
         if value == 2:
             assert ask("write") == [[1] * 4, [99] * 4]
             assert ask("forget the last") == [[1] * 4]
-            assert eventually(engine, 2 * MIB)
+            assert comes_to(engine, 2 * MIB)
     assert torchs_memory == []
     assert ask("leave a grandchild") == [[1] * 4, [3] * 4]
     process.kill()
@@ -382,4 +377,4 @@ def test_a_spawned_process_reads_what_it_was_given_while_training_goes_on(
     assert leased(engine) == 4 * MIB  # it reads on
     grandchild.send("look")
     assert grandchild.poll(30) and grandchild.recv() == [[1] * 4, [3] * 4]
-    assert eventually(engine, 0)
+    assert comes_to(engine, 0)

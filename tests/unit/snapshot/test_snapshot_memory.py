@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_snapshots import MIB, engine, flat, leased, raw, state_of, trained
+from fix_snapshots import MIB, engine, flat, raw, state_of, trained
+from fix_waits import leased
 from stillframe import _core
 from stillframe._snapshot.holds import call_at_end
 from stillframe.testing import fault, slow

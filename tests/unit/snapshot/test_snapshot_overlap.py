@@ -17,7 +17,8 @@ import pytest
 import stillframe
 import torch
 from fix_holds import held_until_awaited
-from fix_snapshots import MIB, engine, flat, leased, state_of, step, trained
+from fix_snapshots import MIB, engine, flat, state_of, step, trained
+from fix_waits import leased
 from stillframe import _core
 from stillframe._save import completion
 from stillframe._snapshot.copy import Copy

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import stillframe
 import torch
-from fix_snapshots import MIB, engine, leased, state_of, trained
+from fix_snapshots import MIB, engine, state_of, trained
+from fix_waits import leased
 from stillframe._save import completion, gate
 from stillframe._save.engine import is_used
 from stillframe._snapshot import copy as copies

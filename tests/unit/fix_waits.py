@@ -1,0 +1,23 @@
+"""For what another thread does in its own time: nothing is assumed of when, but that it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import stillframe
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 60) -> bool:
+    """Whether it holds before the time is over."""
+    end = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def leased(engine: stillframe.Engine) -> int:
+    """Bytes of the engine's pool that are in use."""
+    return int(engine.stats()["leased_bytes"])
