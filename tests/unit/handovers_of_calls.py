@@ -19,6 +19,7 @@ from stillframe._lightning.offload import OffloadHooks
 from stillframe._save import gate
 
 MANY_RANKS = "save of many ranks, beside the call"
+LOAD, TORCHS_LOAD = "load", "torch's load"
 LENGTH = 2048  # elements of a parameter: storages up to 4 KiB are copied in the call
 
 
@@ -126,6 +127,11 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
     checkpoint = {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]}
     hook = OffloadHooks().on_save_checkpoint
     counts["callback"], _ = counter.count(lambda: hook(trainer, None, checkpoint))
+    path = directory / "handle.pt"
+    counts[LOAD], loaded = counter.count(lambda: stillframe.load(path))
+    del loaded
+    counts[TORCHS_LOAD], loaded = counter.count(lambda: torch.load(path))
+    del loaded
     counts[MANY_RANKS] = of_many_ranks(counter, tensors, directory / "ranks")
     return counts
 
