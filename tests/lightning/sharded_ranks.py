@@ -363,10 +363,12 @@ class Broken(torch.Tensor):
 
 def small_pool(path, rank, pkg):
     """A state that does not fit is saved all the same, during the call."""
-    plugin = pkg.AsyncCheckpointIO(pool_bytes=1 << 24)
+    reports, done = [], []
+    plugin = pkg.AsyncCheckpointIO(
+        pool_bytes=1 << 24, on_durable=lambda path, report: reports.append(report)
+    )
     model = model_of(pkg)
     model.extra = torch.nn.Parameter(torch.zeros(10_000_000))
-    done = []
 
     def look(trainer):
         done.append((path / "c" / "step=2.ckpt" / ".metadata").exists())
@@ -375,7 +377,8 @@ def small_pool(path, rank, pkg):
         fitted = run(
             pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
         )
-    return {**note_of(fitted.raised), "done": done}
+    blocked = [each.blocked_s == each.durable_after_s for each in reports]
+    return {**note_of(fitted.raised), "done": done, "blocked": blocked}
 
 
 def interrupted(path, rank, pkg):

@@ -132,6 +132,8 @@ def test_a_state_that_does_not_fit_into_the_pool_is_saved_during_the_call(notes)
     for note in notes("small_pool"):
         assert note["raised"] == "NoneType", note["text"]
         assert note["done"] == [True]
+    # What the report says of the call, on the rank that is told.
+    assert sorted(note["blocked"] for note in notes("small_pool")) == [[], [True] * 3]
 
 
 def test_a_save_in_flight_at_ctrl_c_is_whole_when_the_fit_has_ended(notes):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from fix_lightning import load, loader, trainer
 from stillframe._lightning import wrapped
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion, ordered
+from stillframe._save.handle import report_of
 
 STATE = {"x": torch.ones(90_000)}
 
@@ -183,6 +185,38 @@ def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
     assert save.state == "failed"
     with contextlib.suppress(OSError):
         save.result()
+
+
+def test_a_save_that_ends_before_its_call_has_blocked_until_then():
+    save = save_of()
+    entered = time.perf_counter()
+    save.end_well(12, "wrapped")
+    assert report_of(save).blocked_s >= entered
+
+
+def test_a_save_that_is_made_in_its_call_has_blocked_to_its_end(lit, tmp_path, monkeypatch):
+    """And not until it was handed over."""
+    begun, reports = threading.Event(), []
+
+    class Waits(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            assert begun.wait(60)
+            super().save_checkpoint(checkpoint, path)
+
+    def wait_for_end(save):
+        waited_from.append(time.perf_counter() - save._entered)
+        begun.set()
+        wait(save)
+
+    waited_from, wait = [], wrapped.wait_for_end
+    monkeypatch.setattr(wrapped, "wait_for_end", wait_for_end)
+    with stillframe.Engine(pool_bytes=1 << 20, block_bytes=1 << 20) as engine:
+        plugin = lit.AsyncCheckpointIO(
+            Waits(), engine=engine, on_durable=lambda path, report: reports.append(report)
+        )
+        plugin.save_checkpoint({"x": torch.ones(1 << 20)}, tmp_path / "a.ckpt")
+        plugin.teardown()
+    assert reports[0].blocked_s > waited_from[0]
 
 
 def test_a_report_has_the_times_of_its_save(lit, tmp_path):

@@ -371,7 +371,7 @@ def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> No
 def _report(response: SaveResponse, costs: _Costs) -> None:
     """The save has ended well."""
     response.staging_completion.result()  # whoever notes it may be about to
-    staged = costs.staged
+    staged, now = costs.staged, time.perf_counter()
     nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
     remote = costs.writer is None
     files = [] if costs.writer is None else costs.writer.reports()
@@ -381,11 +381,12 @@ def _report(response: SaveResponse, costs: _Costs) -> None:
         num_tensors=0 if staged is None else staged.num_tensors,
         captured_nbytes=nbytes - deferred_nbytes,
         deferred_nbytes=deferred_nbytes,
-        blocked_s=costs.called - costs.entered,
+        # Of state that was not copied the call returns no earlier than this save ends.
+        blocked_s=(now if staged is None else costs.called) - costs.entered,
         gate_wait_s=0.0 if staged is None else staged.gate_wait_s,
         backpressure_s=costs.waited_s,
         staged_after_s=costs.copied - costs.entered,
-        durable_after_s=time.perf_counter() - costs.entered,
+        durable_after_s=now - costs.entered,
         peak_pool_bytes=nbytes + max((file.peak_pool_bytes for file in files), default=0),
         io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
         fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),

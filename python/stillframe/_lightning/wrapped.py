@@ -129,9 +129,9 @@ class Inner:
             )
             live = checkpoint if taken is None else None
             self._submit(save, key, live, storage_options)
-            save.call_is_over()
             if taken is None:
                 wait_for_end(save)
+            save.call_is_over()
             return save
 
     def _submit(self, save: WrappedSave, key: bytes, live: Any, storage_options: Any) -> None:

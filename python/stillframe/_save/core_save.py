@@ -21,7 +21,7 @@ from stillframe._base.calls import inside
 from stillframe._save import completion, gate, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
-from stillframe._save.report import SaveReport
+from stillframe._save.report import SaveReport, call_time
 from stillframe._tree.skeleton import Skeleton
 from stillframe.errors import (
     PoolExhaustedError,
@@ -64,7 +64,7 @@ class CoreSave(SaveHandle):
         self._copied = False
         self._entered = entered
         self._entered_to_ticket_s = time.perf_counter() - entered
-        self._blocked_s = 0.0
+        self._returned: float | None = None
         self._gate_wait_s = 0.0
 
     # ---- the call ----
@@ -89,10 +89,9 @@ class CoreSave(SaveHandle):
                 deferral.close()
             raise
         self._go_on(deferral)
-        self._blocked_s = time.perf_counter() - self._entered
 
     def _go_on(self, deferral: gate.Deferral) -> None:
-        """Steps wait for what is still to be copied; what is not is let go of."""
+        """Steps wait for what is still to be copied; what is not is let go of. The call ends."""
         if deferral.indices:
             gate.track(self)
             if self._copied:  # the completion thread said so before this line
@@ -101,6 +100,7 @@ class CoreSave(SaveHandle):
             deferral.close()
             if not self._devices:  # those are still being copied
                 self._release_sources()
+        self._returned = time.perf_counter()
 
     # ---- what the completion thread and the gate call ----
 
@@ -226,7 +226,7 @@ class CoreSave(SaveHandle):
             num_tensors=self._num_tensors,
             captured_nbytes=facts["captured_nbytes"],
             deferred_nbytes=facts["deferred_nbytes"],
-            blocked_s=self._blocked_s,
+            blocked_s=call_time(self._entered, self._returned),
             gate_wait_s=self._gate_wait_s,
             backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
             staged_after_s=facts["staged_after_ns"] / 1e9 + offset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,12 @@ class SaveReport:
             *self.fallbacks,
         ]
         return "\n  ".join(lines)
+
+
+def call_time(entered: float, returned: float | None) -> float:
+    """Seconds that a call took, both by `time.perf_counter()`. A save may end before its call
+    does, which has not `returned` then and took until now."""
+    return (time.perf_counter() if returned is None else returned) - entered
 
 
 def _seconds(seconds: float) -> str:

@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe._save import gate
+from stillframe._save import completion, gate
 from stillframe._save.core_save import CoreSave
 from stillframe._save.handle import SaveHandle
 from stillframe._tree import skeleton
@@ -134,6 +134,29 @@ def test_the_times_of_a_report_run_from_the_calls_entry() -> None:
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     report = save._report_of(FACTS)
     assert 1000 <= report.staged_after_s < report.durable_after_s
+
+
+def test_a_save_that_ends_before_its_call_has_blocked_until_then() -> None:
+    save = save_of(Ticket(), entered=time.perf_counter() - 1000)
+    assert 1000 <= save._report_of(FACTS).blocked_s < 2000
+    save._returned = save._entered + 3
+    assert save._report_of(FACTS).blocked_s == pytest.approx(3)
+
+
+def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def submit(streams: Any) -> None:
+        raise KeyboardInterrupt
+
+    ticket = Ticket(launched_after_ns=5)
+    monkeypatch.setattr(ticket, "submit", submit, raising=False)
+    save = save_of(ticket)
+    with pytest.raises(KeyboardInterrupt):
+        save.launch(gate.Deferral())
+    blocked_s = save._report_of(FACTS).blocked_s
+    assert blocked_s == save._report_of(FACTS).blocked_s > 0
+    completion.in_flight.pop(ticket.number)
 
 
 def test_a_report_has_every_fallback() -> None:
