@@ -9,7 +9,7 @@ from typing import Any
 from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
-from stillframe._save.report import IoMode, SaveReport, call_time
+from stillframe._save.report import Interval, IoMode, SaveReport
 from stillframe._snapshot.snapshot import Snapshot, is_copied
 
 
@@ -46,7 +46,7 @@ class WrappedSave(SaveHandle):
         self._entered = entered
         self._waited_s = waited_s
         self._staged_s = 0.0
-        self._returned: float | None = None
+        self._call = Interval(entered)
 
     # ---- what users call ----
 
@@ -89,7 +89,7 @@ class WrappedSave(SaveHandle):
 
     def call_is_over(self) -> None:
         """The call that asked for the save returns now."""
-        self._returned = time.perf_counter()
+        self._call.end()
 
     def copied(self) -> None:
         """The state is out of training's way; the other CheckpointIO begins."""
@@ -104,7 +104,7 @@ class WrappedSave(SaveHandle):
             num_tensors=self._num_tensors,
             captured_nbytes=self._nbytes,
             deferred_nbytes=0,
-            blocked_s=call_time(self._entered, self._returned),
+            blocked_s=self._call.seconds,
             gate_wait_s=0.0,
             backpressure_s=self._waited_s,
             staged_after_s=self._staged_s,

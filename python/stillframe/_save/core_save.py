@@ -21,7 +21,7 @@ from stillframe._base.calls import inside
 from stillframe._save import completion, gate, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
-from stillframe._save.report import SaveReport, call_time
+from stillframe._save.report import Interval, SaveReport
 from stillframe._tree.skeleton import Skeleton
 from stillframe.errors import (
     PoolExhaustedError,
@@ -64,8 +64,8 @@ class CoreSave(SaveHandle):
         self._copied = False
         self._entered = entered
         self._entered_to_ticket_s = time.perf_counter() - entered
-        self._returned: float | None = None
-        self._gate_wait_s = 0.0
+        self._call = Interval(entered)
+        self._gates: list[Interval] = []
 
     # ---- the call ----
 
@@ -100,7 +100,7 @@ class CoreSave(SaveHandle):
             deferral.close()
             if not self._devices:  # those are still being copied
                 self._release_sources()
-        self._returned = time.perf_counter()
+        self._call.end()
 
     # ---- what the completion thread and the gate call ----
 
@@ -121,14 +121,17 @@ class CoreSave(SaveHandle):
         `stillframe._save.gate.Pending`."""
         if self._outcome.settled:
             return True
-        entered, began = time.perf_counter(), _core.trace_begin()
-        with inside():
-            if self._devices:
-                copied = self._ticket.gate(device.streams(self._devices))
-            else:
-                copied = self._ticket.wait(_core.WAIT_COPIED, None)
-            self._verdict(copied)
-        self._gate_wait_s += time.perf_counter() - entered
+        wait, began = Interval(time.perf_counter()), _core.trace_begin()
+        self._gates.append(wait)
+        try:
+            with inside():
+                if self._devices:
+                    copied = self._ticket.gate(device.streams(self._devices))
+                else:
+                    copied = self._ticket.wait(_core.WAIT_COPIED, None)
+                self._verdict(copied)
+        finally:
+            wait.end()
         _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
         return copied
 
@@ -226,8 +229,8 @@ class CoreSave(SaveHandle):
             num_tensors=self._num_tensors,
             captured_nbytes=facts["captured_nbytes"],
             deferred_nbytes=facts["deferred_nbytes"],
-            blocked_s=call_time(self._entered, self._returned),
-            gate_wait_s=self._gate_wait_s,
+            blocked_s=self._call.seconds,
+            gate_wait_s=sum(each.seconds for each in list(self._gates)),
             backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
             staged_after_s=facts["staged_after_ns"] / 1e9 + offset,
             durable_after_s=facts["ended_after_ns"] / 1e9 + offset,

@@ -62,10 +62,25 @@ class SaveReport:
         return "\n  ".join(lines)
 
 
-def call_time(entered: float, returned: float | None) -> float:
-    """Seconds that a call took, both by `time.perf_counter()`. A save may end before its call
-    does, which has not `returned` then and took until now."""
-    return (time.perf_counter() if returned is None else returned) - entered
+class Interval:
+    """A time that a save took of others. It may last when the save has ended, for who is waited
+    for need not come first: it counts to now, then.
+
+    Args:
+        begun: `time.perf_counter()` at its beginning.
+    """
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+        self._ended: float | None = None
+
+    def end(self) -> None:
+        self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        ended = self._ended
+        return (time.perf_counter() if ended is None else ended) - self._begun
 
 
 def _seconds(seconds: float) -> str:

@@ -139,8 +139,30 @@ def test_the_times_of_a_report_run_from_the_calls_entry() -> None:
 def test_a_save_that_ends_before_its_call_has_blocked_until_then() -> None:
     save = save_of(Ticket(), entered=time.perf_counter() - 1000)
     assert 1000 <= save._report_of(FACTS).blocked_s < 2000
-    save._returned = save._entered + 3
-    assert save._report_of(FACTS).blocked_s == pytest.approx(3)
+    save._call.end()
+    assert save._report_of(FACTS).blocked_s == save._report_of(FACTS).blocked_s
+
+
+def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that hears of the end may have the interpreter lock first."""
+    reports = []
+
+    class Short(Ticket):
+        def wait(self, what: int, timeout: float | None) -> bool:
+            began = time.perf_counter()
+            while time.perf_counter() == began:
+                pass
+            reports.append(save._report_of(FACTS))
+            return super().wait(what, timeout)
+
+    save = save_of(Short(), late=True)
+    for _ in range(2):
+        save.gate()
+    reports += [save._report_of(FACTS) for _ in range(2)]
+    during, again, after, later = (each.gate_wait_s for each in reports)
+    assert 0 < during < again < after == later
 
 
 def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(
