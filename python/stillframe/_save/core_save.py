@@ -230,7 +230,7 @@ class CoreSave(SaveHandle):
             captured_nbytes=facts["captured_nbytes"],
             deferred_nbytes=facts["deferred_nbytes"],
             blocked_s=self._call.seconds,
-            gate_wait_s=sum(each.seconds for each in list(self._gates)),
+            gate_wait_s=sum((each.seconds for each in list(self._gates)), 0.0),
             backpressure_s=(facts["slot_wait_ns"] + facts["block_wait_ns"]) / 1e9,
             staged_after_s=facts["staged_after_ns"] / 1e9 + offset,
             durable_after_s=facts["ended_after_ns"] / 1e9 + offset,
