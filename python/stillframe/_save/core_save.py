@@ -121,7 +121,7 @@ class CoreSave(SaveHandle):
         `stillframe._save.gate.Pending`."""
         if self._outcome.settled:
             return True
-        wait, began = Interval(time.perf_counter()), _core.trace_begin()
+        began, wait = _core.trace_begin(), Interval(time.perf_counter())  # the trace has all of it
         self._gates.append(wait)
         try:
             with inside():
