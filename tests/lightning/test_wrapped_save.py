@@ -220,15 +220,24 @@ def test_a_save_that_is_made_in_its_call_has_blocked_to_its_end(lit, tmp_path, m
 
 
 def test_a_report_has_the_times_of_its_save(lit, tmp_path):
-    reports = Future()
+    reports, go = Future(), threading.Event()
+
+    class Waits(lit.TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            assert go.wait(60)
+            super().save_checkpoint(checkpoint, path)
+
     plugin = lit.AsyncCheckpointIO(
-        lit.TorchCheckpointIO(), on_durable=lambda path, report: reports.set_result(report)
+        Waits(), on_durable=lambda path, report: reports.set_result(report)
     )
+    began = time.perf_counter()
     plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    took = time.perf_counter() - began
+    go.set()
     plugin.teardown()
     report = reports.result(timeout=60)
     assert 0 < report.staged_after_s <= report.durable_after_s
-    assert report.blocked_s > 0
+    assert 0 < report.blocked_s <= took
     assert report.nbytes == (tmp_path / "a.ckpt").stat().st_size
     assert load(tmp_path / "a.ckpt")["x"].eq(1).all()
 

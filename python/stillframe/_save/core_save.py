@@ -62,7 +62,6 @@ class CoreSave(SaveHandle):
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False
         self._copied = False
-        self._entered = entered
         self._entered_to_ticket_s = time.perf_counter() - entered
         self._call = Interval(entered)
         self._gates: list[Interval] = []

@@ -143,9 +143,7 @@ def test_a_save_that_ends_before_its_call_has_blocked_until_then() -> None:
     assert save._report_of(FACTS).blocked_s == save._report_of(FACTS).blocked_s
 
 
-def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_that_ends_before_a_step_that_waits_for_it_goes_on_has_held_it_up() -> None:
     """The thread that hears of the end may have the interpreter lock first."""
     reports = []
 
