@@ -24,6 +24,7 @@ import stillframe
 import torch
 import torch.distributed as dist
 from fix_lightning import loader, package, trainer
+from fix_waits import eventually
 from stillframe._dcp import commit
 from stillframe._lightning import sharded_save
 from stillframe._save import ordered
@@ -377,6 +378,7 @@ def small_pool(path, rank, pkg):
         fitted = run(
             pkg, path, [saving(pkg, path), at_step(pkg, {2: look})], plugin=plugin, model=model
         )
+    assert rank != 0 or eventually(lambda: len(reports) == 3, 30)  # told by a thread of its own
     blocked = [each.blocked_s == each.durable_after_s for each in reports]
     return {**note_of(fitted.raised), "done": done, "blocked": blocked}
 

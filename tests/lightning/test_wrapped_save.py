@@ -11,6 +11,7 @@ import pytest
 import stillframe
 import torch
 from fix_lightning import load, loader, trainer
+from fix_waits import eventually
 from stillframe._lightning import wrapped
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion, ordered
@@ -216,6 +217,7 @@ def test_a_save_that_is_made_in_its_call_has_blocked_to_its_end(lit, tmp_path, m
         )
         plugin.save_checkpoint({"x": torch.ones(1 << 20)}, tmp_path / "a.ckpt")
         plugin.teardown()
+    assert eventually(lambda: reports)  # told by a thread of its own
     assert reports[0].blocked_s > waited_from[0]
 
 
