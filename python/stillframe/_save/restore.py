@@ -175,8 +175,9 @@ class Archive:
         index = self._core.find(name)
         if index < 0:
             self._torch.get_record(name)  # raises
-        if index >= len(self._storages) or self._waiting_nbytes < self._ahead // 2:
-            self._find_memory(self._core.reach(index))
+        reach = self._core.reach(index)  # neighbours that share a piece of the file need theirs too
+        if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
+            self._find_memory(reach)
         if not self._core.wait(index):
             raise RestoreFailed
         storage, self._storages[index] = self._storages[index], None
