@@ -141,7 +141,7 @@ def recording() -> list[str]:
     """What `make recording` has recorded."""
     if not (ROOT / "docs/assets/demo.svg").exists():
         return []
-    return ["![`stillframe demo`, recorded in a terminal](assets/demo.svg)"]
+    return ["![`make demo`, recorded in a terminal](assets/demo.svg)"]
 
 
 MADE = {"pictures": pictures, "recording": recording}

@@ -123,7 +123,7 @@ class Universalmutator(Tool):
         """Make the mutants that compile; their names."""
         wanted = self.place / "lines"
         wanted.write_text("".join(f"{each}\n" for each in sorted(lines)))
-        check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} -I{Path(self.file).parent} MUTANT"
+        check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} {self.file}"
         here = str(self.place.relative_to(self.tree.place))
         options = ["--cmd", check, "--lines", str(wanted), "--mutantDir", here]
         self.do("mutate", self.file, "c", *options)
