@@ -136,7 +136,7 @@ class Universalmutator(Tool):
         Returns:
             The number of mutants that were killed, and the others as they differ.
         """
-        limit_s = 30 + 10 * self.seconds_without()
+        limit_s = 20 + 3 * self.seconds_without()
         (self.place / "chosen").write_text("".join(f"{each}\n" for each in mutants))
         parts = []
         for tests in together(tuple(self.tests)):
@@ -169,7 +169,7 @@ class CosmicRay(Tool):
         """Make a session of all mutants, and choose some; their numbers in it."""
         tests = shlex.join(self.tree.command(self.tests))
         config = {
-            "module-path": self.file, "timeout": 30 + 5 * self.seconds_without(),
+            "module-path": self.file, "timeout": 20 + 3 * self.seconds_without(),
             "test-command": tests, "excluded-modules": [],
         }  # fmt: skip
         text = [f"{key} = {json.dumps(value)}" for key, value in config.items()]
