@@ -119,29 +119,4 @@ void sfr__notice_post(struct sfr__notice *notice);
 /* Formats and posts a TEXT notice; drops it silently when memory is short. */
 void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* ---- samples.c: which cache lines of a source are kept and compared ---- */
-
-#define SFR__MAX_SAMPLES 4096 /* per save or snapshot */
-#define SFR__SAMPLE_LEN 64    /* bytes of a sample: one cache line */
-
-/* One cache line of a deferred source, as it was at the call. */
-struct sfr__sample {
-	/* ascending, and within an entry off is: the order in which the lane copies */
-	uint32_t entry;
-	uint32_t len;
-	uint64_t off;
-	unsigned char bytes[SFR__SAMPLE_LEN];
-};
-/* Returns how many lines of each source are sampled, at most. */
-uint64_t sfr__samples_each(uint32_t nr_sources);
-/* Chooses the lines of a source: fills everything but the bytes of at most `each` items and returns
- * their number. *random advances. */
-uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
-			    uint64_t each, uint64_t *random);
-/* Does the same for a source on a device, where the samples are equally spaced rows; *pitch is
- * their distance. Returns at most sfr__samples_rows_most. */
-uint32_t sfr__samples_rows(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
-			   uint64_t each, uint64_t *random, uint64_t *pitch);
-uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);
-
 #endif
