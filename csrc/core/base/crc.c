@@ -2,7 +2,8 @@
  *
  * A CRC is the remainder of the message, read as a polynomial over GF(2), divided by
  *
- *   P = x^32 + x^26 + x^23 + x^22 + x^16 + x^12 + x^11 + x^10 + x^8 + x^7 + x^5 + x^4 + x^2 + x + 1.
+ *     P = x^32 + x^26 + x^23 + x^22 + x^16 + x^12 + x^11 + x^10 + x^8 + x^7 + x^5 + x^4 + x^2 +
+ *         x + 1.
  *
  * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So P is
  * written 0xedb88320, and the 32-bit value v is the polynomial whose x^31 is bit 0. The register
