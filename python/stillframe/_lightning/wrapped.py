@@ -22,6 +22,7 @@ import fsspec
 
 from stillframe import _core
 from stillframe._base.calls import inside
+from stillframe._base.paths import Place
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion
 from stillframe._save import ordered as _ordered
@@ -91,8 +92,7 @@ class Inner:
     def save(
         self,
         checkpoint: Any,
-        path: Any,
-        key: bytes,
+        place: Place,
         *,
         storage_options: Any,
         options: SaveOptions,
@@ -116,11 +116,11 @@ class Inner:
             taken = _take(checkpoint, options.overlap, engine, slots.pending)
             if taken is None:
                 sentence = "It does not fit into the pool: it was written during the call."
-                log.warning("stillframe: %s: %s", path, sentence)
+                log.warning("stillframe: %s: %s", place.given, sentence)
                 fallbacks.append(sentence)
             save = WrappedSave(
-                os.fsdecode(path),
-                path,
+                place.text,
+                place.given,
                 options.on_durable,
                 taken,
                 fallbacks=fallbacks,
@@ -128,7 +128,7 @@ class Inner:
                 waited_s=waited_s,
             )
             live = checkpoint if taken is None else None
-            self._submit(save, key, live, storage_options)
+            self._submit(save, place.key(), live, storage_options)
             if taken is None:
                 wait_for_end(save)
             save.call_is_over()
