@@ -11,7 +11,8 @@
 # make lightning-versions   the Lightning tests under 2.4, 2.5 and the newest, of both packages
 # make dcp-theirs PYTORCH=DIR            PyTorch's own tests of distributed checkpoints (DIR: its sources)
 # make lightning-theirs LIGHTNING=DIR   Lightning's own checkpoint tests (DIR: its sources) with ours
-# make mutants    each edit of tests/mutants/edits, and whether its tests notice (make test: some, others every day)
+# make mutants    mistakes in a copy of the tree, and whether tests notice: those that tools make in the
+#                 lines that differ from BASE (or of FILES), and a short list of ours (ARGS='--only file/')
 # make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
@@ -86,21 +87,26 @@ $(VENV)/bin/pip:
 demo: build
 	$(PY) -m stillframe demo $(ARGS)
 
-# Of the day: six C programs under ThreadSanitizer, and as many mutants as half a minute has time
-# for, of folders whose tests are quick.
+# Of the C programs, six run under ThreadSanitizer too, others every day.
 test: build asan
 	$(PY) -m pytest $(ARGS)
 ifeq ($(ARGS),)
 	@$(MAKE) --no-print-directory tsan-daily
-	$(PY) tests/mutants/mutants.py --variant asan --sample 50 --seconds 25 $(DAILY:%=--only csrc/core/%/)
 endif
 
-DAILY   = archive check commit cuda file
-MUTANTS = $(PY) tests/mutants/mutants.py -j$(JOBS)
+BASE  ?= HEAD
+FILES ?=
 
-mutants: build
+mutants: build $(VENV)/.mutants
 	@$(MAKE) --no-print-directory -j$(JOBS) programs-plain
-	$(MUTANTS) $(ARGS)
+	$(VENV)/mutants/bin/python tests/mutants/changed.py --python $(abspath $(PY)) --base $(BASE) $(if $(FILES),--files $(FILES))
+	$(PY) tests/mutants/mistakes.py $(ARGS)
+
+# In an environment of their own: their dependencies stay out of ours.
+$(VENV)/.mutants: tests/mutants/requirements.txt $(VENV)/.requirements
+	$(PYTHON) -m venv $(VENV)/mutants
+	$(VENV)/mutants/bin/pip --disable-pip-version-check install --quiet --requirement tests/mutants/requirements.txt
+	@touch $@
 
 # A JSON and a PNG each in build/. ARGS are those of vs_peers.py alone, LOAD_ARGS those of restore.py.
 bench: build $(VENV)/.bench
@@ -204,7 +210,7 @@ endef
 $(eval $(call variant,asan,-fsanitize=address$(comma)undefined -fno-sanitize-recover=all))
 $(eval $(call variant,tsan,-fsanitize=thread))
 $(eval $(call variant,plain,))
-# Nobody looks again by himself (sfr__cond_wait): a lost wake-up is a hang, which mutants die of.
+# No wait looks again by itself (sfr__cond_wait), so a lost wake-up hangs: mistakes.py notices that.
 $(eval $(call variant,still,-DSFR_LOOK_AGAIN_NS=3600000000000u))
 
 asan:

@@ -31,6 +31,7 @@
 #include "sfr/err.h"
 #include "sfr/fork.h"
 #include "sfr/glance.h"
+#include "sfr/limits.h"
 #include "sfr/log.h"
 #include "sfr/notice.h"
 #include "sfr/parts.h"

@@ -7,7 +7,7 @@
  *   - CRC and sizes in the local header are zero and flag bit 3 says that a descriptor follows
  *     the data (torch does the same). A CRC in the header would keep an entry's first block
  *     from the disk until its last byte is copied, and a small pool would hang.
- *   - Sizes and offsets of 0xffffffff and more go to a zip64 extra field. Torch's rule for a
+ *   - Sizes and offsets of 0xffffffff and more (sfr_limits.zip64_bytes) go to a zip64 extra field. Torch's rule for a
  *     long descriptor holds here too: 24 bytes where size or header offset needs zip64. The
  *     local extra field always has both sizes then, as the zip format wants it.
  *   - An extra field "FB", filled with 'Z', aligns the data (torch's own trick).
@@ -28,6 +28,7 @@
 
 #include "sfr/crc.h"
 #include "archive/write.h"
+#include "sfr/limits.h"
 
 #define LOCAL_LEN 30u  /* fixed part of a local header */
 #define ZIP64_LEN 20u  /* local zip64 extra field: tag, length, two sizes */
@@ -39,6 +40,7 @@
 #define HEADER_MAX                                                                                 \
 	(LOCAL_LEN + sizeof(((struct sfr__entry *)0)->name) + ZIP64_LEN + PAD_TAG_LEN + SFR_ALIGN)
 
+#define MAX16 0xffffu /* in place of a number that a zip64 field has */
 #define MAX32 UINT32_C(0xffffffff)
 #define FLAGS 0x0808u /* bit 3: a descriptor follows; bit 11: names are UTF-8 */
 
@@ -50,9 +52,15 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "zip's integers are st
 
 /* ---- sizes --------------------------------------------------------------- */
 
+/* Whether a size or an offset is left to a zip64 field. */
+static bool is_long(uint64_t value)
+{
+	return value >= sfr_limits.zip64_bytes;
+}
+
 static bool is_zip64(const struct sfr__entry *e)
 {
-	return e->nbytes >= MAX32 || e->hdr_off >= MAX32;
+	return is_long(e->nbytes) || is_long(e->hdr_off);
 }
 
 uint64_t sfr__zip_header_len(const struct sfr__entry *e)
@@ -68,7 +76,7 @@ uint32_t sfr__zip_desc_len(const struct sfr__entry *e)
 /* An entry's record in the central directory. */
 static uint64_t central_len(const struct sfr__entry *e)
 {
-	uint64_t extra = (e->nbytes >= MAX32 ? 16u : 0) + (e->hdr_off >= MAX32 ? 8u : 0);
+	uint64_t extra = (is_long(e->nbytes) ? 16u : 0) + (is_long(e->hdr_off) ? 8u : 0);
 
 	return CENTRAL_LEN + strlen(e->name) + (extra != 0 ? 4 + extra : 0);
 }
@@ -78,7 +86,7 @@ static uint64_t central_len(const struct sfr__entry *e)
  * right for a smaller offset too. */
 static bool tail_is_zip64(const struct sfr__image *img)
 {
-	return img->tail_off + SFR_PAGE > MAX32;
+	return img->tail_off + SFR_PAGE > sfr_limits.zip64_bytes;
 }
 
 /* Bytes of the tail from its entry's header to the end of the file, and of its directory. */
@@ -135,7 +143,7 @@ static void put64(struct out *out, uint64_t value)
 /* 32 bits of a value that zip64 repeats in full. */
 static void put32_max(struct out *out, uint64_t value)
 {
-	put32(out, value < MAX32 ? value : MAX32);
+	put32(out, is_long(value) ? MAX32 : value);
 }
 
 /* `pad` = bytes of the "FB" field behind its tag. */
@@ -183,7 +191,7 @@ static void put_descriptor(struct out *out, uint32_t crc, uint64_t nbytes, bool 
 static void put_central(struct out *out, const char *name, uint32_t crc, uint64_t nbytes,
 			uint64_t hdr_off, bool long_off)
 {
-	bool long_size = nbytes >= MAX32;
+	bool long_size = is_long(nbytes);
 	size_t name_len = strlen(name), extra = (long_size ? 16u : 0) + (long_off ? 8u : 0);
 
 	put32(out, 0x02014b50);
@@ -239,8 +247,8 @@ static void put_end(struct out *out, uint64_t nr, uint64_t central_off, uint64_t
 	put32(out, 0x06054b50);
 	put16(out, 0);
 	put16(out, 0);
-	put16(out, nr < 0xffff ? nr : 0xffff);
-	put16(out, nr < 0xffff ? nr : 0xffff);
+	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
+	put16(out, nr < sfr_limits.zip64_records ? nr : MAX16);
 	put32_max(out, size);
 	put32_max(out, central_off);
 	put16(out, 0);
@@ -280,7 +288,7 @@ size_t sfr__zip_put_local(void *dst, const char *name, uint64_t nbytes, size_t p
 {
 	struct out out = { dst };
 
-	put_local(&out, name, nbytes, nbytes >= MAX32, pad);
+	put_local(&out, name, nbytes, is_long(nbytes), pad);
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -288,7 +296,7 @@ size_t sfr__zip_put_desc(void *dst, uint32_t crc, uint64_t nbytes)
 {
 	struct out out = { dst };
 
-	put_descriptor(&out, crc, nbytes, nbytes >= MAX32);
+	put_descriptor(&out, crc, nbytes, is_long(nbytes));
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -297,7 +305,7 @@ size_t sfr__zip_put_central(void *dst, const char *name, uint32_t crc, uint64_t 
 {
 	struct out out = { dst };
 
-	put_central(&out, name, crc, nbytes, hdr_off, hdr_off >= MAX32);
+	put_central(&out, name, crc, nbytes, hdr_off, is_long(hdr_off));
 	return (size_t)(out.at - (unsigned char *)dst);
 }
 
@@ -354,7 +362,7 @@ void sfr__image_put_tail(const struct sfr__image *img, void *dst)
 	for (uint32_t i = 0; i < img->nr_entries; i++) {
 		const struct sfr__entry *e = &img->entries[i];
 
-		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, e->hdr_off >= MAX32);
+		put_central(&out, e->name, e->crc, e->nbytes, e->hdr_off, is_long(e->hdr_off));
 	}
 	put_central(&out, ID_NAME, crc, ID_LEN, img->tail_off + pad, zip64);
 	put_end(&out, UINT64_C(1) + img->nr_entries, img->len - END_LEN - central, central);

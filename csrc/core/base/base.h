@@ -119,29 +119,4 @@ void sfr__notice_post(struct sfr__notice *notice);
 /* Formats and posts a TEXT; silently dropped when memory is short. */
 void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* ---- samples.c: which cache lines of a source are kept and compared ---- */
-
-#define SFR__MAX_SAMPLES 4096 /* of one save or snapshot */
-#define SFR__SAMPLE_LEN 64    /* bytes of one: a cache line */
-
-/* One cache line of a deferred source as it was at the call. */
-struct sfr__sample {
-	uint32_t entry; /* ascending, then off ascending: the order in which the lane copies */
-	uint32_t len;
-	uint64_t off;
-	unsigned char bytes[SFR__SAMPLE_LEN];
-};
-/* How many lines of each source are sampled, at most, where there are so many. */
-uint64_t sfr__samples_each(uint32_t nr_sources);
-/* Says which lines of a source are: fills all but the bytes of at most `each` items, and returns
- * of how many. *random goes on. */
-uint32_t sfr__samples_place(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
-			    uint64_t each, uint64_t *random);
-/* The same for sources on a device, where what is sampled is rows that lie equally far apart: fills
- * all but the bytes of the items, and returns of how many; *pitch: from row to row. At most
- * sfr__samples_rows_most. */
-uint32_t sfr__samples_rows(struct sfr__sample *items, uint32_t entry, uint64_t nbytes,
-			   uint64_t each, uint64_t *random, uint64_t *pitch);
-uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);
-
 #endif

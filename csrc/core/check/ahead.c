@@ -25,11 +25,12 @@
 
 #include "check/ahead.h"
 #include "check/direct.h"
+#include "sfr/limits.h"
 #include "base/base.h"
 
 #define NR_THREADS 2u
 #define NR_SLOTS 5u /* the view, one in each thread's hands, and as many filled */
-#define STRIDE ((size_t)SFR__AHEAD_MOST + SFR__AHEAD_PIECE)
+#define STRIDE ((size_t)SFR__AHEAD_MOST + SFR__AHEAD_PIECE_MAX)
 _Static_assert(SFR__AHEAD_MOST % SFR_PAGE == 0, "pieces begin on pages, for O_DIRECT");
 
 struct slot {
@@ -41,6 +42,7 @@ struct slot {
 struct sfr__ahead {
 	int fd, direct_fd; /* constant; direct_fd negative: there is none */
 	uint64_t end, nr_pieces, fork_generation;
+	size_t piece; /* bytes read at a time; constant */
 	unsigned char *mem, *slots_at;
 	struct sfr__mutex mu; /* a leaf: nothing is called under it */
 	pthread_cond_t filled, freed;
@@ -78,10 +80,9 @@ static void *reader_main(void *arg)
 		piece = a->next++;
 		sfr__unlock(&a->mu);
 
-		off = piece * SFR__AHEAD_PIECE;
+		off = piece * a->piece;
 		slot = &a->slots[piece % NR_SLOTS];
-		slot->len =
-			a->end - off < SFR__AHEAD_PIECE ? (size_t)(a->end - off) : SFR__AHEAD_PIECE;
+		slot->len = a->end - off < a->piece ? (size_t)(a->end - off) : a->piece;
 		slot->code = sfr__direct_read(a->fd, a->direct_fd, (char *)piece_at(a, piece),
 					      slot->len, off);
 
@@ -128,7 +129,8 @@ int sfr__ahead_start(int fd, uint64_t end, bool direct, struct sfr__ahead **out)
 	a->fd = fd;
 	a->direct_fd = -1;
 	a->end = end;
-	a->nr_pieces = (end + SFR__AHEAD_PIECE - 1) / SFR__AHEAD_PIECE;
+	a->piece = (size_t)sfr_limits.ahead_piece_bytes;
+	a->nr_pieces = (end + a->piece - 1) / a->piece;
 	a->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&a->mu, SFR__LOCK_AHEAD);
 	(void)sfr__cond_init(&a->filled);
@@ -173,7 +175,7 @@ static int take(struct sfr__ahead *a, uint64_t off)
 	if (left != 0)
 		memcpy(data - left, a->view + (off - a->view_off), left);
 	a->view = data - left;
-	a->view_off = a->taken * SFR__AHEAD_PIECE - left;
+	a->view_off = a->taken * a->piece - left;
 	a->view_len = left + slot->len;
 
 	sfr__lock(&a->mu);

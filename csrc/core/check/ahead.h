@@ -7,8 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR__AHEAD_PIECE (2u << 20)
-#define SFR__AHEAD_MOST (3u << 16) /* bytes that one get may ask for */
+#define SFR__AHEAD_PIECE_MAX (2u << 20) /* sfr_limits may ask for less */
+#define SFR__AHEAD_MOST (3u << 16)      /* bytes that one get may ask for */
 
 struct sfr__ahead;
 

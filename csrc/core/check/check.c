@@ -38,16 +38,15 @@
 
 #include "check/ahead.h"
 #include "check/records.h"
+#include "sfr/limits.h"
 #include "base/base.h"
 
-#define PIECE (1u << 20)        /* read at a time with SFR_CHECK_BYTES: fits a core's own cache */
-#define HEADER_PIECE (1u << 14) /* and without: a header and its neighbours */
+#define HEADER_PIECE (1u << 14) /* read at a time without SFR_CHECK_BYTES */
 #define DIR_PIECE (1u << 16)
 /* Bytes a record, from which on their headers lie apart: twice readahead's start. */
 #define SPARSE (1u << 16)
 #define MOVES 512u     /* of a sort, in a step: a tenth of a millisecond */
 #define MOST_ALIKE 64u /* different names with one hash of 64 bits: by chance there is none */
-#define WORTH_THREADS (8u << 20) /* of data, for SFR_CHECK_BYTES; below, threads cost more */
 /* A local header whole, or a directory record whole, at any offset in a page. */
 #define WINDOW (3u << 16)
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
@@ -85,20 +84,21 @@ static int make_windows(struct sfr_check *c)
 {
 	const bool bytes = (c->flags & SFR_CHECK_BYTES) != 0;
 	const uint64_t len = c->result.nbytes;
+	const size_t piece = bytes ? (size_t)sfr_limits.check_piece_bytes : HEADER_PIECE;
+	size_t cap;
 	int rc;
 
 	rc = sfr__window_init(&c->dir, c->fd, len < WINDOW ? (size_t)len : WINDOW, DIR_PIECE);
 	if (rc != 0)
 		return rc;
-	if (bytes)
-		return sfr__window_init(&c->body, c->fd, len < PIECE ? (size_t)len : PIECE, PIECE);
-	return sfr__window_init(&c->body, c->fd, len < WINDOW ? (size_t)len : WINDOW, HEADER_PIECE);
+	cap = piece > WINDOW ? piece : WINDOW;
+	return sfr__window_init(&c->body, c->fd, len < cap ? (size_t)len : cap, piece);
 }
 
 /* Without it the window reads by itself, and all that is lost is time. */
 static void read_ahead(struct sfr_check *c)
 {
-	if ((c->flags & SFR_CHECK_BYTES) != 0 && c->end.dir_off >= WORTH_THREADS)
+	if ((c->flags & SFR_CHECK_BYTES) != 0 && c->end.dir_off >= sfr_limits.ahead_bytes)
 		(void)sfr__ahead_start(c->fd, c->end.dir_off, (c->flags & SFR_CHECK_DIRECT) != 0,
 				       &c->body.ahead);
 }

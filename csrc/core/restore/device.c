@@ -146,8 +146,8 @@ int sfr__restore_pin(struct sfr__reader *reader)
 	for (unsigned i = 0; i < SFR__RESTORE_BUFFERS && pinned; i++) {
 		void *mem = NULL;
 
-		pinned = r->cu->host_alloc(&mem, SFR__RESTORE_PIECE, CU_MEMHOSTALLOC_PORTABLE) ==
-			 CUDA_SUCCESS;
+		pinned =
+			r->cu->host_alloc(&mem, r->piece, CU_MEMHOSTALLOC_PORTABLE) == CUDA_SUCCESS;
 		reader->buffers[i].mem = pinned ? mem : NULL;
 	}
 	sfr__cuda_leave(&scope);

@@ -10,7 +10,7 @@
 #include "restore/restore.h"
 #include "base/base.h"
 
-#define SFR__RESTORE_PIECE (1u << 20) /* read at a time: fits a core's own cache */
+#define SFR__RESTORE_PIECE_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
 #define SFR__RESTORE_SCRATCH (128u << 10)
 _Static_assert(SFR__UNZIP_LOCAL + SFR__UNZIP_NAME_MAX + 0xffffu <= SFR__RESTORE_SCRATCH,
 	       "a local header fits the scratch memory");
@@ -74,6 +74,7 @@ struct sfr_restore {
 	struct sfr__target *targets;
 	uint64_t nr, end; /* records; where their bytes end */
 	unsigned flags;
+	size_t piece; /* bytes read at a time; constant */
 	struct sfr__source source;
 	uint64_t fork_generation;
 	struct sfr__mutex mu;            /* a leaf: nothing is called under it */

@@ -27,6 +27,7 @@
 #include <errno.h>
 
 #include "restore/plan.h"
+#include "sfr/limits.h"
 #include "base/base.h"
 
 /* ---- the threads ------------------------------------------------------------ */
@@ -46,14 +47,13 @@ static bool find_piece_locked(struct sfr_restore *r, struct piece *piece)
 			r->next_rec++;
 		if (r->next_rec == r->nr)
 			return false;
-		to = r->next_off + SFR__RESTORE_PIECE;
+		to = r->next_off + r->piece;
 		if (to > r->end)
 			to = r->end;
 		/* Nothing but a gap behind a record: whoever made it long does not make us read it. */
 		if (sfr__restore_data_end(r, r->next_rec) + SFR__UNZIP_DESC <= r->next_off &&
 		    sfr__restore_limit(r, r->next_rec) >= to) {
-			r->next_off = sfr__restore_limit(r, r->next_rec) / SFR__RESTORE_PIECE *
-				      SFR__RESTORE_PIECE;
+			r->next_off = sfr__restore_limit(r, r->next_rec) / r->piece * r->piece;
 			if (r->next_off < to)
 				r->next_off = to;
 			continue;
@@ -166,7 +166,7 @@ static void free_reader(struct sfr__reader *reader)
 
 static int start_thread(struct sfr_restore *r)
 {
-	const size_t piece = r->nr_devices != 0 ? 0 : SFR__RESTORE_PIECE;
+	const size_t piece = r->nr_devices != 0 ? 0 : r->piece;
 	struct sfr__reader *reader = &r->readers[r->nr_threads];
 	int rc = 0;
 
@@ -212,6 +212,7 @@ int sfr_restore_new(struct sfr_check *check, int fd, unsigned flags, struct sfr_
 	r->nr = check->places.nr;
 	r->end = check->end.dir_off;
 	r->flags = flags;
+	r->piece = (size_t)sfr_limits.restore_piece_bytes;
 	r->awaited = r->nr;
 	r->fork_generation = sfr_fork_generation();
 	sfr__mutex_init(&r->mu, SFR__LOCK_RESTORE);
@@ -258,14 +259,14 @@ void sfr_restore_into(struct sfr_restore *r, uint64_t index, void *mem)
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index)
 {
 	/* The descriptor's first byte is in the last piece that is looked at for the record. */
-	const uint64_t to = sfr__round_up(sfr__restore_data_end(r, index) + 1, SFR__RESTORE_PIECE);
+	const uint64_t to = sfr__round_up(sfr__restore_data_end(r, index) + 1, r->piece);
 
 	return sfr__lower_bound(i, index + 1, r->nr, r->places[i].hdr_off < to);
 }
 
 int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
 {
-	const uint64_t nr_pieces = r->end / SFR__RESTORE_PIECE + 1;
+	const uint64_t nr_pieces = r->end / r->piece + 1;
 	int rc = 0;
 
 	if (r->fork_generation != sfr_fork_generation())

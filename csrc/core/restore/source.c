@@ -22,7 +22,7 @@
 #include "restore/plan.h"
 #include "base/base.h"
 
-#define NR_PAGES (SFR__RESTORE_PIECE / SFR_PAGE)
+#define NR_PAGES (SFR__RESTORE_PIECE_MAX / SFR_PAGE)
 #define WORTH_CACHE 16u /* pages: fewer in one place are not worth a call of their own */
 
 /* The mapping that mincore asks for. One for the whole file: whoever maps or unmaps has to have the

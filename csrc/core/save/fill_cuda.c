@@ -184,77 +184,56 @@ void sfr__cuda_fill_end(struct sfr__cuda_fill *fill)
 
 /* ---- samples ---------------------------------------------------------------------- */
 
-/* Memory for samples of the part's deferred sources, as many as there can be. */
-static int store_get(struct sfr__cuda_part *part)
+/* Gets memory for the samples of the part's deferred sources, unless it has some. 0 or -errno. */
+static int store_get(struct sfr__cuda_part *part, const struct sfr__sampled *sources)
 {
-	const struct sfr__run *run = part->deferred;
-	uint64_t each = sfr__samples_per_entry(part->ticket), most = 0;
+	const uint32_t nr = part->deferred->nr_entries;
 
 	if (part->store.mem)
 		return 0;
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++)
-		most += sfr__samples_rows_most(part->ticket->img.entries[i].nbytes, each);
-	return sfr__cuda_store_get(part->lane, (size_t)most * sizeof(*part->samples.items),
+	return sfr__cuda_store_get(part->lane,
+				   sfr__samples_most_rows(sources, nr) *
+					   sizeof(*part->samples.items),
 				   &part->store);
 }
 
-/* Says which rows of each source are sampled, and where they go. */
-static void place_rows(struct sfr__cuda_part *part, struct sfr__cuda_rows *rows)
+/* Queues the copies that gather the samples, with a piece behind them; they land in the store. */
+static void queue_rows(struct sfr__cuda_part *part, const struct sfr__cuda_rows *rows, size_t nr,
+		       struct sfr__cuda_piece *piece, struct sfr_err *err)
 {
-	struct sfr_ticket *t = part->ticket;
-	const struct sfr__run *run = part->deferred;
-	uint64_t each = sfr__samples_per_entry(t), random = t->seq + t->created_ns, pitch;
-	uint32_t nr = 0, at = 0;
-
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++) {
-		const struct sfr__entry *entry = &t->img.entries[i];
-		struct sfr__sample *first = &part->samples.items[at];
-		uint32_t n = sfr__samples_rows(first, i, entry->nbytes, each, &random, &pitch);
-
-		if (n == 0)
-			continue;
-		rows[nr++] = (struct sfr__cuda_rows){
-			.dst = first->bytes,
-			.src = (CUdeviceptr)(uintptr_t)entry->src + first->off,
-			.width = first->len,
-			.nr = n,
-			.pitch = pitch,
-		};
-		at += n;
-	}
-	part->samples.nr = at;
-	rows[nr].nr = 0;
+	sfr__cuda_turn_begin(part->lane);
+	sfr__cuda_copy_rows(part->lane, rows, nr, sizeof(*part->samples.items), part->store.pinned,
+			    err);
+	fly(part, piece, err);
+	sfr__cuda_turn_end(part->lane);
 }
 
 void sfr__cuda_take_samples(struct sfr__cuda_part *part)
 {
-	struct sfr__cuda_lane *lane = part->lane;
+	struct sfr_ticket *t = part->ticket;
+	const uint32_t nr = part->deferred->nr_entries;
 	struct sfr_err err = { .index = -1 };
-	struct sfr__cuda_rows *rows =
-		sfr_sys.malloc((part->deferred->nr_entries + (size_t)1) * sizeof(*rows));
-	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(lane);
-	int rc = rows && piece ? store_get(part) : -ENOMEM;
-	size_t nr = 0;
+	struct sfr__sampled *sources = sfr__run_sources(t, part->deferred);
+	struct sfr__cuda_rows *rows = sfr_sys.malloc(nr * sizeof(*rows));
+	struct sfr__cuda_piece *piece = sfr__cuda_piece_get(part->lane);
+	int rc = sources && rows && piece ? store_get(part, sources) : -ENOMEM;
 
 	if (rc == 0) {
+		size_t nr_rows;
+
 		part->samples.items = part->store.mem;
-		place_rows(part, rows);
-		while (rows[nr].nr)
-			nr++;
-		sfr__cuda_turn_begin(lane);
-		sfr__cuda_copy_rows(lane, rows, nr, sizeof(*part->samples.items),
-				    part->store.pinned, &err);
-		fly(part, piece, &err);
-		piece = NULL;
-		sfr__cuda_turn_end(lane);
+		nr_rows = sfr__samples_place_rows(&part->samples, sources, nr,
+						  t->seq + t->created_ns, rows);
+		queue_rows(part, rows, nr_rows, piece, &err);
 	} else {
 		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
+		if (piece)
+			sfr__cuda_piece_put(part->lane, piece);
 	}
-	if (piece)
-		sfr__cuda_piece_put(lane, piece);
 	sfr_sys.free(rows);
+	sfr_sys.free(sources);
 	if (err.code)
-		sfr__ticket_fail(part->ticket, &err);
+		sfr__ticket_fail(t, &err);
 }
 
 /* ---- checksums ------------------------------------------------------------------ */
@@ -312,9 +291,11 @@ void sfr__cuda_sum(struct sfr__cuda_part *part)
 	struct sfr_ticket *t = part->ticket;
 	const struct sfr__run *run = part->deferred;
 	struct sfr_err err = { .index = -1 };
+	struct sfr__sampled *sources = sfr__run_sources(t, run);
 	pthread_cond_t never;
-	int rc = store_get(part);
+	int rc = sources ? store_get(part, sources) : -ENOMEM;
 
+	sfr_sys.free(sources);
 	if (rc == 0)
 		rc = sfr__cond_init(&never);
 	if (rc < 0) {

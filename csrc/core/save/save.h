@@ -10,6 +10,7 @@
 #include "commit/log.h"
 #include "engine/engine.h"
 #include "file/file.h"
+#include "stage/samples.h"
 
 /* Work for a writer thread. Jobs live in their ticket, so queueing one cannot fail. */
 enum sfr__job_kind {
@@ -32,12 +33,6 @@ struct sfr__job {
 	bool summed; /* its pieces are in their entries' CRCs already, or will be when they are copied */
 	struct sfr__job *parked; /* the next one */
 	size_t begun, left;      /* of a deferred one: bytes handed out, bytes not copied yet */
-};
-
-/* Samples of the deferred sources of one run. */
-struct sfr__samples {
-	struct sfr__sample *items;
-	uint32_t nr;
 };
 
 /* All of it is guarded by the engine's mutex unless a comment says otherwise. */
@@ -207,8 +202,8 @@ void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);
-/* How many lines of each deferred source are sampled, at most. */
-uint64_t sfr__samples_per_entry(const struct sfr_ticket *t);
+/* The sources of a run, for sampling: from malloc, or NULL. */
+struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run);
 /* Compares what was staged of an entry with the samples. The index of a torn source, or -1. */
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples,
 			 uint32_t entry, uint64_t off, const char *staged, size_t len);

@@ -21,60 +21,41 @@
 #include "trace/trace.h"
 
 enum {
-	PREFETCH_AHEAD = 24,
 	COPY_PIECE = 4 << 20, /* between looks at the clock of a test, and at a cancel */
 };
 
 /* ---- samples ---- */
 
-uint64_t sfr__samples_per_entry(const struct sfr_ticket *t)
+struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run)
 {
-	uint32_t nr = 0;
+	struct sfr__sampled *sources = sfr_sys.malloc(run->nr_entries * sizeof(*sources));
 
-	for (uint32_t r = 1; r < t->img.nr_runs; r++)
-		if (t->img.runs[r].lane != SFR_CAPTURED)
-			nr += t->img.runs[r].nr_entries;
-	return sfr__samples_each(nr);
-}
+	for (uint32_t i = 0; sources && i < run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->img.entries[run->first_entry + i];
 
-/* Says which lines of a run's sources are sampled: fills all but the bytes of nr_entries *
- * sfr__samples_per_entry items. */
-static void place_samples(const struct sfr_ticket *t, const struct sfr__run *run,
-			  struct sfr__samples *samples)
-{
-	uint64_t random = t->seq + t->created_ns, per_entry = sfr__samples_per_entry(t);
-	uint32_t k = 0;
-
-	for (uint32_t i = run->first_entry; i < run->first_entry + run->nr_entries; i++)
-		k += sfr__samples_place(samples->items + k, i, t->img.entries[i].nbytes, per_entry,
-					&random);
-	samples->nr = k;
-}
-
-static const char *sample_src(const struct sfr_ticket *t, uint32_t k)
-{
-	return t->img.entries[t->samples.items[k].entry].src + t->samples.items[k].off;
+		sources[i] = (struct sfr__sampled){ .entry = run->first_entry + i,
+						    .addr = (uint64_t)(uintptr_t)entry->src,
+						    .nbytes = entry->nbytes };
+	}
+	return sources;
 }
 
 int sfr__take_samples(struct sfr_ticket *t)
 {
 	const struct sfr__run *run = sfr__image_run(&t->img, SFR_LANE_HOST, 0);
-	struct sfr__samples *samples = &t->samples;
+	struct sfr__sampled *sources;
+	int rc;
 
 	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
 	if (run == NULL)
 		return 0;
-	samples->items = sfr_sys.malloc(run->nr_entries * sfr__samples_per_entry(t) *
-					sizeof(*samples->items));
-	if (!samples->items)
+	sources = sfr__run_sources(t, run);
+	if (!sources)
 		return -ENOMEM;
-	place_samples(t, run, samples);
-	/* Each line is a cache miss; asked for ahead of time they overlap. */
-	for (uint32_t k = 0; k < samples->nr; k++) {
-		if (k + PREFETCH_AHEAD < samples->nr)
-			__builtin_prefetch(sample_src(t, k + PREFETCH_AHEAD));
-		memcpy(samples->items[k].bytes, sample_src(t, k), samples->items[k].len);
-	}
+	rc = sfr__samples_take(&t->samples, sources, run->nr_entries, t->seq + t->created_ns);
+	sfr_sys.free(sources);
+	if (rc < 0)
+		return rc;
 	for (uint32_t i = run->first_entry; t->sums && i < run->first_entry + run->nr_entries; i++)
 		t->sums[i] = sfr_crc32(0, t->img.entries[i].src, t->img.entries[i].nbytes);
 	return 0;
@@ -83,21 +64,7 @@ int sfr__take_samples(struct sfr_ticket *t)
 int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
 			 uint64_t off, const char *staged, size_t len)
 {
-	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
-
-	/* The first one that ends behind the beginning of the piece. */
-	s += sfr__lower_bound(k, 0, samples->nr,
-			      s[k].entry < i || (s[k].entry == i && s[k].off + s[k].len <= off));
-	for (; s < end; s++) {
-		uint64_t from = s->off > off ? s->off : off;
-		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
-
-		if (s->entry != i || s->off >= off + len)
-			break;
-		if (memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
-			return t->img.entries[i].source;
-	}
-	return -1;
+	return sfr__samples_agree(samples, i, off, staged, len) ? -1 : t->img.entries[i].source;
 }
 
 int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,

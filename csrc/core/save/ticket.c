@@ -69,10 +69,9 @@ static void free_tools(struct sfr_ticket *t)
 {
 	sfr__image_fini(&t->img);
 	sfr_sys.free(t->jobs);
-	sfr_sys.free(t->samples.items);
+	sfr__samples_free(&t->samples);
 	sfr_sys.free(t->sums);
 	t->jobs = NULL;
-	t->samples.items = NULL;
 	t->sums = NULL;
 }
 

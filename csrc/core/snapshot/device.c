@@ -33,8 +33,7 @@ struct sfr__snapshot_part {
 
 	CUevent captured;             /* C: only the caller's thread touches it */
 	struct sfr__cuda_store store; /* the caller's until the piece flies, then the lane's */
-	struct sfr__sample *samples;  /* in the store */
-	uint32_t nr_samples;
+	struct sfr__samples samples;  /* in the store */
 
 	struct sfr__cuda_staged staged; /* S; over: landed, or nothing was queued */
 	struct sfr__cuda_timer copying; /* of what leaves */
@@ -69,25 +68,29 @@ static int collect(const struct sfr__snapshot_part *part, bool captured,
 }
 
 /* Places samples of the deferred sources in memory of the lane's; *rows: which, from malloc. */
-static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows, size_t *nr)
+static int sample(struct sfr__snapshot_part *part, struct sfr__cuda_rows **rows, size_t *nr_rows)
 {
-	struct sfr_snapshot *s = part->snapshot;
-	uint32_t nr_sources = sfr__snapshot_nr_deferred(s, part->device + 1);
-	size_t most = sfr__snapshot_rows_most(s, part->device + 1);
-	int rc;
+	uint32_t nr;
+	struct sfr__sampled *sampled = sfr__snapshot_sampled(part->snapshot, part->device + 1, &nr);
+	int rc = sampled ? 0 : -ENOMEM;
 
 	*rows = NULL;
-	*nr = 0;
-	if (nr_sources == 0)
-		return 0;
-	*rows = sfr_sys.malloc(nr_sources * sizeof(**rows));
-	rc = *rows ? sfr__cuda_store_get(part->lane, most * sizeof(*part->samples), &part->store) :
-		     -ENOMEM;
-	if (rc < 0)
-		return rc;
-	part->samples = part->store.mem;
-	part->nr_samples = sfr__snapshot_place_rows(s, part->device + 1, part->samples, *rows, nr);
-	return 0;
+	*nr_rows = 0;
+	if (rc == 0 && nr != 0) {
+		*rows = sfr_sys.malloc(nr * sizeof(**rows));
+		rc = *rows ? sfr__cuda_store_get(part->lane,
+						 sfr__samples_most_rows(sampled, nr) *
+							 sizeof(*part->samples.items),
+						 &part->store) :
+			     -ENOMEM;
+	}
+	if (rc == 0 && nr != 0) {
+		part->samples.items = part->store.mem;
+		*nr_rows =
+			sfr__samples_place_rows(&part->samples, sampled, nr, sfr__now_ns(), *rows);
+	}
+	sfr_sys.free(sampled);
+	return rc;
 }
 
 /* ---- start ------------------------------------------------------------------------- */
@@ -147,7 +150,7 @@ static void queue(struct sfr__snapshot_part *part, struct plan *plan, struct sfr
 	sfr__cuda_batch_copy(lane, &plan->captured_pageable, false, err);
 	sfr__cuda_timer_end(lane, &part->copying, lane->stream);
 	if (plan->nr_rows && !err->code)
-		sfr__cuda_copy_rows(lane, plan->rows, plan->nr_rows, sizeof(*part->samples),
+		sfr__cuda_copy_rows(lane, plan->rows, plan->nr_rows, sizeof(*part->samples.items),
 				    part->store.pinned, err);
 	if (!part->snapshot->leaves)
 		part->captured = sfr__cuda_record(lane, lane->stream, err);
@@ -244,7 +247,7 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 
 	(void)piece; /* it has no blocks */
 	if (ok)
-		torn = sfr__snapshot_compare(s, part->samples, part->nr_samples);
+		torn = sfr__snapshot_compare(s, part->device + 1, &part->samples);
 	else
 		sfr__err_set(&err, -EIO, SFR_PHASE_STAGE, lane->why); /* constant once dead */
 	sfr__lock(&lane->mu);

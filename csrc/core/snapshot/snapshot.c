@@ -193,6 +193,17 @@ static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
 	return true;
 }
 
+/* Of the deferred sources in host memory. -ENOMEM. */
+static int take_samples(struct sfr_snapshot *s)
+{
+	uint32_t nr;
+	struct sfr__sampled *sampled = sfr__snapshot_sampled(s, 0, &nr);
+	int rc = sampled ? sfr__samples_take(&s->samples, sampled, nr, sfr__now_ns()) : -ENOMEM;
+
+	sfr_sys.free(sampled);
+	return rc;
+}
+
 static void run(struct sfr__task *task)
 {
 	struct sfr_snapshot *s = sfr__container(task, struct sfr_snapshot, copying);
@@ -203,7 +214,7 @@ static void run(struct sfr__task *task)
 		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
 			all = copy_source(s, i, true);
 	if (all)
-		torn = sfr__snapshot_compare(s, s->samples, s->nr_samples);
+		torn = sfr__snapshot_compare(s, 0, &s->samples);
 	sfr__snapshot_in(s, torn, NULL);
 }
 
@@ -245,7 +256,7 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 	if (rc == SFR_ESTATE)
 		return rc;
 	if (rc == 0 && nr)
-		rc = sfr__snapshot_take_samples(s);
+		rc = take_samples(s);
 	sfr__lock(&engine->mu);
 	if (rc == 0 && (nr || s->nr_parts) && !engine->closing) {
 		rc = sfr__engine_start_locked(engine);
@@ -376,7 +387,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		sfr__engine_snapshot_gone(engine);
 	}
 	sfr_sys.free(s->parts);
-	sfr_sys.free(s->samples);
+	sfr__samples_free(&s->samples);
 	sfr_sys.free(s->copies);
 	sfr_sys.free(s->sources);
 	sfr_sys.free(s);

@@ -4,6 +4,7 @@
 
 #include "sfr/snapshot.h"
 #include "engine/engine.h"
+#include "stage/samples.h"
 
 struct sfr__snapshot_part;
 struct sfr__lot;
@@ -38,8 +39,8 @@ struct sfr_snapshot {
 	struct sfr_err err; /* of a device; the first; final as torn is */
 	_Atomic uint64_t copying_ns; /* that devices took for what leaves; atomic */
 
-	struct sfr__sample *samples; /* entry is a source; taken by start, read by the lane */
-	uint32_t nr_samples;
+	struct sfr__samples
+		samples; /* of the host's; entry is a source; taken by start, then the lane's */
 	struct sfr__snapshot_part *parts; /* one for each device; the array is constant */
 	uint32_t nr_parts;
 
@@ -78,16 +79,12 @@ void sfr__snapshot_lost(struct sfr_snapshot *s);
 /* ---- snapshot/samples.c ---- */
 /* Sources that are copied after the call, in one kind of memory (sfr_source.device). */
 uint32_t sfr__snapshot_nr_deferred(const struct sfr_snapshot *s, uint32_t device);
-/* Keeps samples of every deferred source in host memory. -ENOMEM. */
-int sfr__snapshot_take_samples(struct sfr_snapshot *s);
-/* Samples of sources on a device, in rows: how many there can be; which, without the bytes. */
-size_t sfr__snapshot_rows_most(const struct sfr_snapshot *s, uint32_t device);
-uint32_t sfr__snapshot_place_rows(const struct sfr_snapshot *s, uint32_t device,
-				  struct sfr__sample *samples, struct sfr__cuda_rows *rows,
-				  size_t *nr_rows);
-/* The first source whose copy differs from its samples, or -1. */
-int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, const struct sfr__sample *samples,
-			      uint32_t nr);
+/* Those, for sampling: from malloc, or NULL. */
+struct sfr__sampled *sfr__snapshot_sampled(const struct sfr_snapshot *s, uint32_t device,
+					   uint32_t *nr);
+/* The first of those whose copy differs from its samples, or -1. */
+int64_t sfr__snapshot_compare(const struct sfr_snapshot *s, uint32_t device,
+			      const struct sfr__samples *samples);
 
 /* ---- snapshot/device.c ---- */
 /* Pins the leased memory as far as that goes, where some device is in use. */

@@ -23,7 +23,7 @@ from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import restore
 from stillframe._tree.rebuild import holder_of_tensors, reach
 
-_AHEAD = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
+_AHEAD_BYTES = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
 _MOST_TOLD = 8
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OVERLAPS = 1  # at::MemOverlap::Yes
@@ -206,7 +206,7 @@ class Fill:
         """Gives records their places: `least` of all, and those that may be read ahead."""
         first, addresses = self._placed, []
         ahead = sum(storage.nbytes() for storage in self._on_their_way.values())
-        while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD):
+        while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
             index = self._placed
             address = 0  # of what nobody wants the bytes are only checked
             if index in self._straight and index not in self._devices:

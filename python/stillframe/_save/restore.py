@@ -34,10 +34,10 @@ from stillframe._base.records import Failure, RestoreFailed, read
 from stillframe.errors import StillframeError
 
 EVERYTHING = 1 << 62  # bytes
-_BATCH = 64 << 20  # bytes of memory that are found at a time
-_AHEAD = 1 << 30  # and how much of it before it is asked for
+_BATCH_BYTES = 64 << 20  # bytes of memory that are found at a time
+_AHEAD_BYTES = 1 << 30  # and how much of it before it is asked for
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
-_AHEAD_OF_A_DEVICE = 256 << 20  # where it is only on its way: bytes of host memory
+_DEVICE_AHEAD_BYTES = 256 << 20  # where it is only on its way: bytes of host memory
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
@@ -189,7 +189,7 @@ class Archive:
         """Gives the next records their places: `least` of all, and those that may be read ahead."""
         first = found = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
-            sizes = self._core.sizes(first, _BATCH)
+            sizes = self._core.sizes(first, _BATCH_BYTES)
             self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
@@ -401,4 +401,4 @@ def open_archive(
 ) -> Archive:
     """The archive for a load to `map_location`; as for `Archive`."""
     final = map_location is None or _is_cpu(map_location) or bool(devices)
-    return Archive(core, fd, nbytes, _AHEAD if final else _AHEAD_OF_A_DEVICE, devices)
+    return Archive(core, fd, nbytes, _AHEAD_BYTES if final else _DEVICE_AHEAD_BYTES, devices)

@@ -8,7 +8,7 @@
 #include "fix_dir.h"
 #include "verdict.h"
 
-#define PIECE SFR__AHEAD_PIECE
+#define PIECE SFR__AHEAD_PIECE_MAX
 #define MOST SFR__AHEAD_MOST
 #define NR_WHOLE 7u /* pieces: more than there are slots */
 #define LEN (NR_WHOLE * PIECE + 12345u)

@@ -6,7 +6,7 @@
 #include "restore/plan.h"
 #include "restore/restore.h"
 
-#define PIECE SFR__RESTORE_PIECE
+#define PIECE SFR__RESTORE_PIECE_MAX
 
 static struct archive a;
 static int fd;

@@ -5,7 +5,7 @@
 #include "restore/plan.h"
 #include "restore/restore.h"
 
-#define PIECE SFR__RESTORE_PIECE
+#define PIECE SFR__RESTORE_PIECE_MAX
 
 /* What a restore made of a file: the code that ended it, and the records. */
 struct restored {

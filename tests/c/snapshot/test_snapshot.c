@@ -72,9 +72,9 @@ static void what_is_captured_is_not_sampled(void)
 	describe(sources, true);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
-	CHECK(s->nr_samples > 0 && s->nr_samples <= SFR__MAX_SAMPLES);
-	for (uint32_t k = 0; k < s->nr_samples; k++)
-		CHECK_EQ(sources[s->samples[k].entry].lane, SFR_LANE_HOST);
+	CHECK(s->samples.nr > 0 && s->samples.nr <= SFR__MAX_SAMPLES);
+	for (uint32_t k = 0; k < s->samples.nr; k++)
+		CHECK_EQ(sources[s->samples.items[k].entry].lane, SFR_LANE_HOST);
 	take_notice(s);
 	drop(s);
 	sfr_engine_put(engine);

@@ -1,7 +1,7 @@
 /* Which cache lines are sampled: of every source, and where a write is likely to be seen. */
 #include <string.h>
 
-#include "base/base.h"
+#include "stage/samples.h"
 #include "check.h"
 
 enum { LINE = SFR__SAMPLE_LEN, MOST_ITEMS = SFR__MAX_SAMPLES + 8, RUNS = 200 };
@@ -20,6 +20,14 @@ static const uint64_t sizes[] = { 1,
 				  (uint64_t)1 << 20,
 				  ((uint64_t)5 << 30) + 7 };
 enum { NR_SIZES = sizeof(sizes) / sizeof(sizes[0]) };
+
+static const struct sfr__sampled *of(uint32_t entry, uint64_t nbytes)
+{
+	static struct sfr__sampled source;
+
+	source = (struct sfr__sampled){ .entry = entry, .nbytes = nbytes };
+	return &source;
+}
 
 static bool holds(uint32_t nr, uint64_t line)
 {
@@ -48,7 +56,7 @@ static void lines_ascend_and_lie_within_their_source(void)
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= SFR__MAX_SAMPLES; each = each * 3 / 2 + 1) {
 			uint64_t nr_lines = (sizes[s] + LINE - 1) / LINE, behind = 0;
-			uint32_t nr = sfr__samples_place(items, 7, sizes[s], each, &random);
+			uint32_t nr = sfr__samples_place(items, of(7, sizes[s]), each, &random);
 
 			CHECK_EQ(nr, each < nr_lines ? each : nr_lines);
 			for (uint32_t i = 0; i < nr; i++) {
@@ -60,14 +68,14 @@ static void lines_ascend_and_lie_within_their_source(void)
 				CHECK(items[i].len == LINE || behind == sizes[s]);
 			}
 		}
-	CHECK_EQ(sfr__samples_place(items, 0, 0, 9, &random), 0);
+	CHECK_EQ(sfr__samples_place(items, of(0, 0), 9, &random), 0);
 }
 
 static void one_line_is_the_one_in_the_middle(void)
 {
 	uint64_t random = 1;
 
-	CHECK_EQ(sfr__samples_place(items, 0, 1000 * LINE, 1, &random), 1);
+	CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 1, &random), 1);
 	CHECK_EQ(items[0].off / LINE, 500);
 }
 
@@ -76,7 +84,7 @@ static void the_first_and_the_last_line_are_among_two_or_more(void)
 	uint64_t random = 1;
 
 	for (uint64_t each = 2; each < 100; each++) {
-		uint32_t nr = sfr__samples_place(items, 0, 1000 * LINE + 8, each, &random);
+		uint32_t nr = sfr__samples_place(items, of(0, 1000 * LINE + 8), each, &random);
 
 		CHECK(holds(nr, 0));
 		CHECK(holds(nr, 1000));
@@ -93,7 +101,7 @@ static void the_lines_between_are_others_every_time(void)
 	int nr_seen = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_place(items, 0, sizeof(seen) * LINE, 11, &random);
+		uint32_t nr = sfr__samples_place(items, of(0, sizeof(seen) * LINE), 11, &random);
 
 		for (uint32_t i = 0; i < nr; i++)
 			seen[items[i].off / LINE] = true;
@@ -108,7 +116,7 @@ static void a_random_line_lies_in_its_own_stratum(void)
 	uint64_t random = 3;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_place(items, 0, 1000 * LINE, 10, &random), 10);
+		CHECK_EQ(sfr__samples_place(items, of(0, 1000 * LINE), 10, &random), 10);
 		for (uint32_t i = 1; i < 9; i++)
 			CHECK_EQ(items[i].off / LINE / 100, i);
 	}
@@ -123,7 +131,8 @@ static void rows_go_from_the_first_byte_to_the_last(void)
 	for (unsigned s = 0; s < NR_SIZES; s++)
 		for (uint64_t each = 1; each <= 600; each = each * 2 + 1) {
 			uint64_t len = sizes[s] < LINE ? sizes[s] : LINE;
-			uint32_t nr = sfr__samples_rows(items, 3, sizes[s], each, &random, &pitch);
+			uint32_t nr =
+				sfr__samples_rows(items, of(3, sizes[s]), each, &random, &pitch);
 
 			CHECK(nr >= 1 && nr <= sfr__samples_rows_most(sizes[s], each));
 			for (uint32_t i = 0; i < nr; i++) {
@@ -139,7 +148,7 @@ static void rows_go_from_the_first_byte_to_the_last(void)
 			CHECK(items[nr - 1].off + len + nr >
 			      sizes[s]); /* but for what a pitch rounds off */
 		}
-	CHECK_EQ(sfr__samples_rows(items, 0, 0, 9, &random, &pitch), 0);
+	CHECK_EQ(sfr__samples_rows(items, of(0, 0), 9, &random, &pitch), 0);
 	CHECK_EQ(pitch, 0);
 }
 
@@ -149,7 +158,7 @@ static void there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle(void
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		uint32_t nr = sfr__samples_rows(items, 0, nbytes, 100, &random, &pitch);
+		uint32_t nr = sfr__samples_rows(items, of(0, nbytes), 100, &random, &pitch);
 
 		CHECK_EQ(nr % 2, 1);
 		CHECK(items[nr / 2].off <= nbytes / 2 &&
@@ -160,9 +169,9 @@ static void there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle(void
 	CHECK(least >= 75 && most <= 100);
 	CHECK(most - least >= 10); /* so that their distance changes */
 	for (uint64_t each = 3; each < 8; each++)
-		CHECK_EQ(sfr__samples_rows(items, 0, nbytes, each, &random, &pitch),
+		CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), each, &random, &pitch),
 			 each - (each % 2 == 0));
-	CHECK_EQ(sfr__samples_rows(items, 0, nbytes, 2, &random, &pitch), 2);
+	CHECK_EQ(sfr__samples_rows(items, of(0, nbytes), 2, &random, &pitch), 2);
 }
 
 static void one_row_is_anywhere(void)
@@ -170,7 +179,7 @@ static void one_row_is_anywhere(void)
 	uint64_t random = 1, pitch, least = UINT64_MAX, most = 0;
 
 	for (int run = 0; run < RUNS; run++) {
-		CHECK_EQ(sfr__samples_rows(items, 0, 1000, 1, &random, &pitch), 1);
+		CHECK_EQ(sfr__samples_rows(items, of(0, 1000), 1, &random, &pitch), 1);
 		CHECK_EQ(pitch, 0);
 		least = items[0].off < least ? items[0].off : least;
 		most = items[0].off > most ? items[0].off : most;

@@ -1,0 +1,46 @@
+/* The thresholds of sfr/limits.h: what they are in the product, and which values a test may set. */
+#include <errno.h>
+
+#include "base/base.h"
+#include "sfr/limits.h"
+
+#define ZIP_MAX16 0xffffu /* a zip file marks a number that is elsewhere by these */
+#define ZIP_MAX32 UINT32_C(0xffffffff)
+#define MIB (UINT64_C(1) << 20)
+
+#define PRODUCT                                                                                    \
+	{                                                                                          \
+		.zip64_bytes = ZIP_MAX32,                                                          \
+		.zip64_records = ZIP_MAX16,                                                        \
+		.restore_piece_bytes = MIB,                                                        \
+		.check_piece_bytes = MIB,                                                          \
+		.ahead_bytes = 8 * MIB,                                                            \
+		.ahead_piece_bytes = 2 * MIB,                                                      \
+	}
+
+struct sfr_limits sfr_limits = PRODUCT;
+
+static bool is_in_range(uint64_t value, uint64_t least, uint64_t most, uint64_t unit)
+{
+	return value >= least && value <= most && value % unit == 0;
+}
+
+int sfr_limits_set(const struct sfr_limits *limits)
+{
+	const struct sfr_limits *l = limits;
+
+	if (!is_in_range(l->zip64_bytes, SFR_PAGE, ZIP_MAX32, 1) ||
+	    !is_in_range(l->zip64_records, 1, ZIP_MAX16, 1) ||
+	    !is_in_range(l->restore_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
+	    !is_in_range(l->check_piece_bytes, SFR_PAGE, MIB, SFR_PAGE) ||
+	    !is_in_range(l->ahead_bytes, 1, UINT64_MAX, 1) ||
+	    !is_in_range(l->ahead_piece_bytes, SFR_PAGE, 2 * MIB, SFR_PAGE))
+		return -EINVAL;
+	sfr_limits = *limits;
+	return 0;
+}
+
+void sfr_limits_reset(void)
+{
+	sfr_limits = (struct sfr_limits)PRODUCT;
+}

@@ -1,0 +1,200 @@
+/* Which cache lines of a source are sampled, and whether a copy agrees with them: see samples.h. */
+#include <errno.h>
+#include <string.h>
+
+#include "stage/samples.h"
+
+enum { PREFETCH_AHEAD = 64 /* each line is a cache miss; asked for ahead of time they overlap */ };
+
+/* ---- in host memory ---- */
+
+/* The i-th of n sampled lines of a source with nr_lines lines: the first, the last, and one at
+ * a place of its own in each stratum between them, so that no stride goes unseen for ever. */
+static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *random)
+{
+	uint64_t from, to;
+
+	if (n >= nr_lines)
+		return i;
+	if (n == 1)
+		return nr_lines / 2;
+	if (i == 0)
+		return 0;
+	if (i == n - 1)
+		return nr_lines - 1;
+	if (n % 2 == 1 && i == n / 2)
+		return nr_lines / 2;
+	from = nr_lines * i / n;
+	to = nr_lines * (i + 1) / n;
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	return from + (*random >> 33) % (to > from ? to - from : 1);
+}
+
+uint64_t sfr__samples_each(uint32_t nr_sources)
+{
+	return nr_sources == 0 || nr_sources > SFR__MAX_SAMPLES ? 1 : SFR__MAX_SAMPLES / nr_sources;
+}
+
+uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
+			    uint64_t each, uint64_t *random)
+{
+	uint64_t nr_lines = (source->nbytes + SFR__SAMPLE_LEN - 1) / SFR__SAMPLE_LEN;
+	uint64_t n = nr_lines < each ? nr_lines : each, last = 0;
+	uint32_t nr = 0;
+
+	for (uint64_t j = 0; j < n; j++) {
+		uint64_t line = line_of(j, n, nr_lines, random), off, left;
+
+		if (j > 0 && line <= last)
+			line = last + 1; /* strictly ascending */
+		if (line >= nr_lines)
+			break;
+		last = line;
+		off = line * SFR__SAMPLE_LEN;
+		left = source->nbytes - off;
+		items[nr].entry = source->entry;
+		items[nr].off = off;
+		items[nr].len = (uint32_t)(left < SFR__SAMPLE_LEN ? left : SFR__SAMPLE_LEN);
+		nr++;
+	}
+	return nr;
+}
+
+/* Where a sample's line lies. The source is `*source` or a later one of the list, and found for the
+ * next call as well. */
+static const char *line_at(const struct sfr__sample *sample, const struct sfr__sampled **source)
+{
+	while ((*source)->entry != sample->entry)
+		++*source;
+	return (const char *)(uintptr_t)((*source)->addr + sample->off);
+}
+
+int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
+		      uint64_t seed)
+{
+	const struct sfr__sampled *source = sources, *ahead = sources;
+	const uint64_t each = sfr__samples_each(nr);
+
+	samples->nr = 0;
+	samples->items = sfr_sys.malloc((size_t)(nr * each) * sizeof(*samples->items));
+	if (!samples->items)
+		return -ENOMEM;
+	for (uint32_t i = 0; i < nr; i++)
+		samples->nr +=
+			sfr__samples_place(samples->items + samples->nr, &sources[i], each, &seed);
+	for (uint32_t k = 0; k < samples->nr; k++) {
+		struct sfr__sample *item = &samples->items[k];
+
+		if (k + PREFETCH_AHEAD < samples->nr)
+			__builtin_prefetch(line_at(item + PREFETCH_AHEAD, &ahead));
+		memcpy(item->bytes, line_at(item, &source), item->len);
+	}
+	return 0;
+}
+
+void sfr__samples_free(struct sfr__samples *samples)
+{
+	sfr_sys.free(samples->items);
+	*samples = (struct sfr__samples){ 0 };
+}
+
+bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
+			const char *staged, size_t len)
+{
+	const struct sfr__sample *s = samples->items, *end = s + samples->nr;
+
+	/* The first one that ends behind the beginning of the piece. */
+	s += sfr__lower_bound(k, 0, samples->nr,
+			      s[k].entry < entry ||
+				      (s[k].entry == entry && s[k].off + s[k].len <= off));
+	for (; s < end && s->entry == entry && s->off < off + len; s++) {
+		uint64_t from = s->off > off ? s->off : off;
+		uint64_t to = s->off + s->len < off + len ? s->off + s->len : off + len;
+
+		if (memcmp(staged + (from - off), s->bytes + (from - s->off), to - from))
+			return false;
+	}
+	return true;
+}
+
+/* ---- on a device ---- */
+
+#define MOST_PITCH ((uint64_t)1 << 30) /* devices take twice as much */
+
+uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each)
+{
+	uint64_t least = nbytes / MOST_PITCH + 2;
+
+	return each > least ? each : least;
+}
+
+/* How many rows there can be: odd, so that one of them is in the middle; fewer at random, so that
+ * their distance changes and no stride goes unseen for ever. */
+static uint64_t rows_of(uint64_t nbytes, uint64_t each, uint64_t *random)
+{
+	uint64_t most = nbytes / SFR__SAMPLE_LEN, n = each < most ? each : most;
+
+	*random = *random * 6364136223846793005u + 1442695040888963407u;
+	if (n > 8)
+		n -= (*random >> 33) % (n / 4);
+	if (nbytes > MOST_PITCH)
+		n = n > nbytes / MOST_PITCH + 2 ? n : nbytes / MOST_PITCH + 2;
+	else if (n > 2 && n % 2 == 0)
+		n--;
+	return n > 1 ? n : 1;
+}
+
+uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
+			   uint64_t each, uint64_t *random, uint64_t *pitch)
+{
+	const uint64_t nbytes = source->nbytes;
+	uint64_t len = nbytes < SFR__SAMPLE_LEN ? nbytes : SFR__SAMPLE_LEN;
+	uint64_t n = rows_of(nbytes, each, random), off = 0;
+
+	*pitch = 0;
+	if (nbytes == 0)
+		return 0;
+	if (n == 1)
+		off = (*random >> 33) % (nbytes - len + 1);
+	else
+		*pitch = (nbytes - len) / (n - 1);
+	for (uint64_t i = 0; i < n; i++)
+		items[i] = (struct sfr__sample){ .entry = source->entry,
+						 .len = (uint32_t)len,
+						 .off = off + i * *pitch };
+	return (uint32_t)n;
+}
+
+size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
+{
+	const uint64_t each = sfr__samples_each(nr);
+	uint64_t most = 0;
+
+	for (uint32_t i = 0; i < nr; i++)
+		most += sfr__samples_rows_most(sources[i].nbytes, each);
+	return (size_t)most;
+}
+
+size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
+			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
+{
+	const uint64_t each = sfr__samples_each(nr);
+	size_t nr_rows = 0;
+
+	samples->nr = 0;
+	for (uint32_t i = 0; i < nr; i++) {
+		struct sfr__sample *first = samples->items + samples->nr;
+		uint64_t pitch;
+		uint32_t n = sfr__samples_rows(first, &sources[i], each, &seed, &pitch);
+
+		if (n == 0)
+			continue;
+		rows[nr_rows++] = (struct sfr__cuda_rows){ .dst = first->bytes,
+							   .src = sources[i].addr + first->off,
+							   .width = first->len,
+							   .nr = n,
+							   .pitch = pitch };
+		samples->nr += n;
+	}
+	return nr_rows;
+}

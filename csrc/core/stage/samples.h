@@ -1,0 +1,66 @@
+/* Samples of deferred sources: cache lines kept in the call and compared with the staged copy.
+ *
+ * A difference means that somebody wrote between the call and the copy. What is staged then is a state
+ * that the training was never in, and the save or snapshot fails.
+ */
+#ifndef SFR_STAGE_SAMPLES_H
+#define SFR_STAGE_SAMPLES_H
+
+#include "base/base.h"
+#include "device/lane.h"
+
+#define SFR__MAX_SAMPLES 4096 /* of one list of sources */
+#define SFR__SAMPLE_LEN 64    /* bytes of one: a cache line */
+
+/* One cache line as it was at the call. Its bytes stand in the struct, where a device writes them. */
+struct sfr__sample {
+	uint32_t entry; /* the source's number */
+	uint32_t len;
+	uint64_t off;
+	unsigned char bytes[SFR__SAMPLE_LEN];
+};
+
+/* The samples of several sources: entry ascending, then off ascending. */
+struct sfr__samples {
+	struct sfr__sample *items;
+	uint32_t nr;
+};
+
+/* A source to be sampled. A list of them has ascending entries. */
+struct sfr__sampled {
+	uint32_t entry;
+	uint64_t addr, nbytes;
+};
+
+/* Takes samples of sources in host memory; sfr__samples_free them. The seed decides which lines are
+ * taken. -ENOMEM. */
+int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *sources, uint32_t nr,
+		      uint64_t seed);
+void sfr__samples_free(struct sfr__samples *samples);
+
+/* On a device, the samples of a source are rows at one distance, which one copy can gather. Returns
+ * how many samples there can be at most. */
+size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr);
+/* Fills in samples->items, all but the bytes, and the copies that gather these: at most `nr` rows.
+ * Returns how many. */
+size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
+			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows);
+
+/* Whether the staged bytes [off, off + len) of a source are those that were sampled. */
+bool sfr__samples_agree(const struct sfr__samples *samples, uint32_t entry, uint64_t off,
+			const char *staged, size_t len);
+
+/* ---- for tests ---- */
+
+/* How many lines of each source are sampled, at most. */
+uint64_t sfr__samples_each(uint32_t nr_sources);
+/* Fills in all but the bytes of at most `each` items of one source. *random goes on. Returns how
+ * many. */
+uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
+			    uint64_t each, uint64_t *random);
+/* The same for rows; *pitch: from row to row. At most sfr__samples_rows_most. */
+uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled *source,
+			   uint64_t each, uint64_t *random, uint64_t *pitch);
+uint64_t sfr__samples_rows_most(uint64_t nbytes, uint64_t each);
+
+#endif
