@@ -194,14 +194,20 @@ def _take(
 ) -> Snapshot[Any] | None:
     """A snapshot, once earlier ones have given back the memory it wants; None if it is too large
     for the pool."""
-    while True:
-        try:
-            return snapshot_to_write(checkpoint, overlap=overlap, engine=engine)
-        except PoolExhaustedError:
-            under_way = [save for save in list(pending) if not save.done()]
-            if not under_way:
-                return None
+
+    def wait_for_a_save() -> bool:
+        """What the other CheckpointIO does may make room: nobody can know."""
+        under_way = [save for save in list(pending) if not save.done()]
+        if under_way:
             wait_for_end(under_way[0])
+        return bool(under_way)
+
+    try:
+        return snapshot_to_write(
+            checkpoint, overlap=overlap, engine=engine, wait_for_room=wait_for_a_save
+        )
+    except PoolExhaustedError:
+        return None
 
 
 def _size(path: str, otherwise: int, io_mode: str) -> int:
