@@ -134,7 +134,7 @@ $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
 
 # The pages ask nobody else for scripts, styles or fonts.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean
 	@! grep -rhoE '(src|href)="(https?:)?//[^"]*[.](js|css|woff2?|png|svg)"' build/site --include='*.html'
 	@echo "build/site/index.html"
 
