@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
 from fix_waits import eventually
 from stillframe import _core, dcp
+from stillframe._base.paths import Place
 from stillframe._dcp import commit
 from stillframe._dcp.api import Asked, saver_of_this_process
 from stillframe._dcp.rounds import Upload
@@ -343,7 +344,7 @@ def test_a_save_whose_place_is_elsewhere_writes_nothing_before_its_turn(tmp_path
         when_busy="wait",
         begins=begins,
     )
-    response = saver_of_this_process().save({"w": torch.ones(3)}, path, asked)
+    response = saver_of_this_process().save({"w": torch.ones(3)}, Place.of(path), asked)
     with pytest.raises(TimeoutError):
         response.upload_completion.result(timeout=0.5)
     assert not path.exists()

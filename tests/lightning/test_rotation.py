@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import stillframe
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base.paths import Place
 from stillframe._lightning import links, pending, rotation
 from stillframe._lightning.rotation import Rotation
 from stillframe._lightning.wrapped import Inner
@@ -20,21 +20,21 @@ from stillframe._save.handle import SkippedSave
 class Telling:
     """A call that waits for a save."""
 
-    def __init__(self, path, calls, due=True, error=None):
-        self.path, self.calls, self.is_due, self.error = path, calls, due, error
+    def __init__(self, place, calls, due=True, error=None):
+        self.place, self.calls, self.is_due, self.error = place, calls, due, error
 
     def due(self):
         return self.is_due
 
     def deliver(self):
-        self.calls.append(os.path.basename(self.path))
+        self.calls.append(os.path.basename(self.place))
         if self.error is not None:
             raise self.error
 
 
 @pytest.fixture
 def files():
-    return Rotation(lambda name: None, durable=True)
+    return Rotation(lambda place: None, durable=True)
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def place(tmp_path):
 
     def made(name):
         (tmp_path / name).write_text(name)
-        return str(tmp_path / name)
+        return Place.of(tmp_path / name)
 
     return made
 
 
 def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path):
-    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.wait()
@@ -61,7 +61,7 @@ def test_a_file_that_a_link_names_goes_when_the_link_does(files, place, tmp_path
 
 
 def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, place, tmp_path):
-    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.make_room(link)
@@ -72,7 +72,7 @@ def test_a_file_that_a_link_named_goes_when_a_file_takes_the_links_place(files, 
 
 
 def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, place, tmp_path):
-    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     files.make_room(old)
@@ -85,7 +85,7 @@ def test_a_name_that_is_saved_to_again_is_removed_before_and_not_after(files, pl
 
 def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place, tmp_path):
     old, newer = place("old.ckpt"), place("newer.ckpt")
-    link = str(tmp_path / "last.ckpt")
+    link = Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.wait()
     os.unlink(link)
@@ -98,7 +98,7 @@ def test_what_only_the_memory_of_a_link_holds_back_goes_at_the_end(files, place,
 
 
 def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
-    old, link = place("old.ckpt"), str(tmp_path / "last.ckpt")
+    old, link = place("old.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(old)
     assert files.finish() is None
@@ -107,8 +107,8 @@ def test_what_a_link_still_names_at_the_end_stays(files, place, tmp_path):
 
 def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_path):
     inner = Inner(lit.TorchCheckpointIO(), lit.TorchCheckpointIO)
-    files = Rotation(lambda name: inner, durable=True)
-    old, newer, link = place("old.ckpt"), place("newer.ckpt"), str(tmp_path / "last.ckpt")
+    files = Rotation(lambda place: inner, durable=True)
+    old, newer, link = place("old.ckpt"), place("newer.ckpt"), Place.of(tmp_path / "last.ckpt")
     files.link(old, link)
     files.remove(newer)
     files.remove(old)
@@ -117,7 +117,7 @@ def test_what_another_removes_stays_too_while_a_link_names_it(lit, place, tmp_pa
 
 
 def test_behind_a_run_a_file_goes_by_hand_whatever_links_have_named_in_it(files, place, tmp_path):
-    one, other, link = place("one.ckpt"), place("other.ckpt"), str(tmp_path / "last.ckpt")
+    one, other, link = place("one.ckpt"), place("other.ckpt"), Place.of(tmp_path / "last.ckpt")
     for source in (one, other, one):
         files.link(source, link)
     assert files.finish() is None
@@ -131,7 +131,7 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
     for name in ("old.ckpt", "newer.ckpt"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".metadata").touch()
-    old, newer, link = (str(tmp_path / f"{name}.ckpt") for name in ("old", "newer", "last"))
+    old, newer, link = (Place.of(tmp_path / f"{name}.ckpt") for name in ("old", "newer", "last"))
     files.link(old, link)
     files.remove(old)
     files.link(newer, link)
@@ -141,12 +141,12 @@ def test_a_directory_that_a_link_named_goes_with_all_in_it(files, tmp_path):
 
 def test_links_say_nothing_of_how_saves_ended(files, place, tmp_path):
     older, newer = place("older.ckpt"), place("newer.ckpt")
-    files.link(str(tmp_path / "never.ckpt"), str(tmp_path / "last.ckpt"))
+    files.link(Place.of(tmp_path / "never.ckpt"), Place.of(tmp_path / "last.ckpt"))
     files.remove(older)
     assert files.finish() is None
     assert not os.path.exists(older)  # no save failed
     rotation.note_unmade(tmp_path / "never.ckpt")
-    files.link(newer, str(tmp_path / "last.ckpt"))
+    files.link(newer, Place.of(tmp_path / "last.ckpt"))
     other = place("other.ckpt")
     files.remove(other)
     assert files.finish() is None
@@ -177,7 +177,7 @@ def test_the_end_waits_for_a_link_that_is_being_made(files, place, tmp_path, mon
 
     monkeypatch.setattr(links, "make_link", make)
     monkeypatch.setattr(ordered, "wait_for_key", wait)
-    files.link(place("new.ckpt"), str(tmp_path / "last.ckpt"))
+    files.link(place("new.ckpt"), Place.of(tmp_path / "last.ckpt"))
     assert files.finish() is None
     has_waited = waited.is_set()
     waited.set()
@@ -190,8 +190,8 @@ def test_a_link_is_as_durable_as_files_are(place, tmp_path, monkeypatch):
         links, "make_link", lambda *names, durable: bool(asked.append(durable)) or True
     )
     for durable in (True, False):
-        files = Rotation(lambda name: None, durable=durable)
-        files.link(place("a.ckpt"), str(tmp_path / "last.ckpt"))
+        files = Rotation(lambda place: None, durable=durable)
+        files.link(place("a.ckpt"), Place.of(tmp_path / "last.ckpt"))
         files.finish()
     assert asked == [True, False]
 
@@ -200,15 +200,15 @@ def test_calls_are_made_in_order_and_a_file_goes_after_its_own(files, place):
     calls = []
     first, second = (Telling(place(name), calls, due=False) for name in "ab")
     files.publications += [first, second]
-    files.remove(first.path)
+    files.remove(first.place)
     second.is_due = True
     files.notify()
-    assert calls == [] and os.path.exists(first.path)
+    assert calls == [] and os.path.exists(first.place)
     first.is_due = True
     files.notify()
     files.wait()
     assert calls == ["a", "b"]
-    assert not os.path.exists(first.path) and os.path.exists(second.path)
+    assert not os.path.exists(first.place) and os.path.exists(second.place)
 
 
 def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
@@ -217,7 +217,7 @@ def test_a_call_that_fails_is_over_and_lets_go_of_its_file(files, place):
     with pytest.raises(RuntimeError, match="no network"):
         files.notify()
     assert not files.publications
-    files.remove(str(place("a")))
+    files.remove(place("a"))
     files.wait()
     assert not files.held
 
@@ -237,7 +237,7 @@ def test_at_the_end_a_file_goes_after_its_call(files, place, tmp_path):
     class Looking(Telling):
         def deliver(self):
             files.wait()
-            seen.append(os.path.exists(self.path))
+            seen.append(os.path.exists(self.place))
 
     files.publications.append(Looking(place("a"), [], due=False))
     files.remove(place("a"))
@@ -437,11 +437,12 @@ def test_a_mistake_is_raised_where_failures_are_only_warned_of(lit, tmp_path):
 
 
 def test_a_remote_name_is_asked_of_its_file_system_unless_it_is_in_the_log(files):
-    assert files.will_exist("memory://nowhere/a.ckpt", lambda path: True)
-    assert not files.will_exist("memory://nowhere/a.ckpt", lambda path: False)
-    name = rotation.key("memory://nowhere/b.ckpt")
+    asked, in_log = Place.of("memory://nowhere/a.ckpt"), Place.of("memory://nowhere/b.ckpt")
+    assert asked.remote and in_log.remote
+    assert files.will_exist(asked, lambda path: True)
+    assert not files.will_exist(asked, lambda path: False)
+    name = in_log.key()
     entry = ordered.submit(name, _core.WORK_SAVE, lambda after_good: True)
     assert entry is not None
-    assert files.will_exist("memory://nowhere/b.ckpt", lambda path: True)
+    assert files.will_exist(in_log, lambda path: True)
     ordered.wait_for_key(name)
-    assert paths.is_remote("memory://nowhere/b.ckpt")

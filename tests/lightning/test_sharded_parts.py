@@ -23,10 +23,10 @@ class Checkpoints:
     def together(self, strategy):
         yield
 
-    def save_sharded(self, trainer, parts, path):
-        self.saved.append((path, parts))
+    def save_sharded(self, trainer, parts, place):
+        self.saved.append((place, parts))
 
-    def wait_for(self, path):
+    def wait_for(self, place):
         pass
 
 
@@ -82,8 +82,8 @@ def every_model_is_sharded(monkeypatch):
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])
 def test_all_ranks_save_to_where_rank_0_does(save, original, calls):
-    ((path, parts),) = save(original, "/of/this/rank")
-    assert path == "/of/rank/0" and parts.rank == 0 and not calls
+    ((place, parts),) = save(original, "/of/this/rank")
+    assert place.given == "/of/rank/0" and parts.rank == 0 and not calls
 
 
 @pytest.mark.parametrize("save", [of_trainer, of_fabric])

@@ -10,6 +10,7 @@ import pytest
 import stillframe
 import torch
 import torch.distributed as dist
+from stillframe._base.paths import Place
 from stillframe._lightning import sharded_save
 from stillframe._lightning.sharded_save import Parts, ShardedSave, of_save, submit
 from stillframe._save import ordered
@@ -32,8 +33,8 @@ def save(engine, tmp_path):
 
     def begun(when_busy="wait"):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
-        path = str(tmp_path / "c")
-        return submit(parts, path, SaveOptions(), engine=engine, when_busy=when_busy)
+        place = Place.of(str(tmp_path / "c"))
+        return submit(parts, place, SaveOptions(), engine=engine, when_busy=when_busy)
 
     return begun
 

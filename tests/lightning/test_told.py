@@ -1,9 +1,11 @@
 """What is told of a checkpoint, asked of the calls one by one; test_published.py has the fits."""
 
+import os
 import weakref
 from types import SimpleNamespace
 
 import pytest
+from stillframe._base.paths import Place
 from stillframe._lightning import publish
 
 
@@ -13,12 +15,12 @@ def ended(report):
 
 def test_a_call_is_made_once_and_not_for_a_save_that_failed(caplog):
     calls = []
-    publication = publish.Publication(ended("report"), "a.ckpt", calls.append)
+    publication = publish.Publication(ended("report"), Place.of("a.ckpt"), calls.append)
     publication.deliver()
     publication.deliver()
-    publish.Publication(ended(None), "b.ckpt", calls.append).deliver()
+    publish.Publication(ended(None), Place.of("b.ckpt"), calls.append).deliver()
     assert calls == ["report"]
-    assert "not told of b.ckpt" in caplog.text
+    assert f"not told of {os.path.abspath('b.ckpt')}" in caplog.text
 
 
 def test_a_callback_is_told_as_it_was_at_the_save_and_is_then_as_it_is_now():

@@ -58,14 +58,27 @@ def test_a_save_waits_for_the_oldest_and_no_longer(first_of):
 def test_a_snapshot_waits_for_the_memory_of_the_oldest_first(first_of, monkeypatch):
     saves, waited = first_of
 
-    def full(checkpoint, **options):
-        if not saves[0].ended:
-            raise stillframe.PoolExhaustedError("full")
+    def full(checkpoint, wait_for_room, **options):
+        while not saves[0].ended:
+            assert wait_for_room()
         return "taken"
 
     monkeypatch.setattr(wrapped, "snapshot_to_write", full)
     assert wrapped._take(STATE, True, None, saves) == "taken"
     assert waited == ["a"]
+
+
+def test_a_state_that_no_save_under_way_makes_room_for_is_not_copied(first_of, monkeypatch):
+    saves, waited = first_of
+
+    def full(checkpoint, wait_for_room, **options):
+        while wait_for_room():
+            pass
+        raise stillframe.PoolExhaustedError("full")
+
+    monkeypatch.setattr(wrapped, "snapshot_to_write", full)
+    assert wrapped._take(STATE, True, None, saves) is None
+    assert waited == ["a", "b"]
 
 
 def test_the_other_may_raise_whatever_it_likes(lit, tmp_path):

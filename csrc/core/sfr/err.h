@@ -18,7 +18,10 @@
 	X(SFR_EEXHAUSTED, -1008, "snapshots hold the memory that this call needs")                 \
 	X(SFR_ESTATE, -1009, "the call does not fit the save's state")                             \
 	X(SFR_ECAPTURING, -1010,                                                                   \
-	  "a CUDA graph is being captured on the current stream: nothing can be saved until it ends")
+	  "a CUDA graph is being captured on the current stream: nothing can be saved until "      \
+	  "it ends")                                                                               \
+	X(SFR_EUNPLACED, -1011,                                                                    \
+	  "a record was waited for before it and its neighbours had their memory")
 
 enum sfr_code {
 #define X(name, value, text) name = value,

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stillframe import _core
@@ -24,14 +24,57 @@ class Target:
     file_system: int  # st_dev of the directory
 
 
-def is_remote(path: Any) -> bool:
-    return _REMOTE.match(os.fsdecode(path)) is not None
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The path of a checkpoint that others write or name as well, for instance Lightning.
+
+    A public call makes one with `Place.of` and hands it on, so that "is it remote?" is asked once.
+    Two places are equal if their names are.
+
+    Attributes:
+        given: The path as it was given.
+        name: The one name of the file: absolute where it is local.
+        remote: Whether it is a `scheme://` path.
+    """
+
+    given: Any = field(compare=False)
+    name: str
+    remote: bool = field(compare=False)
+
+    @classmethod
+    def of(cls, path: Any) -> Place:
+        """
+        Raises:
+            TypeError: It is not a path.
+        """
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
+        text = os.fsdecode(path)
+        remote = _is_remote(text)
+        return cls(path, text if remote else os.path.abspath(text), remote)
+
+    def __fspath__(self) -> str:
+        return self.name
+
+    @property
+    def text(self) -> str:
+        """The path as a string, as it was given."""
+        return os.fsdecode(self.given)
+
+    def key(self, *, follow_link: bool = False) -> bytes:
+        """Return its name in the log. By default a link is a name of its own.
+
+        Raises:
+            TypeError, ValueError: See `as_text`.
+        """
+        if self.remote:
+            return os.fsencode(self.name)
+        as_text(self.given)
+        return key(self.name, follow_link=follow_link)
 
 
-def absolute(path: Any) -> str:
-    """The one name of a file that Lightning names: absolute where it is a local one."""
-    text = os.fsdecode(path)
-    return text if is_remote(text) else os.path.abspath(text)
+def _is_remote(text: str) -> bool:
+    return _REMOTE.match(text) is not None
 
 
 def as_text(path: object) -> str:
@@ -44,7 +87,7 @@ def as_text(path: object) -> str:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise TypeError(f"a path has to be a str or os.PathLike, not {type(path).__name__}")
-    if is_remote(text):
+    if _is_remote(text):
         raise ValueError(f"{text}: remote paths are not supported; give a local path")
     if not text:
         raise ValueError("the path is empty")

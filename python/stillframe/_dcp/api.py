@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
-from stillframe._base import paths
 from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._base.flags import refuse_unclear
+from stillframe._base.paths import Place
 from stillframe._dcp.beside import Beside
 from stillframe._dcp.groups import Groups, refuse_without_cpu
 from stillframe._dcp.rounds import Copied, Round, Rounds, Upload, Worker
@@ -119,7 +119,7 @@ def async_save(
     saver = saver_of_this_process()
     return saver.save(
         state_dict,
-        checkpoint_id,
+        Place.of(checkpoint_id),
         Asked(
             group=saver.group(process_group, no_dist),
             planner=planner,
@@ -216,11 +216,9 @@ class Saver:
             refuse_without_cpu(process_group)
         return self._groups.of_saves(process_group)
 
-    def save(
-        self, state_dict: StateDict, checkpoint_id: str | os.PathLike[str], asked: Asked
-    ) -> SaveResponse:
+    def save(self, state_dict: StateDict, place: Place, asked: Asked) -> SaveResponse:
         entered = time.perf_counter()
-        path, writer = _place(checkpoint_id, asked.durable, asked.engine)
+        path, writer = place.text, _writer(place, asked.durable, asked.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if asked.when_busy not in get_args(WhenBusy):
@@ -242,7 +240,7 @@ class Saver:
             self._stage(work, _of_stateful(state_dict), asked)
             completion.completion.start()
             if not completion.completion.over and asked.begins is None:
-                work.turn = Turn(path)  # now that the call is through, as a file's
+                work.turn = Turn(place)  # now that the call is through, as a file's
             if work.staged is None:
                 response.reads_live_state = True
                 response.staging_completion.set_result(None)
@@ -315,16 +313,14 @@ class Saver:
         return time.perf_counter() - began
 
 
-def _place(
-    checkpoint_id: Any, durable: bool, engine: Engine | None
-) -> tuple[str, FileSystemWriter | None]:
+def _writer(place: Place, durable: bool, engine: Engine | None) -> FileSystemWriter | None:
+    """Return None for a remote place, which PyTorch's own writer writes to."""
     if engine is not None:
         refuse_no_engine(engine)
-    if isinstance(checkpoint_id, str) and "://" in checkpoint_id:
-        log.info("stillframe: %s is written by PyTorch's own writer", checkpoint_id)
-        return checkpoint_id, None
-    path = paths.as_text(checkpoint_id)
-    return path, FileSystemWriter(path, durable=durable, engine=engine)
+    if place.remote:
+        log.info("stillframe: %s is written by PyTorch's own writer", place.text)
+        return None
+    return FileSystemWriter(place.given, durable=durable, engine=engine)
 
 
 def _of_stateful(state_dict: StateDict) -> StateDict:

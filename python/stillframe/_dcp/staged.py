@@ -39,7 +39,6 @@ from stillframe._snapshot.snapshot import (
     will_return,
 )
 from stillframe._tree.walk import paths
-from stillframe.errors import PoolExhaustedError
 
 StateDict = dict[str, Any]
 
@@ -195,20 +194,28 @@ class Stages:
         Raises:
             PoolExhaustedError: It does not fit, and no upload under way would change that.
         """
-        while True:
-            self._before = [each for each in self._before if each.holds_memory()]
-            new = [each for each in self._before if each.grace_s() > 0]
-            try:
-                # The core waits for those that an upload has.
-                taken = snapshot_to_write(tree, overlap=overlap, engine=engine)
-            except PoolExhaustedError:
-                if not new:
-                    raise
-                self._wait_for_any(new)
-                continue
-            staged = Staged(taken, self._changed)
-            self._before.append(staged)
-            return staged
+        new = self._without_upload()
+
+        def wait_for_an_upload() -> bool:
+            """Looks at those that had none when the core was asked: it waits for all others."""
+            nonlocal new
+            if not new:
+                return False
+            self._wait_for_any(new)
+            new = self._without_upload()
+            return True
+
+        taken = snapshot_to_write(
+            tree, overlap=overlap, engine=engine, wait_for_room=wait_for_an_upload
+        )
+        staged = Staged(taken, self._changed)
+        self._before.append(staged)
+        return staged
+
+    def _without_upload(self) -> list[Staged]:
+        """Those that an upload is about to take."""
+        self._before = [each for each in self._before if each.holds_memory()]
+        return [each for each in self._before if each.grace_s() > 0]
 
     def _wait_for_any(self, new: list[Staged]) -> None:
         """Until an upload has taken one of them, or is not expected to any more."""

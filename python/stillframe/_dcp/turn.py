@@ -13,26 +13,24 @@ where it ended well, and `wait_all`, `exists` and the end of the process know of
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 
 from stillframe import _core
-from stillframe._base import paths
+from stillframe._base.paths import Place
 from stillframe._save import ordered
 
 
 class Turn:
     """
     Args:
-        directory: Of the checkpoint; a remote one has a name in the log that nothing else has.
+        place: The directory of the checkpoint; a remote one has a name of its own in the log.
 
     Raises:
         StillframeError: The interpreter is exiting.
     """
 
-    def __init__(self, directory: str) -> None:
-        remote = paths.is_remote(directory)
-        key = os.fsencode(directory) if remote else paths.key(directory, follow_link=True)
+    def __init__(self, place: Place) -> None:
+        key = place.key(follow_link=True)
         self._come, self._over = threading.Event(), threading.Event()
         self._before = _core.LogLoad(key)
         self._entry = ordered.submit(key, _core.WORK_SAVE, self._stand)

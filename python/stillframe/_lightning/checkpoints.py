@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
-from stillframe._base.paths import absolute, is_remote
+from stillframe._base.paths import Place
 from stillframe._lightning import ranks, rotation, sharded_save, strategies
 from stillframe._lightning.caller import inside_signal_handler, meets_others_later
 from stillframe._lightning.options import PluginOptions
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("stillframe")
 
 
-# Starts a save, given what is under way and whether to copy on after the call.
-Submit = Callable[[Work, bool], SaveHandle]
+# Starts a save to a place, given what is under way and whether to copy on after the call.
+Submit = Callable[[Work, Place, bool], SaveHandle]
 
 
 class _Group:
@@ -124,23 +124,23 @@ class Checkpoints:
     # ---- for the plugin: what Lightning calls; see there ----
 
     def save(self, trainer: Any, checkpoint: Any, path: Any, storage_options: Any | None) -> None:
-        def submit(work: Work, overlap: bool) -> SaveHandle:
-            return self._writers.submit(work, checkpoint, path, storage_options, overlap)
+        def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
+            return self._writers.submit(work, checkpoint, place, storage_options, overlap)
 
         if storage_options is None or self._writers.inner is not None:
             self._save_with(submit, trainer, path)
         else:
             self._save_with(self._refuse_storage_options, trainer, path)
 
-    def save_sharded(self, trainer: Any, parts: Parts, path: str) -> None:
-        """All ranks at once, each its part, into the directory `path`."""
+    def save_sharded(self, trainer: Any, parts: Parts, place: Place) -> None:
+        """All ranks at once, each its part, into the directory `place`."""
 
-        def submit(work: Work, overlap: bool) -> SaveHandle:
+        def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
             options = self._options.save_options(overlap=overlap)
             engine, (_, when_busy) = self._writers.engine_of(work), self._options.slots()
-            return sharded_save.submit(parts, path, options, engine=engine, when_busy=when_busy)
+            return sharded_save.submit(parts, place, options, engine=engine, when_busy=when_busy)
 
-        self._save_with(submit, trainer, path)
+        self._save_with(submit, trainer, place.given)
 
     def _save_with(self, submit: Submit, trainer: Any, path: Any) -> None:
         # Looked at before anything of ours can fail, which would be an exception being handled too.
@@ -198,11 +198,12 @@ class Checkpoints:
     ) -> None:
         if is_trainer(trainer):
             strategies.refuse(trainer.strategy)
+        place = Place.of(path)
         asynchronous = not in_handler and self.trainers.may_save_early(trainer)
-        asynchronous = asynchronous and not _for_requeue(path)
-        work.rotation.make_room(absolute(path))
+        asynchronous = asynchronous and not _for_requeue(place)
+        work.rotation.make_room(place)
         overlap = self._options.overlap and asynchronous and not swaps_weights(trainer)
-        handle = submit(work, overlap)
+        handle = submit(work, place, overlap)
         work.pending.append(handle)
         work.newest, work.failed = handle, False
         if self._options.log_metrics and is_trainer(trainer):
@@ -213,7 +214,7 @@ class Checkpoints:
             if error is not None:
                 raise error
 
-    def _refuse_storage_options(self, work: Work, overlap: bool) -> SaveHandle:
+    def _refuse_storage_options(self, work: Work, place: Place, overlap: bool) -> SaveHandle:
         raise TypeError(
             "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg"
             f" is not supported for `{self.name}`. Please implement your custom"
@@ -221,17 +222,18 @@ class Checkpoints:
         )
 
     def load(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.wait_for(path)
+        place = Place.of(path)
+        self.wait_for(place)
         # What was loaded is about to be written over the state that saves in flight may still
         # be copying.
         gate.wait()
-        loaded: dict[str, Any] = self._writers.load(path, *args, **kwargs)
+        loaded: dict[str, Any] = self._writers.load(place, *args, **kwargs)
         return loaded
 
     def remove(self, trainer: Any, path: Any) -> None:
         asynchronous = not inside_signal_handler() and self.trainers.may_save_early(trainer)
         rotation = self._current_work().rotation
-        rotation.remove(absolute(path))
+        rotation.remove(Place.of(path))
         if not asynchronous:
             # While a Trainer is set up, what a link names goes once that is made anew.
             rotation.release(all_of_them=not self.trainers.is_set_up(trainer))
@@ -288,27 +290,27 @@ class Checkpoints:
             return
         handle = work.newest
         work.rotation.publications.append(
-            Publication(handle, absolute(handle.path), logger_call(tell, checkpoint_callback))
+            Publication(handle, Place.of(handle.path), logger_call(tell, checkpoint_callback))
         )
         work.rotation.notify()
 
     def link(self, trainer: Any, target: Any, path: Any) -> None:
         """Makes `path` a link to `target` when all saves submitted before have ended."""
         rotation = self._current_work().rotation
-        rotation.link(absolute(target), absolute(path))
+        rotation.link(Place.of(target), Place.of(path))
         if inside_signal_handler() or not self.trainers.may_save_early(trainer):
             rotation.wait()
 
     def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
         """Whether `path` will be there when the log has run out."""
-        return self._current_work().rotation.will_exist(path, otherwise)
+        return self._current_work().rotation.will_exist(Place.of(path), otherwise)
 
-    def wait_for(self, path: Any) -> None:
-        """Waits for the saves, links and removes of `path` that were submitted before."""
-        if is_remote(path):
-            ordered.wait_for_key(rotation.key(path))
+    def wait_for(self, place: Place) -> None:
+        """Waits for the saves, links and removes of `place` that were submitted before."""
+        if place.remote:
+            ordered.wait_for_key(place.key())
         else:
-            ordered.wait_for_path(path)
+            ordered.wait_for_path(place.given)
 
     @contextmanager
     def together(self, strategy: Any) -> Iterator[None]:
@@ -374,6 +376,6 @@ class Checkpoints:
             warn(error)
 
 
-def _for_requeue(path: Any) -> bool:
+def _for_requeue(place: Place) -> bool:
     """A checkpoint that SLURM's requeue comes right after."""
-    return os.path.basename(os.fsdecode(path)).startswith("hpc_ckpt_")
+    return os.path.basename(place.text).startswith("hpc_ckpt_")

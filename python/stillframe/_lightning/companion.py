@@ -35,6 +35,7 @@ import os
 from functools import partial
 from typing import Any
 
+from stillframe._base.paths import Place
 from stillframe._lightning import ranks as _ranks
 from stillframe._lightning import sharded as _sharded
 from stillframe._lightning import strategies as _strategies
@@ -186,7 +187,7 @@ def _link(
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
         # Somebody's own way of linking needs the file.
         if trainer.is_global_zero:
-            checkpoints.wait_for(filepath)
+            checkpoints.wait_for(Place.of(filepath))
         original(trainer, filepath, linkpath)
         return
     if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
@@ -219,6 +220,6 @@ def _load_together(
 ) -> Any:
     if checkpoint_path and _ranks.several(trainer):
         if trainer.is_global_zero:
-            checkpoints.wait_for(checkpoint_path)
+            checkpoints.wait_for(Place.of(checkpoint_path))
         trainer.strategy.barrier()
     return original(checkpoint_path, *args, **kwargs)

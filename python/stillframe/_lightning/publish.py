@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from stillframe._base.paths import Place
 from stillframe._save.handle import SaveHandle, report_of
 from stillframe._save.report import SaveReport
 
@@ -36,14 +37,14 @@ class Publication:
     """A call that waits for a save to be durable.
 
     Attributes:
-        path: The checkpoint, absolute; it is not removed before the call.
+        place: The checkpoint, which is not removed before the call; None where it may be.
     """
 
     def __init__(
-        self, handle: SaveHandle, path: str | None, call: Callable[[SaveReport], object]
+        self, handle: SaveHandle, place: Place | None, call: Callable[[SaveReport], object]
     ) -> None:
         self.handle = handle
-        self.path = path
+        self.place = place
         self._call: Callable[[SaveReport], object] | None = call
 
     def due(self) -> bool:
@@ -57,8 +58,8 @@ class Publication:
         report = report_of(self.handle)
         if report is not None:
             call(report)
-        elif self.path is not None:
-            log.warning("stillframe: loggers are not told of %s: it failed", self.path)
+        elif self.place is not None:
+            log.warning("stillframe: loggers are not told of %s: it failed", self.place.name)
 
 
 def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:

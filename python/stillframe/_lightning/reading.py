@@ -10,21 +10,23 @@ from typing import Any
 import torch
 
 from stillframe._base.distributed import may_have_ranks_beside
-from stillframe._base.paths import is_remote
+from stillframe._base.paths import Place
 from stillframe._save.load import load
 
 _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 
-def read(reader: Callable[..., Any], path: Any, args: Any, kwargs: Any) -> Any:
-    """What `reader(path, *args, **kwargs)` returns: that of the installed Lightning's CheckpointIO.
+def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> Any:
+    """What `reader(place.given, *args, **kwargs)` returns: that of the installed Lightning's
+    CheckpointIO.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
         FileNotFoundError: There is none.
         Everything that the reader raises.
     """
-    how = _arguments(reader, path, args, kwargs)
+    path = place.given
+    how = _arguments(reader, place, args, kwargs)
     if how is None:
         return reader(path, *args, **kwargs)
     if not os.path.exists(path):
@@ -33,10 +35,11 @@ def read(reader: Callable[..., Any], path: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _arguments(
-    reader: Callable[..., Any], path: Any, args: Any, kwargs: Any
+    reader: Callable[..., Any], place: Place, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
     """What `load` is to be given; None where the reader is to be called."""
-    if not isinstance(path, (str, os.PathLike)) or is_remote(path) or str(path).startswith("~"):
+    path = place.given
+    if not isinstance(path, (str, os.PathLike)) or place.remote or str(path).startswith("~"):
         return None
     # A layer that decrypts, a test that counts: they expect that theirs is called.
     if torch.load is not torch.serialization.load or any(name in os.environ for name in _FORCED):

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
-from stillframe._base import paths
-from stillframe._base.paths import absolute, is_remote
+from stillframe._base.paths import Place
 from stillframe._lightning import links as _links
 from stillframe._save import ordered as _ordered
 from stillframe._save.api import exists, remove
@@ -35,47 +33,47 @@ class Rotation:
     """The files of one plugin in one process.
 
     Args:
-        remover_of: Who removes a path, if that is not stillframe.
+        remover_of: Who removes a file, if that is not stillframe.
         durable: Sync the directories of links.
 
     Attributes:
-        held: Removes (absolute paths) that wait until nothing needs the file, in order.
-        links: What each link that was made points to (absolute paths), as of the log's end.
+        held: Removes that wait until nothing needs the file, in order.
+        links: What each link that was made points to, as of the log's end.
         publications: Calls that wait for a save to be durable, in order.
         errors: Of links that could not be made, until somebody takes them.
     """
 
-    def __init__(self, remover_of: Callable[[str], Inner | None], *, durable: bool) -> None:
+    def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
         self._remover_of = remover_of
         self._durable = durable
-        self.held: dict[str, None] = {}
-        self.links: dict[str, str] = {}
+        self.held: dict[Place, None] = {}
+        self.links: dict[Place, Place] = {}
         self.publications: deque[Publication] = deque()
         self.errors: deque[BaseException] = deque()
         # Which link pointed to a file last, for files that no link needs any more.
-        self._linked_by: dict[str, str] = {}
+        self._linked_by: dict[Place, Place] = {}
         # Name in the log of the newest link or remove; all earlier ones end before.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
         return bool(self.publications or self.held or self._newest_key)
 
-    def make_room(self, name: str) -> None:
-        """Something is about to be submitted that makes `name`: removes of it come first."""
-        self.links.pop(name, None)
-        self._submit_remove(name)
+    def make_room(self, place: Place) -> None:
+        """Something is about to be submitted that makes this file: removes of it come first."""
+        self.links.pop(place, None)
+        self._submit_remove(place)
 
-    def remove(self, name: str) -> None:
-        """Removes `name`, now or when nothing needs it any more."""
-        self.links.pop(name, None)
-        self.held[name] = None
+    def remove(self, place: Place) -> None:
+        """Removes the file, now or when nothing needs it any more."""
+        self.links.pop(place, None)
+        self.held[place] = None
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
         """Submits the removes that nothing holds back."""
-        for name in list(self.held):
-            if all_of_them or not self._needed(name):
-                self._submit_remove(name)
+        for place in list(self.held):
+            if all_of_them or not self._needed(place):
+                self._submit_remove(place)
 
     def _release_last(self) -> None:
         """Submits what is still held back when a run ends. A link that was to be made anew may
@@ -85,28 +83,28 @@ class Rotation:
                 self._linked_by[target] = link
         self.release(all_of_them=True)
 
-    def link(self, source: str, name: str) -> None:
-        """Makes `name` a link to `source` when all saves submitted before have ended."""
+    def link(self, target: Place, link: Place) -> None:
+        """Makes `link` a link to `target` when all saves submitted before have ended."""
         # An exception may come before any line. The former target is let go of last.
-        former = self.links.get(name)
+        former = self.links.get(link)
         if former is not None:
-            self._linked_by[former] = name
-        self._submit_remove(name)
-        name_key = key(name)
-        _ordered.submit(name_key, _core.WORK_LINK, lambda after_good: self._make_link(source, name))
-        self._newest_key = name_key
-        self.links[name] = source
+            self._linked_by[former] = link
+        self._submit_remove(link)
+        key = link.key()
+        _ordered.submit(key, _core.WORK_LINK, lambda after_good: self._make_link(target, link))
+        self._newest_key = key
+        self.links[link] = target
         self.release()
 
-    def will_exist(self, path: Any, otherwise: Callable[[Any], bool]) -> bool:
-        """Whether `path` will be there when the log has run out; `otherwise(path)` says so of
+    def will_exist(self, place: Place, otherwise: Callable[[Any], bool]) -> bool:
+        """Whether the file will be there when the log has run out; `otherwise(path)` says so of
         remote paths that are not in the log."""
-        if absolute(path) in self.held:
+        if place in self.held:
             return False
-        if not is_remote(path):
-            return exists(path)
-        known = _core.log_exists(key(path))
-        return otherwise(path) if known < 0 else bool(known)
+        if not place.remote:
+            return exists(place.given)
+        known = _core.log_exists(place.key())
+        return otherwise(place.given) if known < 0 else bool(known)
 
     def notify(self) -> None:
         """Makes the calls that are due, in order, and lets go of files."""
@@ -141,33 +139,33 @@ class Rotation:
             if self._newest_key is newest:
                 self._newest_key = None
 
-    def _make_link(self, source: str, name: str) -> bool:
+    def _make_link(self, target: Place, link: Place) -> bool:
         try:
-            return _links.make_link(source, name, durable=self._durable)
+            return _links.make_link(target.name, link.name, durable=self._durable)
         except Exception as error:  # raised on the thread that trains
             self.errors.append(error.with_traceback(None))
             return False
 
-    def _needed(self, name: str) -> bool:
+    def _needed(self, place: Place) -> bool:
         """Whether a link points to the file, or loggers are still to be told of it."""
-        return name in self.links.values() or any(
-            each.path == name for each in list(self.publications)
+        return place in self.links.values() or any(
+            each.place == place for each in list(self.publications)
         )
 
-    def _submit_remove(self, name: str) -> None:
-        if self.held.pop(name, False) is False:
+    def _submit_remove(self, place: Place) -> None:
+        if self.held.pop(place, False) is False:
             return
-        name_key = key(name)
-        link = self._linked_by.pop(name, None)
-        needed = None if link is None else functools.partial(_links.names, link, name)
-        inner = self._remover_of(name)
+        key = place.key()
+        link = self._linked_by.pop(place, None)
+        needed = None if link is None else functools.partial(_links.names, link.name, place.name)
+        inner = self._remover_of(place)
         if inner is not None:
-            inner.remove(name, name_key, needed)
+            inner.remove(place.name, key, needed)
         elif needed is not None:
-            submit_remove(name, name_key, _links.remove_tree, needed)
+            submit_remove(place.name, key, _links.remove_tree, needed)
         else:
-            remove(name)
-        self._newest_key = name_key
+            remove(place.name)
+        self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
         # It is taken off the list, and its file let go of, after the call.
@@ -178,17 +176,12 @@ class Rotation:
                 self.publications.remove(publication)
 
 
-def key(path: Any) -> bytes:
-    """The name of a path in the log; a link is a name of its own."""
-    return os.fsencode(path) if is_remote(path) else paths.key(path, follow_link=False)
-
-
 def note_unmade(path: Any) -> None:
     """A save failed in its call, and who asked for it is not told: it goes on and removes older
     files. So the log gets a save that failed, after which removes are dropped until one does well.
     """
     try:
-        name = key(path)
+        name = Place.of(path).key()
     except (TypeError, ValueError):  # no path at all
         name = repr(path).encode(errors="replace")
     _ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)

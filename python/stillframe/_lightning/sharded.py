@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from stillframe._base.paths import is_remote
+from stillframe._base.paths import Place
 from stillframe._lightning import ranks
 from stillframe._lightning.caller import Fabric
 from stillframe._lightning.checkpoints import Checkpoints
@@ -66,9 +66,11 @@ def _save(
     if storage_options is not None:
         original(checkpoint, filepath, storage_options)  # says that it does not take them
         return
-    path = os.fsdecode(strategy.broadcast(filepath))
-    if is_remote(path):
-        log.warning("stillframe: %s is saved by Lightning itself, as its path is remote", path)
+    place = Place.of(strategy.broadcast(filepath))
+    if place.remote:
+        log.warning(
+            "stillframe: %s is saved by Lightning itself, as its path is remote", place.text
+        )
         original(checkpoint, filepath)
         return
     rest = dict(checkpoint)
@@ -76,21 +78,21 @@ def _save(
     for number, each in enumerate(rest.pop("optimizer_states", ())):
         state[f"optimizer_{number}"] = each
     with checkpoints.together(strategy):
-        checkpoints.save_sharded(trainer, Parts(state, rest, strategy.global_rank), path)
+        checkpoints.save_sharded(trainer, Parts(state, rest, strategy.global_rank), place)
 
 
 def _load(
     checkpoints: Checkpoints, strategy: Any, original: Original, *args: Any, **kwargs: Any
 ) -> Any:
     given = args[0] if args else kwargs.get("path", kwargs.get("checkpoint_path"))
-    path = os.fsdecode(strategy.broadcast(given))
-    if not is_remote(path):
+    place = Place.of(strategy.broadcast(given))
+    if not place.remote:
         error: BaseException | None = None
         try:
-            checkpoints.wait_for(path)
+            checkpoints.wait_for(place)
             gate.wait()  # what is loaded goes over what saves in flight may still be copying
             if strategy.global_rank == 0:
-                _make_ready(path)
+                _make_ready(place.text)
         except (StillframeError, OSError) as caught:
             error = caught
         error, _ = ranks.agree(strategy, error)  # behind it the saves of all ranks have ended
@@ -203,14 +205,14 @@ def _save_fabric(
     filter: dict[str, Any] | None = None,
 ) -> None:
     model = _only_model(strategy, state)
-    given = os.fsdecode(strategy.broadcast(path))
-    if storage_options is not None or filter is not None or model is None or is_remote(given):
+    place = Place.of(strategy.broadcast(path))
+    if storage_options is not None or filter is not None or model is None or place.remote:
         # It says why not, or saves remotely.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
     with checkpoints.together(strategy):
-        checkpoints.save_sharded(Fabric, Parts(states, rest, strategy.global_rank), given)
+        checkpoints.save_sharded(Fabric, Parts(states, rest, strategy.global_rank), place)
 
 
 def _only_model(strategy: Any, state: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from stillframe import _core
 from stillframe._base.calls import inside
-from stillframe._lightning import rotation
+from stillframe._base.paths import Place
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import ordered
 from stillframe._save.engine import Engine
@@ -91,7 +91,7 @@ class ShardedSave(WrappedSave):
 
 
 def submit(
-    parts: Parts, path: str, options: SaveOptions, *, engine: Engine, when_busy: WhenBusy
+    parts: Parts, place: Place, options: SaveOptions, *, engine: Engine, when_busy: WhenBusy
 ) -> ShardedSave:
     """Starts the save. Collective; a rank that raises takes part in it, and it fails on all.
 
@@ -105,6 +105,7 @@ def submit(
     from stillframe._dcp.beside import Beside
 
     first = parts.rank == 0
+    path = place.text
     save = ShardedSave(path, options.on_durable if first else None, time.perf_counter())
     turn: Future[None] = Future()
     saver = saver_of_this_process()
@@ -122,10 +123,10 @@ def submit(
                 beside=Beside(META, parts.rest) if first else None,
                 live_if_full=True,
             )
-            response = _saved(saver, parts.state, path, asked)
+            response = _saved(saver, parts.state, place, asked)
             save.follow(response)
             work = functools.partial(_take_turn, save, path, turn, first)
-            ordered.submit(rotation.key(path), _core.WORK_SAVE, work)
+            ordered.submit(place.key(), _core.WORK_SAVE, work)
             if response.reads_live_state:
                 wait_for_end(save)
     except BaseException as error:
@@ -135,13 +136,13 @@ def submit(
     return save
 
 
-def _saved(saver: Any, state: dict[str, Any], path: str, asked: Any) -> SaveResponse:
+def _saved(saver: Any, state: dict[str, Any], place: Place, asked: Any) -> SaveResponse:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        response: SaveResponse = saver.save(state, path, asked)
+        response: SaveResponse = saver.save(state, place, asked)
     except CheckpointException as error:  # of a save of the user's own
-        raise of_save(error, path) from None
+        raise of_save(error, place.text) from None
     upload: Any = response.upload_completion
     upload.seen = True  # its error is the handle's
     return response

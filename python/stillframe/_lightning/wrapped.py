@@ -22,6 +22,7 @@ import fsspec
 
 from stillframe import _core
 from stillframe._base.calls import inside
+from stillframe._base.paths import Place
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion
 from stillframe._save import ordered as _ordered
@@ -91,8 +92,7 @@ class Inner:
     def save(
         self,
         checkpoint: Any,
-        path: Any,
-        key: bytes,
+        place: Place,
         *,
         storage_options: Any,
         options: SaveOptions,
@@ -116,11 +116,11 @@ class Inner:
             taken = _take(checkpoint, options.overlap, engine, slots.pending)
             if taken is None:
                 sentence = "It does not fit into the pool: it was written during the call."
-                log.warning("stillframe: %s: %s", path, sentence)
+                log.warning("stillframe: %s: %s", place.given, sentence)
                 fallbacks.append(sentence)
             save = WrappedSave(
-                os.fsdecode(path),
-                path,
+                place.text,
+                place.given,
                 options.on_durable,
                 taken,
                 fallbacks=fallbacks,
@@ -128,7 +128,7 @@ class Inner:
                 waited_s=waited_s,
             )
             live = checkpoint if taken is None else None
-            self._submit(save, key, live, storage_options)
+            self._submit(save, place.key(), live, storage_options)
             if taken is None:
                 wait_for_end(save)
             save.call_is_over()
@@ -194,14 +194,20 @@ def _take(
 ) -> Snapshot[Any] | None:
     """A snapshot, once earlier ones have given back the memory it wants; None if it is too large
     for the pool."""
-    while True:
-        try:
-            return snapshot_to_write(checkpoint, overlap=overlap, engine=engine)
-        except PoolExhaustedError:
-            under_way = [save for save in list(pending) if not save.done()]
-            if not under_way:
-                return None
+
+    def wait_for_a_save() -> bool:
+        """What the other CheckpointIO does may make room: nobody can know."""
+        under_way = [save for save in list(pending) if not save.done()]
+        if under_way:
             wait_for_end(under_way[0])
+        return bool(under_way)
+
+    try:
+        return snapshot_to_write(
+            checkpoint, overlap=overlap, engine=engine, wait_for_room=wait_for_a_save
+        )
+    except PoolExhaustedError:
+        return None
 
 
 def _size(path: str, otherwise: int, io_mode: str) -> int:

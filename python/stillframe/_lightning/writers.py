@@ -16,13 +16,11 @@ on to work when the import is swapped.
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
 
-from stillframe._base.paths import is_remote
-from stillframe._lightning import rotation
+from stillframe._base.paths import Place
 from stillframe._lightning.caller import io_chain
 from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
@@ -70,58 +68,57 @@ class Writers:
         self._told: set[str] = set()
 
     def submit(
-        self, work: Work, checkpoint: Any, path: Any, storage_options: Any, overlap: bool
+        self, work: Work, checkpoint: Any, place: Place, storage_options: Any, overlap: bool
     ) -> SaveHandle:
         """Starts the save of `checkpoint`."""
         engine = self.engine_of(work)
-        inner = self._writer_of(path)
+        inner = self._writer_of(place)
         options = self._options.save_options(overlap=overlap)
         if inner is None:
-            return submit(engine, checkpoint, path, options)
+            return submit(engine, checkpoint, place.given, options)
         return inner.save(
             checkpoint,
-            path,
-            rotation.key(path),
+            place,
             storage_options=storage_options,
             options=options,
             engine=engine,
             slots=Slots(work.pending, *self._options.slots()),
         )
 
-    def remover_of(self, path: Any) -> Inner | None:
-        """Who removes `path`; None for stillframe itself."""
-        if self.inner is None and is_remote(path):
+    def remover_of(self, place: Place) -> Inner | None:
+        """Who removes a file; None for stillframe itself."""
+        if self.inner is None and place.remote:
             return self._lightnings(_REMOTE, "fsspec")
         return self.inner
 
-    def load(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(self, place: Place, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
-            return self.inner.io.load_checkpoint(path, *args, **kwargs)
-        return read(self._reader().load_checkpoint, path, args, kwargs)
+            return self.inner.io.load_checkpoint(place.given, *args, **kwargs)
+        return read(self._reader().load_checkpoint, place, args, kwargs)
 
     def tear_down(self) -> None:
         if self.inner is not None:
             self.inner.io.teardown()
 
-    def _writer_of(self, path: Any) -> Inner | None:
+    def _writer_of(self, place: Place) -> Inner | None:
         if self.inner is not None:
             return self.inner
-        if is_remote(path):
-            self._tell_once(_REMOTE, path)
+        if place.remote:
+            self._tell_once(_REMOTE, place)
             return self._lightnings(_REMOTE, "fsspec")
         # A layer that encrypts, a test that counts: they expect that theirs is called.
         if torch.save is not torch.serialization.save:
-            self._tell_once(_REPLACED, path)
+            self._tell_once(_REPLACED, place)
             return self._lightnings(_REPLACED, "wrapped")
         return None
 
     def _lightnings(self, sentence: str, io_mode: IoMode) -> Inner:
         return Inner(self._reader(), self._reader, sentence, io_mode)
 
-    def _tell_once(self, sentence: str, path: Any) -> None:
+    def _tell_once(self, sentence: str, place: Place) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
-            log.warning("stillframe: %s: %s", os.fsdecode(path), sentence)
+            log.warning("stillframe: %s: %s", place.text, sentence)
 
     def engine_of(self, work: Work) -> Engine:
         options = self._options.engine_options()

@@ -275,14 +275,36 @@ def snapshot_at_once(tree: T) -> Snapshot[T]:
         return _take(tree, False, False, engine_or_default(None), wait=False)
 
 
-def snapshot_to_write(tree: T, *, overlap: bool, engine: Engine | None) -> Snapshot[T]:
+def snapshot_to_write(
+    tree: T,
+    *,
+    overlap: bool,
+    engine: Engine | None,
+    wait_for_room: Callable[[], bool] = lambda: False,
+) -> Snapshot[T]:
     """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
-    as they are at the call."""
-    with inside():
-        used = engine_or_default(engine)
-        shared: Shared = "spawn" if limits_of(used).shared_memory else False
-        # The writer's end is known: until then others wait, however long it takes.
-        return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
+    as they are at the call.
+
+    The core waits for saves, and for memory that will return by itself. Where that is not enough,
+    this looks again as long as the caller knows of something else to wait for.
+
+    Args:
+        wait_for_room: Waits for something that may give memory back, and returns False where there
+            is nothing left to wait for. It raises only what a signal handler does.
+
+    Raises:
+        PoolExhaustedError: The tree does not fit, and `wait_for_room` has returned False.
+    """
+    while True:
+        try:
+            with inside():
+                used = engine_or_default(engine)
+                shared: Shared = "spawn" if limits_of(used).shared_memory else False
+                # The writer's end is known: until then others wait, however long it takes.
+                return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
+        except PoolExhaustedError:
+            if not wait_for_room():
+                raise
 
 
 def recall(taken: Snapshot[Any]) -> None:

@@ -89,3 +89,34 @@ def test_a_name_that_cannot_be_looked_at_is_not_taken_for_a_free_one(tree: Path)
     with fault("lstat", err=errno.EIO, nth=2) as injected:  # the first one is its directory's
         assert _core.look(b"file.pt", False) is None
     assert injected.hits == 1
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/c.ckpt", "memory://c", "a+b.c-d://c"])
+def test_place_of_a_remote_path_keeps_its_name(path: str) -> None:
+    place = paths.Place.of(path)
+    assert place.remote and place.name == place.text == path
+    assert place.key() == path.encode()
+
+
+def test_place_of_a_local_path_has_one_absolute_name(tree: Path) -> None:
+    relative, absolute = paths.Place.of("dir/../file.pt"), paths.Place.of(tree / "file.pt")
+    assert not relative.remote and relative == absolute and len({relative, absolute}) == 1
+    assert os.fspath(relative) == str(tree / "file.pt")
+    assert relative.text == "dir/../file.pt" and relative.key() == absolute.key()
+
+
+def test_place_of_a_link_is_the_link_or_what_it_names(tree: Path) -> None:
+    link = paths.Place.of("to-file")
+    assert link.key() != paths.Place.of("file.pt").key()
+    assert link.key(follow_link=True) == paths.Place.of("file.pt").key()
+
+
+@pytest.mark.parametrize("path", ["dir/a://b", "://b", "1a://b"])
+def test_path_with_a_scheme_inside_is_local(tree: Path, path: str) -> None:
+    assert not paths.Place.of(path).remote
+
+
+@pytest.mark.parametrize("path", [3, None, ["a"]])
+def test_place_of_no_path_is_refused(path: object) -> None:
+    with pytest.raises(TypeError, match=r"has to be a str or os\.PathLike"):
+        paths.Place.of(path)

@@ -24,6 +24,7 @@ from fix_snapshots import MIB, engine, flat, raw, state_of, trained
 from fix_waits import leased
 from stillframe import _core
 from stillframe._snapshot.holds import call_at_end
+from stillframe._snapshot.snapshot import snapshot_to_write
 from stillframe.testing import fault, slow
 
 __all__ = ["engine"]  # a fixture
@@ -46,6 +47,29 @@ def test_memory_goes_back_when_the_last_tensor_is_gone(engine: stillframe.Engine
     assert view.equal(torch.ones(4))
     del view
     assert leased(engine) == 0
+
+
+def test_copy_for_a_writer_looks_again_while_its_caller_knows_who_makes_room() -> None:
+    with stillframe.Engine(pool_bytes=2 * MIB, block_bytes=MIB) as engine:
+        kept = [stillframe.snapshot([torch.ones(5)], engine=engine).tree for _ in range(2)]
+
+        def wait_for_room() -> bool:
+            kept.pop()
+            return bool(kept)
+
+        tree = [torch.ones(MIB // 2)]  # two blocks
+        with pytest.raises(stillframe.PoolExhaustedError):
+            snapshot_to_write(tree, overlap=False, engine=engine)
+        assert len(kept) == 2
+        with pytest.raises(stillframe.PoolExhaustedError):
+            snapshot_to_write(
+                tree, overlap=False, engine=engine, wait_for_room=lambda: wait_for_room() and False
+            )
+        assert len(kept) == 1
+        taken = snapshot_to_write(
+            tree, overlap=False, engine=engine, wait_for_room=lambda: not wait_for_room()
+        )
+        assert taken.tree[0].equal(tree[0]) and not kept
 
 
 def test_what_refers_weakly_to_the_memory_learns_of_its_end(engine: stillframe.Engine) -> None:
