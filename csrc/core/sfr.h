@@ -5,7 +5,7 @@
  * that memory. It is C11, knows neither Python nor torch, and never prints,
  * exits or aborts. Data flows one way:
  *
- *     plan (layout.c) -> stage (stage.c) -> write (write.c) -> commit (file.c, log.c)
+ *     plan (layout.c) -> stage (stage/host.c) -> write (write.c) -> commit (file.c, log.c)
  *
  * and the state of a save lives in one place, its ticket (ticket.c). What is looked over, read back,
  * brought to a device and traced has its header in its folder: check/check.h, restore/restore.h,

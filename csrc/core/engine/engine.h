@@ -16,10 +16,17 @@ enum sfr__crew {
 	SFR__NR_CREWS
 };
 
+/* The order in which shared work is served. */
+enum sfr__shared_rank {
+	SFR__AT_ONCE, /* it never waits for blocks */
+	SFR__IN_TURN, /* behind older work that may have the blocks */
+};
+
 /* Something that is done in pieces, by several threads at a time if need be: by the lane, by the
  * writers when they have no task and somebody waits for it, and by those who wait. */
 struct sfr__shared {
 	struct sfr__shared *next;
+	enum sfr__shared_rank rank;
 	/* Does a piece, with the mutex, which is given up meanwhile; takes the work off the list when
 	 * there is none left. False when there is nothing to do for this thread at this moment.
 	 * Only with `may_wait` it waits for blocks. */
@@ -56,9 +63,8 @@ struct sfr_engine {
 
 	struct sfr__cuda_lanes cuda_lanes; /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
-	SFR__QUEUE(struct sfr__shared)
-	shared;               /* the lane's, and where somebody waits the writers' */
-	uint32_t nr_awaiting; /* threads that wait until some of it is done */
+	struct sfr__shared *shared; /* first the lane's, and where somebody waits the writers' */
+	uint32_t nr_awaiting;       /* threads that wait until some of it is done */
 	struct sfr__flight *flights;
 	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
 	uint32_t nr_copying;   /* of them, at the lane */
@@ -74,7 +80,7 @@ int sfr__engine_start_locked(struct sfr_engine *engine);
 /* Joins them; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
 void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
-/* Work to share, first come first served, and off the list again. */
+/* Puts work on the list, behind all of its rank, and takes it off again. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* There is more to do for those who found nothing. */

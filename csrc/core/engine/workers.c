@@ -33,23 +33,23 @@ void sfr__shared_wake_locked(struct sfr_engine *engine)
 
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work)
 {
-	sfr__queue_push(&engine->shared, work);
+	struct sfr__shared **at = &engine->shared;
+
+	while (*at && (*at)->rank <= work->rank)
+		at = &(*at)->next;
+	work->next = *at;
+	*at = work;
 	sfr__shared_wake_locked(engine);
 }
 
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work)
 {
-	struct sfr__shared **at = &engine->shared.head, *last = NULL;
+	struct sfr__shared **at = &engine->shared;
 
-	while (*at && *at != work) {
-		last = *at;
-		at = &last->next;
-	}
-	if (!*at)
-		return;
-	*at = work->next;
-	if (engine->shared.tail == work)
-		engine->shared.tail = last;
+	while (*at && *at != work)
+		at = &(*at)->next;
+	if (*at)
+		*at = work->next;
 }
 
 struct crew {
@@ -63,7 +63,7 @@ static struct sfr__shared *work_locked(const struct crew *crew)
 {
 	bool helps = crew->which == SFR__LANE || crew->engine->nr_awaiting != 0;
 
-	return helps ? crew->engine->shared.head : NULL;
+	return helps ? crew->engine->shared : NULL;
 }
 
 static bool is_idle_locked(const struct crew *crew)
