@@ -9,13 +9,6 @@
 #include "device/lane.h"
 #include "memory/pool.h"
 
-/* Who serves which tasks, each in the order in which they came. */
-enum sfr__crew {
-	SFR__LANE, /* the lane, before what is shared: a snapshot has its memory, and never waits */
-	SFR__WRITERS, /* any of the writers */
-	SFR__NR_CREWS
-};
-
 /* The order in which shared work is served. */
 enum sfr__shared_rank {
 	SFR__AT_ONCE, /* it never waits for blocks */
@@ -45,7 +38,7 @@ struct sfr__flight {
 /* All of it is guarded by `mu` unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* tasks for the lane, or stopping */
+	pthread_cond_t cv_lane;   /* shared work, or stopping */
 	pthread_cond_t cv_writer; /* tasks for the writers, or stopping */
 	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
 	atomic_uint refs;
@@ -61,8 +54,8 @@ struct sfr_engine {
 	uint32_t nr_writers; /* running */
 	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
 
-	struct sfr__cuda_lanes cuda_lanes; /* has a lock of its own */
-	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
+	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
+	SFR__QUEUE(struct sfr__task) tasks; /* the writers' */
 	struct sfr__shared *shared; /* first the lane's, and where somebody waits the writers' */
 	uint32_t nr_awaiting;       /* threads that wait until some of it is done */
 	struct sfr__flight *flights;
@@ -79,7 +72,8 @@ struct sfr_engine {
 int sfr__engine_start_locked(struct sfr_engine *engine);
 /* Joins them; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
-void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
+/* Something for a writer to do; tasks are served in the order in which they came. */
+void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
 /* Puts work on the list, behind all of its rank, and takes it off again. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);

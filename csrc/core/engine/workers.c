@@ -1,6 +1,6 @@
-/* The engine's threads: a lane, and writers, which serve tasks that they know nothing of.
+/* The engine's threads: a lane for shared work, and writers for tasks. They know nothing of either.
  *
- * All run one loop over queues that the engine's mutex guards. A thread that has no task, and would
+ * All run one loop over lists that the engine's mutex guards. A thread that has no task, and would
  * sleep, first makes memory for the pool as long as saves could use some (memory/supply.c).
  */
 #include <errno.h>
@@ -8,10 +8,10 @@
 
 #include "engine/engine.h"
 
-void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task)
+void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 {
-	sfr__queue_push(&engine->tasks[crew], task);
-	pthread_cond_signal(crew == SFR__WRITERS ? &engine->cv_writer : &engine->cv_lane);
+	sfr__queue_push(&engine->tasks, task);
+	pthread_cond_signal(&engine->cv_writer);
 }
 
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
@@ -54,21 +54,21 @@ void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shar
 
 struct crew {
 	struct sfr_engine *engine;
-	enum sfr__crew which;
+	bool writes; /* serves tasks; else it is the lane, which may wait for blocks */
 	pthread_cond_t *cv;
 };
 
 /* What a thread without a task takes its turn at. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
-	bool helps = crew->which == SFR__LANE || crew->engine->nr_awaiting != 0;
+	bool helps = !crew->writes || crew->engine->nr_awaiting != 0;
 
 	return helps ? crew->engine->shared : NULL;
 }
 
 static bool is_idle_locked(const struct crew *crew)
 {
-	return !crew->engine->tasks[crew->which].head && !crew->engine->stopping;
+	return !(crew->writes && crew->engine->tasks.head) && !crew->engine->stopping;
 }
 
 static bool is_idle(void *arg)
@@ -102,14 +102,14 @@ static void serve(struct crew *crew)
 
 	sfr__lock(&engine->mu);
 	for (;;) {
-		struct sfr__task *task = sfr__queue_pop(&engine->tasks[crew->which]);
+		struct sfr__task *task = crew->writes ? sfr__queue_pop(&engine->tasks) : NULL;
 		struct sfr__shared *work = task ? NULL : work_locked(crew);
 
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->turn_locked(work, crew->which == SFR__LANE)) {
+		} else if (work && work->turn_locked(work, !crew->writes)) {
 			continue;
 		} else if (engine->stopping && !work) {
 			break;
@@ -126,7 +126,7 @@ static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, SFR__LANE, &engine->cv_lane });
+	serve(&(struct crew){ engine, false, &engine->cv_lane });
 	return NULL;
 }
 
@@ -134,7 +134,7 @@ static void *writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, SFR__WRITERS, &engine->cv_writer });
+	serve(&(struct crew){ engine, true, &engine->cv_writer });
 	return NULL;
 }
 

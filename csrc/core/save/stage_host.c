@@ -159,7 +159,8 @@ static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr_
 	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->sums);
 }
 
-static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len)
+static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+			  bool hurried)
 {
 	struct sfr__run_copy *run_copy = run_copy_of(copy);
 	const struct sfr__job *job = job_of(copy, blk);
@@ -169,6 +170,7 @@ static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off,
 	int64_t torn = -1, found;
 	uint64_t from;
 
+	(void)hurried; /* whether the CRC is made is decided for a whole block */
 	sfr__seg_iter_init(&it, &t->img, run_copy->run, blk);
 	from = it.off += off;
 	it.end = from + len;

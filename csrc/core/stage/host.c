@@ -80,6 +80,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	struct sfr__host_block *block = next_block(copy);
 	size_t all = copy->ops->block_len(copy, blk);
 	size_t off = block->begun, len = all - off < PIECE ? all - off : PIECE;
+	bool hurried = !copy->open || copy->engine->nr_awaiting != 0;
 	int64_t torn;
 
 	block->begun += len;
@@ -88,7 +89,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	sfr__unlock(&copy->engine->mu);
 	{
 		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
-		torn = copy->ops->copy(copy, blk, off, len);
+		torn = copy->ops->copy(copy, blk, off, len, hurried);
 		sfr__copy_fence();
 	}
 	sfr__lock(&copy->engine->mu);

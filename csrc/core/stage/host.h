@@ -44,8 +44,10 @@ struct sfr__host_ops {
 	size_t (*block_len)(struct sfr__host_copy *copy, uint32_t blk);
 	/* A block of the pool was leased for a block of the copy. NULL: all have their memory. */
 	void (*leased_locked)(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *block);
-	/* Copies [off, off + len) of a block. The index of a source that was torn, or -1. */
-	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len);
+	/* Copies [off, off + len) of a block; `hurried`: some thread waits, or it is copied in the call.
+	 * The index of a source that was torn, or -1. */
+	int64_t (*copy)(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+			bool hurried);
 	/* Nobody wants the rest. */
 	bool (*is_failing_locked)(struct sfr__host_copy *copy);
 	/* A source was torn (SFR_ETORN), or there is no memory (source: -1). */
