@@ -84,14 +84,21 @@ void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine);
+/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
+ * pool. */
+void sfr__engine_snapshot_gone(struct sfr_engine *engine);
+
+/* ---- slots.c ---- */
+/* Waits until a save may take a slot, those that are `apart` among themselves. Flags are those of
+ * the save: SFR_SAVE_NESTED never waits, and *beyond says whether it goes beyond max_in_flight.
+ * SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
+			     uint64_t deadline_ns, bool *beyond);
 /* A save by the calling thread has a slot from here on, until it leaves. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 /* Of the saves in flight, those that this very thread is capturing, further down its stack: it
  * cannot wait for them. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
-/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
- * pool. */
-void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 #endif

@@ -45,6 +45,18 @@ int sfr_engine_trim(struct sfr_engine *engine);
 /* For a process that uses CUDA: makes the lane of a device and has warm_up pin what it gives memory
  * to. 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
+/* A slot for a save whose bytes the engine does not write: it counts among max_in_flight and in the
+ * figures, and close waits until it is given back. The caller owns what it gets. Flags are
+ * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. 0; SFR_EAGAIN: the slice has passed; SFR_EBUSY,
+ * SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
+struct sfr_slot;
+int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
+		  struct sfr_slot **out);
+/* The call that took it is over: from now on close waits for it in that thread too. */
+void sfr_slot_launched(struct sfr_slot *slot);
+/* The save has ended. May be called again; a forked child changes nothing. */
+void sfr_slot_give_back(struct sfr_slot *slot);
+void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
 /* A sentence on the CUDA driver and on devices that are dead. Loads the driver, never starts it. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 
