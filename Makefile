@@ -85,7 +85,7 @@ $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
 demo: build
-	$(PY) -m stillframe demo $(ARGS)
+	$(PY) examples/demo/demo.py $(ARGS)
 
 # Of the C programs, six run under ThreadSanitizer too, others every day.
 test: build asan

@@ -143,7 +143,7 @@ def rows(results: dict[str, dict[str, Any]], on_gpu: bool) -> list[list[str] | N
             table.append(
                 [
                     f"  {way}",
-                    format_times([series.median, min(series.values), max(series.values)]),
+                    format_times(series.spread),
                     f"{ratio:.2f}",
                     f"{speed:.1f} GB/s" if speed else "",
                     format_times([figures["first_s"]]),

@@ -91,37 +91,34 @@ def format_times(seconds: Sequence[float]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The values of one figure over the rounds of one run."""
+    """What is kept of the values of one figure over the rounds of one run.
 
-    values: tuple[float, ...]
+    error: Standard error of the median, from the median absolute deviation. One disturbed round
+        hardly moves it: 1.4826 x MAD estimates the deviation of a normal distribution, and the
+        median of n values has 1.2533 / sqrt(n) of it.
+    """
+
+    median: float
+    error: float
+    min: float
+    max: float
+    n: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Series:
-        return cls(tuple(float(v) for v in values))
+        found = [float(value) for value in values]
+        middle = statistics.median(found)
+        deviation = statistics.median(abs(value - middle) for value in found)
+        error = 1.2533 * 1.4826 * deviation / math.sqrt(len(found))
+        return cls(middle, error, min(found), max(found), len(found))
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    @property
-    def error(self) -> float:
-        """Standard error of the median, from the median absolute deviation.
-
-        One disturbed round hardly moves it: 1.4826 x MAD estimates the deviation of a normal
-        distribution, and the median of n values has 1.2533 / sqrt(n) of it.
-        """
-        middle = self.median
-        deviation = statistics.median(abs(v - middle) for v in self.values)
-        return 1.2533 * 1.4826 * deviation / math.sqrt(len(self.values))
+    def spread(self) -> tuple[float, float, float]:
+        """The median, the smallest and the largest value, as `format_times` shows them."""
+        return self.median, self.min, self.max
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "median": self.median,
-            "min": min(self.values),
-            "max": max(self.values),
-            "n": len(self.values),
-            "values": list(self.values),
-        }
+        return dataclasses.asdict(self)
 
 
 def turned(ways: Sequence[T], round_number: int) -> list[T]:
@@ -275,8 +272,38 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     print("\n".join(line.rstrip() for line in capture.get().strip("\n").split("\n")))
 
 
+MOST_COLUMNS = 100
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Saves `document`; a parent that is missing is made."""
+    """Save `document` in a form that a reviewer can read; a missing parent is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(_json(document) + "\n")
     print(f"saved as {path}", file=sys.stderr)
+
+
+def _json(value: Any, indent: str = "", column: int = 0) -> str:
+    """JSON in which a container of plain values has one line, wrapped at MOST_COLUMNS.
+
+    column: Where it begins, behind its key.
+    """
+    if not isinstance(value, dict | list | tuple) or not value:
+        return json.dumps(value)
+    named = isinstance(value, dict)
+    begin, end = "{}" if named else "[]"
+    items = list(value.values() if named else value)
+    keys = [f"{json.dumps(str(key))}: " for key in value] if named else [""] * len(items)
+    if any(isinstance(each, dict | list | tuple) for each in items):
+        inner = indent + " "
+        parts = [
+            key + _json(each, inner, len(inner) + len(key))
+            for key, each in zip(keys, items, strict=True)
+        ]
+        return f"{begin}\n{inner}" + f",\n{inner}".join(parts) + f"\n{indent}{end}"
+    text = begin
+    for key, each in zip(keys, items, strict=True):
+        part = key + json.dumps(each)
+        if column + len(text) - text.rfind("\n") + len(part) > MOST_COLUMNS:
+            text, column = f"{text.rstrip()}\n{indent} ", 0
+        text += f"{part}, "
+    return text.removesuffix(", ") + end

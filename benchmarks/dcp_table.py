@@ -61,8 +61,7 @@ def figures_of(document: dict[str, Any]) -> Figures:
     for scenario, ways in document["figures"].items():
         for way, metrics in ways.items():
             for metric, series in metrics.items():
-                for value in series["values"]:
-                    figures.add(scenario, way, {metric: value})
+                figures.keep(scenario, way, metric, Series(**series))
     return figures
 
 
@@ -77,7 +76,7 @@ def _cell(metric: str, series: Series | None) -> str:
         return f"{series.median:.2f} x"
     if metric in DIFFERENCES:
         return f"{series.median * 1e3:.0f} ± {series.error * 1e3:.0f} ms"
-    return format_times([series.median, min(series.values), max(series.values)])
+    return format_times(series.spread)
 
 
 def rows(figures: Figures, ways: list[str]) -> list[list[str]]:

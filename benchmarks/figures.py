@@ -87,9 +87,9 @@ def _sections(s: Settings) -> list[tuple[str, str, tuple[Any, ...]]]:
 def _cell(series: Series | None, form: Format) -> str:
     if series is None:
         return "-"
-    if len(series.values) == 1:
+    if series.n == 1:
         return form([series.median])
-    return form([series.median, min(series.values), max(series.values)])
+    return form(series.spread)
 
 
 def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[list[str] | None]:
@@ -114,10 +114,7 @@ def table_rows(figures: Figures, settings: Settings, peers: list[str]) -> list[l
             rows.extend([["", *[""] * (len(peers) + 1), verdict] for verdict in verdicts[1:]])
             if metric == "lost_s":
                 noise = [figures.series(scenario, p, metric) for p in peers]
-                errors = [
-                    f"± {format_seconds(n.error)}" if n and len(n.values) > 2 else "-"
-                    for n in noise
-                ]
+                errors = [f"± {format_seconds(n.error)}" if n and n.n > 2 else "-" for n in noise]
                 rows.append(["  (standard error of that median)", *errors, "", ""])
     return rows
 

@@ -40,7 +40,7 @@ def saves_rows(size: str, ways: dict[str, Any]) -> Rows:
                 format_size(max(each["reserved"] for each in warm)),
                 f"{step / base:.3f} x",
                 f"{speed:.1f} of {plain:.1f}" if speed else f"- of {plain:.1f}",
-                f"+{(max(item.values) - idle.median) * 1e3:.2f} ms",
+                f"+{(item.max - idle.median) * 1e3:.2f} ms",
                 format_seconds(end) + ("" if result["durable"] else ", not synced"),
                 format_size(max(each["rss"] for each in warm)),
             ]

@@ -107,7 +107,7 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
             table.append(
                 [
                     f"  {way}",
-                    f"{speed.median:.2f} ({min(speed.values):.2f}..{max(speed.values):.2f})",
+                    f"{speed.median:.2f} ({speed.min:.2f}..{speed.max:.2f})",
                     f"{shares[way].median:.1%} ± {shares[way].error:.1%}",
                     format_times([statistics.median(fit["longest_s"] for fit in fits[way])]),
                     format_times([statistics.median(fit["end_s"] for fit in fits[way])]),
@@ -116,6 +116,18 @@ def rows(nbytes: int, result: Any) -> list[list[str] | None]:
                 ]
             )
     return table
+
+
+def kept(result: dict[str, Any]) -> dict[str, Any]:
+    """Return each figure of the fits of a way over its turns."""
+    every = {
+        number: {
+            way: {name: Series.of([fit[name] for fit in of]).to_json() for name in of[0]}
+            for way, of in fits.items()
+        }
+        for number, fits in result["every"].items()
+    }
+    return {**result, "every": every}
 
 
 def main() -> int:
@@ -143,7 +155,8 @@ def main() -> int:
         if result["others"] >= 0.03:
             share = f"{result['others']:.0%}"
             print(f"disturbed: other processes took {share} of the machine ({format_size(nbytes)})")
-    pictures.keep(options.json, {"machine": facts, "results": results})
+    found = {nbytes: kept(result) for nbytes, result in results.items()}
+    pictures.keep(options.json, {"machine": facts, "results": found})
     return 0
 
 

@@ -118,12 +118,12 @@ class RawDisk:
         return self._write("raw.buffered", direct=False)
 
 
-def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> Series:
+def measure_copy(nbytes: int, rounds: int, nr_threads: int = 1) -> list[float]:
     """Seconds a copy of `nbytes`, warm: the first copy is thrown away."""
     nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
     source, target = raw.make_buffer(nbytes), raw.make_buffer(nbytes)
     values = [copy_seconds(source, target, nr_threads) for _ in range(rounds + 1)]
-    return Series.of(values[1:])
+    return values[1:]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -137,9 +137,9 @@ def main(argv: list[str] | None = None) -> int:
         args.state, args.rounds = min(args.state, 160_000_000), 3
     nbytes = -(-args.state // PAGE_BYTES) * PAGE_BYTES
     with measured_in(args, memory=3 * nbytes, disk=2 * nbytes) as (directory, facts):
-        series = {"memcpy, one thread": measure_copy(nbytes, args.rounds)}
+        series = {"memcpy, one thread": Series.of(measure_copy(nbytes, args.rounds))}
         if len(os.sched_getaffinity(0)) > 1:
-            series["memcpy, two threads"] = measure_copy(nbytes, args.rounds, 2)
+            series["memcpy, two threads"] = Series.of(measure_copy(nbytes, args.rounds, 2))
         disk = RawDisk(directory, nbytes)
         pairs = [(disk.direct(), disk.buffered()) for _ in range(args.rounds)]
         series["O_DIRECT write + fdatasync"] = Series.of([pair[0] for pair in pairs])
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [
         [
             name,
-            format_times([s.median, min(s.values), max(s.values)]),
+            format_times(s.spread),
             f"{nbytes / s.median / 1e9:.2f} GB/s",
         ]
         for name, s in series.items()

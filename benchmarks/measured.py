@@ -37,6 +37,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        self._kept: dict[tuple[str, str, str], Series] = {}
 
     def add(self, scenario: str, who: str, figures: dict[str, float]) -> None:
         """`figures`: a metric's value; nan is none."""
@@ -44,9 +45,13 @@ class Figures:
             if not math.isnan(value):
                 self._values[scenario, who, metric].append(value)
 
+    def keep(self, scenario: str, who: str, metric: str, series: Series) -> None:
+        """Takes what an earlier run has kept of its values."""
+        self._kept[scenario, who, metric] = series
+
     def series(self, scenario: str, who: str, metric: str) -> Series | None:
         values = self._values.get((scenario, who, metric))
-        return Series.of(values) if values else None
+        return Series.of(values) if values else self._kept.get((scenario, who, metric))
 
     def median(self, scenario: str, who: str, metric: str) -> float | None:
         series = self.series(scenario, who, metric)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Series, format_seconds, format_size, write_json
+from common import format_seconds, format_size, write_json
 from peers import DCP, DCP_STAGER, LIGHTNING, OURS, PEERS, TORCH, TORCH_NO_CRC
 
 MISSING = (
@@ -144,7 +145,7 @@ def _lost_time(axes: Any, figures: dict[str, Any], scenario: str, nbytes: float)
             axes.barh(row, value, left=left, color=_colour(peer), alpha=strength)
             left += value
         lost = figures[peer]["lost_s"]["median"] * 1e3
-        error = Series.of(figures[peer]["lost_s"]["values"]).error * 1e3
+        error = figures[peer]["lost_s"]["error"] * 1e3
         axes.errorbar(lost, row, xerr=error, color="#222222", capsize=3, lw=1.2)
         axes.annotate(
             f"  {lost:.0f} ± {error:.0f} ms",
@@ -215,11 +216,11 @@ def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
     """What checkpoints take of a training's steps a second: medians with their standard errors."""
     for place, fits in enumerate(result["every"].values()):
         for number, way in enumerate(FITS):
-            shares = Series.of([100 * fit["lost"] for fit in fits[way]])
+            lost, error = (100 * fits[way]["lost"][name] for name in ("median", "error"))
             at = place + 0.26 * (number - 1)
             label = FITS[way] if place == 0 else "_" + way
-            axes.bar(at, shares.median, width=0.24, color=_colour(way), label=label)
-            axes.errorbar(at, shares.median, yerr=shares.error, color="#222222", capsize=3, lw=1.2)
+            axes.bar(at, lost, width=0.24, color=_colour(way), label=label)
+            axes.errorbar(at, lost, yerr=error, color="#222222", capsize=3, lw=1.2)
     axes.axhline(0, color="#222222", lw=0.8)
     axes.set_xticks(range(len(result["every"])), [f"every {n} steps" for n in result["every"]])
     axes.set_ylabel("% of the training's speed lost, ± standard error")
@@ -231,16 +232,18 @@ def _fits(axes: Any, nbytes: str, result: dict[str, Any]) -> None:
 # ---- the timeline ------------------------------------------------------------------------------
 
 
-def _timeline(axes: Any, turns: dict[str, list[dict[str, Any]]], nbytes: int) -> None:
+def _timeline(axes: Any, turns: dict[str, dict[str, Any]], nbytes: int) -> None:
     """Two lanes a way: the training thread, and what goes on behind it. Zero is the call."""
-    chosen = {way: min(each, key=lambda turn: turn["step_s"]) for way, each in turns.items()}
+    chosen = {way: each["shown"] for way, each in turns.items()}
     step = max(each["step_s"] for each in chosen.values())
     left, right = -1.6 * step, max(9 * step, 1.15 * chosen[OURS]["ended_s"])
     for row, (way, found) in enumerate(chosen.items()):
         _training(axes, row, way, found)
         _behind(axes, row + 0.36, way, found, right)
         look = {"xytext": (6, -4), "textcoords": "offset points", "va": "center"}
-        axes.annotate(_lost(turns[way]), (right, row), fontsize=8, annotation_clip=False, **look)
+        axes.annotate(
+            _lost(turns[way]["lost_s"]), (right, row), fontsize=8, annotation_clip=False, **look
+        )
     axes.axvline(0, color="#222222", lw=0.8)
     axes.annotate(" the save begins", (0, -0.28), ha="left", fontsize=8)
     axes.set_xlim(left, right)
@@ -252,13 +255,12 @@ def _timeline(axes: Any, turns: dict[str, list[dict[str, Any]]], nbytes: int) ->
     _plain(axes)
 
 
-def _lost(turns: list[dict[str, Any]]) -> str:
+def _lost(lost: dict[str, float]) -> str:
     """What is said of the lost time: nothing where noise is larger."""
-    lost = sorted(each["lost_s"] * 1e3 for each in turns)
-    middle = Series.of(lost).median
-    if lost[-1] - lost[0] > 2 * abs(middle):
+    middle, least, most = (lost[name] * 1e3 for name in ("median", "min", "max"))
+    if most - least > 2 * abs(middle):
         return "lost time:\nnot told from noise"
-    return f"{middle:.0f} ms lost\n({lost[0]:.0f} to {lost[-1]:.0f})"
+    return f"{middle:.0f} ms lost\n({least:.0f} to {most:.0f})"
 
 
 def _bar(axes: Any, row: float, height: float, begin: float, end: float, **look: Any) -> None:
@@ -272,17 +274,23 @@ def _training(axes: Any, row: int, way: str, found: dict[str, Any]) -> None:
         else:
             colour = STEP if name == "optimizer.step()" else FORWARD
             _bar(axes, row, 0.34, begin, end, color=colour, edgecolor="white", lw=0.7)
-    for name, begin, end in found["background"]:
-        if name == "wait" and end - begin > 1e-4:
+    for begin, end in _pairs(found, "wait"):
+        if end - begin > 1e-4:
             _bar(axes, row, 0.34, begin, end, color=WAIT)
+
+
+def _pairs(found: dict[str, Any], name: str) -> Iterator[tuple[float, float]]:
+    """The spans of one kind of background work: begins and ends alternate."""
+    times = found["background"].get(name, [])
+    return zip(times[::2], times[1::2], strict=True)
 
 
 def _behind(axes: Any, row: float, way: str, found: dict[str, Any], right: float) -> None:
     """Copying is dark, writing lighter; of others than ours only begin and end are known."""
     strengths = {"copy": 1.0, "write": 0.5, "sync": 0.25}
     for name, strength in strengths.items():
-        for kind, begin, end in found["background"]:
-            if kind == name and end > 0:
+        for begin, end in _pairs(found, name):
+            if end > 0:
                 look = {"color": _colour(way), "alpha": strength, "lw": 0}
                 _bar(axes, row, 0.2, max(begin, 0.0), end, **look)
     ended = found["ended_s"]

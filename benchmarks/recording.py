@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+DEMO = Path(__file__).parents[1] / "examples/demo/demo.py"
 COLUMNS, ROWS = 100, 70  # rows that stay empty are cut off
 SHOWN_S = 12.0  # the whole recording
 FRAMES_S = 10  # of its frames in a second
@@ -200,8 +201,8 @@ def main() -> int:
     arguments = [
         f"--{name}={value}" for name in ("size", "steps") if (value := vars(options)[name])
     ]
-    screens, seconds = record([sys.executable, "-m", "stillframe", "demo", *arguments])
-    options.out.write_text(drawn(screens, seconds, " ".join(["stillframe demo", *arguments])))
+    screens, seconds = record([sys.executable, str(DEMO), *arguments])
+    options.out.write_text(drawn(screens, seconds, " ".join(["make demo", *arguments])))
     print(f"{options.out}: {len(screens)} screens", file=sys.stderr)
     return 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import dcp_table
 import restore_process
-from common import Series, format_size, format_times
+from common import format_size, format_times
 from peers import LIGHTNING, OURS, TORCH
 from pictures import FITS
 from restore import SITUATIONS
@@ -100,8 +100,7 @@ def lost_time(document: dict[str, Any]) -> list[str]:
     cells, ways = [], sorted(found, key=[*WAYS, *found].index)
     for way in ways:
         lost = found[way]["lost_s"]
-        error = Series.of(lost["values"]).error
-        cells.append(f"{lost['median'] * 1e3:.0f} ± {error * 1e3:.0f} ms")
+        cells.append(f"{lost['median'] * 1e3:.0f} ± {lost['error'] * 1e3:.0f} ms")
     titles = [WAYS.get(way, way) for way in ways]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), f"| {' | '.join(cells)} |"]
 
@@ -114,10 +113,10 @@ def fits(document: dict[str, Any]) -> list[str]:
     for every, found in result["every"].items():
         cells = []
         for way in titles:
-            lost = Series.of([100 * fit["lost"] for fit in found[way]])
-            cells.append(f"{lost.median:.1f} ± {lost.error:.1f} %")
+            lost = found[way]["lost"]
+            cells.append(f"{100 * lost['median']:.1f} ± {100 * lost['error']:.1f} %")
         lines.append(f"| a checkpoint every {every} steps | {' | '.join(cells)} |")
-        longest = [Series.of([fit["longest_s"] for fit in found[way]]).median for way in titles]
+        longest = [found[way]["longest_s"]["median"] for way in titles]
         lines.append(f"| its longest step | {' | '.join(format_times([x]) for x in longest)} |")
     return lines
 
@@ -141,7 +140,7 @@ def recording() -> list[str]:
     """What `make recording` has recorded."""
     if not (ROOT / "docs/assets/demo.svg").exists():
         return []
-    return ["![`stillframe demo`, recorded in a terminal](assets/demo.svg)"]
+    return ["![`make demo`, recorded in a terminal](assets/demo.svg)"]
 
 
 MADE = {"pictures": pictures, "recording": recording}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import BenchError, Spec, Stamp, end_with, format_size, parse_size, print_table
+from common import BenchError, Series, Spec, Stamp, end_with, format_size, parse_size, print_table
 from machine import add_directory_options, facts_lines, keep_memory, measured_in
 from peers import DCP, LIGHTNING, OURS, PEERS, TORCH
 from process import Worker
@@ -103,7 +103,7 @@ def turn(way: str, nbytes: int, batch: int, threads: int, directory: str) -> dic
         "wait_s": waited,
         "ended_s": ended - start,
         "spans": [(name, round(a - start, 5), round(b - start, 5)) for name, a, b in spans],
-        "background": _background(trace) if way == OURS else [],
+        "background": _background(trace) if way == OURS else {},
     }
 
 
@@ -150,17 +150,20 @@ def _traced(way: str, path: Path) -> Any:
     return stillframe.trace(path)
 
 
-def _background(path: Path) -> Spans:
-    """What our threads did, from the call on; and when the training waited for it."""
+def _background(path: Path) -> dict[str, list[float]]:
+    """Return what our threads did, from the call on, and when the training waited for it.
+
+    Of each kind, begins and ends alternate.
+    """
     events = json.loads(path.read_text())["traceEvents"]
     (call,) = [each["ts"] for each in events if each["name"] == "async_save"]
-    names = BACKGROUND
-    return [
-        (names[each["name"]], round(begun, 5), round(begun + each["dur"] / 1e6, 5))
-        for each in events
-        if each.get("ph") == "X" and each["name"] in names
-        for begun in [(each["ts"] - call) / 1e6]
-    ]
+    found: dict[str, list[float]] = {}
+    for each in events:
+        if each.get("ph") == "X" and each["name"] in BACKGROUND:
+            begun = (each["ts"] - call) / 1e6
+            times = found.setdefault(BACKGROUND[each["name"]], [])
+            times += [round(begun, 5), round(begun + each["dur"] / 1e6, 5)]
+    return found
 
 
 # ---- the parent --------------------------------------------------------------------------------
@@ -192,6 +195,17 @@ def show(turns: dict[str, list[dict[str, Any]]]) -> None:
     )
 
 
+def kept(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the lost time of each way, and its turn that was disturbed least, which is shown."""
+    return {
+        way: {
+            "lost_s": Series.of([turn["lost_s"] for turn in each]).to_json(),
+            "shown": min(each, key=lambda turn: turn["step_s"]),
+        }
+        for way, each in turns.items()
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_directory_options(parser)
@@ -206,7 +220,8 @@ def main() -> int:
     print("\n".join(facts_lines(facts)))
     print(f"{format_size(options.state)} of state, batches of {options.batch}")
     show(turns)
-    pictures.keep(options.json, {"facts": facts, "state": options.state, "turns": turns})
+    document = {"facts": facts, "state": options.state, "turns": kept(turns)}
+    pictures.keep(options.json, document)
     return 0
 
 

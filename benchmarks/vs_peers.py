@@ -146,7 +146,7 @@ class Run:
         s = self.settings
         nbytes = -(-spec_of(scenario.state, s).nbytes // PAGE_BYTES) * PAGE_BYTES
         self._progress(f"{scenario.name}: raw memcpy")
-        for value in measure_copy(nbytes, s.rounds).values:
+        for value in measure_copy(nbytes, s.rounds):
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})
         for number in range(s.rounds + 1):
             for worker in turned(fleet, number):

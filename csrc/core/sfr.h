@@ -1,28 +1,26 @@
-/* stillframe core: its public headers, one for each thing there is, and what holds for all of them.
- * Who uses one includes that one.
+/* The public headers of the stillframe core, and the conventions that hold in all of them. A file
+ * includes the header it needs, not this one.
  *
- * The core saves one image of memory to one file without stopping whoever owns
- * that memory. It is C11, knows neither Python nor torch, and never prints,
- * exits or aborts. Data flows one way:
+ * The core saves one image of memory to one file without stopping the owner of that memory. It is
+ * C11, knows neither Python nor torch, and never prints, exits or aborts. Data flows one way:
  *
  *     plan (layout.c) -> stage (stage.c) -> write (write.c) -> commit (file.c, log.c)
  *
- * and the state of a save lives in one place, its ticket (ticket.c). What is looked over, read back,
- * brought to a device and traced has its header in its folder: check/check.h, restore/restore.h,
- * offload/offload.h, trace/trace.h.
+ * The state of a save is in one place, its ticket (ticket.c). Checking a file, restoring it,
+ * loading to a device and tracing have headers in their own folders: check/check.h,
+ * restore/restore.h, offload/offload.h, trace/trace.h.
  *
  * Conventions
- *   - A function returns 0, or a negative code: -errno for what the operating
- *     system said, SFR_E* for what the core itself has to say (err.c).
+ *   - A function returns 0 or a negative code: -errno from the operating system,
+ *     SFR_E* from the core itself (err.c).
  *   - sfr_x is public, sfr__x crosses files inside the core, static is local.
- *   - `_ns` are nanoseconds of CLOCK_MONOTONIC, `len`, `off`, `nbytes` are bytes,
+ *   - `_ns` are nanoseconds of CLOCK_MONOTONIC; `len`, `off`, `nbytes` are bytes;
  *     `nr_x` counts.
  *   - A call that may wait takes `slice_ns`: it waits at most that long and then
  *     returns SFR_EAGAIN; calling it again goes on where it stopped. The binding
  *     uses slices to answer signals. SFR_FOREVER waits without bound.
  *   - After fork() every object made before belongs to the parent: each call on
- *     one in the child returns SFR_EFORK and touches nothing.
- */
+ *     one in the child returns SFR_EFORK and touches nothing. */
 #ifndef SFR_H
 #define SFR_H
 

@@ -1,15 +1,14 @@
-/* From the core's codes to Python's exceptions: the only place that does it.
+/* Turns the core's codes into Python exceptions; nothing else does.
  *
- * A failed save is not raised here: its error belongs to the handle, which builds it from the
- * report (core_save.py) with path, phase and errno.
- */
+ * A failed save is not raised here. Its error belongs to the handle, which builds it from the
+ * report (core_save.py) with path, phase and errno. */
 #include "module.h"
 
 #include <errno.h>
 #include <string.h>
 
-/* EAGAIN is said of threads and of nothing else that the core asks for without waiting. Its own
- * words, "resource temporarily unavailable", tell nobody what to do. */
+/* EAGAIN only means that a thread could not start. The system's text, "resource temporarily
+ * unavailable", does not tell the user what to do. */
 static PyObject *raise_no_thread(void)
 {
 	PyObject *threads = PyImport_ImportModule("stillframe._base.threads");

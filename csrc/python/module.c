@@ -1,4 +1,4 @@
-/* The module stillframe._core: its state, and the files that make it up. */
+/* The module stillframe._core: its state, and the files that add to it. */
 #include "module.h"
 #include "sfr/log.h"
 #include "sfr/notice.h"
@@ -6,7 +6,7 @@
 #include "sfr/snapshot.h"
 #include "trace/trace.h"
 
-/* Single-phase look-ups of the module's state; the module outlives its types. */
+/* The module outlives its types, so its state is always there. */
 struct sfr_py_state *sfr_py_state(PyObject *module)
 {
 	return PyModule_GetState(module);
@@ -26,7 +26,7 @@ static int exec_errors(PyObject *module)
 	return all ? 0 : -1;
 }
 
-/* What the package calls by the names that it has in the core. */
+/* Constants that the package uses under their names in the core. */
 static int exec_constants(PyObject *module)
 {
 #define CONSTANT(name)                                                                             \
@@ -86,7 +86,7 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-	/* one a line: what is added does not move the others */
+	/* one a line, so that an addition does not move the others */
 	/* clang-format off */
 	{ Py_mod_exec, exec_errors },
 	{ Py_mod_exec, exec_constants },

@@ -1,9 +1,8 @@
-/* The extension module `stillframe._core`: thin over the core, limited API (CPython 3.11+).
+/* The extension module `stillframe._core`: a thin layer over the core, limited API (CPython 3.11+).
  *
- * Each file adds its types and functions to the module with one sfr_py_add_* function.
- * Nothing but the library call stands between releasing and taking the interpreter lock.
- * One function turns codes into exceptions (errors.c).
- */
+ * Each file adds its types and functions with one sfr_py_add_* function. Only the core's own call
+ * runs between releasing and taking the interpreter lock. One function turns codes into exceptions
+ * (errors.c). */
 #ifndef SFR_PY_MODULE_H
 #define SFR_PY_MODULE_H
 
@@ -12,11 +11,11 @@
 
 #include "sfr/err.h"
 
-/* CPython says which arguments a function is called with, wanted or not. */
+/* CPython fixes the arguments of these functions, used or not. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-/* The module's types, and the exceptions of stillframe.errors: what each is called there, and the code
- * that it is raised for (0: none of its own). */
+/* The module's types, and the exceptions of stillframe.errors with their names there and the codes
+ * they are raised for (0: none). */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
 	X(engine) X(slot) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
@@ -40,28 +39,29 @@ struct sfr_py_state {
 #undef X
 };
 struct sfr_py_state *sfr_py_state(PyObject *module);
-/* The same by an object of one of the types, which have no subclasses. */
+/* Returns the state for an object of one of the types, which have no subclasses. */
 struct sfr_py_state *sfr_py_state_of(PyObject *object);
 
-/* Raises what `code` (negative) stands for; always returns NULL. */
+/* Raises the exception for `code` (negative); always returns NULL. */
 PyObject *sfr_py_raise(struct sfr_py_state *state, int code);
-/* What it says, as a str; "" where nothing failed. */
+/* Returns the error's message as a str; "" if nothing failed. */
 PyObject *sfr_py_sentence(const struct sfr_err *err);
-/* The same for what the operating system said: OSError, for -EINVAL and -ENOMEM too. */
+/* Raises an error of the operating system: OSError, also for -EINVAL and -ENOMEM. */
 PyObject *sfr_py_raise_os(struct sfr_py_state *state, int code);
 
-/* A Restore of a check that has run and is its from now on; None where there can be none. */
+/* Makes a Restore that takes over a finished check; None if the file cannot be restored that
+ * way. */
 struct sfr_check;
 PyObject *sfr_py_restore_new(struct sfr_py_state *state, struct sfr_check *check, int fd,
 			     unsigned flags);
 
-/* An object of the type, all zero, or NULL with an exception set; and its end. */
+/* Allocate a zeroed object of the type, or NULL with an exception set; and free it. */
 PyObject *sfr_py_alloc(PyTypeObject *type);
 void sfr_py_free(PyObject *object);
-/* Makes a type of the module and puts it into the state's slot. */
+/* Makes a type of the module and stores it in the state. */
 int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
-/* A type of the module: final. `more` are flags beyond those that all have. */
+/* Defines a final type of the module. `more` are flags beyond the common ones. */
 #define SFR_PY_TYPE(variable, type_name, layout, more, of_slots)                                   \
 	static PyType_Spec variable = {                                                            \
 		.name = "stillframe._core." type_name,                                             \
@@ -70,7 +70,7 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		.slots = (of_slots),                                                               \
 	}
 
-/* What a call of the core answers; the interpreter lock is let go of around it. */
+/* Returns what a call of the core returns; releases the interpreter lock around it. */
 #define sfr_py_unlocked(call)                                                                      \
 	__extension__({                                                                            \
 		PyThreadState *sfr_py_thread = PyEval_SaveThread();                                \
@@ -79,33 +79,35 @@ int sfr_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 		sfr_py_answer;                                                                     \
 	})
 
-/* What a method answers with, of a code: None, or what a negative one stands for is raised. */
+/* Converts a code to a method's result: None, or raises. */
 PyObject *sfr_py_none(PyObject *object, int rc);
-/* True; False for the code `no`; SFR_PY_RAISED and other negative ones as above. */
+/* Returns True, or False for the code `no`; raises for other negative codes. SFR_PY_RAISED: an
+ * exception is set already. */
 PyObject *sfr_py_unless(PyObject *object, int rc, int no);
-/* A str of what the core says, whatever bytes it is. */
+/* Makes a str of the core's text, whatever its bytes are. */
 PyObject *sfr_py_text(const char *text);
-/* A number of 64 bits: 0, or -1 with an exception set. */
+/* Reads a 64-bit number. 0, or -1 with an exception set. */
 int sfr_py_u64(PyObject *number, uint64_t *out);
 
-/* A wait that answers signals: it goes in slices, in each of which the interpreter lock may be given up.
+/* A wait that answers signals. It consists of slices, each of which may release the interpreter
+ * lock.
  *
  *     struct sfr_py_wait w = sfr_py_wait(timeout);       seconds; None or NULL: for ever
  *     while (sfr_py_goes_on(&w))                         once at least
  *             w.rc = ...(w.slice_ns);
  *
- * It is over when the code is not SFR_EAGAIN, the time has passed, or a handler has raised. */
+ * It ends when the code is not SFR_EAGAIN, the time has passed, or a signal handler has raised. */
 enum { SFR_PY_BEGINS = 1, SFR_PY_RAISED };
 struct sfr_py_wait {
 	uint64_t left_ns, slice_ns;
-	int rc; /* a code of the core's, or one of those above */
+	int rc; /* a code of the core, or one of the above */
 };
 struct sfr_py_wait sfr_py_wait(PyObject *timeout);
 int sfr_py_goes_on(struct sfr_py_wait *wait);
 
-/* Starts loading the line of memory at `address`, which may be a stale one: prefetching cannot
- * fault. GCC takes a function of nothing but prefetches for one without effects, and drops the
- * calls of it, so this one has an effect. */
+/* Starts loading the cache line at `address`, which may be stale: prefetching cannot fault. GCC
+ * treats a function that only prefetches as free of effects and drops its calls, so this one has an
+ * effect. */
 static inline void sfr_py_prefetch(uintptr_t address)
 {
 	__builtin_prefetch((const void *)address);
@@ -123,7 +125,7 @@ int sfr_py_add_onload(PyObject *module);     /* onload.c */
 int sfr_py_add_look(PyObject *module);       /* look.c */
 int sfr_py_add_steps(PyObject *module);      /* steps.c */
 int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
-int sfr_py_add_work(PyObject *module);       /* work.c: work in the log's order */
+int sfr_py_add_work(PyObject *module);       /* work.c: external work in the log's order */
 int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */
 int sfr_py_add_reader(PyObject *module);     /* reader.c: check, crc32 */
 int sfr_py_add_file(PyObject *module);       /* file.c, called by reader.c */

@@ -123,7 +123,7 @@ class Universalmutator(Tool):
         """Make the mutants that compile; their names."""
         wanted = self.place / "lines"
         wanted.write_text("".join(f"{each}\n" for each in sorted(lines)))
-        check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} -I{Path(self.file).parent} MUTANT"
+        check = f"cc {SYNTAX} -I{sysconfig.get_path('include')} {self.file}"
         here = str(self.place.relative_to(self.tree.place))
         options = ["--cmd", check, "--lines", str(wanted), "--mutantDir", here]
         self.do("mutate", self.file, "c", *options)
@@ -136,7 +136,7 @@ class Universalmutator(Tool):
         Returns:
             The number of mutants that were killed, and the others as they differ.
         """
-        limit_s = 30 + 10 * self.seconds_without()
+        limit_s = 20 + 3 * self.seconds_without()
         (self.place / "chosen").write_text("".join(f"{each}\n" for each in mutants))
         parts = []
         for tests in together(tuple(self.tests)):
@@ -169,7 +169,7 @@ class CosmicRay(Tool):
         """Make a session of all mutants, and choose some; their numbers in it."""
         tests = shlex.join(self.tree.command(self.tests))
         config = {
-            "module-path": self.file, "timeout": 30 + 5 * self.seconds_without(),
+            "module-path": self.file, "timeout": 20 + 3 * self.seconds_without(),
             "test-command": tests, "excluded-modules": [],
         }  # fmt: skip
         text = [f"{key} = {json.dumps(value)}" for key, value in config.items()]

@@ -54,3 +54,39 @@ def test_another_figure_makes_another_table(tables, tmp_path, monkeypatch):
     (tmp_path / name).write_text(json.dumps(document))
     assert tables.written(text) != text
     assert tables.written(tables.written(text)) == tables.written(text)
+
+
+def test_the_tree_keeps_figures_and_not_every_sample(tables):
+    lines = [
+        line for path in tables.RESULTS.glob("*.json") for line in path.read_text().split("\n")
+    ]
+    assert len(lines) <= 3000
+
+
+def test_a_figure_is_kept_without_its_samples(tables):
+    from common import Series
+
+    kept = Series.of([1.0, 2.0, 3.0, 4.0, 100.0]).to_json()
+    assert kept.pop("error") == pytest.approx(1.2533 * 1.4826 / 5**0.5)
+    assert kept == {"median": 3.0, "min": 1.0, "max": 100.0, "n": 5}
+
+
+def test_kept_figures_are_written_in_lines_that_fit(tables, tmp_path):
+    from common import MOST_COLUMNS, write_json
+
+    series = {"median": 1.25, "min": 1.0, "max": 2.5}
+    document = {"times": [n / 7 for n in range(99)], "ways": {"a": {"s": series}, "b": {}}, "n": []}
+    write_json(tmp_path / "x.json", document)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == document
+    assert max(map(len, text.split("\n"))) <= MOST_COLUMNS
+    assert '   "s": {"median": 1.25, "min": 1.0, "max": 2.5}\n' in text
+
+
+def test_of_a_timeline_one_turn_is_kept_and_the_lost_time_of_all(tables):
+    import timeline
+
+    turns = [{"step_s": step, "lost_s": lost} for step, lost in ((2.0, 3.0), (1.0, 5.0))]
+    kept = timeline.kept({"way": turns})["way"]
+    assert kept["shown"] == turns[1]
+    assert (kept["lost_s"]["median"], kept["lost_s"]["n"]) == (4.0, 2)

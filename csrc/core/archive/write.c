@@ -63,9 +63,16 @@ static bool is_zip64(const struct sfr__entry *e)
 	return is_long(e->nbytes) || is_long(e->hdr_off);
 }
 
+uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off)
+{
+	const bool zip64 = is_long(nbytes) || is_long(hdr_off);
+
+	return LOCAL_LEN + name_len + (zip64 ? ZIP64_LEN : 0) + PAD_TAG_LEN;
+}
+
 uint64_t sfr__zip_header_len(const struct sfr__entry *e)
 {
-	return LOCAL_LEN + strlen(e->name) + (is_zip64(e) ? ZIP64_LEN : 0) + PAD_TAG_LEN;
+	return sfr__zip_local_len(strlen(e->name), e->nbytes, e->hdr_off);
 }
 
 uint32_t sfr__zip_desc_len(const struct sfr__entry *e)

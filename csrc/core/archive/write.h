@@ -5,6 +5,9 @@
 
 #include "archive/layout.h"
 
+/* A local header at `hdr_off` as stillframe writes it, without the bytes that align its data; the
+ * reader of such files (restore/plan.c) counts with it as well. */
+uint64_t sfr__zip_local_len(uint64_t name_len, uint64_t nbytes, uint64_t hdr_off);
 /* An entry's local header, from its hdr_off to where its data may begin; the padding that
  * aligns the data comes on top. name, nbytes and hdr_off must be set, as for the next one. */
 uint64_t sfr__zip_header_len(const struct sfr__entry *e);

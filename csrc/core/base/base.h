@@ -1,4 +1,4 @@
-/* What everything else in the core stands on. Public names are in sfr/. */
+/* Helpers that every other folder of the core uses. Public names are in sfr/. */
 #ifndef SFR_BASE_H
 #define SFR_BASE_H
 
@@ -20,8 +20,8 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 	return (value + to - 1) / to * to;
 }
 
-/* The first number of [from, to), `to` if there is none, that `is_before` is not true of, which it is
- * of all in front of it. */
+/* Returns the first number in [from, to) for which `is_before` is false, or `to`. `is_before` is an
+ * expression in `number`, true up to some number and false from there on. */
 #define sfr__lower_bound(number, from, to, is_before)                                              \
 	__extension__({                                                                            \
 		uint64_t sfr__low = (from), sfr__high = (to);                                      \
@@ -35,62 +35,62 @@ static inline uint64_t sfr__round_up(uint64_t value, uint64_t to)
 		sfr__low;                                                                          \
 	})
 
-/* The struct of which *ptr is this member. */
+/* The struct that contains *ptr as this member. */
 #define sfr__container(ptr, type, member) ((type *)(void *)((char *)(ptr) - offsetof(type, member)))
 
 /* ---- copy.c ---- */
 
-/* memcpy with stores that pass by the caches, for bytes that only a disk will read. */
+/* memcpy with stores that bypass the caches, for bytes that only a disk will read. */
 void sfr__copy(void *dst, const void *src, size_t len);
-/* Before copies are shown to another thread: such stores are in no order with others. */
+/* Orders those stores before later ones; called before another thread may see the copy. */
 void sfr__copy_fence(void);
 
-/* ---- sys.c: small helpers over the table ---- */
+/* ---- sys.c: helpers over the system-call table ---- */
 
-/* How often an interrupted call is tried again without any progress. No handler
- * interrupts our threads, so a call interrupted that often is broken, and a hang would hide it. */
+/* How often an interrupted call is retried without progress. No signal handler runs on our threads,
+ * so a call interrupted that often is broken, and retrying for ever would hide it. */
 #define SFR__EINTR_TRIES 64
 
 uint64_t sfr__now_ns(void);
 /* pthread_cond_init with CLOCK_MONOTONIC. 0 or -errno. */
 int sfr__cond_init(pthread_cond_t *cond);
-/* Waits on `cond` until woken or `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN, at once and
- * with the mutex held throughout where that moment has passed. */
+/* Waits on `cond` until woken or until `deadline_ns` (SFR_FOREVER: no bound). 0 or SFR_EAGAIN. A
+ * deadline in the past returns SFR_EAGAIN at once and never releases the mutex. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns);
-/* now + slice, SFR_FOREVER kept; and back: 0 once that moment has passed. */
+/* Convert a slice to a deadline and back. SFR_FOREVER stays; a deadline in the past leaves 0. */
 uint64_t sfr__deadline(uint64_t slice_ns);
 uint64_t sfr__time_left(uint64_t deadline_ns);
-/* Writes all of it, short writes and EINTR gone on with; `done` bytes are written. 0 or -errno. */
+/* Writes all bytes, retrying short writes and EINTR. *done counts those written. 0 or -errno. */
 int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *done);
 enum sfr__thread_kind {
-	SFR__BACKGROUND, /* at nice 10; the others have the caller's priority */
+	SFR__BACKGROUND, /* runs at nice 10; the other kinds keep the caller's priority */
 	SFR__AWAITED,    /* its maker does nothing but wait for it */
-	SFR__PROMPT,     /* a step may have to wait for it: it wakes up in time from short sleeps */
+	SFR__PROMPT,     /* a step may wait for it: short sleeps end on time */
 };
-/* Starts a named thread with every signal blocked but those that it would bring on itself. 0 or
+/* Starts a named thread with every signal blocked except those that a thread raises itself. 0 or
  * -errno. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg);
 
 /* ---- err.c ---- */
 
-/* Sets *err unless it holds an error already (first error wins). `note` may be NULL. */
+/* Sets *err unless it already has an error (the first error wins). `note` may be NULL. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note);
 
 /* ---- fork.c ---- */
 
-/* open() that enters the descriptor into the table of descriptors the fork handler closes in
- * a child (closing, never unlocking: flock belongs to the open file, which the parent keeps).
- * O_CLOEXEC is added. Returns the descriptor or -errno. */
+/* open() that registers the descriptor, so that a forked child closes it. The child closes and
+ * never unlocks: flock belongs to the open file, which the parent keeps. Adds O_CLOEXEC. Returns
+ * the descriptor or -errno. */
 int sfr__fd_open(const char *path, int flags, mode_t mode);
-/* The same of a name in an open directory. */
+/* Does the same for a name in an open directory. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode);
-/* Takes it out of the table and closes it. -errno of close. */
+/* Unregisters and closes the descriptor. 0 or -errno of close. */
 int sfr__fd_close(int fd);
-/* What a file has to forget in a child of fork: threads, waiters and holders of locks are the
- * parent's and do not exist there. The function is called in the child, in no order with others';
- * it allocates nothing and takes no lock. Linked before main, so that there is no moment at which a
- * fork is not heard of. */
+/* A function that makes a file forget its state in a forked child, where threads, waiters and lock
+ * holders of the parent do not exist. The child calls the functions in no particular order; they
+ * allocate nothing and take no lock. SFR__AT_FORK registers one before main, so no fork comes too
+ * early. */
 struct sfr__fork_hook {
 	struct sfr__fork_hook *next;
 	void (*forget)(void);
@@ -105,18 +105,18 @@ void sfr__fork_watch(struct sfr__fork_hook *hook);
 
 /* ---- notice.c ---- */
 
-/* A ticket carries its two notices, a snapshot its one, so posting one cannot fail. Each posted
- * notice of either holds a reference. */
+/* A ticket embeds its two notices and a snapshot its one, so posting one cannot fail. Each posted
+ * notice holds a reference on its owner. */
 struct sfr__notice {
 	struct sfr__notice *next;
 	uint64_t number; /* of the ticket or snapshot */
 	struct sfr_ticket *ticket;
-	struct sfr_snapshot *snapshot; /* COPIED of a snapshot */
+	struct sfr_snapshot *snapshot; /* for SFR_NOTICE_SNAPSHOT */
 	unsigned what;
-	char *text; /* TEXT only; freed by the taker */
+	char *text; /* TEXT only; the taker frees it */
 };
 void sfr__notice_post(struct sfr__notice *notice);
-/* Formats and posts a TEXT; silently dropped when memory is short. */
+/* Formats and posts a TEXT notice; drops it silently when memory is short. */
 void sfr__notice_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif

@@ -1,41 +1,41 @@
-/* CRC-32 as zlib computes it, fast enough that writing a file never waits for it.
+/* zlib's CRC-32, fast enough that writing a file never waits for it.
  *
  * A CRC is the remainder of the message, read as a polynomial over GF(2), divided by
  *
- *     P = x^32 + x^26 + x^23 + x^22 + x^16 + x^12 + x^11 + x^10 + x^8 + x^7 + x^5 + x^4 + x^2 + x + 1.
+ *     P = x^32 + x^26 + x^23 + x^22 + x^16 + x^12 + x^11 + x^10 + x^8 + x^7 + x^5 + x^4 + x^2 +
+ *         x + 1.
  *
- * zlib's is "reflected": the lowest bit of the first byte is the highest power of x, so P is
- * written 0xedb88320, and the 32-bit value v stands for the polynomial whose x^31 is bit 0. The
- * register starts as ones and the result is inverted; below, `state` is that register, without
- * the two inversions.
+ * zlib's CRC is "reflected": the lowest bit of the first byte is the highest power of x. So P is
+ * written 0xedb88320, and the 32-bit value v is the polynomial whose x^31 is bit 0. The register
+ * starts as ones and the result is inverted. Below, `state` is that register without either
+ * inversion.
  *
- * Three ways to advance a state, all with the same signature:
+ * There are three ways to advance a state, with the same signature:
  *
- *   state_portable  slicing by 8: eight table look-ups for eight bytes, everywhere (aarch64 uses
- *                   it), and for what the folding ways leave over.
- *   state_pclmul    PCLMULQDQ. A 128-bit part of the message that stands n bits before its end
- *                   may be replaced by anything congruent to it mod P: each 64-bit half is
+ *   state_portable  slicing by 8: eight table look-ups for eight bytes. Runs everywhere (aarch64
+ *                   uses it) and finishes what the folding ways leave over.
+ *   state_pclmul    PCLMULQDQ. A 128-bit word of the message that is n bits before its end may
+ *                   be replaced by anything congruent to it mod P: each 64-bit half is
  *                   multiplied by the 32-bit remainder of the right power of x, and the 96-bit
- *                   products are added (xor) to the part that stands `distance` bits behind.
- *                   Four parts are in flight, as one multiplication takes longer than it takes
- *                   to start the next. The last 128 bits go through the table: no Barrett step.
- *   state_vpclmul   the same on 512-bit registers, sixteen parts in flight.
+ *                   products are added (xor) to the word `distance` bits further on. Four words
+ *                   are in flight, because a multiplication takes longer than starting the
+ *                   next. The last 128 bits go through the table: no Barrett step.
+ *   state_vpclmul   the same with 512-bit registers, sixteen words in flight.
  *
- * Each also exists as a copy that adds up what it copies. It reads its source once, so the CRC is
- * that of the bytes which were stored, whoever writes to the source meanwhile. On 512-bit
- * registers the stores pass by the caches: the next to read a staged byte is the disk. Measured
- * over 160 MB (AMD EPYC, one core): memcpy 10.5 GB/s, memcpy and then the CRC 7.4, the CRC of
- * what a chunk of memcpy has just left in the cache 12.7, one pass with streaming stores 15.
+ * Each way also exists as a copy that computes the CRC of what it copies. It reads its source once,
+ * so the CRC is that of the stored bytes even if somebody writes to the source meanwhile. On
+ * 512-bit registers the stores bypass the caches, because the next reader of a staged byte is the
+ * disk. Measured over 160 MB (AMD EPYC, one core): memcpy 10.5 GB/s; memcpy and then the CRC 7.4;
+ * the CRC of each chunk right after its memcpy 12.7; one pass with streaming stores 15.
  *
- * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand stands for
- * x^(63-i), so a 32-bit remainder r, shifted left by one, stands for r * x^31; and the product of
- * two operands comes out one bit low in its 128 bits, which is another factor x. Hence r * x^32 is
- * what a half is multiplied by, and it has to be x^(distance + 64) for the half that comes first
- * in the message, x^distance for the other.
+ * Why the powers are distance + 32 and distance - 32: bit i of a 64-bit operand is x^(63-i), so a
+ * 32-bit remainder r, shifted left by one, is r * x^31; and the product of two operands comes out
+ * one bit low in its 128 bits, which is another factor x. Hence a half is multiplied by r * x^32,
+ * which has to be x^(distance + 64) for the half that comes first in the message and x^distance for
+ * the other.
  *
- * Which way serves sfr_crc32 is decided once, when the library is loaded: tables and pointer
- * never change again, so there is no lock.
- */
+ * The way is chosen once, when the library is loaded. Tables and choice never change again, so
+ * there is no lock. */
 #include <string.h>
 
 #include "sfr/crc.h"
@@ -106,7 +106,7 @@ PCLMUL static inline __m128i load(const unsigned char *p)
 	return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 
-/* `part`, moved towards the end by the distance that `k` belongs to, added to `behind`. */
+/* Moves `part` towards the end by the distance of `k` and adds it to `behind`. */
 PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i behind)
 {
 	__m128i early = _mm_clmulepi64_si128(part, k, 0x00);
@@ -115,7 +115,7 @@ PCLMUL static inline __m128i fold(__m128i part, __m128i k, __m128i behind)
 	return _mm_xor_si128(_mm_xor_si128(early, late), behind);
 }
 
-/* The state after 128 bits from state 0, and then what is left at `p`, fewer than 64 bytes. */
+/* Returns the state after 128 bits from state 0, followed by the fewer than 64 bytes at `p`. */
 PCLMUL static uint32_t finish(__m128i part, const unsigned char *p, size_t len)
 {
 	__m128i k = constant(FOLD_128);
@@ -134,7 +134,8 @@ PCLMUL static uint32_t state_pclmul(uint32_t state, const unsigned char *p, size
 
 	if (len < 64)
 		return state_portable(state, p, len);
-	/* Starting from `state` is starting from 0 with the state added to the first 32 bits. */
+	/* Starting from `state` equals starting from 0 with the state added to the first 32
+	 * bits. */
 	a = _mm_xor_si128(load(p), _mm_cvtsi32_si128((int)state));
 	b = load(p + 16);
 	c = load(p + 32);
@@ -171,8 +172,8 @@ VPCLMUL static inline __m512i fold_wide(__m512i parts, __m512i k, __m512i behind
 	return _mm512_ternarylogic_epi64(early, late, behind, 0x96); /* xor of all three */
 }
 
-/* The 64 bytes at `p`; stored on the way at `to`, unless that is NULL, by which the compiler makes
- * two functions of one text. */
+/* Loads the 64 bytes at `p`, and stores them at `to` unless that is NULL. Inlined with a constant,
+ * it becomes two functions. */
 VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const unsigned char *p,
 								       unsigned char *to)
 {
@@ -183,7 +184,7 @@ VPCLMUL __attribute__((always_inline)) static inline __m512i take_wide(const uns
 	return parts;
 }
 
-/* At least 512 bytes. With `to`, they are copied there, which is aligned to 64. */
+/* Takes at least 512 bytes. With `to`, which is aligned to 64, also copies them there. */
 VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32_t state,
 									  const unsigned char *p,
 									  size_t len,
@@ -213,7 +214,8 @@ VPCLMUL __attribute__((always_inline)) static inline uint32_t run_vpclmul(uint32
 	if (to != NULL) {
 		memcpy(to, p, len);
 		p = to;
-		_mm_sfence(); /* streaming stores are in no order with what publishes them */
+		/* streaming stores are not ordered with the store that publishes them */
+		_mm_sfence();
 	}
 	last = fold(_mm512_castsi512_si128(a), constant(FOLD_384), _mm512_extracti64x2_epi64(a, 3));
 	last = fold(_mm512_extracti64x2_epi64(a, 1), constant(FOLD_256), last);
@@ -234,7 +236,7 @@ VPCLMUL static uint32_t state_vpclmul_copy(uint32_t state, unsigned char *to,
 
 #endif
 
-/* ---- which one ------------------------------------------------------------- */
+/* ---- choice of the way ------------------------------------------------------- */
 
 uint32_t sfr_crc32_portable(uint32_t crc, const void *buf, size_t len)
 {
@@ -253,11 +255,11 @@ static uint32_t crc32_vpclmul(uint32_t crc, const void *buf, size_t len)
 }
 #endif
 
-/* Copies a chunk, then adds up what stands at `dst` while that is in the cache. */
+/* Copies chunk by chunk and computes each chunk's CRC while it is in the cache. */
 static uint32_t copy_by_chunks(uint32_t crc, void *dst, const void *src, size_t len,
 			       uint32_t (*crc32)(uint32_t, const void *, size_t))
 {
-	const size_t chunk = 256 << 10; /* well within a second-level cache, source and all */
+	const size_t chunk = 256 << 10; /* source and copy fit into a second-level cache */
 	unsigned char *to = dst;
 	const unsigned char *from = src;
 
@@ -300,9 +302,9 @@ static const struct sfr__crc_way ways[] = {
 #endif
 };
 
-static size_t best; /* index of the last way this CPU can take: each needs those before it */
+static size_t best; /* index of the last way this CPU supports; each way implies the earlier ones */
 
-/* a * b mod P. Runs through a's coefficients from x^0 (bit 31) on, with b * x^i at hand. */
+/* Returns a * b mod P: goes through a's coefficients from x^0 (bit 31) on, keeping b * x^i. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
 	uint32_t product = 0;
@@ -315,7 +317,7 @@ static uint32_t multiply(uint32_t a, uint32_t b)
 	return product;
 }
 
-/* Runs when the library is loaded, before any thread could ask for a CRC. */
+/* Runs when the library is loaded, before any thread can ask for a CRC. */
 __attribute__((constructor)) static void crc_init(void)
 {
 	for (uint32_t byte = 0; byte < 256; byte++) {
@@ -356,13 +358,13 @@ uint32_t sfr_crc32_copy(uint32_t crc, void *dst, const void *src, size_t len)
 	return ways[best].copy(crc, dst, src, len);
 }
 
-/* Appending B's len_b bytes to A multiplies A's part of the remainder by x^(8 * len_b); the
- * inversions of both cancel out. */
+/* Appending B's len_b bytes multiplies A's share of the remainder by x^(8 * len_b). Both inversions
+ * cancel out. */
 uint32_t sfr_crc32_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
 	uint32_t shift = X0;
 
-	/* The factor 8 is the start at powers[3]; exponents of powers wrap at 32. */
+	/* Starting at powers[3] is the factor 8; the exponents of powers wrap at 32. */
 	for (unsigned n = 3; len_b != 0; len_b >>= 1, n++)
 		if ((len_b & 1) != 0)
 			shift = multiply(powers[n % 32], shift);

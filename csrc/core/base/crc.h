@@ -1,5 +1,5 @@
-/* The ways crc.c has to compute a CRC, one by one: for its test, which has to see those too
- * that a better one hides on the machine at hand. Everyone else calls sfr_crc32 (sfr/crc.h). */
+/* The ways in which crc.c computes a CRC, for its test, which also covers those that a faster one
+ * hides on this machine. Everyone else calls sfr_crc32 (sfr/crc.h). */
 #ifndef SFR_CRC_H
 #define SFR_CRC_H
 
@@ -12,8 +12,8 @@ struct sfr__crc_way {
 	uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
 
-/* The n-th way this CPU can take, slowest first: 0 is the portable one, the last one serves
- * sfr_crc32. NULL behind the last. */
+/* Returns the n-th way this CPU supports, slowest first, or NULL behind the last. 0 is the portable
+ * one, and the last one serves sfr_crc32. */
 const struct sfr__crc_way *sfr__crc_way(size_t n);
 
 #endif

@@ -1,16 +1,15 @@
-/* Error codes, phases and states as words.
+/* Names and messages of error codes, phases and states.
  *
- * Each list stands once, as an X-macro in sfr/err.h or sfr/state.h; the enum there and the tables here are made
- * from it, so that a name, its number and its sentence cannot drift apart. What the operating
- * system said (-errno) is named and worded by the C library.
- */
+ * Each list is an X-macro in sfr/err.h or sfr/state.h. The enum there and the tables here are made
+ * from it, so that name, number and message always agree. For -errno the C library supplies name
+ * and message. */
 #include <stdio.h>
 #include <string.h>
 
 #include "sfr/state.h"
 #include "base/base.h"
 
-/* glibc before 2.32 cannot name an errno, and its only table of messages is behind strerror. */
+/* glibc before 2.32 cannot name an errno; it has only the messages of strerror. */
 #if __GLIBC__ * 100 + __GLIBC_MINOR__ < 232
 #define strerrorname_np(err) ((err) == 0 ? "0" : NULL)
 #define strerrordesc_np(err) strerror(err)
@@ -47,7 +46,7 @@ static const struct code_text *find(int code)
 	return NULL;
 }
 
-/* "SFR_ETORN", "EIO"; "0" for no error. Never NULL, static storage, any thread. */
+/* Returns "SFR_ETORN", "EIO" or, for no error, "0". Static storage, never NULL, any thread. */
 const char *sfr_code_name(int code)
 {
 	const struct code_text *own = find(code);
@@ -55,13 +54,13 @@ const char *sfr_code_name(int code)
 
 	if (own != NULL)
 		return own->name;
-	/* The C library takes 0 and everything out of range for no errno at all. */
+	/* The C library treats 0 and anything out of range as no errno. */
 	name = code <= 0 && code > -4096 ? strerrorname_np(-code) : NULL;
 	return name != NULL ? name : "unknown";
 }
 
-/* One sentence. Never NULL, static storage, any thread: strerrordesc_np, unlike strerror, is
- * neither translated nor written into a buffer. */
+/* Returns one sentence, in static storage, never NULL, from any thread. strerrordesc_np, unlike
+ * strerror, neither translates nor writes into a buffer. */
 const char *sfr_code_message(int code)
 {
 	const struct code_text *own = find(code);
@@ -73,21 +72,20 @@ const char *sfr_code_message(int code)
 	return text != NULL ? text : "unknown error";
 }
 
-/* "" for SFR_PHASE_NONE and for what is no phase. */
+/* Returns "" for SFR_PHASE_NONE and for an invalid phase. */
 const char *sfr_phase_name(enum sfr_phase phase)
 {
 	return (unsigned)phase < SFR_NR_PHASES ? phases[phase] : "";
 }
 
-/* What SaveHandle.state says; "" for what is no state. */
+/* Returns the text of SaveHandle.state, or "" for an invalid state. */
 const char *sfr_state_name(enum sfr_state state)
 {
 	return (unsigned)state < SFR_NR_STATES ? states[state] : "";
 }
 
-/* Sets *err unless it holds an error already: what went wrong first is what the caller has to
- * hear of, and the failures that follow from it are not. `code` is not 0; `note` may be NULL and
- * is cut to fit. The caller guards *err. */
+/* Sets *err unless it already has an error: the caller needs the first failure, not those that
+ * follow from it. `code` is not 0; `note` may be NULL and is cut to fit. The caller guards *err. */
 void sfr__err_set(struct sfr_err *err, int code, enum sfr_phase phase, const char *note)
 {
 	if (err->code != 0)

@@ -1,53 +1,48 @@
-/* fork: what a child inherits, and what it must not keep.
+/* What a forked child inherits from the core, and what it must not keep.
  *
- * A child has the parent's memory and descriptors, but only the thread that
- * forked. Everything the core had at work belongs to threads which do not
- * exist there, and its locks may have been held by them. So the child starts
- * anew: a generation counter moves on, every object made before is told apart
- * by it (SFR_EFORK), and the files with state for the whole process, which have
- * linked a hook, are told to forget it.
+ * A child has the parent's memory and descriptors, but only the thread that forked. The core's
+ * other threads do not exist there, and any of its locks may have been held. So the child starts
+ * anew: it increments the generation counter, by which every older object is recognised
+ * (SFR_EFORK), and calls the fork hooks, with which files forget their process-wide state.
  *
- * Descriptors are the one thing that cannot just be forgotten. A temporary is
- * locked by flock, and that lock lives as long as any descriptor of the same
- * open file: a child that kept one would make the temporary of a dead parent
- * look alive for as long as the child runs. So each such descriptor stands in a
- * table, and the child closes them. It never unlocks, for that would unlock the
- * parent's file too.
+ * Descriptors cannot just be forgotten. flock locks a temporary for as long as any descriptor of
+ * the same open file exists, so a child that kept one would make a dead parent's temporary look
+ * alive. Therefore a table lists these descriptors, and the child closes them. It never unlocks,
+ * because that would unlock the parent's file too.
  *
  *   parent                                    child
  *   before: takes fork_mu when no file        (has fork_mu: it is the same thread)
  *           is being opened
  *   after:  gives it back                     closes what is in the table
- *                                             generation + 1, others forget
- *                                             gives fork_mu back
+ *                                             generation + 1, hooks run
+ *                                             makes fork_mu new
  *
- * No system call is made under fork_mu: open(2) may hang on one file system, and others
- * are to be opened on another; close(2) may flush or upload for seconds. A place in the
- * table has a state instead:
+ * No system call is made under fork_mu: open(2) may hang on one file system while others are to be
+ * opened on another, and close(2) may flush or upload for seconds. Instead, each table entry has a
+ * state:
  *
  *     FREE ──▶ OPENING ──▶ OPEN ──close begins──▶ CLOSING ──close has returned──▶ OVER
  *       ▲                                                                          │
- *       └─────────────────── under fork_mu, when a slot is wanted ─────────────────┘
+ *       └─────────────────── under fork_mu, when an entry is wanted ───────────────┘
  *
- * The kernel copies a forking process's descriptors first and its memory later, and the
- * other threads run in between: a slot that went FREE there would hide a descriptor that
- * the child has. So nothing becomes FREE but under fork_mu, which the fork holds.
+ * The kernel copies a forking process's descriptors first and its memory later, and other threads
+ * run in between. An entry that became FREE in that window would hide a descriptor that the child
+ * has. So entries become FREE only under fork_mu, which the fork holds.
  *
- * The number of a CLOSING or OVER descriptor may mean somebody else's file by now. So the
- * open file is marked before it is closed (F_SETSIG, which stands for nothing as
- * long as nobody asks for signals, and goes with the open file and not with the
- * number), and the child closes only what bears the mark. Where the mark cannot
- * be set the child leaves such a descriptor: the file's writing is over.
+ * The number of a CLOSING or OVER descriptor may already name another file. So the open file is
+ * marked before it is closed, with F_SETSIG. The mark belongs to the open file rather than to the
+ * number, and has no effect because nobody asks for signals. The child closes such a descriptor
+ * only if it has the mark. If the mark could not be set, the child keeps the descriptor: nothing is
+ * written to that file any more.
  *
- * A fork waits until nothing is OPENING, and what would be opened meanwhile waits for the
- * fork: so no child has a descriptor that is not in its table. It waits a second and no
- * longer, since the program's every fork would hang with an open that does. The child may then
- * have one descriptor that is in no table, which ends with exec.
+ * A fork waits until no entry is OPENING, and new opens wait for the fork, so every descriptor of
+ * the child is in its table. The wait ends after a second, because otherwise an open that hangs
+ * would make every fork of the program hang. The child may then have one descriptor outside any
+ * table; exec closes it.
  *
- * The child handler calls nothing that allocates or takes a lock another thread
- * may have held. A child made by a bare clone(2) runs no handlers: it keeps the
- * descriptors until it calls exec or ends.
- */
+ * The child handler calls nothing that allocates or that takes a lock of another thread. A child
+ * made by a bare clone(2) runs no handlers: it keeps the descriptors until it calls exec or
+ * ends. */
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -59,12 +54,12 @@
 #include "base/base.h"
 
 #define NR_FDS 4096
-#define OPEN_WAIT_S 1       /* of a fork for an open */
-#define OPENING INT_MIN     /* no number of a descriptor yet */
-#define CLOSING_MARK SIGURG /* any signal: nobody asks for one, and it is never sent */
+#define OPEN_WAIT_S 1       /* how long a fork waits for an open */
+#define OPENING INT_MIN     /* the descriptor's number is not known yet */
+#define CLOSING_MARK SIGURG /* any signal would do: nobody asks for one, and it is never sent */
 
 static struct sfr__mutex fork_mu = SFR__MUTEX(SFR__LOCK_FORK);
-static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* of both counts */
+static pthread_cond_t fork_cv = PTHREAD_COND_INITIALIZER; /* signals changes of both counts */
 static unsigned nr_opening, nr_forking;                   /* under fork_mu */
 static struct {
 	/* descriptor + 1 = OPEN, -(descriptor + 1) = CLOSING or OVER, 0 = FREE, or OPENING */
@@ -75,7 +70,7 @@ static _Atomic uint64_t generation;
 static struct sfr__fork_hook *hooks; /* constant once main runs */
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static int once_rc; /* 0 or -errno of the installation */
+static int once_rc; /* 0 or -errno of pthread_atfork */
 
 void sfr__fork_watch(struct sfr__fork_hook *hook)
 {
@@ -83,8 +78,9 @@ void sfr__fork_watch(struct sfr__fork_hook *hook)
 	hooks = hook;
 }
 
-/* Waits while *nr is not 0, until a moment of CLOCK_REALTIME, which a static condition has: a second
- * at most, and so under the lock over the timeline, whose file is opened under it, too. */
+/* Waits while *nr is not 0, until a moment of CLOCK_REALTIME (the clock of a static condition). It
+ * waits a second at most, so it may run under the lock of the timeline, whose file is opened under
+ * that lock. */
 static void wait_locked(const unsigned *nr, const struct timespec *until)
 {
 	while (*nr != 0 && pthread_cond_timedwait(&fork_cv, &fork_mu.mu, until) != ETIMEDOUT)
@@ -95,7 +91,7 @@ static struct timespec soon(void)
 {
 	struct timespec until = { 0, 0 };
 
-	(void)clock_gettime(CLOCK_REALTIME, &until); /* it exists */
+	(void)clock_gettime(CLOCK_REALTIME, &until); /* the clock always exists */
 	until.tv_sec += OPEN_WAIT_S;
 	return until;
 }
@@ -112,7 +108,7 @@ static void before(void)
 
 static void after_in_parent(void)
 {
-	(void)pthread_cond_broadcast(&fork_cv); /* who waits to open */
+	(void)pthread_cond_broadcast(&fork_cv); /* wakes threads that wait to open */
 	sfr__unlock(&fork_mu);
 }
 
@@ -122,9 +118,9 @@ static void after_in_child(void)
 		int entry = atomic_load(&fds[i].fd);
 
 		if (entry == OPENING)
-			entry = 0; /* nobody knows its number: see the top */
-		/* Not through the table: a test's wrapper may wait, and nothing here may.
-		 * What close returns does not matter, the parent writes these files. */
+			entry = 0; /* its number is unknown: see the top */
+		/* Not through the table: a test's wrapper may wait, and nothing here may. The
+		 * result of close does not matter, because the parent writes these files. */
 		if (entry > 0 || (entry < 0 && fcntl(-entry - 1, F_GETSIG) == CLOSING_MARK))
 			(void)close(abs(entry) - 1);
 		atomic_store(&fds[i].fd, 0);
@@ -135,7 +131,7 @@ static void after_in_child(void)
 	sfr__lock_given(fork_mu.rank);
 	sfr__mutex_init(&fork_mu, SFR__LOCK_FORK);
 	(void)pthread_cond_init(&fork_cv,
-				NULL); /* cannot fail on Linux; waiters are the parent's */
+				NULL); /* cannot fail on Linux; the waiters were the parent's */
 	nr_opening = nr_forking = 0;
 }
 
@@ -144,8 +140,8 @@ static void install(void)
 	once_rc = -pthread_atfork(before, after_in_parent, after_in_child);
 }
 
-/* Any thread, any number of times. -ENOMEM, then and from then on: without the handlers a child
- * could do damage, so nothing may start. */
+/* Callable from any thread, any number of times. Once it has returned -ENOMEM it always does:
+ * without the handlers a child could do damage, so no engine may start. */
 int sfr_fork_init(void)
 {
 	int rc = pthread_once(&once, install);
@@ -158,7 +154,7 @@ uint64_t sfr_fork_generation(void)
 	return atomic_load(&generation);
 }
 
-/* The slot of an OPEN descriptor, or -1. */
+/* Returns the entry of an OPEN descriptor, or -1. */
 static int find_slot(int fd)
 {
 	for (int i = 0; i < NR_FDS; i++)
@@ -167,7 +163,7 @@ static int find_slot(int fd)
 	return -1;
 }
 
-/* A slot that is FREE, or OVER and so free now; -1 when there is none. */
+/* Returns an entry that is FREE or OVER, or -1. */
 static int free_slot_locked(void)
 {
 	for (int i = 0; i < NR_FDS; i++) {
@@ -179,7 +175,7 @@ static int free_slot_locked(void)
 	return -1;
 }
 
-/* The slot, OPENING from now on, or -EMFILE. A fork that waits goes first. */
+/* Takes an entry and makes it OPENING, or returns -EMFILE. A waiting fork goes first. */
 static int begin_open(void)
 {
 	struct timespec until = soon();
@@ -206,8 +202,8 @@ static void end_open(int slot, int fd)
 	sfr__unlock(&fork_mu);
 }
 
-/* An interrupted open is tried again. -EMFILE also when the table is full: then nothing has been
- * opened. Blocks as long as open(2) does. */
+/* Retries an interrupted open. -EMFILE also when the table is full; then nothing was opened. Blocks
+ * as long as open(2) does. */
 int sfr__fd_openat(int dir, const char *path, int flags, mode_t mode)
 {
 	int slot = begin_open(), fd = -1, rc = slot;
@@ -228,13 +224,13 @@ int sfr__fd_open(const char *path, int flags, mode_t mode)
 	return sfr__fd_openat(AT_FDCWD, path, flags, mode);
 }
 
-/* The descriptor is gone whatever is returned (Linux), so nobody closes it twice. No lock is held:
- * forks go on, see the top. */
+/* The descriptor is closed whatever is returned (Linux), so nobody closes it twice. No lock is
+ * held, so forks go on; see the top. */
 int sfr__fd_close(int fd)
 {
 	int slot = find_slot(fd), rc;
 
-	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* see the top for where it cannot be set */
+	(void)fcntl(fd, F_SETSIG, CLOSING_MARK); /* the top says what happens if this fails */
 	if (slot >= 0)
 		atomic_store(&fds[slot].fd, -(fd + 1));
 	rc = sfr_sys.close(fd) < 0 ? -errno : 0;

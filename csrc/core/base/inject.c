@@ -1,24 +1,22 @@
-/* Fault injection: wrappers around the system-call table, for tests.
+/* Fault injection for tests: wrappers around the system-call table.
  *
- * Installing replaces every entry of sfr_sys by a wrapper that counts the call,
- * asks the list of faults what is to happen to it (fate_of), and then fails, falls
- * short, waits, or passes it on to what stood in the table before. Nothing in
- * the product installs it.
+ * Installing replaces every entry of sfr_sys by a wrapper. The wrapper counts the call, asks the
+ * list of faults what is to happen (fate_of), and then fails, falls short, waits or calls the
+ * former entry. The product never installs it.
  *
- * A fault fails a call the way the kernel does, so that the code under test
- * meets states which exist:
+ * A fault fails a call as the kernel would, so that the code under test meets only states that
+ * exist:
  *   - a failed close has closed the descriptor; every other failed call has
  *     done nothing;
- *   - a short pwrite has written what it says and no more, whole blocks of it
- *     where O_DIRECT takes nothing smaller;
- *   - what cannot fail (free, closedir, joining a thread of one's own, reading
- *     the clock) is counted and can be slow, but is never failed.
+ *   - a short pwrite has written what it says and no more, in whole blocks
+ *     where O_DIRECT accepts nothing smaller;
+ *   - calls that cannot fail (free, closedir, joining one's own thread, reading
+ *     the clock) are counted and can be slow, but never fail.
  *
- * There is no lock: wrappers run in any thread and in forked children, where a
- * lock might have been left taken. Slots are claimed by compare-and-swap and
- * published by their `call` field; a wrapper that looks at a slot while a test
- * changes it may miss or take one fault too many, which tests avoid.
- */
+ * There is no lock: wrappers run in any thread and in forked children, where a lock might have
+ * been left taken. Entries are claimed by compare-and-swap and published by their `call` field.
+ * A wrapper may miss a fault or apply one too many while a test changes the list; tests avoid
+ * that. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -27,14 +25,14 @@
 #include "base/base.h"
 
 #define NR_SLOTS 16
-#define HOLD_STEP_NS 1000000u /* how late a held call notices that it may go on */
+#define HOLD_STEP_NS 1000000u /* how late a held call notices that it may continue */
 #define DIRECT_BLOCK 4096u
 
-/* A formatter cannot tell the lists' entries from expressions. */
+/* clang-format would mangle the lists' entries. */
 /* clang-format off */
 
-/* Entries whose wrapper is nothing but "fail or pass on": what they return, their name, what
- * a failure returns, parameters, arguments. */
+/* Entries whose wrapper only fails or forwards: type, name, result of a failure, parameters,
+ * arguments. */
 #define FAILING_LIST(X)                                                                            \
 	X(int, open, -1, (int dir, const char *name, int flags, mode_t mode),                          \
 	  (dir, name, flags, mode))                                                                \
@@ -70,7 +68,7 @@
 	X(int, get_affinity, -1, (cpu_set_t * cpus), (cpus))                                       \
 	X(int, set_affinity, -1, (const cpu_set_t *cpus), (cpus))
 
-/* Entries that can only be slow and return something. */
+/* Entries that can be slow but cannot fail, and return a value. */
 #define SAFE_LIST(X)                                                                               \
 	X(struct dirent *, readdir, (DIR *dir), (dir))                                             \
 	X(int, closedir, (DIR *dir), (dir))                                                        \
@@ -118,23 +116,23 @@ static const struct {
 
 /* clang-format on */
 
-/* One fault. All atomic, since wrappers read while a test writes. */
+/* One fault. Its fields are atomic because wrappers read them while a test writes. */
 struct slot {
 	atomic_uint call;                             /* enum call */
-	_Atomic uint64_t nth, seen, delay_ns, number; /* of this fault, among all */
+	_Atomic uint64_t nth, seen, delay_ns, number; /* number: unique to this fault */
 	_Atomic int64_t limit;
 	atomic_int sticky, err;
 };
 
 static struct slot slots[NR_SLOTS];
 static _Atomic uint64_t counts[NR_CALLS], hits, nr_faults;
-static struct sfr_sys real; /* what stood in the table; valid while installed */
+static struct sfr_sys real; /* the former table; valid while installed */
 static bool installed;
 
 /* What is to happen to one call. */
 struct fate {
-	int err;       /* 0: it goes through */
-	int64_t limit; /* -1: all of it */
+	int err;       /* 0: the call goes through */
+	int64_t limit; /* -1: the whole length */
 };
 
 static void nap(uint64_t delay_ns)
@@ -145,15 +143,15 @@ static void nap(uint64_t delay_ns)
 		;
 }
 
-/* Until the fault is taken away, or its place is another's. */
+/* Sleeps until the fault is removed or another one has its entry. */
 static void stand(const struct slot *s, unsigned which, uint64_t number)
 {
 	while (atomic_load(&s->call) == which && atomic_load(&s->number) == number)
 		nap(HOLD_STEP_NS);
 }
 
-/* Counts a call and says what is to happen to it; sleeps as long as a fault says. Every slot
- * counts every call it is for, due or not, so that two faults do not shift one another. */
+/* Counts a call, decides what happens to it, and sleeps if a fault says so. Every fault counts
+ * every call it applies to, due or not, so that two faults do not shift each other. */
 static struct fate fate_of(enum call call)
 {
 	struct fate fate = { 0, -1 };
@@ -269,8 +267,8 @@ static ssize_t inject_pwrite(int fd, const void *buf, size_t len, off_t off)
 	if (take == 0 && len)
 		return 0;
 	put = real.pwrite(fd, buf, take, off);
-	/* An O_DIRECT descriptor refuses odd lengths: then only whole blocks reach the file,
-	 * as with a device that gave up in the middle of one. */
+	/* An O_DIRECT descriptor refuses odd lengths. Then only whole blocks reach the file, as if
+	 * a device had given up in the middle of a block. */
 	if (put < 0 && errno == EINVAL && take < len) {
 		put = whole ? real.pwrite(fd, buf, whole, off) : 0;
 		if (put == (ssize_t)whole)
@@ -289,7 +287,7 @@ static int inject_thread_create(pthread_t *thread, const pthread_attr_t *attr,
 
 static void inject_free(void *mem)
 {
-	(void)fate_of(CALL_free); /* can only be slow, as are the copies */
+	(void)fate_of(CALL_free); /* can only be slow, like the copies */
 	real.free(mem);
 }
 
@@ -395,7 +393,7 @@ void sfr_inject_clear(void)
 	atomic_store(&hits, 0);
 }
 
-/* 0 for an unknown name. */
+/* Returns 0 for an unknown name. */
 uint64_t sfr_inject_calls(const char *name)
 {
 	return atomic_load(&counts[find(name)]);

@@ -1,4 +1,4 @@
-/* The account that a thread keeps of its locks, where their order is checked. See lock.h. */
+/* Checks the order of locks: each thread keeps a set of those it holds. See lock.h. */
 #include "base/lock.h"
 
 #ifdef SFR_CHECK_LOCKS
@@ -11,7 +11,7 @@ static void broken(const char *what, enum sfr__lock_rank rank)
 {
 	(void)fprintf(stderr, "locks: rank %d is %s while 0x%x are held (base/lock.h)\n", (int)rank,
 		      what, held);
-	abort(); /* of a test, never of a training: see the head of lock.h */
+	abort(); /* only in tests: see the head of lock.h */
 }
 
 unsigned sfr__locks_held(void)

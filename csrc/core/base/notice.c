@@ -1,11 +1,10 @@
-/* Notices: what the core has to tell the one who uses it.
+/* Notices: messages from the core's threads to the caller.
  *
- * Lane, writer and log threads never run the caller's code. They post notices to this queue;
- * one thread of the caller takes them (sfr_notice_wait) and does what has to be done there:
- * gives its verdict on version counters, lets sources go, settles futures, runs callbacks.
- * A ticket's two notices are part of the ticket, so posting them needs no memory and cannot
- * fail; a sentence (TEXT) is worth a log line only and is dropped when memory is short.
- */
+ * Lane, writer and log threads never run the caller's code. They post notices to this queue, and
+ * one thread of the caller takes them (sfr_notice_wait). That thread gives the verdict on version
+ * counters, releases sources, settles futures and runs callbacks. A ticket embeds its two notices,
+ * so posting them needs no memory and cannot fail. A sentence (TEXT) is only worth a log line and
+ * is dropped when memory is short. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -14,11 +13,11 @@
 #include "base/queue.h"
 
 static struct {
-	struct sfr__mutex mu; /* guards all of this; a leaf: nothing is taken under it */
+	struct sfr__mutex mu; /* guards all of this; no other lock is taken under it */
 	pthread_cond_t cv;
 	bool cv_ready;
 	SFR__QUEUE(struct sfr__notice) queue;
-	struct sfr_notice again; /* comes first; .what 0: none */
+	struct sfr_notice again; /* taken first; .what 0: none */
 	unsigned stops;
 } notices = { .mu = SFR__MUTEX(SFR__LOCK_NOTICES) };
 
@@ -49,7 +48,7 @@ void sfr__notice_text(const char *format, ...)
 	sfr__notice_post(notice);
 }
 
-/* Its references go over to the caller; a sentence ends here. */
+/* Hands the notice's references to the caller, and frees a TEXT. */
 static void hand_over(struct sfr__notice *notice, struct sfr_notice *out)
 {
 	out->what = notice->what;
@@ -72,7 +71,8 @@ int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns)
 	sfr__lock(&notices.mu);
 	*out = notices.again;
 	notices.again.what = 0;
-	/* CLOCK_MONOTONIC, which no static initializer gives. Before anybody waits nobody is woken. */
+	/* A static initializer cannot give CLOCK_MONOTONIC. Posting before the first wait wakes
+	 * nobody. */
 	if (!notices.cv_ready)
 		notices.cv_ready = sfr__cond_init(&notices.cv) == 0;
 	while (!out->what && !notices.queue.head && !notices.stops && rc == 0)
@@ -106,8 +106,8 @@ void sfr_notice_stop(void)
 
 static void forget(void)
 {
-	/* The parent's waiter and the holder of the lock, if any, do not exist here: the memory
-	 * is made new without looking at it. What was queued belongs to the parent. */
+	/* The parent's waiter and lock holder do not exist here, so the memory is overwritten
+	 * without looking at it. Queued notices belong to the parent. */
 	memset(&notices, 0, sizeof(notices));
 	sfr__mutex_init(&notices.mu, SFR__LOCK_NOTICES);
 }

@@ -1,11 +1,10 @@
-/* Queues, first in, first out, of structs that are linked through a member `next`.
+/* First-in, first-out queues of structs that are linked through a member `next`.
  *
  *     SFR__QUEUE(struct job) jobs;    all zero is empty
  *     sfr__queue_push(&jobs, job);
  *     job = sfr__queue_pop(&jobs);    NULL when there is none
  *
- * What is in a queue is in no other. Whoever has the queue guards it.
- */
+ * An item is in at most one queue. The owner of the queue guards it. */
 #ifndef SFR_QUEUE_H
 #define SFR_QUEUE_H
 
@@ -37,8 +36,9 @@
 		sfr__first;                                                                        \
 	})
 
-/* Something for a thread of ours to do; part of what it is done for, so queueing one cannot fail.
- * `run` is called once, with no lock held; the task may be gone when it returns. */
+/* Something for one of our threads to do, embedded in the object it concerns, so that queueing it
+ * cannot fail. `run` is called once with no lock held; the task may no longer exist when it
+ * returns. */
 struct sfr__task {
 	struct sfr__task *next;
 	void (*run)(struct sfr__task *task);

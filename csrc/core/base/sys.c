@@ -1,14 +1,11 @@
-/* The plain system-call table, and the small helpers that stand directly on it.
+/* The plain system-call table, and helpers directly above it.
  *
- * Most entries are the C library's functions themselves. A wrapper stands only
- * where the library's function is variadic (open, fcntl), where the bare call
- * would do something else than the entry's name says (setpriority names a
- * process; on Linux a thread id makes it act on one thread), or where a copy
- * needs the table's signature.
+ * Most entries are the C library's functions. A wrapper exists only where the library's function is
+ * variadic (open, fcntl), where the bare call means something else (setpriority names a process,
+ * but with a Linux thread id acts on one thread), or where a copy needs the table's signature.
  *
- * The table is a plain variable, not atomic: it is written before threads
- * exist, or by a test while nobody is inside the core (see sys.h).
- */
+ * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
+ * nobody is inside the core (see sys.h). */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -26,10 +23,10 @@
 #include "base/base.h"
 
 #define NS_PER_S 1000000000u
-#ifndef SFR_LOOK_AGAIN_NS /* tests of wake-ups make it an hour */
+#ifndef SFR_LOOK_AGAIN_NS /* tests of wake-ups set it to an hour */
 #define SFR_LOOK_AGAIN_NS NS_PER_S
 #endif
-#define PROMPT_SLACK_NS 1000 /* the kernel's own is 50 us: as long as the sleeps it is for */
+#define PROMPT_SLACK_NS 1000 /* the kernel's default, 50 us, is as long as the sleeps themselves */
 #define WORKER_NICE 10       /* below the training thread, above idle work */
 
 static int plain_open(int dir, const char *name, int flags, mode_t mode)
@@ -125,7 +122,7 @@ struct sfr_sys sfr_sys = {
 	.lane_copy = sfr_crc32_copy,
 };
 
-/* Nanoseconds of CLOCK_MONOTONIC. Cannot fail on Linux: the clock always exists. */
+/* Returns nanoseconds of CLOCK_MONOTONIC. Cannot fail on Linux: the clock always exists. */
 uint64_t sfr__now_ns(void)
 {
 	struct timespec ts = { 0, 0 };
@@ -141,7 +138,7 @@ uint64_t sfr__deadline(uint64_t slice_ns)
 	if (slice_ns == SFR_FOREVER)
 		return SFR_FOREVER;
 	now = sfr__now_ns();
-	/* A slice so long that the sum would wrap is as good as no bound. */
+	/* A slice so long that the sum would wrap counts as no bound. */
 	return slice_ns >= SFR_FOREVER - now ? SFR_FOREVER : now + slice_ns;
 }
 
@@ -161,7 +158,8 @@ int sfr__write_all(int fd, const char *bytes, size_t len, uint64_t off, size_t *
 
 	for (*done = 0; *done < len;) {
 		ssize_t put = sfr_sys.pwrite(fd, bytes + *done, len - *done, (off_t)(off + *done));
-		int code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+		/* no byte and no reason: retrying would not help */
+		int code = put < 0 ? -errno : -EIO;
 
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return code;
@@ -183,12 +181,13 @@ int sfr__cond_init(pthread_cond_t *cond)
 	rc = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
 	if (rc == 0)
 		rc = pthread_cond_init(cond, &attr);
-	(void)pthread_condattr_destroy(&attr); /* the object is valid: it cannot fail */
+	(void)pthread_condattr_destroy(&attr); /* cannot fail on a valid object */
 	return -rc;
 }
 
-/* May return 0 without a wake-up, and does after SFR_LOOK_AGAIN_NS: glibc can lose one that comes
- * while another thread is being woken (bug 25847). Every caller looks at its condition again. */
+/* May return 0 without a wake-up, and does so after SFR_LOOK_AGAIN_NS: glibc can lose a wake-up
+ * that comes while another thread is being woken (bug 25847). So every caller checks its condition
+ * again. */
 int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadline_ns)
 {
 	uint64_t now = sfr__now_ns(), until = now + SFR_LOOK_AGAIN_NS;
@@ -196,7 +195,7 @@ int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadlin
 	int rc;
 
 	sfr__lock_alone(mu->rank);
-	/* The kernel would add its timer slack of 50 us to a moment that has passed. */
+	/* The kernel would add its timer slack of 50 us to a deadline in the past. */
 	if (deadline_ns <= now)
 		return SFR_EAGAIN;
 	if (deadline_ns < until)
@@ -207,7 +206,7 @@ int sfr__cond_wait(pthread_cond_t *cond, struct sfr__mutex *mu, uint64_t deadlin
 	return rc == ETIMEDOUT && until == deadline_ns ? SFR_EAGAIN : 0;
 }
 
-/* What a new thread needs before it becomes its main function; freed by the thread. */
+/* The arguments of a new thread, which frees them. */
 struct start {
 	void *(*main)(void *);
 	void *arg;
@@ -215,27 +214,26 @@ struct start {
 	enum sfr__thread_kind kind;
 };
 
-/* Name and priority are set by the thread itself, so that they hold before its first line of
- * work and need no handle that the maker might not have yet. */
+/* The thread sets its own name and priority, so that both hold before it does any work. */
 static void *thread_main(void *arg)
 {
 	struct start start = *(struct start *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
-	/* A sandbox may forbid the call. Then the thread competes with the training thread at
-	 * the same priority: slower, and nothing worse. */
+	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
+	 * same priority, which is slower but not wrong. */
 	if (start.kind == SFR__BACKGROUND)
 		(void)sfr_sys.set_nice(WORKER_NICE);
 	if (start.kind == SFR__PROMPT)
-		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* or it wakes a little late */
+		(void)sfr_sys.set_slack(PROMPT_SLACK_NS); /* on failure it wakes a little late */
 	return start.main(start.arg);
 }
 
-/* Signals are blocked around the creation, so that the thread inherits the mask and no handler of
- * the program (Python's, SLURM's) for what is sent to the process ever runs on it. Those that a
- * thread brings on itself stay open: blocked, the kernel ends the process without asking a handler,
- * and nothing (faulthandler, a core dumper) could say where it crashed. */
+/* Signals are blocked around the creation so that the thread inherits the mask: no handler of the
+ * program (Python's, SLURM's) ever runs on it. Signals that a thread raises itself stay open. If
+ * they were blocked, the kernel would end the process without a handler, and faulthandler or a core
+ * dumper could not say where it crashed. */
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg)
 {
@@ -259,7 +257,8 @@ int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind
 	rc = pthread_sigmask(SIG_SETMASK, &all, &old);
 	if (rc == 0) {
 		rc = sfr_sys.thread_create(thread, NULL, thread_main, start);
-		(void)pthread_sigmask(SIG_SETMASK, &old, NULL); /* it was valid a moment ago */
+		/* cannot fail: the mask was valid a moment ago */
+		(void)pthread_sigmask(SIG_SETMASK, &old, NULL);
 	}
 	if (rc != 0)
 		sfr_sys.free(start);

@@ -1,10 +1,9 @@
-/* The system-call table: the only way from the core to the operating system.
+/* The system-call table: the core's only way to the operating system.
  *
- * Every file, memory, thread and clock call of the core goes through `sfr_sys`, so that a
- * test can make any of them fail, fall short or be slow (inject.c holds the wrappers that
- * do it). Entries keep the calling convention of what they stand for (-1 and errno, NULL,
- * an error number for threads). Waiting on conditions and the like is not in the table.
- */
+ * Every file, memory, thread and clock call of the core goes through `sfr_sys`, so that a test can
+ * make any of them fail, fall short or be slow (inject.c has the wrappers). Entries keep the
+ * calling convention of what they replace: -1 and errno, NULL, or an error number for threads.
+ * Waits on conditions are not in the table. */
 #ifndef SFR_SYS_H
 #define SFR_SYS_H
 
@@ -18,7 +17,7 @@
 #include <time.h>
 
 struct sfr_sys {
-	/* files; a name is one in the open directory `dir`, or a path with AT_FDCWD */
+	/* files; a name is relative to the open directory `dir`, or a path with AT_FDCWD */
 	int (*open)(int dir, const char *name, int flags, mode_t mode);
 	int (*close)(int fd);
 	ssize_t (*pread)(int fd, void *buf, size_t len, off_t off);
@@ -55,13 +54,13 @@ struct sfr_sys {
 	int (*thread_create)(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
 			     void *arg);
 	int (*thread_join)(pthread_t thread, void **value);
-	int (*set_nice)(int nice);          /* of the calling thread, as the next three */
+	int (*set_nice)(int nice);          /* of the calling thread, like the next three */
 	int (*set_slack)(unsigned long ns); /* how late the kernel may wake it */
 	int (*get_affinity)(cpu_set_t *cpus);
 	int (*set_affinity)(const cpu_set_t *cpus);
 	int (*clock_gettime)(clockid_t clock, struct timespec *ts);
-	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which
-	 * returns the CRC of what `crc` stands for and the copied bytes */
+	/* copies of tensor bytes: by the caller (captured), and by a lane (deferred), which returns
+	 * `crc` extended by the copied bytes */
 	void (*capture_copy)(void *dst, const void *src, size_t len);
 	uint32_t (*lane_copy)(uint32_t crc, void *dst, const void *src, size_t len);
 };
@@ -71,30 +70,31 @@ extern struct sfr_sys sfr_sys;
 /* ---- fault injection (inject.c): tests only; nothing in the product installs it ---- */
 
 struct sfr_fault {
-	const char *call;  /* a member's name, e.g. "pwrite"; "*" = any call that can fail */
-	uint64_t nth;      /* acts on the nth call from now on, counted from 1 */
-	int sticky;        /* and on every later one */
-	int err;           /* errno to give; 0 = do not fail */
-	int64_t limit;     /* pread, pwrite: at most that many bytes are transferred; -1 = all,
-			     -2 = half, -3 = all but one */
-	uint64_t delay_ns; /* sleep that long first; SFR_FOREVER: until the fault is taken away */
+	const char *call; /* a member's name, e.g. "pwrite"; "*": any call that can fail */
+	uint64_t nth;     /* acts on the nth call from now on, counted from 1 */
+	int sticky;       /* acts on every later one too */
+	int err;          /* errno to give; 0: do not fail */
+	/* pread, pwrite: transfer at most that many bytes; -1: all, -2: half, -3: all but one */
+	int64_t limit;
+	uint64_t delay_ns; /* sleep that long first; SFR_FOREVER: until the fault is removed */
 };
-/* Puts counting wrappers into sfr_sys; a second time does nothing. Returns 0. Like _remove it is
- * not to be called while other threads are inside the core; the others may be at any time. */
+/* Puts counting wrappers into sfr_sys; a second call does nothing. Returns 0. Neither this nor
+ * sfr_inject_remove may be called while other threads are inside the core; the functions below
+ * may. */
 int sfr_inject_install(void);
-/* Adds a fault; up to 16 act at a time, the first that is due wins. -EINVAL: an unknown call, an
- * error for a call that cannot fail (free, readdir, closedir, thread_join, clock_gettime, the
- * copies: those can only be slow), nth 0. -ENOSPC: too many. */
+/* Adds a fault. Up to 16 exist at a time, and the first that is due wins. -EINVAL: an unknown call,
+ * nth 0, or an error for a call that cannot fail (free, readdir, closedir, thread_join,
+ * clock_gettime and the copies can only be slow). -ENOSPC: too many. */
 int sfr_inject_set(const struct sfr_fault *fault);
-/* Takes one fault away that is equal to *fault; the counters stay. -ENOENT: there is none. */
+/* Removes one fault that equals *fault; the counters stay. -ENOENT: there is none. */
 int sfr_inject_drop(const struct sfr_fault *fault);
-/* No faults; counters to zero. */
+/* Removes all faults and resets the counters. */
 void sfr_inject_clear(void);
-/* Calls since the last clear; "*" = all that can fail, an unknown name 0. */
+/* Returns the calls since the last clear; "*": all that can fail; an unknown name: 0. */
 uint64_t sfr_inject_calls(const char *call);
-/* Faults that acted since the last clear. */
+/* Returns how many faults acted since the last clear. */
 uint64_t sfr_inject_hits(void);
-/* The plain table again. */
+/* Restores the plain table. */
 void sfr_inject_remove(void);
 
 #endif

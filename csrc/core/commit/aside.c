@@ -1,20 +1,19 @@
-/* What a file system that does not answer holds up, and what goes on past it.
+/* Which saves overtake a file system that does not answer.
  *
- * A rename, a sync or a remove on a mount that hangs never returns, and the order of the log would
- * have everything behind it wait: all file systems, all engines. So a file system of which nothing
- * has been heard for a while (20 s) is set aside, with a notice, until it answers:
+ * A rename, a sync or a remove on a mount that hangs never returns, and in the log's order
+ * everything behind it would wait: all file systems, all engines. So a file system that has not
+ * answered for a while (20 s) is set aside, with a notice, until it answers:
  *
  *     [A /nfs being renamed since 20 s]  [B /nfs ready]  [remove of /ssd/old]  [C /ssd ready]
  *                                                                               runs now
  *
- * Only saves go past, and only such as are ready, on a file system that answers, under a name that
- * nothing in front of them has to do with. They end where they stand and leave the list in its order. Removes and
- * work of others wait: a remove is promised to come after every save before it, so an extra file
- * stays for as long as the mount hangs, never one too few.
+ * Only saves overtake, and only those that are ready, on a file system that answers, under a name
+ * that no entry in front of them concerns. They end at their position and leave the list in its
+ * order. Removes and external work wait: a remove is promised to come after every save before it.
+ * So a file too many stays as long as the mount hangs, never one too few.
  *
- * Nobody goes past what takes its time and is answered: the promise of order across paths is
- * given up for a file system that hangs and for nothing else.
- */
+ * A file system that is slow but answers is never overtaken: the promise of order across paths is
+ * given up only for one that hangs. */
 #include <stdio.h>
 
 #include "commit/log_int.h"
@@ -24,7 +23,7 @@ bool sfr__log_is_over_locked(const struct sfr__log_entry *e)
 	return sfr__log_has_ended(e) && !e->loads && e->asked_ns == 0;
 }
 
-/* Since when this entry waits for an answer of its file system, 0 for one that does not. */
+/* Returns since when this entry has been waiting for its file system, or 0. */
 static uint64_t asked_since_locked(const struct sfr__log_entry *e)
 {
 	uint64_t own = atomic_load_explicit(&e->asked_ns, memory_order_relaxed);
@@ -41,7 +40,7 @@ static bool hangs_locked(const struct sfr__log_entry *e, uint64_t now)
 	return since && now > since && now - since >= sfr__log.patience_ns;
 }
 
-/* Whose file system is it that hangs? The first one that was caught at it. */
+/* Returns the first entry found hanging on this file system, or NULL. */
 static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 {
 	for (struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
@@ -50,13 +49,13 @@ static struct sfr__log_entry *hanging_on_locked(uint64_t fs, uint64_t now)
 	return NULL;
 }
 
-/* A save of the core's own, which the log's threads rename. */
+/* Returns whether this is one of our own saves, which the log's threads rename. */
 static bool is_own_save(const struct sfr__log_entry *e)
 {
 	return e->ops->is_save && e->ops->run;
 }
 
-/* Has it begun, or is it going to without waiting for the log? */
+/* Returns whether it has begun, or will begin without waiting for the log. */
 static bool is_under_way(const struct sfr__log_entry *e)
 {
 	return is_own_save(e) || e->state == SFR__LOG_RUNNING || e->asked_ns != 0 ||
@@ -73,7 +72,7 @@ bool sfr__log_may_pass_locked(const struct sfr__log_entry *e, uint64_t now)
 			continue;
 		if (sfr__log_touches(b, e->key))
 			return false;
-		/* What has not begun waits for the same as this one does. */
+		/* An entry that has not begun waits for the same as this one. */
 		if (is_under_way(b) && !hanging_on_locked(b->fs, now))
 			return false;
 	}

@@ -1,4 +1,4 @@
-/* The log's list: what is pending, in the order of submission, and what a name will be. */
+/* The log's list: what is pending, in the order of submission, and whether a name will exist. */
 #include <errno.h>
 #include <string.h>
 
@@ -68,8 +68,8 @@ int sfr_log_exists(const char *key)
 
 	sfr__lock(&sfr__log.mu);
 	e = sfr__log_last_touching_locked(key, NULL);
-	/* A save that has failed by now leaves the name as it was; whoever asks gets that from
-	 * the file system, which an earlier entry may still change: then the earlier one says. */
+	/* A failed save leaves its name unchanged. The file system knows about it, unless an
+	 * earlier entry may still change it. */
 	while (e && e->ops->creates && e->state == SFR__LOG_BADLY)
 		e = sfr__log_last_touching_locked(key, e);
 	if (e)
@@ -109,7 +109,7 @@ void sfr_log_tune(uint64_t patience_ns)
 
 static void forget(void)
 {
-	/* Entries, threads and waiters are the parent's; the lock may be one of theirs. */
+	/* Entries, threads and waiters are the parent's, and one of them may have held the lock. */
 	memset(&sfr__log, 0, sizeof(sfr__log));
 	sfr__log.patience_ns = PATIENCE_NS;
 	sfr__mutex_init(&sfr__log.mu, SFR__LOCK_LOG);

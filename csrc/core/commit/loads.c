@@ -1,19 +1,18 @@
-/* Loads: what is opened for reading at its place in the log's order.
+/* Loads: files opened for reading at their position in the log.
  *
- * A load that was asked for while entries of its name are pending hangs on the last of them and is
- * opened by the log's thread when that entry has ended, before anything later can rename or remove
- * the name. It holds nothing up: what it has from then on is a descriptor.
- */
+ * A load that is requested while entries of its name are pending is attached to the last of them.
+ * When that entry has ended, the log's thread opens the file, before anything later can rename or
+ * remove the name. The load then has a descriptor and delays nothing. */
 #include <errno.h>
 #include <fcntl.h>
 
 #include "commit/log_int.h"
 
 struct sfr_log_load {
-	struct sfr_log_load *next; /* on the same entry */
+	struct sfr_log_load *next; /* the next load attached to the same entry */
 	uint64_t fork_generation;
 	char *key;
-	bool attached; /* hangs on an entry; the log's thread opens it */
+	bool attached; /* attached to an entry; the log's thread opens it */
 	bool opened, abandoned;
 	int fd; /* or -errno */
 };
@@ -23,7 +22,7 @@ static int open_key(const char *key)
 	int fd = -1;
 
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
-		/* A FIFO must not hold the log. */
+		/* O_NONBLOCK, because a FIFO must not block the log. */
 		fd = sfr_sys.open(AT_FDCWD, key, O_RDONLY | O_CLOEXEC | O_NONBLOCK, 0);
 		if (fd >= 0 || errno != EINTR)
 			break;
@@ -74,7 +73,7 @@ int sfr_log_load_new(const char *key, struct sfr_log_load **out)
 		load->attached = true;
 		load->next = e->loads;
 		e->loads = load;
-		pthread_cond_signal(&sfr__log.cv_work); /* it may have ended already */
+		pthread_cond_signal(&sfr__log.cv_work); /* the entry may have ended already */
 	}
 	sfr__unlock(&sfr__log.mu);
 	if (rc < 0) {
@@ -108,7 +107,7 @@ int sfr_log_load_wait(struct sfr_log_load *load, uint64_t slice_ns, int *fd_out)
 	if (load->opened) {
 		rc = load->fd < 0 ? load->fd : 0;
 		*fd_out = load->fd < 0 ? -1 : load->fd;
-		load->fd = -1; /* handed over */
+		load->fd = -1; /* now the caller's */
 	}
 	sfr__unlock(&sfr__log.mu);
 	return rc;
@@ -127,7 +126,7 @@ void sfr_log_load_free(struct sfr_log_load *load)
 	if (!load)
 		return;
 	if (load->fd >= 0)
-		(void)sfr_sys.close(load->fd); /* only read from: nothing can be lost */
+		(void)sfr_sys.close(load->fd); /* nothing to lose: it was only read */
 	sfr_sys.free(load->key);
 	sfr_sys.free(load);
 }

@@ -1,36 +1,35 @@
 /* The process's ordered log: renames and removes take effect in the order of submission.
  *
- * One list, oldest first (list.c), and a thread (`sfr-log`) that works on its head:
+ * It is one list, oldest first (list.c), and a thread (`sfr-log`) that works on its head:
  *
  *   WAITING ──▶ READY ──at the head──▶ RUNNING ──▶ WELL, BADLY ──its loads are open──▶ left
  *      └────────────── a save that failed before ──────────▲
  *
  *   a save     ready once it is synced; runs: rename, sync the directory (save/commit.c)
- *   a remove   ready at once; runs: removes, or does not where the last save before it did not
- *              become durable (removes.c)
- *   work       ready once it is the head; whoever takes its turn does it and ends it (work.c)
+ *   a remove   ready at once; runs: removes, unless the last save before it failed to become
+ *              durable (removes.c)
+ *   work       external; ready once it is the head; another thread does and ends it (work.c)
  *
- * A save's data is written and synced by the engine's writers long before; only the commit
- * waits here. So a rotation (save the new, remove the old) can never leave fewer durable
- * checkpoints than before: the remove stands behind the save in the same list.
+ * The engine's writers have written and synced a save's data long before; only the commit waits
+ * here. A rotation (save the new, remove the old) never leaves fewer durable checkpoints than
+ * before, because the remove is behind the save in the same list.
  *
- * What hangs on a file system that does not answer is gone past (aside.c). The thread may be the one
- * that hangs: while it is at an entry and another could go past that one, a second thread waits for
- * that to be so. All of them are alike: each does what is to be done next, and at most one waits for
- * work, so whoever comes back to find one waiting ends.
+ * Entries may overtake a file system that does not answer (aside.c). The log's own thread may hang:
+ * while it works on an entry that another one could overtake, a second thread waits for that. The
+ * threads are alike: each does what can be done next, and at most one waits for work. A thread that
+ * finds another one waiting ends.
  *
- * Commits are not the writers' business: so these never wait for a turn, and no number of them can
- * deadlock. A rename and a directory's sync are short beside the data.
- */
+ * Writers do not commit. So they never wait in the log, and no number of commits can deadlock. A
+ * rename and a directory's sync are short compared with the data. */
 #include "commit/log_int.h"
 
-#define MOST_THREADS 4 /* so many file systems, less one, may hang at a time */
+#define MOST_THREADS 4 /* one fewer file systems may hang at a time */
 
 /* ---- threads ---- */
 
 static void *log_main(void *unused);
 
-/* 0 or -errno. */
+/* Returns 0 or -errno. */
 static int start_thread_locked(void)
 {
 	pthread_t thread; /* known to nobody until it ends */
@@ -40,19 +39,20 @@ static int start_thread_locked(void)
 	return rc;
 }
 
-/* While every thread is at something and an entry could go past it, one more looks at the clock. */
+/* Starts one more thread while all are busy and an entry might overtake. */
 static void stand_by_locked(void)
 {
 	if (sfr__log.nr_threads == 0 || sfr__log.nr_threads == MOST_THREADS || sfr__log.nr_idle)
 		return;
 	for (const struct sfr__log_entry *e = sfr__log.entries.head; e; e = e->next)
 		if (sfr__log_might_pass_locked(e)) {
-			(void)start_thread_locked(); /* without it the entry waits its turn */
+			(void)start_thread_locked(); /* without it the entry waits */
 			return;
 		}
 }
 
-/* Nobody else sees to an entry that a thread is at: it is not freed before that one is back. */
+/* Surround work on an entry without the lock. No other thread touches or frees the entry
+ * meanwhile. */
 static void begin_locked(struct sfr__log_entry *e)
 {
 	e->asked_ns = sfr__now_ns();
@@ -76,7 +76,7 @@ static void run_locked(struct sfr__log_entry *e)
 	end_locked(e);
 }
 
-/* Opens what hangs on an entry that has ended. More may come meanwhile. */
+/* Opens the loads attached to an entry that has ended. More may come meanwhile. */
 static void open_loads_locked(struct sfr__log_entry *e)
 {
 	struct sfr_log_load *loads = e->loads;
@@ -87,7 +87,7 @@ static void open_loads_locked(struct sfr__log_entry *e)
 	end_locked(e);
 }
 
-/* The head is over: it leaves the list. */
+/* Removes a finished head from the list. */
 static void leave_locked(struct sfr__log_entry *e)
 {
 	if (e->ops->is_save)
@@ -101,7 +101,7 @@ static void leave_locked(struct sfr__log_entry *e)
 	sfr__lock(&sfr__log.mu);
 }
 
-/* Its loads see what they would if everything in front of it had ended. */
+/* An entry's loads may be opened when every entry in front that concerns its name has ended. */
 static bool may_open_locked(const struct sfr__log_entry *e)
 {
 	for (const struct sfr__log_entry *b = sfr__log.entries.head; b != e; b = b->next)
@@ -110,7 +110,7 @@ static bool may_open_locked(const struct sfr__log_entry *e)
 	return e->loads != NULL;
 }
 
-/* Is it the turn of an entry that has not ended? */
+/* Returns whether an entry that has not ended can run now. */
 static bool is_its_turn_locked(struct sfr__log_entry *e, uint64_t now)
 {
 	if (e != sfr__log.entries.head) {
@@ -121,7 +121,7 @@ static bool is_its_turn_locked(struct sfr__log_entry *e, uint64_t now)
 	}
 	if (e->state == SFR__LOG_WAITING && !e->ops->run) {
 		e->state = SFR__LOG_READY;
-		pthread_cond_broadcast(&sfr__log.cv_done); /* who takes turns waits there */
+		pthread_cond_broadcast(&sfr__log.cv_done); /* wakes threads that do external work */
 	}
 	return e->state == SFR__LOG_READY && e->ops->run;
 }
@@ -138,7 +138,7 @@ static bool step_locked(void)
 	}
 	for (struct sfr__log_entry *e = head; e; e = e->next) {
 		if (e->asked_ns != 0)
-			continue; /* a thread is at it */
+			continue; /* a thread is working on it */
 		if (sfr__log_has_ended(e) ? may_open_locked(e) : is_its_turn_locked(e, now)) {
 			(sfr__log_has_ended(e) ? open_loads_locked : run_locked)(e);
 			return true;
@@ -147,7 +147,7 @@ static bool step_locked(void)
 	return false;
 }
 
-/* Whoever ends joins the one that ended before: so one thread at most waits to be joined. */
+/* Each thread that ends joins the one that ended before, so at most one waits to be joined. */
 static void leave_threads_locked(void)
 {
 	bool joins = sfr__log.has_gone;
@@ -156,11 +156,11 @@ static void leave_threads_locked(void)
 	sfr__log.gone = pthread_self();
 	sfr__log.has_gone = true;
 	if (--sfr__log.nr_threads == 0)
-		sfr__log.stopping = false; /* whoever reserves from now on starts another one */
+		sfr__log.stopping = false; /* the next sfr__log_reserve starts a thread again */
 	pthread_cond_broadcast(&sfr__log.cv_done);
 	sfr__unlock(&sfr__log.mu);
 	if (joins)
-		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: it is ours and joinable */
+		(void)sfr_sys.thread_join(other, NULL); /* cannot fail: our thread, joinable */
 }
 
 static void *log_main(void *unused)
@@ -218,7 +218,8 @@ int sfr_log_stop(void)
 	sfr__log.stopping = true;
 	sfr__log.nr_stops++;
 	pthread_cond_signal(&sfr__log.cv_work);
-	pthread_cond_broadcast(&sfr__log.cv_done); /* who waits for work is to end as well */
+	/* threads that wait for external work end as well */
+	pthread_cond_broadcast(&sfr__log.cv_done);
 	while (sfr__log.stopping)
 		(void)sfr__cond_wait(&sfr__log.cv_done, &sfr__log.mu, SFR_FOREVER);
 	last = sfr__log.gone;
@@ -226,11 +227,11 @@ int sfr_log_stop(void)
 	sfr__log.has_gone = false;
 	sfr__unlock(&sfr__log.mu);
 	if (joins)
-		(void)sfr_sys.thread_join(last, NULL); /* cannot fail: it is ours and joinable */
+		(void)sfr_sys.thread_join(last, NULL); /* cannot fail: our thread, joinable */
 	return 0;
 }
 
-/* ---- entries; for saves with the engine's mutex held ---- */
+/* ---- entries; saves call these with the engine's mutex held ---- */
 
 uint64_t sfr__log_append(struct sfr__log_entry *entry)
 {

@@ -1,4 +1,4 @@
-/* The order of renames, removes and loads. See log.c. */
+/* The order of renames, removes and loads. log.c implements it. */
 #ifndef SFR_LOG_H
 #define SFR_LOG_H
 
@@ -9,65 +9,66 @@
 
 struct sfr__log_entry;
 
-/* What an entry stands for: a save, a remove, work of others. The log knows no more of it. */
+/* What an entry does: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
-	bool creates;     /* it makes its name (a save, a link), or takes it away */
-	bool is_save;     /* a remove behind it depends on how it ended */
+	bool creates;     /* it makes its name (a save, a link) rather than removing it */
+	bool is_save;     /* a remove behind it depends on its result */
 	bool close_waits; /* closing an engine waits for it */
-	/* On a thread of the log, without its lock, when a ready entry's turn has come: does what there
-	 * is to do. Who does it, or somebody later, calls sfr__log_ended. NULL: somebody takes its turn. */
+	/* Runs a ready entry that is the head or may overtake, on a thread of the log without its
+	 * lock. This or a later call ends with sfr__log_ended. NULL: external work. */
 	void (*run)(struct sfr__log_entry *entry, bool after_good);
-	/* The entry has left the log and may be freed. A thread of the log, without its lock. */
+	/* Called when the entry has left the log and may be freed, on a thread of the log without
+	 * its lock. */
 	void (*left)(struct sfr__log_entry *entry);
-	/* Since when what is to be ready waits for its file system without an answer (sfr__now_ns), 0
-	 * where it does not. Any thread, with the log's lock, so it takes none. NULL: never. */
+	/* Returns since when (sfr__now_ns) the entry, before it is ready, has been waiting for its
+	 * file system, or 0. Called on any thread with the log's lock, so it takes no lock. NULL:
+	 * never. */
 	uint64_t (*asked_since)(const struct sfr__log_entry *entry);
 };
 
 enum sfr__log_state {
-	SFR__LOG_WAITING, /* not ready, or somebody else's work and not its turn */
-	SFR__LOG_READY,   /* runs as soon as it is the head; somebody may take its turn */
-	SFR__LOG_RUNNING, /* somebody is at it */
-	SFR__LOG_WELL,    /* ended, and it did what it was to do */
-	SFR__LOG_BADLY,   /* ended, and its name is as it was */
+	SFR__LOG_WAITING, /* not ready, or external work that is not the head */
+	SFR__LOG_READY,   /* runs as soon as it is the head; external work can be taken */
+	SFR__LOG_RUNNING, /* a thread is working on it */
+	SFR__LOG_WELL,    /* ended with success */
+	SFR__LOG_BADLY,   /* ended, and its name is unchanged */
 };
 
-/* A place in the process's log, part of what it stands for. */
+/* An entry of the process's log, embedded in what it does. */
 struct sfr__log_entry {
-	const struct sfr__log_ops *ops; /* constant, as the next three */
+	const struct sfr__log_ops *ops; /* constant, like the next three */
 	char *key;
-	uint64_t number; /* what sfr__log_take_turn calls it by */
-	uint64_t fs;     /* st_dev of the directory; 0 = unknown: it is never set aside */
+	uint64_t number; /* as returned by sfr__log_take_turn */
+	uint64_t fs;     /* st_dev of the directory; 0: unknown, and never set aside */
 	/* guarded by the log's mutex */
 	struct sfr__log_entry *next;
 	uint64_t seq;
 	enum sfr__log_state state;
 	struct sfr_log_load *loads; /* opened when this entry has ended */
-	/* Since when a thread of the log is at it and has heard nothing of the file system, 0 = none
-	 * is. Only that thread writes it: without the lock when something has been answered. */
+	/* Since when a thread of the log has been waiting for the file system of this entry; 0:
+	 * none is. Only that thread writes it, without the lock after each answer. */
 	_Atomic uint64_t asked_ns;
-	bool told; /* that its file system was set aside */
+	bool told; /* a notice said that its file system was set aside */
 };
 
-/* Keeps a place: the log's thread is started if it does not run, and runs until the place is taken
- * or given up. So what was promised then cannot fail any more. 0 or -errno. */
+/* Reserves an entry: starts the log's thread if needed, which runs until the reservation is used or
+ * given up. So an append that was promised cannot fail. 0 or -errno. */
 int sfr__log_reserve(void);
 void sfr__log_unreserve(void);
-/* Takes a reserved place, at the end, for an entry whose ops, key and state are set; it stays the
- * caller's until it has left. Its number. */
+/* Appends an entry whose ops, key and state are set, using a reservation. The caller owns it until
+ * it has left. Returns its sequence number. */
 uint64_t sfr__log_append(struct sfr__log_entry *entry);
-/* WAITING -> READY. */
+/* Changes WAITING to READY. */
 void sfr__log_ready(struct sfr__log_entry *entry);
-/* It has ended; the first end counts. */
+/* Ends the entry; only the first call counts. */
 void sfr__log_ended(struct sfr__log_entry *entry, bool well);
-/* The number of the last entry that a close waits for, 0 if there was none. */
+/* Returns the sequence number of the last entry that a close waits for, or 0. */
 uint64_t sfr__log_close_seq(void);
-/* Waits until the head is an entry that the log does not run itself and nobody has taken; takes it,
- * and says its number: the entry may leave the log, and go, as soon as the lock is given up.
- * SFR_EAGAIN, and SFR_ECLOSED when the log is being stopped. *after_good: the last save before it
- * did well. */
+/* Waits until the head is external work that nobody has taken, takes it and returns its number. The
+ * entry may leave the log and be freed as soon as the lock is released. SFR_EAGAIN; SFR_ECLOSED
+ * when the log is being stopped. *after_good: the last save before it succeeded. */
 int sfr__log_take_turn(uint64_t slice_ns, uint64_t *number, bool *after_good);
-/* A copy of a key, for an entry. NULL without memory. */
+/* Copies a key for an entry. NULL without memory. */
 char *sfr__log_key(const char *key);
 
 #endif

@@ -1,11 +1,10 @@
-/* Removes: entries of the log that take a file, a link or a directory tree away.
+/* Removes: entries of the log that remove a file, a link or a directory tree.
  *
- * A remove never leaves fewer durable checkpoints than before: where the last save in front of it did
- * not become durable, it is dropped, and a notice says so. What cannot be removed is a notice, too:
- * nobody waits for a remove.
+ * A remove never leaves fewer durable checkpoints than before: if the last save in front of it did
+ * not become durable, the remove is dropped with a notice. A failed remove is also only a notice,
+ * because nobody waits for it.
  *
- * A remove is not synced: the worst a power failure can do is to leave one checkpoint too many.
- */
+ * A remove is not synced: at worst, a power failure leaves one checkpoint too many. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -32,7 +31,7 @@ static void remove_or_tell(struct sfr__log_entry *entry, bool after_good)
 static void run(struct sfr__log_entry *entry, bool after_good)
 {
 	remove_or_tell(entry, after_good);
-	sfr__log_ended(entry, true); /* what is still there stops nobody */
+	sfr__log_ended(entry, true); /* what could not be removed stops nobody */
 }
 
 static void left(struct sfr__log_entry *entry)
@@ -41,7 +40,7 @@ static void left(struct sfr__log_entry *entry)
 	sfr_sys.free(entry);
 }
 
-/* 0 where that cannot be known. */
+/* Returns 0 if it cannot be known. */
 static uint64_t file_system_of(const char *key)
 {
 	char parent[SFR_PATH_MAX];

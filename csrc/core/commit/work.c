@@ -1,14 +1,14 @@
-/* Work that others do in the log's order.
+/* External work in the log's order.
  *
- * Not everything that has to keep the log's order is a save or a remove of ours. A link may be
- * made only once its target is there, and before an older target is removed; a checkpoint that
- * other code writes has to be waited for by loads and removes like one of ours. Such work takes
- * its place in the log by an entry, and the log stands still while it is done:
+ * Not everything that must keep the log's order is a save or a remove of ours. A link may only be
+ * made once its target exists, and before an older target is removed. Loads and removes must wait
+ * for a checkpoint that other code writes as they wait for ours. Such work has an entry, and the
+ * log stops at it until the work is done:
  *
  *   new ──append──▶ WAITING ──at the head──▶ READY ──next──▶ RUNNING ──end──▶ WELL, BADLY
  *
- * Two own an entry: whoever made it, and the log while it is in there. The last one frees it.
- */
+ * An entry has two owners: its maker, and the log while it contains the entry. The last one frees
+ * it. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -16,7 +16,7 @@
 #include "commit/log.h"
 
 struct sfr_log_work {
-	struct sfr__log_entry entry; /* first, so that one is found by the other */
+	struct sfr__log_entry entry; /* first, so that either pointer gives the other */
 	atomic_uint refs;
 	atomic_bool appended;
 	uint64_t fork_generation; /* constant */
@@ -114,7 +114,7 @@ void sfr_log_work_end(struct sfr_log_work *work, int ok)
 void sfr_log_work_put(struct sfr_log_work *work)
 {
 	if (!work || foreign(work))
-		return; /* the child leaks what is its parent's: one entry, no lock is taken */
+		return; /* the child leaks its parent's entry, and takes no lock */
 	sfr_log_work_end(work, 0);
 	drop(work);
 }

@@ -1,22 +1,21 @@
-/* The CUDA driver, as a table of functions loaded at run time.
+/* The CUDA driver as a table of functions that is loaded at run time.
  *
- * One build serves machines with and without a GPU: nothing links to CUDA. The library is
- * libcuda.so.1, or what STILLFRAME_LIBCUDA names (the tests' driver is such a one). It is loaded
- * in two steps, because the second has a price:
+ * One build serves machines with and without a GPU, because nothing links to CUDA. The library is
+ * libcuda.so.1, or the one that STILLFRAME_LIBCUDA names (the tests use a fake driver that way).
+ * Loading has two steps, because the second has a price:
  *
  *     absent ──load──▶ loaded ──init──▶ ready        any step may end in: refused, with a sentence
  *
  * Loading is harmless. cuInit is not: children forked after it can never use CUDA. So it is only
- * called when somebody hands over memory of a device, and then torch has called it before.
+ * called when somebody passes device memory, and then torch has called it already.
  *
- * The table is written once, under `mu`, and read-only from then on; it lives as long as the
- * process, as drivers do not survive being unloaded. What could not be loaded is tried again only
- * when the variable names something else. Whoever wants a device and finds no driver is told in
- * the log, once: a machine without one is none of its business before that.
+ * The table is written once under `mu` and read-only afterwards. It lives as long as the process,
+ * because drivers cannot be unloaded safely. A failed load is retried only when the variable names
+ * another library. The first request for a device without a driver logs the reason once; until then
+ * a missing driver concerns nobody.
  *
- * A primary context is never made active by us, only retained where torch has done it: making one
- * takes hundreds of megabytes of the device.
- */
+ * A primary context is only retained where torch has made it active, because making one takes
+ * hundreds of megabytes of device memory. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -28,12 +27,12 @@
 
 #define DEFAULT_LIBRARY "libcuda.so.1"
 #define VARIABLE "STILLFRAME_LIBCUDA"
-#define OLDEST_VERSION 11000 /* what torch 2.10 itself asks for is newer */
+#define OLDEST_VERSION 11000 /* torch 2.10 itself requires a newer one */
 #define BATCH_VERSION 12080
 #define BATCH_V2_VERSION 13000
 
 #ifdef SFR_HAVE_CUDA_H
-/* What we declare is what the header says. */
+/* Compares the declarations here with the header's. */
 #define X(name, value) _Static_assert((int)(name) == (value), #name);
 SFR__CUDA_VALUES(X)
 #undef X
@@ -53,7 +52,7 @@ _Static_assert(sizeof(CUmemcpyAttributes) == sizeof(struct sfr__cu_copy_attribut
 _Static_assert((int)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE == SFR__CU_PREFER_OVERLAP, "flags");
 #endif
 #if CUDA_VERSION >= 13000 && __has_include(<cudaTypedefs.h>)
-/* The two batched calls, but for the attributes, which are declared here in any case. */
+/* The batched calls, except for the attributes, which types.h always declares itself. */
 #include <cudaTypedefs.h>
 #define SAME(member, type, ...)                                                                    \
 	_Static_assert(__builtin_types_compatible_p(type,                                          \
@@ -95,11 +94,11 @@ static struct {
 	bool tried, loaded, ready, told;
 	CUresult init_rc;
 	char name[192]; /* of the library that was tried */
-	char why[512];  /* why it cannot be used, "" while it can */
+	char why[512];  /* why it cannot be used; "" if it can */
 	struct sfr__cuda table;
 } driver = { .mu = SFR__MUTEX(SFR__LOCK_DRIVER) };
 
-/* dlsym's answer as a function, without the cast that ISO C does not know. */
+/* Stores dlsym's result as a function pointer, without a cast that ISO C does not define. */
 #define TAKE(slot, handle, symbol)                                                                 \
 	do {                                                                                       \
 		void *found = dlsym(handle, symbol);                                               \
@@ -148,7 +147,7 @@ static void load_locked(void)
 			       table->version / 1000, table->version % 1000 / 10);
 		return;
 	}
-	/* A symbol may be there long before the driver means it. */
+	/* A symbol can exist in a driver version that does not support it yet. */
 	if (table->version >= BATCH_V2_VERSION) {
 		TAKE(table->batch_v2, handle, "cuMemcpyBatchAsync_v2");
 		TAKE(table->batch_3d, handle, "cuMemcpy3DBatchAsync_v2");
@@ -164,23 +163,23 @@ static void init_locked(void)
 	if (driver.init_rc != CUDA_SUCCESS) {
 		const char *name = NULL;
 
-		(void)driver.table.error_name(driver.init_rc, &name); /* NULL if it fails */
+		(void)driver.table.error_name(driver.init_rc, &name); /* leaves NULL if it fails */
 		(void)snprintf(driver.why, sizeof(driver.why),
 			       "the CUDA driver %s cannot be initialised: %s (%d)", driver.name,
 			       name ? name : "error", (int)driver.init_rc);
-		return; /* asked again next time: torch may be luckier in between */
+		return; /* retried at the next call: torch may succeed in between */
 	}
 	driver.why[0] = '\0';
 	driver.ready = true;
 }
 
-/* In a child of fork, which has one thread: another one of the parent's may have had the lock. */
+/* Runs in a forked child: another thread of the parent may have held the lock. */
 static void forget(void)
 {
 	sfr__mutex_init(&driver.mu, SFR__LOCK_DRIVER);
 	if (!driver.ready)
 		return;
-	/* What an initialised driver does in a child is not defined. */
+	/* An initialised driver has no defined behaviour in a child. */
 	driver.ready = driver.loaded = false;
 	(void)snprintf(driver.why, sizeof(driver.why),
 		       "CUDA was initialised before this process was forked; the start method "
@@ -228,7 +227,8 @@ void sfr__cuda_sentence(char *text, size_t len)
 
 /* ---- contexts ------------------------------------------------------------- */
 
-/* Retaining and releasing a context allocates and frees: not known to be legal beside a capture. */
+/* Retaining and releasing a context allocates and frees, which is not known to be legal during a
+ * graph capture. So both run in the relaxed capture mode. */
 static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice dev)
 {
 	CUstreamCaptureMode mode = (CUstreamCaptureMode)CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -237,7 +237,7 @@ static CUresult retain(const struct sfr__cuda *cu, CUcontext *context, CUdevice 
 	if (rc != CUDA_SUCCESS)
 		return rc;
 	rc = cu->primary_retain(context, dev);
-	(void)cu->exchange_mode(&mode); /* it worked a moment ago */
+	(void)cu->exchange_mode(&mode); /* cannot fail: the same call worked a moment ago */
 	return rc;
 }
 
@@ -275,7 +275,7 @@ void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device)
 	CUdevice dev = 0;
 	bool relaxed;
 
-	/* Nothing can be done about a failure of any of these. */
+	/* A failure of any of these cannot be handled. */
 	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS)
 		return;
 	relaxed = cu->exchange_mode(&mode) == CUDA_SUCCESS;
@@ -299,7 +299,7 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 	if (rc != CUDA_SUCCESS) {
 		CUcontext popped;
 
-		(void)cu->pop(&popped); /* what was pushed a moment ago */
+		(void)cu->pop(&popped); /* pops the context pushed above */
 		scope->pushed = false;
 	}
 	return rc;
@@ -311,7 +311,7 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope)
 
 	if (!scope->pushed)
 		return;
-	/* Both undo what worked before; a driver that fails them has ended. */
+	/* Both undo calls that worked; they only fail when the driver is shutting down. */
 	(void)scope->cu->exchange_mode(&scope->mode);
 	(void)scope->cu->pop(&popped);
 	scope->pushed = false;
@@ -349,7 +349,7 @@ void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *
 {
 	const char *name = NULL;
 
-	(void)cu->error_name(rc, &name); /* NULL for a number it does not know */
+	(void)cu->error_name(rc, &name); /* leaves NULL for an unknown number */
 	(void)snprintf(text, len, "device %u: %s: %s (%d)", device, call,
 		       name ? name : "unknown error", (int)rc);
 }
@@ -379,7 +379,7 @@ bool sfr__cuda_is_sticky(CUresult rc)
 	}
 }
 
-/* ---- where a device is ------------------------------------------------------ */
+/* ---- NUMA node of a device -------------------------------------------------- */
 
 int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device)
 {
@@ -391,7 +391,7 @@ int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device)
 	if (cu->device_get(&dev, (int)device) != CUDA_SUCCESS ||
 	    cu->device_bus(bus, (int)sizeof(bus), dev) != CUDA_SUCCESS)
 		return -1;
-	for (char *at = bus; *at; at++) /* the kernel's names are in lower case */
+	for (char *at = bus; *at; at++) /* sysfs uses lower case */
 		if (*at >= 'A' && *at <= 'F')
 			*at = (char)(*at - 'A' + 'a');
 	(void)snprintf(path, sizeof(path), "/sys/bus/pci/devices/%s/numa_node", bus);
@@ -399,7 +399,7 @@ int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device)
 	if (fd < 0)
 		return -1;
 	len = sfr_sys.pread(fd, text, sizeof(text) - 1, 0);
-	(void)sfr__fd_close(fd); /* only read from */
+	(void)sfr__fd_close(fd); /* nothing to lose: it was only read */
 	if (len <= 0 || sscanf(text, "%d", &node) != 1)
 		return -1;
 	return node;

@@ -1,12 +1,13 @@
-/* The CUDA driver as a table of functions, loaded at run time. See cuda/driver.c. */
+/* The CUDA driver as a table of functions that is loaded at run time. cuda/driver.c implements
+ * it. */
 #ifndef SFR_CUDA_DRIVER_H
 #define SFR_CUDA_DRIVER_H
 
 #include "cuda/types.h"
 #include "base/base.h"
 
-/* X(member, header's name, symbol, parameters): symbols are the exact, versioned ones, whatever
- * the header at hand maps the plain name to. Never those for per-thread default streams. */
+/* X(member, header's name, symbol, parameters). The symbols carry the exact version, whatever the
+ * installed header maps the plain name to, and are never those for per-thread default streams. */
 /* clang-format off */
 #define SFR__CUDA_CALLS(X)                                                                         \
 	X(init, cuInit, "cuInit", (unsigned int flags))                                            \
@@ -57,34 +58,35 @@ struct sfr__cuda {
 #define X(member, name, symbol, params) CUresult(*member) params;
 	SFR__CUDA_CALLS(X)
 #undef X
-	/* Copies in one batch; NULL where the driver has none. The two differ by `failed`. */
+	/* Batched copies; NULL if the driver has none. The two versions differ by `failed`. */
 	CUresult (*batch_v2)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, CUstream stream);
 	CUresult (*batch_v1)(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *lens, size_t nr,
 			     struct sfr__cu_copy_attributes *attrs, size_t *attr_at,
 			     size_t nr_attrs, size_t *failed, CUstream stream);
-	/* Copies of rows in one batch; NULL where the driver has none. */
+	/* Batched copies of rows; NULL if the driver has none. */
 	CUresult (*batch_3d)(size_t nr, struct sfr__cu_copy_3d *copies, unsigned long long flags,
 			     CUstream stream);
 	int version;
 };
 
-/* The driver, loaded and initialised at the first call that asks for it; NULL when there is none
- * that can be used, and then `why` (if not NULL) says so in a sentence. Any thread. A process that
- * has not used CUDA should not ask: cuInit would spoil its forked children. */
+/* Returns the driver, loading and initialising it at the first call. Returns NULL if none is usable
+ * and, if `why` is not NULL, explains that in a sentence. Callable from any thread. A process that
+ * does not use CUDA must not call this: cuInit makes CUDA unusable in its forked children. */
 const struct sfr__cuda *sfr__cuda_get(char *why, size_t why_len);
-/* A sentence on the driver, for stats: which it is, or what is missing. Loads, never initialises. */
+/* Describes the driver, or what is missing, in one sentence. Loads the driver but does not
+ * initialise it. */
 void sfr__cuda_sentence(char *text, size_t len);
 
-/* The primary context of a device, retained; refused unless somebody (torch) has made it active.
- * 0, or -ENODEV / -EIO with `why`. */
+/* Retains the primary context of a device, if somebody (torch) has made it active. 0, or -ENODEV /
+ * -EIO with `why`. */
 int sfr__cuda_retain(const struct sfr__cuda *cu, uint32_t device, CUcontext *context, char *why,
 		     size_t why_len);
 void sfr__cuda_release(const struct sfr__cuda *cu, uint32_t device);
 
-/* Makes a context the calling thread's, in a capture mode in which nothing that follows can break
- * a graph capture of another thread or this one. Undone by leave. */
+/* Makes a context current on the calling thread, in the relaxed capture mode, in which the calls
+ * that follow cannot break a graph capture of any thread. sfr__cuda_leave undoes both. */
 struct sfr__cuda_scope {
 	const struct sfr__cuda *cu;
 	CUstreamCaptureMode mode;
@@ -94,7 +96,7 @@ CUresult sfr__cuda_enter(struct sfr__cuda_scope *scope, const struct sfr__cuda *
 			 CUcontext context);
 void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 
-/* One more of several calls, unless one before it failed; `call` names the last that was made. */
+/* Makes one more call unless an earlier one failed. `call` names the last call made. */
 #define SFR__CUDA_THEN(rc, call, name, made)                                                       \
 	do {                                                                                       \
 		if ((rc) == CUDA_SUCCESS) {                                                        \
@@ -103,16 +105,17 @@ void sfr__cuda_leave(struct sfr__cuda_scope *scope);
 		}                                                                                  \
 	} while (0)
 
-/* Retains a device's context and makes a stream in it. 0, or -ENODEV / -EIO with `why`, and both NULL. */
+/* Retains a device's context and makes a stream in it. 0, or -ENODEV / -EIO with `why` and both
+ * NULL. */
 int sfr__cuda_open(const struct sfr__cuda *cu, uint32_t device, CUcontext *context,
 		   CUstream *stream, char *why, size_t why_len);
 
 /* "device 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)" */
 void sfr__cuda_explain(const struct sfr__cuda *cu, uint32_t device, const char *call, CUresult rc,
 		       char *text, size_t len);
-/* Whether after this error nothing of the context works any more, for good. */
+/* Returns whether this error makes the context unusable for good. */
 bool sfr__cuda_is_sticky(CUresult rc);
-/* The NUMA node a device hangs on, -1 if that cannot be told. */
+/* Returns the NUMA node of a device, or -1 if unknown. */
 int sfr__cuda_node(const struct sfr__cuda *cu, uint32_t device);
 
 #endif

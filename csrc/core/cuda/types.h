@@ -1,9 +1,9 @@
 /* Types and values of the CUDA driver's interface.
  *
- * With the toolkit's cuda.h they are its own. A build without that header (a machine with a CPU's
- * torch and no toolkit) declares the few it needs here: they are part of the driver's binary
- * interface and cannot change, and so the very same library serves both machines. cuda/driver.c has the
- * compiler compare the two where the header is there. */
+ * With the toolkit's cuda.h they come from there. A build without that header (a CPU build of
+ * torch, no toolkit) declares the few it needs here. They are part of the driver's binary interface
+ * and cannot change, so the same library serves both kinds of machines. cuda/driver.c compares the
+ * two at compile time if the header is there. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 
@@ -85,12 +85,12 @@ enum {
 };
 #endif
 
-/* A batched copy's attributes. Declared here in any case: cuda.h has them from 12.8 on only. */
+/* Attributes of a batched copy. Always declared here, because cuda.h has them only from 12.8 on. */
 struct sfr__cu_location {
 	int type, id;
 };
 struct sfr__cu_copy_attributes {
-	int src_access_order; /* 1: sources are read in the order of the stream */
+	int src_access_order; /* 1: sources are read in stream order */
 	struct sfr__cu_location src_hint, dst_hint;
 	unsigned int flags;
 };
@@ -107,11 +107,11 @@ enum {
 #undef X
 };
 
-/* One copy of rows in a batch of such: from pointer to pointer, in bytes. */
+/* One copy of rows, from pointer to pointer, in a batch of such copies. */
 struct sfr__cu_operand {
 	int type; /* 1: a pointer */
 	CUdeviceptr ptr;
-	size_t row_len, layer_height; /* bytes from row to row; 0: none but these */
+	size_t row_len, layer_height; /* bytes from row to row; 0: a single row */
 	struct sfr__cu_location hint;
 };
 struct sfr__cu_copy_3d {
@@ -122,6 +122,6 @@ struct sfr__cu_copy_3d {
 };
 #define SFR__CU_OPERAND_POINTER 1
 #define SFR__CU_ORDER_STREAM 1
-#define SFR__CU_PREFER_OVERLAP 1u /* copy engines, not the multiprocessors that train */
+#define SFR__CU_PREFER_OVERLAP 1u /* use copy engines rather than the multiprocessors that train */
 
 #endif

@@ -1,4 +1,4 @@
-/* Copies that are queued in one go: a list that grows, in the arrays that the driver takes. */
+/* A growing list of copies to queue together, in the arrays that the driver takes. */
 #include <errno.h>
 
 #include "base/base.h"

@@ -1,16 +1,15 @@
-/* Queueing copies from a device, or to it, in few calls.
+/* Queues copies from or to a device in few calls.
  *
- * One call costs about 2 us and a batch not much more, so copies go in batches: small ones and large
- * ones apart, since some drivers treat a batch as what its largest copy is. Rows that lie equally far
- * apart (samples) are one copy, and such copies go in batches of their own. Memory that is not pinned
- * is copied to one by one: each of those calls returns when its copy has run.
+ * One call costs about 2 us and a batch hardly more, so copies go in batches. Small and large ones
+ * go separately, because some drivers treat a batch like its largest copy. Rows at equal distances
+ * (samples) are one copy, and such copies have batches of their own. Copies with unpinned memory
+ * are queued one by one: each of those calls returns when its copy has run.
  *
- * A driver may have no batches: then it is not asked again. It may also refuse a single one (memory
- * that consists of several segments is such a case): then its copies are made one by one, and the
- * next batch is tried as before. Either way reports say so.
+ * If a driver has no batches, it is not asked again. It may also refuse a single batch, for example
+ * when memory consists of several segments. Then those copies are made one by one, and the next
+ * batch is tried as usual. Reports mention both.
  *
- * Batches ask for copy engines (PREFER_OVERLAP_WITH_COMPUTE).
- */
+ * Batches request copy engines (PREFER_OVERLAP_WITH_COMPUTE). */
 #include <stdio.h>
 
 #include "base/base.h"
@@ -18,7 +17,8 @@
 
 enum { ROWS_AT_A_TIME = 128 };
 
-/* Whether a batch's answer is to be taken for "one by one, please"; *none: from now on always. */
+/* Returns whether a batch failed in a way that single copies may not. Sets *none if the driver has
+ * no batches at all. */
 static bool is_refusal(struct sfr__cuda_lane *lane, CUresult rc, bool *none)
 {
 	bool first;
@@ -60,9 +60,9 @@ static bool is_still(struct sfr__cuda_lane *lane, const bool *none)
 	return sfr__under(&lane->mu, !*none);
 }
 
-/* ---- spans -------------------------------------------------------------------- */
+/* ---- contiguous copies -------------------------------------------------------- */
 
-/* Queues one batch. True when the copies are queued, or failed for good; false: one by one. */
+/* Queues one batch. True: the copies are queued, or failed for good. False: copy one by one. */
 static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		       size_t nr, struct sfr_err *err)
 {
@@ -80,7 +80,8 @@ static bool copy_batch(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 		return false;
 	if (rc == CUDA_SUCCESS)
 		return true;
-	/* Whatever of it was queued is copied a second time, from and to the same place. */
+	/* Copies that were queued all the same are repeated, with the same source and
+	 * destination. */
 	if (is_refusal(lane, rc, &lane->no_batches))
 		return false;
 	(void)sfr__cuda_failed(lane, "cuMemcpyBatchAsync", rc, err);
@@ -107,7 +108,7 @@ static void copy_alike(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdevicept
 				       rc, err);
 }
 
-/* Small copies first, then large ones. How many are small. */
+/* Sorts small copies before large ones and returns how many are small. */
 static size_t sort_by_size(CUdeviceptr *dst, CUdeviceptr *src, size_t *len, size_t nr)
 {
 	size_t nr_small = 0;

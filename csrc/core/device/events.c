@@ -1,8 +1,7 @@
-/* What a lane's device gives and takes: events, pieces to be used again, and errors.
+/* A lane's events, its transfers (`piece` here), and its errors.
  *
- * After an error that nothing of the context survives the device is dead, and stays so: what it died
- * of is told once, and is the reason of everything that fails on it from then on.
- */
+ * After an error that makes the context unusable, the device is dead for good. The error is logged
+ * once and given as the reason of every later failure on it. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -39,7 +38,7 @@ bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err)
 	return true;
 }
 
-/* An event, new or used before; NULL when the driver has none to give. */
+/* Returns an event, new or reused, or NULL if the driver cannot make one. */
 static CUevent event_get(struct sfr__cuda_lane *lane)
 {
 	CUevent event = NULL;
@@ -64,7 +63,7 @@ void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event)
 	if (lane->nr_events < SFR__CUDA_EVENTS_KEPT)
 		lane->events[lane->nr_events++] = event;
 	else
-		(void)lane->cu->event_free(event); /* nothing can be done about a failure */
+		(void)lane->cu->event_free(event); /* a failure cannot be handled */
 }
 
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event)
@@ -96,7 +95,7 @@ bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc
 		sfr__cuda_die(lane, call, rc);
 	dead = sfr__cuda_is_dead(lane);
 	sfr__cuda_explain(lane->cu, lane->device, call, rc, text, sizeof(text));
-	/* What it died of says more than what can no longer be done. */
+	/* The original error says more than the call that failed because of it. */
 	sfr__err_set(err, -EIO, SFR_PHASE_STAGE, dead ? lane->why : text);
 	return dead;
 }

@@ -1,29 +1,28 @@
-/* A device's lane: a stream of its own, what is in flight on it, and a thread that watches.
+/* A device's lane: a stream, the transfers in flight on it (`piece` here), and a thread that
+ * watches them.
  *
  *   callers' threads ──┐ have the turn    pieces                landed
  *                      ├────────────────▶ in flight (a list) ───────▶ the thread ───▶ landings
  *   the lane's thread ─┘
  *
- * The thread never waits for the device in the driver: it asks the oldest piece's event every
- * POLL_NS and sleeps in between, since the driver's own waits spin or hold locks that training
- * needs, and host functions on the stream can serialise other streams. Work for it queues more
- * only while few pieces are in flight: the copy engine serves all streams in one line, and who
- * asks for a loss on another stream stands behind what is queued here. When a gate has come, all
- * that is left is queued at once. A step may wait for this thread, so it runs at the priority of
- * who made it and its short sleeps are short: at nice 10 beside two busy cores a sleep of 50 us took
- * 2.8 ms in one of ten cases.
+ * The thread never waits for the device inside the driver: it queries the oldest transfer's event
+ * every POLL_NS and sleeps in between. The driver's own waits spin or hold locks that training
+ * needs, and host functions on the stream can serialise other streams. The thread's tasks queue
+ * more only while few transfers are in flight, because one copy engine serves all streams in order:
+ * a loss copied on another stream waits behind them. Once a gate waits, all that is left is queued
+ * at once. A step may wait for this thread, so it has its maker's priority and a small timer slack:
+ * at nice 10 beside two busy cores, one sleep of 50 us in ten took 2.8 ms.
  *
  *     alive ──an error after which nothing of the context works──▶ dead
  *
  * On a dead device nobody can know whether a copy still runs. Landings are told so, later copies
- * are refused with the reason, and the engine goes on serving the host and other devices.
+ * fail with the reason, and the engine goes on serving the host and other devices.
  *
- * Order. Whoever queues has the turn, and its last act there is to put a piece on the list: so the
- * list has the stream's order, and every copy is followed by an event that somebody watches. The
- * turn is no lock: nobody but those who want it too waits for its end, neither the gate nor the
- * thread that watches. A stream takes about a thousand operations, and the call that brings one
- * more waits until earlier ones have run.
- */
+ * Order. A thread that queues copies has the turn, and before it ends the turn it appends a
+ * transfer to the list. So the list has the stream's order, and every copy is followed by an event
+ * that somebody watches. The turn is not a lock: only threads that want it too wait for its end,
+ * neither the gate nor the watching thread. A stream holds about a thousand operations, and a call
+ * beyond that blocks until earlier ones have run. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -33,10 +32,9 @@
 
 #define POLL_NS UINT64_C(50000)
 
-/* How much is asked of a device at a time as long as nobody hurries, and how many such pieces: copies
- * queued on other streams stand in line behind what is queued here. Chosen so that the line is at
- * most 0.3 ms long at 55 GB/s; tests and the benchmark's sweep change them while no save is in
- * flight. */
+/* Bounds on queued copies while nobody waits: the bytes of a transfer and the transfers in flight.
+ * Copies on other streams wait behind them, at most 0.3 ms at 55 GB/s with these values. Tests and
+ * the benchmark's sweep change them while no save is in flight. */
 uint64_t sfr__cuda_piece_bytes = 4 << 20;
 static uint64_t most_in_flight = 4;
 
@@ -48,7 +46,7 @@ void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight)
 		most_in_flight = nr_in_flight;
 }
 
-/* ---- the turn ----------------------------------------------------------------- */
+/* ---- the turn to queue ------------------------------------------------------- */
 
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane)
 {
@@ -67,7 +65,7 @@ void sfr__cuda_turn_end(struct sfr__cuda_lane *lane)
 	sfr__unlock(&lane->mu);
 }
 
-/* ---- pieces ------------------------------------------------------------------ */
+/* ---- transfers --------------------------------------------------------------- */
 
 void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err)
 {
@@ -79,8 +77,8 @@ void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, s
 	sfr__unlock(&lane->mu);
 }
 
-/* Whether the oldest piece is to be taken off: it has landed, or never will (the lane is dead). Only
- * this thread takes pieces off, so it stays where it is meanwhile. */
+/* Returns whether the oldest transfer is to be removed: its copies have completed, or never will
+ * (the lane is dead). Only this thread removes transfers, so it stays on the list meanwhile. */
 static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 {
 	const struct sfr__cuda *cu = lane->cu;
@@ -94,7 +92,7 @@ static bool is_due(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece)
 				    &piece->failed);
 }
 
-/* The oldest piece in flight, if it is to be taken off. */
+/* Removes and returns the oldest transfer in flight, if it is due. */
 static struct sfr__cuda_piece *take_due(struct sfr__cuda_lane *lane, bool *landed)
 {
 	struct sfr__cuda_piece *piece;

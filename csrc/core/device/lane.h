@@ -1,14 +1,14 @@
-/* A device's lane: what queues copies on its stream, and hears of their end. See lane.c.
+/* A device's lane: queues copies on its stream and reports their completion. lane.c implements it.
  *
- * A device has two: what leaves it goes on one, what is brought to it on the other.
+ * A device has two lanes, one for copies from it and one for copies to it.
  *
- * A lane knows neither saves nor snapshots: who queues copies brings a landing, which is told of
- * their end, and who has more to queue than the lane should have at a time brings work for its
- * thread.
+ * A lane knows neither saves nor snapshots. Code that queues copies supplies a landing, which is
+ * called when they have completed. Code with more to queue than should be in flight gives the
+ * lane's thread a task.
  *
- * Locks: lane->mu stands below engine->mu, lanes->mu alone. Neither is held over a call that puts
- * something on a stream: a full stream makes the call wait. Who does that has the lane's turn.
- */
+ * Locks: lane->mu ranks below engine->mu; lanes->mu is taken alone. Neither is held over a call
+ * that queues work, because a full stream blocks the call. The queueing thread has the lane's turn
+ * instead. */
 #ifndef SFR_LANE_H
 #define SFR_LANE_H
 
@@ -17,64 +17,68 @@
 #include "cuda/driver.h"
 
 enum {
-	SFR__CUDA_EVENTS_KEPT = 64, /* free ones a lane holds on to */
+	SFR__CUDA_EVENTS_KEPT = 64, /* unused events that a lane keeps */
 	SFR__CUDA_STORES_KEPT = 2,
-	SFR__CUDA_SMALL = 256 << 10, /* copies below it are small */
-	SFR__CUDA_QUERIES = 64, /* that fail in a row: nothing is expected of the device then */
+	SFR__CUDA_SMALL = 256 << 10, /* copies below this many bytes are small */
+	SFR__CUDA_QUERIES = 64, /* failed queries in a row after which the device is given up */
 };
 
-/* How much is asked of a device at a time as long as nobody hurries; see lane.c. */
+/* Bytes of a transfer while nobody waits; see lane.c. */
 extern uint64_t sfr__cuda_piece_bytes;
-/* Other bounds: bytes of a piece, pieces in flight (0 = as they are). For measurements and tests, while
- * no save is in flight. */
+/* Sets the bytes of a transfer and the transfers in flight (0: unchanged), for measurements and
+ * tests, while no save is in flight. */
 void sfr__cuda_tune(uint64_t piece_bytes, uint64_t nr_in_flight);
 
 struct sfr__cuda_piece;
 
-/* Who hears of a piece's end, on the lane's thread. `ok` is false when the device died, and nobody
- * can know what became of the copies. The piece is the landing's until fn returns. */
+/* Called on the lane's thread when a transfer's copies have completed. `ok` is false when the
+ * device died, and nobody can know what became of them. The landing owns the piece until fn
+ * returns. */
 struct sfr__cuda_landing {
 	void (*fn)(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok);
 };
 
-/* Copies that are followed by one event. */
+/* A transfer: copies followed by one event. */
 struct sfr__cuda_piece {
 	struct sfr__cuda_piece *next;
 	struct sfr__cuda_landing *landing;
-	struct sfr__block *blocks; /* the landing's, as the next two: full with this piece */
+	/* the landing's, like the next two: blocks that this transfer completes */
+	struct sfr__block *blocks;
 	const struct sfr__run *run;
-	uint32_t first_blk; /* the first block's number in its run; they follow one another */
-	CUevent landed;     /* NULL: could not be recorded, the stream is asked instead */
+	uint32_t first_blk; /* index of the first block in its extent; the others follow */
+	CUevent landed;     /* NULL: could not be recorded, and the whole stream is queried */
 	uint32_t failed;    /* queries that failed in a row */
 };
 
-/* Memory that samples are copied into, kept from save to save: pinning it takes longer than all
- * else that a call does. */
+/* Memory for samples, kept from save to save because pinning takes longer than the rest of a
+ * call. */
 struct sfr__cuda_store {
 	void *mem; /* NULL: none */
 	size_t len;
 	bool pinned;
 };
 
-/* How long a stream was at something; all zero before. See timer.c. */
+/* Measures how long a stream spent on something; all zero before. See timer.c. */
 struct sfr__cuda_timer {
-	CUevent begin, end; /* NULL: not timed, or read */
+	CUevent begin, end; /* NULL: not measured, or already read */
 	uint64_t ns;
 };
 
-/* S: the event behind all copies of a part, and who is about to wait for it. Guarded by lane->mu. */
+/* S: the event behind all copies, and the threads about to insert a wait for it. Guarded by
+ * lane->mu. */
 struct sfr__cuda_staged {
-	CUevent event; /* NULL: could not be had */
+	CUevent event; /* NULL: could not be recorded */
 	uint32_t nr_waits;
-	bool over; /* all has landed: there is nothing to wait for */
+	bool over; /* all copies have completed: nothing to wait for */
 };
 
-/* Which way a lane's copies go: each has a stream of its own, since a device copies both ways at once. */
+/* The direction of a lane's copies. Each has its own stream, because a device copies both ways at
+ * once. */
 enum sfr__cuda_way { SFR__CUDA_OUT, SFR__CUDA_IN };
 
 struct sfr__cuda_lane {
-	struct sfr__cuda_lane *next; /* of the engine's; guarded by lanes->mu */
-	uint32_t device;             /* constant, as the next five */
+	struct sfr__cuda_lane *next; /* in the engine's list; guarded by lanes->mu */
+	uint32_t device;             /* constant, like the next five */
 	enum sfr__cuda_way way;
 	const struct sfr__cuda *cu;
 	CUcontext context;
@@ -82,119 +86,122 @@ struct sfr__cuda_lane {
 	pthread_t thread;
 
 	struct sfr__mutex mu; /* guards what follows */
-	pthread_cond_t cv;    /* for the thread */
+	pthread_cond_t cv;    /* wakes the thread */
 	pthread_cond_t cv_turn;
-	bool queueing;                                /* somebody has the turn */
-	SFR__QUEUE(struct sfr__cuda_piece) in_flight; /* in the stream's order */
-	struct sfr__cuda_piece *free_pieces;          /* to be used again */
+	bool queueing;                                /* a thread has the turn */
+	SFR__QUEUE(struct sfr__cuda_piece) in_flight; /* in stream order */
+	struct sfr__cuda_piece *free_pieces;          /* to be reused */
 	SFR__QUEUE(struct sfr__task) tasks;
 	uint64_t nr_in_flight;
-	uint64_t rush_seq; /* a gate waits for saves up to this one: no bound on what is queued */
+	uint64_t rush_seq; /* a gate waits for saves up to this one: queue without bound */
 	CUevent events[SFR__CUDA_EVENTS_KEPT];
 	uint32_t nr_events;
-	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* free ones */
-	bool no_batches, no_row_batches;                      /* the driver has none */
-	uint32_t nr_refused;                                  /* single batches that it refused */
+	struct sfr__cuda_store stores[SFR__CUDA_STORES_KEPT]; /* unused ones */
+	bool no_batches, no_row_batches;                      /* the driver has no such batches */
+	uint32_t nr_refused;                                  /* batches that the driver refused */
 	bool stopping, dead;
-	char why[160]; /* what it died of; constant from then on */
+	char why[160]; /* the error it died of; constant afterwards */
 };
 
 /* The lanes of an engine. */
 struct sfr__cuda_lanes {
 	struct sfr__mutex mu;
-	struct sfr__cuda_lane *head; /* stay until the engine is freed */
+	struct sfr__cuda_lane *head; /* lanes stay until the engine is freed */
 	bool stopped;
 };
 
 /* ---- lanes.c ---- */
 void sfr__cuda_lanes_init(struct sfr__cuda_lanes *lanes);
-/* The lane of a device, made at its first use. 0, SFR_ECLOSED, or -errno with `why`. */
+/* Returns the lane of a device, making it at first use. 0, SFR_ECLOSED, or -errno with `why`. */
 int sfr__cuda_lane_get(struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out, char *why, size_t why_len);
-/* Ends the lanes' threads and frees what they hold on their devices. */
+/* Ends the lanes' threads and frees their device resources. */
 void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes);
 void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes);
-/* Appends a sentence for each device that is dead. */
+/* Appends a sentence for each dead device. */
 void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len);
 
 /* ---- events.c ---- */
-/* An event behind what is on the stream; NULL with `err` set where none can be had. And back. */
+/* Records an event behind the work on the stream, or returns NULL and sets `err`. event_put returns
+ * it for reuse. */
 CUevent sfr__cuda_record(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
 void sfr__cuda_event_put(struct sfr__cuda_lane *lane, CUevent event);
 void sfr__cuda_event_put_locked(struct sfr__cuda_lane *lane, CUevent event);
-/* Notes that a call failed. True when the device is dead from now on, or was before. */
+/* Notes a failed call. Returns true when the device is dead. */
 bool sfr__cuda_failed(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 		      struct sfr_err *err);
-/* Whether nothing has to be waited for any more: the answer of a query, `call`, says that it is done,
- * or is the last of so many that failed (*failed in a row) that the device is given up. */
+/* Returns whether waiting is over: the query `call` says so, or it failed so often in a row
+ * (*failed) that the device is given up. */
 bool sfr__cuda_is_through(struct sfr__cuda_lane *lane, const char *call, CUresult rc,
 			  uint32_t *failed);
-/* Gives the device up: nothing of it works any more, or nobody can tell. */
+/* Marks the device dead: its context is unusable, or nobody can tell. */
 void sfr__cuda_die(struct sfr__cuda_lane *lane, const char *call, CUresult rc);
 bool sfr__cuda_is_dead(struct sfr__cuda_lane *lane);
-/* The same; sets *err to what the device died of. */
+/* Returns whether the device is dead, and then sets *err to the reason. */
 bool sfr__cuda_refuses(struct sfr__cuda_lane *lane, struct sfr_err *err);
-/* A piece, all zero, new or used before (NULL without memory), and back. */
+/* Returns a zeroed transfer, new or reused, or NULL without memory. piece_put returns it for
+ * reuse. */
 struct sfr__cuda_piece *sfr__cuda_piece_get(struct sfr__cuda_lane *lane);
 void sfr__cuda_piece_put(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece);
 
 /* ---- lane.c ---- */
-/* The thread of a lane. */
+/* The main function of a lane's thread. */
 void *sfr__cuda_lane_main(void *lane);
-/* Only one thread at a time puts something on a lane's stream: it has the turn, and no lock. */
+/* Only the thread that has the turn queues work on a lane's stream. It holds no lock. */
 void sfr__cuda_turn_begin(struct sfr__cuda_lane *lane);
 void sfr__cuda_turn_end(struct sfr__cuda_lane *lane);
-/* In a turn: an event behind what was queued, and the piece among those in flight. It always flies:
- * where no event can be had or recorded, the stream as a whole is asked. */
+/* In a turn: records an event behind the queued work and appends the transfer to those in flight.
+ * Never skipped: if no event can be recorded, the whole stream is queried instead. */
 void sfr__cuda_fly(struct sfr__cuda_lane *lane, struct sfr__cuda_piece *piece, struct sfr_err *err);
-/* On the lane's thread: takes what has landed off the list. */
+/* On the lane's thread: removes transfers whose copies have completed. */
 void sfr__cuda_poll(struct sfr__cuda_lane *lane);
-/* On the lane's thread, before more is queued: few in flight, unless a gate waits for this save. */
+/* On the lane's thread, before queueing more: waits until few transfers are in flight, unless a
+ * gate waits for this save. */
 void sfr__cuda_throttle(struct sfr__cuda_lane *lane, uint64_t seq);
-/* Whether a gate waits for the save; and that one does. */
+/* Return whether a gate waits for the save; and say that one does. */
 bool sfr__cuda_is_rushed(struct sfr__cuda_lane *lane, uint64_t seq);
 void sfr__cuda_rush(struct sfr__cuda_lane *lane, uint64_t seq);
-/* Gives the lane's thread something to do, which may take its time. */
+/* Gives the lane's thread a task, which may block. */
 void sfr__cuda_push(struct sfr__cuda_lane *lane, struct sfr__task *task);
 
 /* ---- copies.c; in a turn ---- */
-/* Queues copies the lane's way, in few calls where the driver has batches and the memory is pinned.
- * The arrays come back in another order. */
+/* Queues copies in the lane's direction, in few calls if the driver has batches and the memory is
+ * pinned. Reorders the arrays. */
 void sfr__cuda_copy(struct sfr__cuda_lane *lane, CUdeviceptr *dst, CUdeviceptr *src, size_t *len,
 		    size_t nr, bool pinned, struct sfr_err *err);
-/* Copies to be queued together; all zero: none. See batch.c. */
+/* Copies to queue together; all zero: none. See batch.c. */
 struct sfr__cuda_batch {
 	CUdeviceptr *dst, *src;
 	size_t *len, nr, room;
 };
 int sfr__cuda_batch_add(struct sfr__cuda_batch *batch, uint64_t dst, uint64_t src, size_t len);
 void sfr__cuda_batch_free(struct sfr__cuda_batch *batch);
-/* Queues them, unless something has failed. */
+/* Queues them, unless an error is set. */
 void sfr__cuda_batch_copy(struct sfr__cuda_lane *lane, struct sfr__cuda_batch *batch, bool pinned,
 			  struct sfr_err *err);
-/* Copies of `nr` rows of `width` bytes, `pitch` bytes from row to row on the device. */
+/* `nr` rows of `width` bytes, `pitch` bytes apart on the device. */
 struct sfr__cuda_rows {
 	void *dst;
 	CUdeviceptr src;
 	size_t width, nr, pitch;
 };
-/* Queues them; on the host rows stand dst_pitch bytes apart. */
+/* Queues copies of rows, which are dst_pitch bytes apart on the host. */
 void sfr__cuda_copy_rows(struct sfr__cuda_lane *lane, const struct sfr__cuda_rows *rows, size_t nr,
 			 size_t dst_pitch, bool pinned, struct sfr_err *err);
-/* The same on any stream of the current context, by whoever knows what an error means. */
+/* Does the same on any stream of the current context; the caller handles errors. */
 CUresult sfr__cuda_rows_queue(const struct sfr__cuda *cu, CUstream stream,
 			      const struct sfr__cuda_rows *rows, size_t nr, size_t dst_pitch,
 			      bool batched);
-/* A sentence for reports when copies did not go the best way, else "". */
+/* Writes a sentence for reports if copies were not batched, else leaves "". */
 void sfr__cuda_copies_note(struct sfr__cuda_lane *lane, char *text, size_t len);
 
 /* ---- store.c ---- */
-/* Memory for samples, of `len` bytes at least. 0 or -errno. */
+/* Gets memory of at least `len` bytes for samples. 0 or -errno. */
 int sfr__cuda_store_get(struct sfr__cuda_lane *lane, size_t len, struct sfr__cuda_store *store);
-/* Gives it back: to the lane; to the driver, when the lane ends. */
+/* Returns memory to the lane for reuse, or to the driver when the lane ends. */
 void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *store);
 void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store);
-/* Memory of the driver's, which is pinned by birth; other memory where it has none to give. */
+/* Allocates memory: the driver's, which is pinned, or ordinary memory if the driver has none. */
 int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda_store *store);
 
 /* ---- timer.c; with the lane's context ---- */
@@ -202,25 +209,26 @@ void sfr__cuda_timer_begin(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *
 			   CUstream stream);
 void sfr__cuda_timer_end(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer,
 			 CUstream stream);
-/* Sets timer->ns, and frees the events. False: it has not ended yet. */
+/* Reads the time into timer->ns and frees the events. False: it has not ended yet. */
 bool sfr__cuda_timer_read(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 void sfr__cuda_timer_drop(struct sfr__cuda_lane *lane, struct sfr__cuda_timer *timer);
 
 /* ---- order.c ---- */
-/* Whether work put on the stream would become part of a graph, or break one. */
+/* Returns whether work queued on the stream would become part of a graph or break its capture. */
 bool sfr__cuda_is_capturing(const struct sfr__cuda *cu, CUstream stream);
-/* The caller's stream of a device, or NULL. */
+/* Returns the caller's stream of a device, or NULL. */
 const struct sfr_stream *sfr__stream_of(const struct sfr_stream *streams, uint32_t nr,
 					uint32_t device);
-/* E: records what is on the caller's stream and has the lane's stream wait for it. In a turn. */
+/* E: makes the lane's stream wait for what is on the caller's stream. In a turn. */
 void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err *err);
-/* C: has the caller's stream wait for *event (NULL: nothing to do), which is the lane's again. */
+/* C: makes the caller's stream wait for *event (NULL: does nothing) and takes the event back. */
 void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event,
 			     struct sfr_err *err);
-/* S: has a step's stream wait. False when the host has to: no stream, no event, or a capture. */
+/* S: makes a step's stream wait. False when the host must wait: no stream, no event, or a
+ * capture. */
 bool sfr__cuda_wait_staged(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged,
 			   const struct sfr_stream *stream);
-/* All of it has landed. */
+/* Notes that all copies have completed. */
 void sfr__cuda_staged_over_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_staged *staged);
 
 #endif

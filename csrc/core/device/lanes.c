@@ -1,4 +1,5 @@
-/* The lanes of an engine: one for each device and way, made at its first use, ended with the engine. */
+/* The lanes of an engine: one for each device and direction, made at first use, ended with the
+ * engine. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -6,7 +7,7 @@
 #include "base/base.h"
 #include "device/lane.h"
 
-/* Frees what the lane has on its device. */
+/* Frees the lane's device resources. */
 static void fini_device(struct sfr__cuda_lane *lane)
 {
 	struct sfr__cuda_scope scope;
@@ -14,7 +15,7 @@ static void fini_device(struct sfr__cuda_lane *lane)
 	if (!lane->context)
 		return;
 	if (sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS) {
-		/* Each may fail on a dead device, which has nothing left to be freed. */
+		/* Each call may fail on a dead device, which has nothing left to free. */
 		while (lane->nr_events > 0)
 			(void)lane->cu->event_free(lane->events[--lane->nr_events]);
 		if (lane->stream)
@@ -59,7 +60,7 @@ static int init_device(struct sfr__cuda_lane *lane, char *why, size_t why_len)
 	return ret;
 }
 
-/* A lane with its thread running. 0 or -errno with `why`. */
+/* Makes a lane with its thread running. 0 or -errno with `why`. */
 static int make_lane(uint32_t device, enum sfr__cuda_way way, struct sfr__cuda_lane **out,
 		     char *why, size_t why_len)
 {
@@ -99,11 +100,11 @@ static void stop_lane(struct sfr__cuda_lane *lane)
 	lane->stopping = true;
 	pthread_cond_signal(&lane->cv);
 	sfr__unlock(&lane->mu);
-	(void)sfr_sys.thread_join(lane->thread, NULL); /* ours and joinable */
+	(void)sfr_sys.thread_join(lane->thread, NULL); /* cannot fail: our thread, joinable */
 	fini_device(lane);
 }
 
-/* The lane that is there, or SFR_ECLOSED; 0 and NULL when it is to be made. */
+/* Finds the lane: 0 with *out, or NULL if it is to be made; SFR_ECLOSED. */
 static int find_locked(const struct sfr__cuda_lanes *lanes, uint32_t device, enum sfr__cuda_way way,
 		       struct sfr__cuda_lane **out)
 {
@@ -157,7 +158,7 @@ void sfr__cuda_lanes_stop(struct sfr__cuda_lanes *lanes)
 	sfr__lock(&lanes->mu);
 	if (!lanes->stopped)
 		lane = lanes->head;
-	lanes->stopped = true; /* the list is constant from here on */
+	lanes->stopped = true; /* from here on the list is constant */
 	sfr__unlock(&lanes->mu);
 	for (; lane; lane = lane->next)
 		stop_lane(lane);
@@ -171,7 +172,7 @@ void sfr__cuda_lanes_free(struct sfr__cuda_lanes *lanes)
 		lanes->head = lane->next;
 		free_lane(lane);
 	}
-	sfr__mutex_fini(&lanes->mu); /* the caller vouches that nobody uses it */
+	sfr__mutex_fini(&lanes->mu); /* the caller guarantees that nobody uses it */
 }
 
 void sfr__cuda_lanes_tell(struct sfr__cuda_lanes *lanes, char *text, size_t len)

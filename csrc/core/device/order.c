@@ -1,14 +1,13 @@
-/* Order between a caller's stream and a lane's: three events, and who waits for them.
+/* Order between a caller's stream and a lane's: three events, and the streams that wait for them.
  *
- *   E   recorded on the caller's stream before anything else; the lane's stream waits for it, so
- *       what is copied is what was there then
+ *   E   recorded on the caller's stream first; the lane's stream waits for it, so the copies see
+ *       the state at the call
  *   C   recorded behind the captured bytes and the samples; the caller's stream waits for it
- *   S   recorded behind everything; the stream of the step waits for it
+ *   S   recorded behind everything; the step's stream waits for it
  *
- * Saves and snapshots put them at other places; what is done with them is the same. A wait for an
- * event that was never recorded is a silent nothing: so there is an event only where it has been
- * recorded.
- */
+ * Saves and snapshots record them at different points and use them alike. Waiting for an event
+ * that was never recorded silently does nothing, so an event exists here only once it has been
+ * recorded. */
 #include <errno.h>
 #include <stdio.h>
 
@@ -43,7 +42,7 @@ void sfr__cuda_mark(struct sfr__cuda_lane *lane, CUstream stream, struct sfr_err
 	rc = lane->cu->stream_wait(lane->stream, event, 0);
 	if (rc != CUDA_SUCCESS)
 		(void)sfr__cuda_failed(lane, "cuStreamWaitEvent", rc, err);
-	/* The wait is for the event as it was recorded here: it may be recorded anew. */
+	/* The wait concerns the event as recorded here, so the event can be reused. */
 	sfr__cuda_event_put(lane, event);
 }
 
@@ -65,7 +64,7 @@ void sfr__cuda_wait_captured(struct sfr__cuda_lane *lane, CUstream stream, CUeve
 	sfr__cuda_leave(&scope);
 }
 
-/* Puts the wait in, unless the stream is capturing. */
+/* Inserts the wait, unless the stream is capturing. */
 static bool put_wait(struct sfr__cuda_lane *lane, CUstream stream, CUevent event)
 {
 	struct sfr__cuda_scope scope;
@@ -89,7 +88,7 @@ bool sfr__cuda_wait_staged(struct sfr__cuda_lane *lane, struct sfr__cuda_staged 
 	done = staged->over || lane->dead;
 	if (!done && stream)
 		event = staged->event;
-	staged->nr_waits += event != NULL; /* it stays the part's own meanwhile */
+	staged->nr_waits += event != NULL; /* keeps the event from being reused meanwhile */
 	sfr__unlock(&lane->mu);
 	if (!event)
 		return done;
@@ -105,7 +104,7 @@ void sfr__cuda_staged_over_locked(struct sfr__cuda_lane *lane, struct sfr__cuda_
 {
 	staged->over = true;
 	if (staged->nr_waits > 0)
-		return; /* who waits does it */
+		return; /* the last waiting thread does it */
 	sfr__cuda_event_put_locked(lane, staged->event);
 	staged->event = NULL;
 }

@@ -1,9 +1,8 @@
-/* Memory that samples are copied into.
+/* Memory for samples.
  *
- * It is the driver's, and so pinned also where the pool's cannot be registered: a copy to memory that
- * is not returns only when it has run, and so waits for all that the stream waits for. It is kept
- * from save to save, since getting it can hold up other streams.
- */
+ * It is the driver's memory, and so pinned even where the pool's cannot be registered: a copy to
+ * unpinned memory returns only when it has run, and so waits for everything before it on the
+ * stream. It is kept from save to save, because allocating it can block other streams. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -27,7 +26,7 @@ int sfr__cuda_store_new(const struct sfr__cuda *cu, size_t len, struct sfr__cuda
 
 void sfr__cuda_store_free(const struct sfr__cuda *cu, struct sfr__cuda_store *store)
 {
-	/* Either is a whole one of ours; what is not taken back is only lost. */
+	/* Cannot fail on our own memory; if it does, the memory is only lost. */
 	if (store->mem && store->pinned)
 		(void)cu->host_free(store->mem);
 	else if (store->mem)
@@ -51,11 +50,12 @@ void sfr__cuda_store_put(struct sfr__cuda_lane *lane, struct sfr__cuda_store *st
 		*store = (struct sfr__cuda_store){ 0 };
 	}
 	sfr__unlock(&lane->mu);
-	/* On a dead device a copy may still be running: the memory stays for as long as the
+	/* On a dead device a copy may still be running: the memory stays for the life of the
 	 * process. */
 	if (!store->mem || dead)
 		return;
-	(void)sfr__cuda_enter(&scope, lane->cu, lane->context); /* shows in the next call */
+	/* a failure shows in the next call */
+	(void)sfr__cuda_enter(&scope, lane->cu, lane->context);
 	sfr__cuda_store_free(lane->cu, store);
 	sfr__cuda_leave(&scope);
 }

@@ -1,9 +1,8 @@
-/* How long a device was at something: two events that take the time, on one stream.
+/* Device time between two timed events on one stream.
  *
- * They are beside the events that order streams, which take none: those are waited for, and a wait for
- * one that takes the time is slower. What cannot be timed, for want of an event or on a device that
- * has failed, took no time: nobody is told, since nothing but a figure depends on it.
- */
+ * These are separate from the events that order streams, because waiting for a timed event is
+ * slower. If timing fails (no event, a failed device), the time is 0 and no error is reported,
+ * because only a statistic depends on it. */
 #include "device/lane.h"
 
 static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
@@ -11,7 +10,7 @@ static void record(struct sfr__cuda_lane *lane, CUstream stream, CUevent *event)
 	if (lane->cu->event_new(event, CU_EVENT_DEFAULT) != CUDA_SUCCESS)
 		*event = NULL;
 	else if (lane->cu->event_record(*event, stream) != CUDA_SUCCESS) {
-		(void)lane->cu->event_free(*event); /* lost at worst */
+		(void)lane->cu->event_free(*event); /* on failure it is only lost */
 		*event = NULL;
 	}
 }

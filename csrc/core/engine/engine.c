@@ -2,11 +2,10 @@
  *
  *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
  *
- * Threads start with the first save, so an engine that is only made costs address space and
- * nothing else. Tickets hold a reference: memory of the engine goes when the maker and every
- * ticket and snapshot have let go. The last one to do so is never a thread of the engine itself (a ticket's
- * own reference goes over to the notice of its end), so threads can be joined there.
- */
+ * Threads start with the first save, so an engine that is only made costs nothing but address
+ * space. Tickets and snapshots hold references, and the engine is freed when its maker and all of
+ * them have dropped theirs. No thread of the engine ever drops the last one (a ticket's own
+ * reference is handed to the notice of its end), so the last one can join the threads. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,8 +14,8 @@
 #include "engine/engine.h"
 #include "memory/pin.h"
 
-/* The pool goes, and with it what a default cap took of the budget: not while a snapshot lives in
- * it, and once only. */
+/* Frees the pool and returns its default cap to the budget, once, and not while a snapshot uses
+ * it. */
 static void free_pool(struct sfr_engine *engine)
 {
 	struct sfr__pool *pool = NULL;
@@ -48,8 +47,8 @@ static bool foreign(const struct sfr_engine *engine)
 	return engine->fork_generation != sfr_fork_generation();
 }
 
-/* A default cap is what would be well; where the system has not that much address space to give, or
- * no file of that length, half of it is as good as any other, and again. */
+/* A default cap is only a preference: if the system cannot give that much address space, or no file
+ * of that length, half of it is tried, and so on. */
 static int make_pool(struct sfr_engine *engine)
 {
 	const uint64_t block_bytes = engine->opts.block_bytes;
@@ -137,8 +136,8 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr_sys.free(engine);
 }
 
-/* Is somebody in the pool whom close has to wait for? Saves, the lane's copies for snapshots, and
- * those who warm it up or trim it. */
+/* Returns whether the pool has users that close must wait for: saves, the lane's copies for
+ * snapshots, warm-ups and trims. */
 static bool is_used_locked(const struct sfr_engine *engine)
 {
 	return engine->nr_pool_users > 0 || engine->nr_copying > 0 ||
@@ -155,7 +154,7 @@ int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns)
 		return SFR_EFORK;
 	sfr__lock(&engine->mu);
 	engine->closing = true;
-	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot are refused now */
+	pthread_cond_broadcast(&engine->cv_state); /* saves that wait for a slot now fail */
 	while (is_used_locked(engine) && rc == 0)
 		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
 	if (!is_used_locked(engine))
@@ -207,7 +206,7 @@ int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out)
 	return 0;
 }
 
-/* The pool stays until end_use. SFR_EFORK, SFR_ECLOSED. */
+/* Keeps the pool until end_use. SFR_EFORK, SFR_ECLOSED. */
 static int begin_use(struct sfr_engine *engine)
 {
 	int rc;

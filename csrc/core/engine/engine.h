@@ -1,4 +1,4 @@
-/* The engine: slots, queues, threads. See engine.c. */
+/* The engine: slots, queues, threads. engine.c implements it. */
 #ifndef SFR_ENGINE_H
 #define SFR_ENGINE_H
 
@@ -9,42 +9,44 @@
 #include "device/lane.h"
 #include "memory/pool.h"
 
-/* Who serves which tasks, each in the order in which they came. */
+/* The threads that serve a queue of tasks, in order. */
 enum sfr__crew {
-	SFR__LANE, /* the lane, before what is shared: a snapshot has its memory, and never waits */
+	/* the lane; tasks come before shared work, because a snapshot has its memory and never
+	 * waits */
+	SFR__LANE,
 	SFR__WRITERS, /* any of the writers */
 	SFR__NR_CREWS
 };
 
-/* Something that is done in pieces, by several threads at a time if need be: by the lane, by the
- * writers when they have no task and somebody waits for it, and by those who wait. */
+/* Work that several threads do in portions: the lane, the threads that wait for it, and writers
+ * without a task while somebody waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
-	/* Does a piece, with the mutex, which is given up meanwhile; takes the work off the list when
-	 * there is none left. False when there is nothing to do for this thread at this moment.
-	 * Only with `may_wait` it waits for blocks. */
+	/* Does one portion. Called with the mutex, which it releases meanwhile; removes the work
+	 * from the list when none is left. Waits for blocks only with `may_wait`. False: this
+	 * thread has nothing to do right now. */
 	bool (*turn_locked)(struct sfr__shared *work, bool may_wait);
 };
 
-/* A save in flight, as far as the engine knows it: part of its ticket. */
+/* A save in flight, as the engine sees it; embedded in its ticket. */
 struct sfr__flight {
 	struct sfr__flight *next, *prev;
 	pthread_t caller;
 	bool in_call; /* the caller has neither launched nor abandoned it */
-	bool apart;   /* it has a slot among those of its kind; constant */
+	bool apart;   /* unordered: it uses a slot of its own kind; constant */
 	uint32_t blocks_held;
 };
 
-/* All of it is guarded by `mu` unless a comment says otherwise. */
+/* `mu` guards all of it unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* tasks for the lane, or stopping */
-	pthread_cond_t cv_writer; /* tasks for the writers, or stopping */
-	pthread_cond_t cv_state;  /* any ticket's facts, or a slot */
+	pthread_cond_t cv_lane;   /* signals tasks for the lane, or stopping */
+	pthread_cond_t cv_writer; /* signals tasks for the writers, or stopping */
+	pthread_cond_t cv_state;  /* signals a change of any ticket's facts, or a free slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
 	struct sfr_engine_opts opts;
-	uint64_t pool_bytes; /* the cap, whoever chose it; constant, as the next */
+	uint64_t pool_bytes; /* the cap, given or default; constant, like the next */
 	bool default_cap;
 	struct sfr__pool *pool; /* NULL once closed */
 
@@ -52,53 +54,54 @@ struct sfr_engine {
 	pthread_t lane;
 	pthread_t *writers;
 	uint32_t nr_writers; /* running */
-	uint64_t close_seq;  /* log entry that close waits for, 0 = not looked up */
+	uint64_t close_seq;  /* sequence number in the log that close waits for; 0: not looked up */
 
 	struct sfr__cuda_lanes cuda_lanes; /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
 	SFR__QUEUE(struct sfr__shared)
-	shared;               /* the lane's, and where somebody waits the writers' */
-	uint32_t nr_awaiting; /* threads that wait until some of it is done */
+	shared;               /* for the lane, and for the writers while somebody waits */
+	uint32_t nr_awaiting; /* threads that wait for shared work */
 	struct sfr__flight *flights;
-	uint32_t nr_snapshots; /* that have, or wait for, memory of the pool: it stays so long */
-	uint32_t nr_copying;   /* of them, at the lane */
-	struct sfr__lot *common_lot;     /* that small ones are cut out of; NULL: none has users */
-	uint32_t nr_in_flight, nr_apart; /* the latter among the former */
+	/* snapshots that have, or wait for, pool memory, which keeps the pool */
+	uint32_t nr_snapshots;
+	uint32_t nr_copying;             /* of those, being copied by the lane */
+	struct sfr__lot *common_lot;     /* the lot that small snapshots share; NULL: none in use */
+	uint32_t nr_in_flight, nr_apart; /* nr_apart is part of nr_in_flight */
 	uint32_t nr_pool_users;          /* threads in warm_up or trim */
 	uint64_t next_seq, nr_saves;
 };
 
 /* ---- workers.c ---- */
-/* Starts the engine's threads, unless they run. -ENOMEM or what starting a thread says. */
+/* Starts the engine's threads unless they run. 0, -ENOMEM or the error of starting a thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-/* Joins them; nothing is queued any more. */
+/* Joins the threads; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
 void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
-/* Work to share, first come first served, and off the list again. */
+/* Append shared work to the list, in order, and remove it. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
-/* There is more to do for those who found nothing. */
+/* Wakes threads that found nothing to do. */
 void sfr__shared_wake_locked(struct sfr_engine *engine);
-/* There may be memory to make: threads with nothing else to do look round. */
+/* Wakes idle threads if there is memory to make. */
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine);
-/* A snapshot has given back its memory, or got none. The last one of a closed engine frees the
- * pool. */
+/* Notes that a snapshot has returned its memory, or got none. The last one of a closed engine frees
+ * the pool. */
 void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 /* ---- slots.c ---- */
-/* Waits until a save may take a slot, those that are `apart` among themselves. Flags are those of
- * the save: SFR_SAVE_NESTED never waits, and *beyond says whether it goes beyond max_in_flight.
- * SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+/* Waits until a save may take a slot; unordered (`apart`) saves have their own. Flags are those of
+ * the save: with SFR_SAVE_NESTED it never waits, and *beyond tells whether it exceeds
+ * max_in_flight. SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
 int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
 			     uint64_t deadline_ns, bool *beyond);
-/* A save by the calling thread has a slot from here on, until it leaves. */
+/* Gives a save of the calling thread a slot; leave returns it. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
-/* Of the saves in flight, those that this very thread is capturing, further down its stack: it
- * cannot wait for them. */
+/* Counts the saves in flight that this thread is capturing further up its stack, and so cannot wait
+ * for. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
 
 #endif

@@ -1,8 +1,7 @@
-/* The engine's threads: a lane, and writers, which serve tasks that they know nothing of.
+/* The engine's threads: a lane and writers, which run tasks without knowing what they do.
  *
- * All run one loop over queues that the engine's mutex guards. A thread that has no task, and would
- * sleep, first makes memory for the pool as long as saves could use some (memory/supply.c).
- */
+ * All run one loop over queues that the engine's mutex guards. A thread with no task makes memory
+ * for the pool before it sleeps, as long as saves could use some (memory/supply.c). */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 
@@ -58,7 +57,7 @@ struct crew {
 	pthread_cond_t *cv;
 };
 
-/* What a thread without a task takes its turn at. */
+/* Returns the shared work for a thread without a task, or NULL. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
 	bool helps = crew->which == SFR__LANE || crew->engine->nr_awaiting != 0;
@@ -82,7 +81,7 @@ static bool is_idle(void *arg)
 	return idle;
 }
 
-/* Makes memory until there is a task. Whether there was any to make. */
+/* Makes memory until there is a task. Returns whether any was made. */
 static bool supply_locked(struct crew *crew)
 {
 	struct sfr_engine *engine = crew->engine;
@@ -115,7 +114,8 @@ static void serve(struct crew *crew)
 			break;
 		} else if ((work || !supply_locked(crew)) && is_idle_locked(crew) &&
 			   work_locked(crew) == work) {
-			/* Work that has no turn for it has been asked under this very lock. */
+			/* Shared work with nothing for this thread was asked under this same
+			 * lock. */
 			(void)sfr__cond_wait(crew->cv, &engine->mu, SFR_FOREVER);
 		}
 	}
@@ -150,7 +150,7 @@ int sfr__engine_start_locked(struct sfr_engine *engine)
 		if (!engine->writers)
 			return -ENOMEM;
 	}
-	/* A start that fails half-way keeps what runs; the next save goes on from there. */
+	/* A failed start keeps the threads that run; the next save starts the rest. */
 	while (engine->nr_writers < engine->opts.nr_writers) {
 		const uint32_t i = engine->nr_writers;
 

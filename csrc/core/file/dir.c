@@ -1,4 +1,4 @@
-/* Directories: the paths of what is in one, its names, and its entries on the disk. */
+/* Directories: paths of their entries, their names, and syncing them. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -36,7 +36,7 @@ int sfr__dir_each(const char *dir, int (*each)(void *arg, const char *name), voi
 			rc = each(arg, entry->d_name);
 	}
 	if (stream)
-		(void)sfr_sys.closedir(stream); /* it is valid: it cannot fail */
+		(void)sfr_sys.closedir(stream); /* cannot fail: the stream is valid */
 	return rc;
 }
 

@@ -1,33 +1,32 @@
-/* One file's life: from a temporary to a durable name.
+/* The life of one file: from a temporary to a durable name.
  *
- *   1  open      the directory, once and for all that follows
+ *   1  open      the directory, for all later steps
  *                temporary in it, locked                            (tmp.c)
- *                one page written to see whether O_DIRECT works; room reserved
- *   2  write     blocks at their offsets, several threads at a time
- *   3  sync      what the last page has beyond the end is cut off
+ *                one page written to test O_DIRECT; space reserved
+ *   2  write     blocks at their offsets, from several threads at a time
+ *   3  sync      cut off what the last page has beyond the end
  *                fdatasync: the bytes are on the disk
  *   4  rename    over the destination: readers see old or new, nothing between
  *   5  sync      fsync of the directory: the new name is on the disk
- *   6  close     the lock goes last
+ *   6  close     releases the lock last
  *
- * What each order prevents, when the machine dies at any moment:
- *   directory first  after gigabytes were written and renamed there would be no
- *                    descriptor left to sync it by, or no permission to read it
+ * What each order prevents if the machine dies at any moment:
+ *   directory first  after gigabytes were written and renamed there might be no
+ *                    descriptor left to sync the directory with, or no permission
  *   same directory   a rename across file systems would be a copy
- *   2 before 3       fdatasync promises only what was written before it
+ *   2 before 3       fdatasync covers only what was written before it
  *   3 before 4       a rename may reach the disk before the data it names: the
- *                    path would lead to a file of zeros, the old one gone
+ *                    path would lead to a file of zeros, with the old one gone
  *   4 before 5       until the directory is synced the old file may come back.
- *                    It is complete, but the caller was told of the new one; and
- *                    what is removed after this save relies on the new name
- *   4 before 6       an unlocked temporary is a dead one, to be cleared away
- * Before step 4 the destination has not been touched, so whatever fails up to
- * there leaves the old file; from there on it is the new one, complete.
+ *                    It is complete, but the caller was told of the new one, and
+ *                    removes after this save rely on the new name
+ *   4 before 6       an unlocked temporary counts as dead and would be removed
+ * Before step 4 the destination is untouched, so any earlier failure leaves the old file. From step
+ * 4 on it is the new file, complete.
  *
- * A failed sync is final. The kernel reports a write error once and then counts
- * the pages as clean, so a second fdatasync of that descriptor would report
- * success for bytes that are lost. EINTR is no exception: nothing says how far it
- * got.
+ * A failed sync is final. The kernel reports a write error once and then treats the pages as clean,
+ * so a second fdatasync of that descriptor would succeed although bytes are lost. EINTR is no
+ * exception, because it does not say how far the sync got.
  *
  *                open          sync           commit
  *      NAMED ───────▶ OPEN ───────▶ SYNCED ─────────▶ DONE
@@ -46,9 +45,8 @@
  *      NAMED, OPEN, SYNCED -> BROKEN   open, sync, commit, failing
  *      any     -> NONE      sfr__file_fini
  *
- * Calls of one file are made one after another, but for writes; who calls them
- * carries the happens-before from one to the next (the ticket's mutex).
- */
+ * Calls for one file are made one after another, except for writes. The caller orders them in
+ * memory, with the ticket's mutex. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -57,7 +55,7 @@
 #include "file/file.h"
 #include "trace/trace.h"
 
-#define SLICE (4u << 20) /* of one write: larger ones gain nothing, smaller ones cost */
+#define SLICE (4u << 20) /* bytes per write: larger writes gain nothing, smaller ones cost */
 
 static const _Alignas(SFR_PAGE) char zero_page[SFR_PAGE];
 
@@ -95,10 +93,10 @@ int sfr__file_init(struct sfr__file *f, const char *dir, const char *name, uint6
 	return 0;
 }
 
-/* ---- is it answered? ---- */
+/* ---- unanswered calls ---- */
 
-/* Around every call that may hang. Several writers are at one file: whoever is answered has heard
- * of its file system for all of them. */
+/* Surround every call that may hang. Several writers use one file, and an answer to one of them
+ * shows that its file system works. */
 static void ask(struct sfr__file *f)
 {
 	atomic_store_explicit(&f->asked_ns, sfr__now_ns(), memory_order_relaxed);
@@ -127,19 +125,19 @@ static void go_buffered(struct sfr__file *f, const char *why)
 		       "written through the page cache: %s", why);
 }
 
-/* Can this write error mean that O_DIRECT does not work here, and nothing worse? */
+/* Returns whether this write error only means that O_DIRECT does not work here. */
 static bool means_no_direct(int code)
 {
 	return code == -EINVAL || code == -ENOTSUP || code == -ENOSYS || code == -EPERM;
 }
 
-/* One page at offset 0, which the file's first block writes over. 0 or -errno. */
+/* Writes one page at offset 0, which the first block overwrites. 0 or -errno. */
 static int write_page(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
 		ssize_t put = sfr_sys.pwrite(fd, zero_page, sizeof(zero_page), 0);
 
-		if (put >= 0) /* a file that takes nothing says so at its first block */
+		if (put >= 0) /* a file that accepts nothing fails at its first block */
 			return 0;
 		if (errno != EINTR)
 			return -errno;
@@ -147,8 +145,8 @@ static int write_page(int fd)
 	return -EINTR;
 }
 
-/* Decides io_mode. Only a real write tells: file systems accept the flag and refuse the write,
- * or take it and every alignment, as tmpfs does. 0 or -errno. */
+/* Decides io_mode. Only a real write can tell: some file systems accept the flag but refuse the
+ * write, and tmpfs accepts both with any alignment. 0 or -errno. */
 static int probe_direct(struct sfr__file *f)
 {
 	char why[96];
@@ -172,16 +170,16 @@ static int probe_direct(struct sfr__file *f)
 	if (!means_no_direct(rc))
 		return rc;
 	if (sfr_sys.set_flags(f->fd, 0) < 0)
-		return -errno; /* the flag cannot be taken back: no write would work */
+		return -errno; /* the flag cannot be reset, so no write would work */
 	(void)snprintf(why, sizeof(why), "the file system refuses a write with O_DIRECT (%s)",
 		       sfr_code_name(rc));
 	go_buffered(f, why);
 	return 0;
 }
 
-/* Reserves the room, so that a full disk is known before gigabytes are written, and so that the
- * blocks lie together. A file system that cannot is none the worse: 0. Not posix_fallocate, which
- * would write. */
+/* Reserves space, so that a full disk is noticed before gigabytes are written and the blocks are
+ * contiguous. A file system that cannot reserve loses nothing: 0. Not posix_fallocate, which would
+ * write. */
 static int reserve(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -195,7 +193,7 @@ static int reserve(struct sfr__file *f)
 	return 0;
 }
 
-/* What need not be synced need not be readable. 0 or -errno. */
+/* A directory that will not be synced need not be readable. 0 or -errno. */
 static int open_directory(struct sfr__file *f)
 {
 	int fd = sfr__fd_open(f->dir, O_DIRECTORY | (f->durable ? O_RDONLY : O_PATH), 0);
@@ -240,8 +238,8 @@ int sfr__file_open(struct sfr__file *f, struct sfr_err *err)
 
 /* ---- write ---- */
 
-/* How many of `put` bytes count as written: with O_DIRECT the next write has to start on a page
- * again, so a page that was written in part is written again. */
+/* Returns how many of `put` bytes count as written. With O_DIRECT the next write must start on a
+ * page, so a partly written page is written again. */
 static size_t count_written(const struct sfr__file *f, size_t put)
 {
 	return f->io_mode == SFR_IO_DIRECT ? put / SFR_PAGE * SFR_PAGE : put;
@@ -263,7 +261,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 		ask(f);
 		put = sfr_sys.pwrite(f->fd, bytes, want, (off_t)off);
-		code = put < 0 ? -errno : -EIO; /* no byte and no reason: no progress ever */
+		code = put < 0 ? -errno : -EIO; /* no byte and no reason: retrying would not help */
 		answered(f);
 		if (put == 0 || (put < 0 && code != -EINTR))
 			return fail(err, code, SFR_PHASE_WRITE, NULL);
@@ -280,7 +278,7 @@ int sfr__file_write(struct sfr__file *f, const void *buf, size_t len, uint64_t o
 
 /* ---- sync and commit ---- */
 
-/* Blocks are written in whole pages: the last one may reach beyond the end. 0 or -errno. */
+/* Blocks are written in whole pages, so the last one may extend beyond the end. 0 or -errno. */
 static int cut(struct sfr__file *f)
 {
 	int rc = -EINTR;
@@ -317,9 +315,9 @@ int sfr__file_sync(struct sfr__file *f, struct sfr_err *err)
 	return 0;
 }
 
-/* What rename would replace without a word, and nobody meant: a pipe, a device, a socket. A
- * directory rename refuses itself. Asked now and not at open, since an earlier remove of the
- * name may have stood in the log. 0 or -errno. */
+/* Refuses what rename would silently replace: a pipe, a device or a socket. (It refuses a directory
+ * itself.) Checked here and not at open, because an earlier entry of the log may remove the name. 0
+ * or -errno. */
 static int check_destination(const struct sfr__file *f)
 {
 	struct stat st;
@@ -331,7 +329,7 @@ static int check_destination(const struct sfr__file *f)
 	return S_ISDIR(st.st_mode) ? -EISDIR : -EINVAL;
 }
 
-/* 0 or -errno. */
+/* Returns 0 or -errno. */
 static int sync_directory(struct sfr__file *f)
 {
 	SFR__TRACE(SFR_TRACE_SYNC_DIR, 0, 0);
@@ -368,7 +366,7 @@ int sfr__file_commit(struct sfr__file *f, struct sfr_err *err)
 		if (rc < 0)
 			return fail(err, rc, SFR_PHASE_SYNC_DIR, NULL);
 	} else {
-		/* Without a sync, a network file system may tell of a full disk no earlier. */
+		/* Without a sync, a network file system may report a full disk only here. */
 		rc = sfr__fd_close(f->fd);
 		f->fd = -1;
 		if (rc < 0)
@@ -386,13 +384,13 @@ void sfr__file_fini(struct sfr__file *f)
 	ask(f);
 	if (ours && f->tmp.serial && !f->renamed)
 		(void)sfr_sys.unlink(f->dir_fd,
-				     f->tmp.name); /* else the next save clears it away */
+				     f->tmp.name); /* on failure the next save removes it */
 	if (ours)
 		sfr__tmp_forget(&f->tmp);
 	if (ours && f->fd >= 0)
-		(void)sfr__fd_close(f->fd); /* synced, or thrown away: nothing can be lost */
+		(void)sfr__fd_close(f->fd); /* synced or discarded: nothing can be lost */
 	if (ours && f->dir_fd >= 0)
-		(void)sfr__fd_close(f->dir_fd); /* fsync has said what there is to say */
+		(void)sfr__fd_close(f->dir_fd); /* fsync has already reported any error */
 	answered(f);
 	sfr_sys.free(f->name);
 	sfr_sys.free(f->dir);

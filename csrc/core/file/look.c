@@ -1,10 +1,9 @@
-/* Where a path leads: every look at the file system that a save needs before it begins, together.
+/* Where a path leads: all the file system calls that a save needs before it begins.
  *
- * The caller's thread asks this inside its call, and each look may take as long as a network file
- * system likes. So the binding lets go of the interpreter lock around all of them, once. What is
- * there is told; what is missing or refused is for the caller to look at closer, since there the
- * words matter and the time does not.
- */
+ * The caller's thread makes these calls inside its own call, and a network file system may take any
+ * time for each. So the binding releases the interpreter lock once around all of them. What exists
+ * is reported here. What is missing or refused the caller examines itself, because then the message
+ * matters more than the time. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -12,7 +11,7 @@
 
 #include "file/file.h"
 
-/* Splits off the last component of `path`, which may have been made real before. */
+/* Returns the last component of `path`. */
 static const char *last_of(const char *path)
 {
 	const char *slash = strrchr(path, '/');
@@ -25,7 +24,7 @@ static int is_a_name(const char *last)
 	return last[0] != '\0' && strcmp(last, ".") != 0 && strcmp(last, "..") != 0;
 }
 
-/* The real path of the directory that the first `len` bytes of `path` name. */
+/* Finds the real path of the directory that the first `len` bytes of `path` name. */
 static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
 {
 	char parent[SFR_PATH_MAX] = ".";
@@ -45,7 +44,7 @@ static int look_at_parent(const char *path, size_t len, struct sfr_place *place)
 	return S_ISDIR(st.st_mode) ? 0 : -ENOTDIR;
 }
 
-/* What stands at `parent`/`name`: its mode, 0 for nothing. */
+/* Finds the mode of `parent`/`name`, 0 if there is nothing. */
 static int look_at_name(struct sfr_place *place)
 {
 	char path[SFR_PATH_MAX + sizeof(place->name)];
@@ -53,7 +52,7 @@ static int look_at_name(struct sfr_place *place)
 	struct stat st;
 
 	memcpy(path, place->parent, len);
-	if (len > 1) /* all but the root */
+	if (len > 1) /* for all but the root directory */
 		path[len++] = '/';
 	memcpy(path + len, place->name, strlen(place->name) + 1);
 	if (sfr_sys.lstat(AT_FDCWD, path, &st) < 0) {
@@ -81,7 +80,7 @@ int sfr_look(const char *path, int follow_link, struct sfr_place *place)
 	if (strlen(last) >= sizeof(place->name))
 		return -ENAMETOOLONG;
 	memcpy(place->name, last, strlen(last) + 1);
-	/* "/name" stands in the root, and "name" in the directory that one is in. */
+	/* "/name" is in the root directory, and "name" in the current one. */
 	rc = look_at_parent(path, (size_t)(last - path), place);
 	return rc < 0 ? rc : look_at_name(place);
 }

@@ -1,37 +1,33 @@
-/* Removing what a name leads to: a file, a link, or a directory with what is in it.
+/* Removes a file, a link, or a directory with its contents.
  *
- * The walk keeps a list of directories instead of calling itself, so that no
- * tree is too deep for the stack, and holds one directory open at a time. A
- * directory is taken from the list twice: the first time its files go and its
- * subdirectories come before it on the list, the second time it is empty and
- * goes itself. Links are removed, never followed. Paths are full paths: what
- * lies deeper than PATH_MAX fails with ENAMETOOLONG and stays. A tree in which
- * others swap directories for links meanwhile is not defended against; the
- * directories of checkpoints belong to the one who trains.
+ * The walk keeps a list of directories instead of recursing, so no tree is too deep for the stack,
+ * and it has one directory open at a time. Each directory is visited twice: first its files are
+ * removed and its subdirectories put before it on the list, then the empty directory itself is
+ * removed. Links are removed, never followed. Paths are full paths, so anything deeper than
+ * PATH_MAX fails with ENAMETOOLONG and stays. The walk is not safe against others replacing
+ * directories by links meanwhile; the directories of checkpoints belong to the user who trains.
  *
- * One thing in a tree is left: a temporary whose writer is, or may be, alive. Removes run in
- * the order of submission, so that save was submitted after the remove, and its
- * file must survive it. The directories above it stay with it, silently.
+ * One thing is kept: a temporary whose writer is, or may be, alive. Removes run in the order of
+ * submission, so that save was submitted after the remove, and its file must survive. The
+ * directories above it are kept without an error.
  *
- * A directory may be a checkpoint of torch.distributed.checkpoint: `.metadata` names its data files,
- * and makes it one. So that goes first, and is known to be gone before the first data file goes:
- * whatever stops the walk, what is left is the whole checkpoint or none, never one with holes.
- * Where it cannot go the directory stays as it is.
+ * A directory may be a checkpoint of torch.distributed.checkpoint: `.metadata` names its data files
+ * and makes it one. So that file is removed first and the directory synced before the first data
+ * file goes. Whatever stops the walk, a whole checkpoint or none is left, never one with holes. If
+ * `.metadata` cannot be removed, the directory stays as it is.
  *
- * Else a remove is not synced. It runs when the save that replaces what it removes is
- * durable, so if the machine dies and the removed name comes back, there is one
- * checkpoint too many, never one too few; and a later save into the directory
- * syncs the directory, this remove included. Removes of several directories
- * may come back independently of each other, which is harmless for the same
- * reason. Nobody waits for a remove to be durable, since it reports to nobody.
- */
+ * Otherwise a remove is not synced. It runs when the save that replaces the removed name is
+ * durable. So if the machine dies and the name comes back, there is one checkpoint too many, never
+ * one too few. A later save into the directory syncs this remove too. Removes in several
+ * directories may come back independently, which is harmless for the same reason, and nobody waits
+ * for a remove to be durable. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 
 #include "file/file.h"
 
-#define NR_SCANS 8 /* of one directory; some file systems skip entries while others go */
+#define NR_SCANS 8 /* of one directory; some file systems skip entries while others are removed */
 
 /* A directory still to be removed. */
 struct node {
@@ -42,7 +38,7 @@ struct node {
 
 struct walk {
 	struct node *todo;          /* the deepest first */
-	bool kept;                  /* a live temporary was left somewhere */
+	bool kept;                  /* a live temporary was kept somewhere */
 	_Atomic uint64_t *heard_ns; /* when the file system last answered, or NULL */
 	struct sfr_err *err;
 };
@@ -67,7 +63,7 @@ static void push(struct walk *w, const char *path)
 	w->todo = node;
 }
 
-/* Removes one name, or puts it on the list. */
+/* Removes one name, or puts a directory on the list. */
 static void remove_one(struct walk *w, const char *path, const char *name)
 {
 	struct stat st;
@@ -86,11 +82,11 @@ static void remove_one(struct walk *w, const char *path, const char *name)
 	}
 }
 
-/* A directory that is gone through. */
+/* A directory whose entries are being visited. */
 struct visit {
 	struct walk *walk;
 	const char *dir;
-	bool is_one; /* a checkpoint of DCP */
+	bool is_one; /* it is a checkpoint of DCP */
 };
 
 static int remove_name(void *arg, const char *name)
@@ -105,7 +101,7 @@ static int remove_name(void *arg, const char *name)
 	return 0;
 }
 
-/* Removes what is in a directory; subdirectories go on the list. */
+/* Removes the contents of a directory; subdirectories go on the list. */
 static void scan(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
@@ -117,7 +113,7 @@ static void scan(struct walk *w, const char *dir)
 
 /* ---- checkpoints of DCP ---- */
 
-/* `.metadata`, or `__3.metadata` where each rank has saved for itself. */
+/* `.metadata`, or `__3.metadata` if each rank saved for itself. */
 static bool is_metadata(const char *name)
 {
 	if (strncmp(name, "__", 2) == 0) {
@@ -134,7 +130,7 @@ static bool is_data(const char *name)
 	return dot && strcmp(dot, ".distcp") == 0;
 }
 
-/* 0 or -errno. */
+/* Returns 0 or -errno. */
 static int unlink_in(const char *dir, const char *name)
 {
 	char *path = sfr__path_join(dir, name);
@@ -144,26 +140,26 @@ static int unlink_in(const char *dir, const char *name)
 		return -ENOMEM;
 	rc = sfr_sys.unlink(AT_FDCWD, path) < 0 ? -errno : 0;
 	sfr_sys.free(path);
-	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is none */
+	return rc == -ENOENT || rc == -EISDIR ? 0 : rc; /* a directory is not metadata */
 }
 
 static int retract_name(void *arg, const char *name)
 {
 	struct visit *visit = arg;
 
-	/* Also where its metadata went before, but perhaps not on the disk. */
+	/* Data files count too: their metadata may be removed but not yet on the disk. */
 	visit->is_one = visit->is_one || is_metadata(name) || is_data(name);
 	return is_metadata(name) ? unlink_in(visit->dir, name) : 0;
 }
 
-/* Has a directory be no checkpoint any more. False: nothing else of it may go. */
+/* Makes a directory no checkpoint any more. False: nothing else of it may be removed. */
 static bool retract(struct walk *w, const char *dir)
 {
 	struct visit visit = { .walk = w, .dir = dir };
 	int rc = sfr__dir_each(dir, retract_name, &visit);
 
 	if (rc == -ENOENT)
-		rc = 0; /* it is gone, by somebody else */
+		rc = 0; /* somebody else removed it */
 	if (rc == 0 && visit.is_one)
 		rc = sfr__dir_sync(dir);
 	if (rc < 0)
@@ -171,7 +167,7 @@ static bool retract(struct walk *w, const char *dir)
 	return rc == 0;
 }
 
-/* One visit of the directory at the head of the list. */
+/* Visits the directory at the head of the list once. */
 static void step(struct walk *w)
 {
 	struct node *node = w->todo;
@@ -180,14 +176,14 @@ static void step(struct walk *w)
 	if (node->nr_scans++ == 0) {
 		if (retract(w, node->path))
 			scan(w, node->path);
-		return; /* what it has put on the list comes first */
+		return; /* subdirectories now on the list come first */
 	}
 	while (sfr_sys.rmdir(node->path) < 0) {
 		code = -errno;
 		if (code == -ENOENT)
 			break;
 		if (code == -ENOTEMPTY || code == -EEXIST) {
-			/* What was kept or could not be removed is a reason, and known. */
+			/* A kept or failed entry is the known reason. */
 			if (w->kept || w->err->code)
 				break;
 			if (node->nr_scans++ < NR_SCANS) {
@@ -200,7 +196,7 @@ static void step(struct walk *w)
 		failed(w, code);
 		break;
 	}
-	w->todo = node->next; /* holds: scan has put nothing before it, or has returned */
+	w->todo = node->next; /* still the head: scan added nothing, or this was not reached */
 	sfr_sys.free(node);
 }
 

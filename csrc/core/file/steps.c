@@ -1,13 +1,12 @@
-/* A list of changes that somebody has planned: files written, synced, renamed, removed.
+/* A list of directory changes: files written, synced, renamed, removed.
  *
- * The commit of a checkpoint of many ranks is planned in Python, which knows which file names
- * which. Each call of the system that Python makes lets go of the interpreter lock, and beside a
- * thread that computes waits 5 ms to have it back; listing a directory does so for each name. So the
- * plan is a list, and the binding lets go once around all of it.
+ * Python decides the commit of a checkpoint of many ranks, because it knows which file names which.
+ * But each system call made from Python releases the interpreter lock and, beside a thread that
+ * computes, waits 5 ms to get it back; listing a directory does so for each name. So Python makes a
+ * list, and the binding releases the lock once for all of it.
  *
- * Which order is safe the list's maker knows, and what to remove when a step has failed: here is
- * neither. One thing is: no step is taken behind one that failed.
- */
+ * The caller knows which order is safe and what to undo after a failure. The one rule here: no step
+ * follows one that failed. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -17,7 +16,7 @@
 
 /* ---- steps ---- */
 
-/* 0 or -errno. */
+/* Returns 0 or -errno. */
 static int write_file(const struct sfr_step *step)
 {
 	int fd = sfr__fd_open(step->path, O_WRONLY | O_CREAT | O_EXCL, 0666), rc, closed;
@@ -28,7 +27,7 @@ static int write_file(const struct sfr_step *step)
 	rc = sfr__write_all(fd, step->bytes, step->len, 0, &done);
 	if (rc == 0 && step->kind == SFR_STEP_WRITE_SYNCED && sfr_sys.fsync(fd) < 0)
 		rc = -errno;
-	/* Without a sync, a network file system may tell of a full disk no earlier. */
+	/* Without a sync, a network file system may report a full disk only here. */
 	closed = sfr__fd_close(fd);
 	return rc < 0 ? rc : closed;
 }
@@ -67,7 +66,7 @@ struct text {
 	size_t len, room;
 };
 
-/* 0 or -ENOMEM. */
+/* Returns 0 or -ENOMEM. */
 static int add_name(void *arg, const char *name)
 {
 	struct text *text = arg;

@@ -1,41 +1,38 @@
-/* Temporaries: how they are named, locked, told dead from alive, and cleared away.
+/* Temporaries: their names, their locks, telling dead from live ones, and removing them.
  *
- * A save writes into a temporary beside its destination. When its process dies,
- * the temporary stays, as large as a checkpoint, so the next save into the
- * directory removes it. It must never remove one whose writer is alive. Three
- * things together tell:
+ * A save writes to a temporary beside its destination. If its process dies, the temporary stays, as
+ * large as a checkpoint, so the next save into the directory removes it. It must never remove one
+ * whose writer is alive. Three things together tell:
  *
  *   the name   .stillframe-<boot id>-<pid>-<serial>.tmp
- *              Hidden, and ends in nothing a glob for checkpoints would find. The
- *              boot id says on which machine, and since which start of it, the
- *              writer ran; locks and pids mean something only there. A
- *              temporary of another boot is never touched, only named in a
- *              notice: its writer may live on another machine that shares the
- *              directory.
+ *              Hidden, with an ending that no glob for checkpoints finds. The
+ *              boot id identifies the machine and its current start; locks and
+ *              pids mean something only there. A temporary of another boot is
+ *              never touched, only named in a notice: its writer may live on
+ *              another machine that shares the directory.
  *   the lock   flock, held by the writer from the start until after the rename.
- *              The kernel drops it with the process, however that ends. Two
- *              opens conflict within one process, too.
+ *              The kernel releases it with the process, however that ends. Two
+ *              opens conflict even within one process.
  *   the list   of this process's own temporaries, entered before the file exists.
  *              It covers the moment between open and flock, and file systems
- *              that have no flock. The pid alone would not do: two containers
- *              on one machine may both be pid 1.
+ *              without flock. The pid alone is not enough: two containers on one
+ *              machine may both be pid 1.
  *
- * Between a writer's open and its flock, a cleaner of another process may take
- * the lock and unlink the file. So each side looks again once it has the lock:
+ * Between a writer's open and its flock, a cleaner in another process may take the lock and unlink
+ * the file. So each side checks again once it has the lock:
  *
  *   writer    open(O_EXCL)  flock  links > 0 and path is this inode?  no: another name
  *   cleaner   open          flock  links > 0 and path is this inode?  no: leave it
  *                                                                     yes: unlink
  *
- * Only one of them can have the lock, and a name is never used twice by a
- * process, so what the cleaner unlinks is what it has locked.
+ * Only one side can have the lock, and a process never uses a name twice, so the cleaner unlinks
+ * exactly what it has locked.
  *
- * Dead is only whose lock was got, or whose name is gone. Where nothing can be known
- * the temporary stays, and a notice names it once a process: the file system has no
- * flock (ENOLCK, ENOSYS), no descriptor is left (EMFILE), nobody may open it (EACCES).
- * The lock is asked for on a descriptor that may write where that can be had: NFS
- * makes a lock of fcntl's out of it, and answers EBADF to one that may only read.
- */
+ * A temporary is dead only if its lock was taken here or its name is gone. If its state is unknown
+ * it stays, and a notice names it once per process: the file system has no flock (ENOLCK, ENOSYS),
+ * no descriptor is left (EMFILE), or opening it is not permitted (EACCES). The lock is taken on a
+ * writable descriptor if possible, because NFS turns it into an fcntl lock and answers EBADF on a
+ * read-only one. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -51,12 +48,13 @@
 #define SUFFIX ".tmp"
 #define NO_BOOT "noboot"
 #define BOOT_ID_PATH "/proc/sys/kernel/random/boot_id"
-#define BOOT_LEN 32  /* hexadecimal digits of a boot id without its dashes */
-#define NR_TRIES 64  /* names tried before a directory is given up */
+#define BOOT_LEN 32  /* hexadecimal digits of a boot id, without dashes */
+#define NR_TRIES 64  /* names tried before giving up */
 #define NR_NAMED 256 /* foreign temporaries remembered; beyond that none is named */
 
 static struct {
-	struct sfr__mutex mu; /* guards everything here; a leaf, no system call under it */
+	/* guards everything here; no system call and no other lock under it */
+	struct sfr__mutex mu;
 	struct sfr__tmp *live;
 	uint64_t last_serial;
 	char boot[BOOT_LEN + 1];
@@ -67,14 +65,14 @@ static struct {
 
 static void forget(void)
 {
-	temps.live = NULL; /* the parent's; here nobody writes them */
+	temps.live = NULL; /* these are the parent's; nobody here writes them */
 	sfr__mutex_init(&temps.mu, SFR__LOCK_TMP);
 }
 SFR__AT_FORK(forget)
 
 /* ---- names ---- */
 
-/* Reads the boot id into `boot`, without dashes and without an end. False where there is none. */
+/* Reads the boot id into `boot`, without dashes or final zero. False if there is none. */
 static bool read_boot_id(char boot[BOOT_LEN])
 {
 	char text[64];
@@ -85,7 +83,7 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	if (fd < 0)
 		return false;
 	got = sfr_sys.pread(fd, text, sizeof(text), 0);
-	(void)sfr__fd_close(fd); /* only read from: nothing can be lost */
+	(void)sfr__fd_close(fd); /* nothing to lose: it was only read */
 	for (ssize_t i = 0; i < got && nr < BOOT_LEN; i++) {
 		if (strchr("0123456789abcdef", text[i]) && text[i])
 			boot[nr++] = text[i];
@@ -95,7 +93,7 @@ static bool read_boot_id(char boot[BOOT_LEN])
 	return nr == BOOT_LEN;
 }
 
-/* This boot's id, or "noboot". A failure is not remembered: it costs one save its clean-up. */
+/* Gets this boot's id, or "noboot". A failure is not remembered; it costs one save its clean-up. */
 static bool get_boot(char boot[BOOT_LEN + 1])
 {
 	if (!atomic_load(&temps.boot_known)) {
@@ -120,7 +118,7 @@ struct parsed {
 	uint64_t serial;
 };
 
-/* Is it a name that we could have given? Exactly: it is made again from its parts. */
+/* Returns whether the name has exactly our format: it is rebuilt from its fields and compared. */
 static bool parse(const char *name, struct parsed *out)
 {
 	char again[SFR__TMP_NAME_LEN];
@@ -174,7 +172,7 @@ static bool is_ours(const struct parsed *parsed)
 
 /* ---- locks ---- */
 
-/* Takes the lock: 0, SFR_EAGAIN when somebody else has it, or -errno. */
+/* Takes the lock: 0, SFR_EAGAIN if somebody else has it, or -errno. */
 static int lock(int fd)
 {
 	for (int tries = 0; tries < SFR__EINTR_TRIES; tries++) {
@@ -193,7 +191,7 @@ static bool has_no_locks(int code)
 	return code == -ENOLCK || code == -ENOTSUP || code == -ENOSYS;
 }
 
-/* After the lock: does the name still lead to this very file? 0, -ENOENT if not, -errno. */
+/* Once locked: checks that the name still leads to this file. 0, -ENOENT if not, or -errno. */
 static int check_name(int fd, int dir, const char *name)
 {
 	struct stat held, there;
@@ -209,7 +207,8 @@ static int check_name(int fd, int dir, const char *name)
 
 static int open_other(int dir, const char *name)
 {
-	/* The name could be anything by now: follow no link, wait for no pipe's other end. */
+	/* The name could be anything by now: follow no link, and do not wait for a pipe's other
+	 * end. */
 	const int flags = O_NOFOLLOW | O_NONBLOCK;
 	int fd = sfr__fd_openat(dir, name, O_RDWR | flags, 0);
 
@@ -218,15 +217,15 @@ static int open_other(int dir, const char *name)
 	return fd;
 }
 
-/* Is the writer of a temporary that another process made still at it? */
+/* Whether the writer of another process's temporary is still alive. */
 enum life {
 	DEAD,    /* the caller has its lock */
 	GONE,    /* there is no such temporary (any more) */
-	ALIVE,   /* somebody else has its lock */
+	ALIVE,   /* another process has its lock */
 	UNKNOWN, /* *code says why */
 };
 
-/* *fd_out is the locked descriptor of a dead one's, else -1. */
+/* *fd_out is the locked descriptor of a dead one, else -1. */
 static enum life look(int dir, const char *name, int *fd_out, int *code)
 {
 	struct stat st;
@@ -247,11 +246,11 @@ static enum life look(int dir, const char *name, int *fd_out, int *code)
 		(void)sfr__fd_close(fd); /* nothing was written to it */
 	if (rc == SFR_EAGAIN)
 		return ALIVE;
-	/* A link, a directory or a device of that name is no temporary. */
+	/* A link, a directory or a device of that name is not a temporary. */
 	return rc == -ENOENT || rc == -ELOOP || rc == -EISDIR || rc == -ENXIO ? GONE : UNKNOWN;
 }
 
-/* True the first time it is asked about a path, as long as there is room to remember. */
+/* Returns true the first time it is called with a path, as long as there is room to remember. */
 static bool first_time(const char *path)
 {
 	uint64_t hash = 14695981039346656037u; /* FNV-1a */
@@ -295,12 +294,12 @@ bool sfr__tmp_may_be_live(const char *path, const char *name)
 	return life == ALIVE || life == UNKNOWN;
 }
 
-/* ---- clearing away ---- */
+/* ---- removing dead ones ---- */
 
-/* A directory of which dead temporaries are cleared. */
+/* A directory whose dead temporaries are being removed. */
 struct cleaning {
 	const char *path;
-	int dir; /* it is open here */
+	int dir; /* open descriptor of the directory */
 	char boot[BOOT_LEN + 1];
 };
 
@@ -322,7 +321,7 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 		name_unknown(path, code);
 	if (fd < 0)
 		return;
-	(void)sfr_sys.unlink(cleaning->dir, name); /* if it fails, the next save tries again */
+	(void)sfr_sys.unlink(cleaning->dir, name); /* if this fails, the next save tries again */
 	(void)sfr__fd_close(fd);                   /* nothing was written to it */
 }
 
@@ -347,12 +346,13 @@ void sfr__tmp_clean(int dir, const char *dir_path)
 	struct cleaning cleaning = { .path = dir_path, .dir = dir };
 
 	if (get_boot(cleaning.boot))
-		(void)sfr__dir_each(dir_path, clean_name, &cleaning); /* or the next save does */
+		/* on failure the next save tries again */
+		(void)sfr__dir_each(dir_path, clean_name, &cleaning);
 }
 
 /* ---- making one ---- */
 
-/* One name: 0, SFR_EAGAIN to try another, or -errno with the phase in *phase. */
+/* Tries one name: 0, SFR_EAGAIN to try another, or -errno with the phase in *phase. */
 static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out,
 		    enum sfr_phase *phase)
 {
@@ -362,7 +362,7 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 	remember(tmp);
 	(void)snprintf(tmp->name, sizeof(tmp->name), PREFIX "%s-%" PRIdMAX "-%" PRIu64 SUFFIX, boot,
 		       (intmax_t)getpid(), tmp->serial); /* always fits: see its length */
-	/* The mode and the umask are those of any file that open() makes. */
+	/* Like any file that open() makes, subject to the umask. */
 	fd = sfr__fd_openat(dir, tmp->name, O_WRONLY | O_CREAT | O_EXCL, 0666);
 	if (fd < 0) {
 		sfr__tmp_forget(tmp);
@@ -376,10 +376,11 @@ static int try_name(int dir, const char *boot, struct sfr__tmp *tmp, int *fd_out
 		*fd_out = fd;
 		return 0;
 	}
-	(void)sfr_sys.unlink(dir, tmp->name); /* a cleaner may have been faster; it is ours alone */
+	/* a cleaner may have been faster; the name is ours alone */
+	(void)sfr_sys.unlink(dir, tmp->name);
 	sfr__tmp_forget(tmp);
 	(void)sfr__fd_close(fd);                /* nothing was written */
-	return rc == -ENOENT ? SFR_EAGAIN : rc; /* a cleaner was faster */
+	return rc == -ENOENT ? SFR_EAGAIN : rc; /* -ENOENT: a cleaner was faster */
 }
 
 int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *err)
@@ -388,7 +389,7 @@ int sfr__tmp_make(int dir, struct sfr__tmp *tmp, int *fd_out, struct sfr_err *er
 	char boot[BOOT_LEN + 1];
 	int rc = SFR_EAGAIN;
 
-	(void)get_boot(boot); /* "noboot" does for a name */
+	(void)get_boot(boot); /* "noboot" is good enough for a name */
 	for (int tries = 0; tries < NR_TRIES && rc == SFR_EAGAIN; tries++)
 		rc = try_name(dir, boot, tmp, fd_out, &phase);
 	if (rc == SFR_EAGAIN)

@@ -1,6 +1,5 @@
-/* Blocks of a pool: their states and lists, their memory, what is counted of them. See pool.c for the
- * diagram; whoever calls has the pool's mutex where a name ends in `_locked`, or the block in hand.
- */
+/* Blocks of a pool: their states, lists, memory and counters. pool.c has the diagram. The caller
+ * holds the pool's mutex where a name ends in `_locked`; otherwise it owns the block. */
 #include <errno.h>
 
 #include "memory/numa.h"
@@ -18,13 +17,13 @@ int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, siz
 		rc = sfr__memory_populate(&pool->range, mem, to - from);
 	sfr__numa_end(&near);
 	if (rc != 0)
-		/* Part of it may be there. Where the system refuses to take that back, it is
-		 * used by the next commit of these pages. */
+		/* Some of the memory may exist. If the system refuses to take it back, the next
+		 * commit of these pages uses it. */
 		(void)sfr__pool_decommit(pool, block, from, to);
 	return rc;
 }
 
-/* Nobody makes memory of the block when it returns: it is in the caller's own hand. */
+/* Waits for threads that still make memory for a block that the caller owns. */
 static void wait_for_makers_locked(struct sfr__pool *pool, const struct sfr__block *block)
 {
 	const struct sfr__maker *maker = pool->makers;
@@ -52,8 +51,8 @@ void sfr__pool_pin_blocks(struct sfr__pool *pool, struct sfr__block *const *bloc
 	sfr__pin_blocks(&pool->pin, blocks, nr, pool->block_bytes);
 	for (uint32_t i = 0; i < nr; i++)
 		if (sfr__pin_is_foreign(blocks[i]))
-			/* Its own pages are of no use for as long; where the system does not take
-			 * them, they only cost their memory. */
+			/* The block's own pages are unused while it has the driver's. If the system
+			 * does not take them back, they only cost memory. */
 			(void)sfr__pool_decommit(pool, blocks[i], 0, (size_t)pool->block_bytes);
 }
 
@@ -89,7 +88,8 @@ bool sfr__pool_in_hand(enum sfr__block_state state)
 	       state != SFR__BLOCK_RETIRED;
 }
 
-/* Every change of a block's state. A block in hand is in no list, the others are in theirs. */
+/* Every change of a block's state. A block that a thread or a lease owns is in no list; the others
+ * are in one. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to)
 {
@@ -118,7 +118,7 @@ void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 							       &pool->partial,
 		       block);
 	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
 void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now)
@@ -134,7 +134,7 @@ void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, 
 	sfr__pool_count_locked(pool, block);
 }
 
-/* The first block that was never used; NULL when each has been. */
+/* Returns the first block that was never used, or NULL. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block;
@@ -147,7 +147,8 @@ struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool)
 	return block;
 }
 
-/* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
+/* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most the
+ * block. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need)
 {
 	uint64_t want = sfr__round_up(need != 0 ? need : 1, SFR__HUGE_BYTES);

@@ -1,24 +1,23 @@
-/* The default cap of a pool: how much memory may be ours when nobody says.
+/* The default cap of a pool: how much memory a pool may use when the user sets no limit.
  *
  *     budget = (what the system leaves + what our pools hold already) / 2 / local ranks
  *     a default pool's cap = budget - the caps of other default pools, at least one block
  *
  * "What the system leaves" is the least of MemAvailable and, for the process's memory cgroup and
- * each of its parents (v1 and v2), limit - usage + inactive file pages: the kernel takes those
- * back before anybody goes short, and a machine that writes checkpoints is full of them. What our
- * own pools hold is added first, or a second engine would count it twice: as memory that is gone,
- * and as a cap that is taken.
+ * each of its parents (v1 and v2), limit - usage + inactive file pages. The kernel reclaims those
+ * pages before memory runs short, and a machine that writes checkpoints has many. The memory of our
+ * own pools is added first. Otherwise a second engine would subtract it twice: as used memory, and
+ * as a cap already taken.
  *
- * A limit of address space (ulimit -v, as batch systems set it) is another matter: a reservation
- * counts against it although it takes no memory, and it is the process's own. A cap is at most half
- * of what it leaves.
+ * A limit of address space (ulimit -v, which batch systems set) works differently: a reservation
+ * counts against it without using memory, and it applies to this process alone. A cap is at most
+ * half of what it leaves.
  *
- * Both sums belong to the process. They are counted in pages, in one 64-bit word each together
- * with the fork generation they are of: a child has none of its parent's pools and starts from
- * zero, with no lock that a thread of the parent could have held at the fork.
+ * Both sums are per process. Each is a count of pages in one 64-bit word together with its fork
+ * generation. So a child, which has none of its parent's pools, starts from zero without a lock
+ * that another thread could have held at the fork.
  *
- * Files under /proc and /sys that are missing or say something else count as no limit.
- */
+ * A missing or unexpected file under /proc or /sys counts as no limit. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -35,7 +34,7 @@
 #define PAGES_BITS 48 /* pages in the low bits, generation in the high ones */
 #define PAGES_MASK ((UINT64_C(1) << PAGES_BITS) - 1)
 
-static _Atomic uint64_t caps_taken; /* by default pools */
+static _Atomic uint64_t caps_taken; /* caps that default pools have taken */
 static _Atomic uint64_t held;       /* memory of all pools */
 
 static uint64_t pages_now(uint64_t word, uint64_t generation)
@@ -64,10 +63,10 @@ static void counter_add(_Atomic uint64_t *counter, int64_t bytes)
 	while (!atomic_compare_exchange_weak(counter, &old, new));
 }
 
-/* ---- what the system says ------------------------------------------------ */
+/* ---- the system's limits --------------------------------------------------- */
 
-/* The whole of a small file as a string. The buffer bounds it: what is looked for in meminfo,
- * cgroup and memory.stat stands in their first pages. 0 or -errno. */
+/* Reads a small file into a string, as far as the buffer goes: the keys wanted from meminfo, cgroup
+ * and memory.stat are in the first pages. 0 or -errno. */
 static int slurp(const char *path, char *buf, size_t size)
 {
 	size_t len = 0;
@@ -85,12 +84,12 @@ static int slurp(const char *path, char *buf, size_t size)
 			break;
 		len += (size_t)got;
 	}
-	(void)sfr_sys.close(fd); /* only read from */
+	(void)sfr_sys.close(fd); /* nothing to lose: it was only read */
 	buf[len] = '\0';
 	return rc;
 }
 
-/* The number behind `key` at the beginning of a line. */
+/* Finds the number that follows `key` at the start of a line. */
 static bool find_number(const char *text, const char *key, uint64_t *value)
 {
 	size_t len = strlen(key);
@@ -114,7 +113,7 @@ static uint64_t mem_available(void)
 	return kib * 1024;
 }
 
-/* Names of the same three facts in the two versions of the interface. */
+/* The same three values in both versions of the cgroup interface. */
 struct cgroup_files {
 	const char *limit, *usage, *inactive;
 };
@@ -131,8 +130,8 @@ static bool cgroup_number(const char *dir, const char *file, const char *key, ui
 	       find_number(text, key, value);
 }
 
-/* What one group leaves. "max" is no number, and v1's largest number is more than any machine
- * has. */
+/* Returns what one group leaves. "max" is not a number, and v1's largest number exceeds any
+ * machine. */
 static uint64_t group_leaves(const char *dir, const struct cgroup_files *files)
 {
 	uint64_t limit, usage, inactive;
@@ -145,9 +144,9 @@ static uint64_t group_leaves(const char *dir, const struct cgroup_files *files)
 	return usage < limit ? limit - usage : 0;
 }
 
-/* The least that a group or one of its parents leaves. Inside a container `group` may be the
- * host's name for it, which does not exist below the container's mount; then one of the parents
- * (at last the mount itself) is the container's group. */
+/* Returns the least that a group or one of its parents leaves. Inside a container `group` may be
+ * the host's name for it, which does not exist below the container's mount. Then one of the
+ * parents, in the end the mount itself, is the container's group. */
 static uint64_t groups_leave(const char *mount, const char *group, const struct cgroup_files *files)
 {
 	uint64_t least = NO_LIMIT;
@@ -169,7 +168,7 @@ static uint64_t groups_leave(const char *mount, const char *group, const struct 
 	}
 }
 
-/* Whether a line's list of controllers names memory. */
+/* Returns whether a line's list of controllers contains memory. */
 static bool has_memory(const char *list)
 {
 	for (;;) {
@@ -183,7 +182,8 @@ static bool has_memory(const char *list)
 	}
 }
 
-/* Lines of /proc/self/cgroup are "number:controllers:/group"; v2's has number 0 and none. */
+/* Lines of /proc/self/cgroup are "number:controllers:/group". v2's has number 0 and no
+ * controllers. */
 static uint64_t cgroups_leave(void)
 {
 	uint64_t least = NO_LIMIT, leaves;
@@ -213,18 +213,18 @@ static uint64_t cgroups_leave(void)
 	return least;
 }
 
-/* Ranks on this machine, as torchrun tells each of them. */
+/* Returns the number of ranks on this machine, which torchrun sets. */
 static uint64_t local_ranks(void)
 {
 	const char *text = getenv("LOCAL_WORLD_SIZE");
 	uint64_t nr = 0;
 
 	if (text != NULL)
-		(void)sscanf(text, "%" SCNu64, &nr); /* what is no number leaves it */
+		(void)sscanf(text, "%" SCNu64, &nr); /* leaves 0 if it is not a number */
 	return nr != 0 ? nr : 1;
 }
 
-/* What RLIMIT_AS leaves: the first number of statm is the pages in use. */
+/* Returns what RLIMIT_AS leaves. The first number of statm is the pages in use. */
 static uint64_t address_space_left(void)
 {
 	uint64_t used = 0;
@@ -246,13 +246,13 @@ static uint64_t budget(void)
 
 	if (leaves < least)
 		least = leaves;
-	/* A system that tells nothing gets pools of one block: slow, and safe. */
+	/* A system without any figures gets pools of one block: slow, but safe. */
 	if (least == NO_LIMIT)
 		return 0;
 	return (least + counter_bytes(&held)) / 2 / local_ranks();
 }
 
-/* Of both: what the default caps share, and what is this process's to map. */
+/* What the default caps share, and the address space left to this process. */
 struct left {
 	uint64_t budget, space;
 };

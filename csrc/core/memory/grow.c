@@ -1,28 +1,27 @@
-/* Memory for many blocks at once: made before anybody needs it (warm_up) or for a run (lease.c), and
- * given back to the system (trim).
+/* Memory for many blocks at once: made ahead of need (warm_up), made for a run (lease.c), and
+ * returned to the system (trim).
  *
- * Pages are made several times as fast by several threads, and pinned faster with their neighbours.
- * A block is in the hand of one thread meanwhile; pool.c has the diagram.
- */
+ * Several threads make pages several times as fast as one, and adjacent blocks are pinned faster
+ * together. Meanwhile one thread owns each block; pool.c has the diagram. */
 #include <stdlib.h>
 
 #include "memory/range.h"
 #include "memory/pin.h"
 #include "memory/pool_int.h"
 
-#define MAX_GROWERS 4 /* threads, the caller among them */
+#define MAX_GROWERS 4 /* threads, including the caller */
 
 /* ---- on several threads ---- */
 
 struct growth {
 	struct sfr__pool *pool;
-	struct sfr__list work; /* blocks in hand; guarded by pool->mu, as the next */
-	int rc;                /* the first failure */
+	struct sfr__list work; /* blocks this job owns; guarded by pool->mu, like rc */
+	int rc;                /* the first error */
 	void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block, int rc);
 };
 
-/* One thread's share: blocks from the list until it is empty. After a failure the rest stay as
- * they are. */
+/* Gives memory to blocks from the list until it is empty. After an error the rest stay as they
+ * are. */
 static void *grow_main(void *arg)
 {
 	struct growth *job = arg;
@@ -65,13 +64,14 @@ int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		nr_threads++;
 	(void)grow_main(&job);
 	while (nr_threads > 0)
-		(void)sfr_sys.thread_join(threads[--nr_threads], NULL); /* ours, not detached */
+		/* cannot fail: our threads, not detached */
+		(void)sfr_sys.thread_join(threads[--nr_threads], NULL);
 	return job.rc;
 }
 
 /* ---- warm up ---- */
 
-/* Takes the blocks out of a list that are to have more memory than they have. */
+/* Takes the blocks that need more memory out of a list. */
 static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint64_t nbytes,
 			   struct sfr__list *work)
 {
@@ -93,7 +93,7 @@ static void collect_locked(struct sfr__pool *pool, struct sfr__list *list, uint6
 
 static void warmed_locked(struct sfr__pool *pool, struct sfr__block *block, int rc)
 {
-	(void)rc; /* a part of it may be there all the same */
+	(void)rc; /* some memory may exist despite an error */
 	pool->nr_returned++;
 	sfr__pool_move_locked(pool, block,
 			      block->committed != 0 ? SFR__BLOCK_FREE : SFR__BLOCK_RESERVED);
@@ -107,7 +107,7 @@ static int by_index(const void *a, const void *b)
 	return i < j ? -1 : i > j;
 }
 
-/* Pins the free blocks that have all their memory: neighbours together. */
+/* Pins the free blocks that have all their memory, adjacent ones together. */
 static void pin_whole(struct sfr__pool *pool)
 {
 	struct sfr__block **found = sfr_sys.malloc(pool->nr_blocks * sizeof(struct sfr__block *));
@@ -116,7 +116,7 @@ static void pin_whole(struct sfr__pool *pool)
 	uint32_t nr = 0;
 
 	if (found == NULL)
-		return; /* each is pinned when it is first used, then */
+		return; /* each is pinned at its first use instead */
 	if (sfr__cuda_enter(&scope, pool->pin.cu, pool->pin.context) != CUDA_SUCCESS) {
 		sfr_sys.free(found);
 		return;
@@ -186,7 +186,8 @@ int sfr__pool_trim(struct sfr__pool *pool)
 	while ((block = sfr__pool_pop(&work)) != NULL) {
 		int failed;
 
-		if (block->piece != NULL) { /* the driver knows it together with one in use */
+		/* the driver registered it together with a block in use */
+		if (block->piece != NULL) {
 			sfr__pool_move_locked(pool, block, SFR__BLOCK_FREE);
 			continue;
 		}

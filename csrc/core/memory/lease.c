@@ -1,33 +1,32 @@
-/* Contiguous memory out of the pool, for snapshots.
+/* Leases: contiguous pool memory for snapshots.
  *
- * A save needs one block at a time and gives it back soon. A snapshot needs all of its memory at
- * once, each item of it in one piece that may be longer than a block, and keeps it for as long as
- * its users like. It gets whole blocks of the same pool: so they count against the same cap, have
- * their memory (and a driver's registration) already, and are nobody's but its own.
+ * A save needs one block at a time and returns it soon. A snapshot needs all its memory at once,
+ * each item contiguous even if it is longer than a block, and keeps it as long as its users like.
+ * It gets whole blocks of the same pool, which no other object shares. So they count against the
+ * same cap, and may already have memory and a driver's registration.
  *
- * Where its items go is planned in place.c.
+ * place.c decides where the items go.
  *
- * Order. Who wants a run waits behind everybody who wants a block. A save's blocks come back by
- * themselves when they are written, and nothing is held while waiting, so a wait for saves ends.
- * What a snapshot holds comes back when its users let it go, and the one who would wait for that
- * may well be that user. So blocks of runs are `held` until the holder lets go (sfr__pool_hold),
- * and a wait that held blocks alone would have to end is refused at once: SFR_EEXHAUSTED.
+ * Order. A request for a run waits behind every request for a block. A save's blocks return by
+ * themselves once written, and nothing is held while waiting, so a wait for saves ends. A
+ * snapshot's memory returns when its users release it, and the thread that would wait may be that
+ * user. So the blocks of a lease are `held` until sfr__pool_hold says otherwise, and a request that
+ * could only succeed by waiting for held blocks fails at once with SFR_EEXHAUSTED.
  *
- * The other side is kept safe too: as long as there are saves that need blocks yet, a run leaves one
- * block to them, which is enough to go on with. Whether there are is asked under the pool's lock, at
- * each look: one that begins while a run is waited for counts. A save that the waiting thread itself
- * has interrupted does not: it goes on only afterwards. Nor does one whose blocks are all written:
- * what it waits for, its turn in the log, may be the end of the very work that wants the run.
+ * Saves are protected too: while any save still needs blocks, a run leaves them one, which is
+ * enough for progress. This is checked under the pool's lock at every attempt, so a save that
+ * begins while a run is waited for counts. A save that the waiting thread itself interrupted does
+ * not count, because it only continues afterwards. Nor does one whose blocks are all written: it
+ * waits for its entry in the log, which may be the end of the very work that wants the run.
  *
- * Devices. A run is contiguous, so its blocks are pinned in their own place or not at all: memory
- * that a driver gave for one of them is of no use here, and goes back first.
- */
+ * Devices. A run is contiguous, so its blocks are pinned at their own address or not at all. Memory
+ * that a driver allocated for one of them cannot be used and is freed first. */
 #include <errno.h>
 #include <sys/mman.h>
 
 #include "memory/pool_int.h"
 
-/* What block `i` of a run is to have. */
+/* Returns the bytes that block `i` of a run needs. */
 static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *lease,
 			const struct sfr__run_of_blocks *run, uint32_t i)
 {
@@ -41,14 +40,14 @@ static uint64_t need_of(const struct sfr__pool *pool, const struct sfr__lease *l
 	     run != (lease)->runs + (lease)->nr_runs; run++)                                       \
 		for (uint32_t i = 0; (uint64_t)i * (pool)->block_bytes < run->len; i++)
 
-/* Those who wait look again: there may be room, or nothing left to wait for. */
+/* Makes waiting threads check again: there may be room, or nothing left to wait for. */
 static void wake_waiters_locked(struct sfr__pool *pool)
 {
 	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* fails only on a foreign object */
+		(void)pthread_cond_broadcast(&pool->cv); /* cannot fail on our own object */
 }
 
-/* Takes the blocks under the placed items: LEASED, or GROWING where memory has to be made. */
+/* Takes the blocks of the placed items: LEASED, or GROWING where memory is missing. */
 static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
 			struct sfr__lease *lease)
 {
@@ -88,7 +87,7 @@ static void take_locked(struct sfr__pool *pool, const struct sfr__plan *plan,
 	wake_waiters_locked(pool);
 }
 
-/* Whether those who wait may wait for it. */
+/* Sets whether only a caller can return the lease. */
 static void hold_locked(struct sfr__pool *pool, const struct sfr__lease *lease, bool held)
 {
 	FOR_EACH_BLOCK(pool, lease, run, i)
@@ -122,7 +121,8 @@ static void give_back_locked(struct sfr__pool *pool, const struct sfr__lease *le
 	}
 }
 
-/* Exchanges memory of a driver's for the block's own, as much. On failure it has none. -errno. */
+/* Replaces the driver's memory of a block by as much of its own. -errno; the block then has
+ * none. */
 static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 {
 	int rc;
@@ -132,7 +132,7 @@ static int come_home_locked(struct sfr__pool *pool, struct sfr__block *block)
 	sfr__pin_drop(&pool->pin, block);
 	if (sfr__pin_is_foreign(block)) {
 		sfr__lock(&pool->mu);
-		return -EIO; /* the driver keeps it: so does the block */
+		return -EIO; /* the driver keeps it, and so does the block */
 	}
 	rc = sfr__pool_commit(pool, block, 0, block->committed);
 	sfr__lock(&pool->mu);
@@ -147,8 +147,8 @@ static void grown_locked(struct sfr__pool *pool, struct sfr__block *block, int r
 		sfr__pool_move_locked(pool, block, SFR__BLOCK_LEASED);
 }
 
-/* Makes the memory that is missing, without the lock while it does. On failure all blocks are
- * free again, with what they have got. */
+/* Makes the missing memory, releasing the lock meanwhile. On failure all blocks become free again
+ * and keep the memory they got. */
 static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 {
 	struct sfr__list work = { NULL };
@@ -175,7 +175,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	}
 	if (rc == 0)
 		return 0;
-	/* A block that nothing has changed about has not come back: nobody gains by looking. */
+	/* These blocks gained nothing, so they do not count as returned. */
 	hold_locked(pool, lease, false);
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
@@ -188,7 +188,7 @@ static int grow_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	return rc;
 }
 
-/* Waits for its turn and for room, and takes it. `starved` as in pool.c. */
+/* Waits until it is first in the queue and there is room, then takes it. `starved` as in pool.c. */
 static int wait_locked(struct sfr__pool *pool, struct sfr__plan *plan, uint32_t nr_own,
 		       uint64_t deadline_ns, const uint64_t *starved, struct sfr__lease *lease)
 {
@@ -224,7 +224,7 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 {
 	uint64_t deadline_ns = slice_ns == 0 ? 0 : sfr__deadline(slice_ns), returned;
 	struct sfr__plan plan = { .lens = lens, .nr = nr, .addrs = addrs };
-	const uint32_t most = pool->nr_blocks / 2 + 1; /* runs that can lie apart */
+	const uint32_t most = pool->nr_blocks / 2 + 1; /* the most runs that can be apart */
 	const uint64_t *starved = NULL;
 	struct sfr__lease lease = { .whole = whole };
 	int rc;
@@ -249,7 +249,7 @@ int sfr__pool_place(struct sfr__pool *pool, const uint64_t *lens, uint32_t nr, b
 		rc = grow_lease(pool, &lease);
 		if (rc == 0)
 			break;
-		/* Somebody's block may come back with memory enough, or has just done so. */
+		/* A block may still return, or has just returned, with enough memory. */
 		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -293,7 +293,7 @@ bool sfr__pool_pin_lease(struct sfr__pool *pool, const struct sfr__lease *lease)
 	uint32_t nr = 0;
 	bool all = true;
 
-	/* The blocks are ours, and so are their pieces: no lock. */
+	/* The blocks and their regions are the caller's, so no lock is needed. */
 	FOR_EACH_BLOCK(pool, lease, run, i)
 	{
 		struct sfr__block *block = &pool->blocks[run->first + i];
@@ -336,7 +336,7 @@ size_t sfr__pool_span(const struct sfr__pool *pool, const char *mem, size_t len,
 	uint64_t end = (i + 1) * pool->block_bytes;
 
 	*pinned = sfr__pin_is_pinned(first);
-	/* What no driver knows is one span, whoever's blocks it lies in. */
+	/* Pageable memory is one span, whatever its blocks are. */
 	while (end < off + len &&
 	       (*pinned ? pool->blocks[end / pool->block_bytes].piece == first->piece :
 			  !sfr__pin_is_pinned(&pool->blocks[end / pool->block_bytes])))

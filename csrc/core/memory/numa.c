@@ -1,13 +1,12 @@
-/* Memory near a device: on the NUMA node that it hangs on.
+/* Memory near a device: on the device's NUMA node.
  *
- * A page lies on the node of the thread that touches it first. mbind would say so outright, but
- * containers refuse that call more often than not; where a thread may run is its own business. So
- * who gives memory to blocks of a pool that a device copies into does that from one of the node's
- * CPUs, and goes back to where it was allowed to run before.
+ * A page is on the node of the thread that first touches it. mbind would set the node directly, but
+ * containers often refuse that call, while a thread may always choose among its CPUs. So a thread
+ * that makes memory for device copies moves to a CPU of the node, and afterwards returns to the
+ * CPUs it was allowed before.
  *
- * All of it is only faster. Where something is not to be had (a single node, a node outside the
- * process's own set of CPUs, a sandbox without sysfs) memory is taken from where the thread is.
- */
+ * This only affects speed. Where it is impossible (a single node, a node outside the process's
+ * CPUs, a sandbox without sysfs), memory comes from the thread's own node. */
 #include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
@@ -35,7 +34,7 @@ bool sfr__cpus_parse(const char *text, cpu_set_t *cpus)
 	return *text == '\n' || *text == '\0';
 }
 
-/* The CPUs of a node. False when the system does not tell. */
+/* Reads the CPUs of a node. False when the system does not list them. */
 static bool cpus_of(int node, cpu_set_t *cpus)
 {
 	char path[64], text[MAX_LIST];
@@ -47,7 +46,7 @@ static bool cpus_of(int node, cpu_set_t *cpus)
 	if (fd < 0)
 		return false;
 	len = sfr_sys.pread(fd, text, sizeof(text) - 1, 0);
-	(void)sfr__fd_close(fd); /* only read from */
+	(void)sfr__fd_close(fd); /* nothing to lose: it was only read */
 	if (len <= 0)
 		return false;
 	text[len] = '\0';
@@ -61,7 +60,7 @@ void sfr__numa_begin(struct sfr__numa *near, int node)
 	near->moved = false;
 	if (node < 0 || sfr_sys.get_affinity(&near->before) != 0 || !cpus_of(node, &cpus))
 		return;
-	CPU_AND(&cpus, &cpus, &near->before); /* never where it was not allowed to run */
+	CPU_AND(&cpus, &cpus, &near->before); /* only CPUs that the thread was allowed to use */
 	if (CPU_COUNT(&cpus) == 0 || CPU_EQUAL(&cpus, &near->before))
 		return;
 	near->moved = sfr_sys.set_affinity(&cpus) == 0;
@@ -69,8 +68,8 @@ void sfr__numa_begin(struct sfr__numa *near, int node)
 
 void sfr__numa_end(const struct sfr__numa *near)
 {
-	/* What it was allowed a moment ago it is allowed now, but for CPUs that were taken from
-	 * the whole process meanwhile: then the kernel has moved it already. */
+	/* This fails only if the CPUs were taken from the whole process meanwhile. The kernel has
+	 * then moved the thread already. */
 	if (near->moved)
 		(void)sfr_sys.set_affinity(&near->before);
 }

@@ -1,26 +1,25 @@
-/* Pinning: telling the CUDA driver of the pool's memory.
+/* Pinning: registering the pool's memory with the CUDA driver.
  *
- * A copy engine writes only into memory whose pages cannot move. A block becomes such memory in
- * the best of these ways that the system allows:
+ * A copy engine only writes to memory whose pages cannot move. A block becomes such memory in the
+ * best way that the system allows:
  *
  *     registered, with its neighbours in one call of at most 128 MiB    (warm_up)
  *     registered alone                                                  (a lane's first lease)
  *     memory of cuMemHostAlloc in its place
- *     left as it is: "pageable", copies into it pass through the driver's staging
+ *     left as it is: "pageable", copies to it pass through the driver's staging buffer
  *
- * Each way down is noted once for the log and stands in every report, since it costs time. Blocks
- * are only ever pinned whole and never lie in two pieces: the driver refuses a copy that touches
- * two registrations. A piece goes as a whole too, when every block of it is in the hand of a trim.
+ * Each step down this list is logged once and is in every report, because it costs time. Blocks are
+ * pinned whole and never belong to two regions (`piece` here): the driver refuses a copy that
+ * touches two registrations. A region is released as a whole, when a trim owns all its blocks.
  *
- * Registered pages are registered PORTABLE, which is for the contexts of all devices, so it does
- * not matter which one's is used here.
+ * Regions are registered PORTABLE, for the contexts of all devices, so any device's context will
+ * do.
  *
- * A block's `piece` belongs to whoever has the block in hand; pin->mu guards the list of pieces
- * and is never held over a call of the driver, which may take milliseconds for a large piece.
+ * The owner of a block owns its `piece`. pin->mu guards the list of regions and is never held over
+ * a driver call, which may take milliseconds for a large region.
  *
- * What a driver does not let go of stays mapped: a range whose unregistration fails would
- * otherwise be given to somebody else while the driver still takes it for ours.
- */
+ * A region that the driver does not release stays mapped. Otherwise its range could be reused while
+ * the driver still treats it as registered. */
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -28,20 +27,21 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-/* A registration takes locks of the driver's, and 60 to 250 ms a GiB: meanwhile nobody can launch. */
+/* A registration holds locks of the driver for 60 to 250 ms a GiB, and nobody can launch kernels
+ * meanwhile. */
 #define PIECE_BYTES_MAX ((uint64_t)128 << 20)
 
 enum way { REGISTERED, ALONE, ALLOCATED, PAGEABLE };
 
 struct sfr__piece {
 	struct sfr__piece *next;
-	char *mem;  /* what the driver was told, or gave */
-	char *home; /* the first block's place in the pool */
+	char *mem;  /* as registered with, or allocated by, the driver */
+	char *home; /* the first block's address in the pool */
 	enum way way;
 	uint32_t nr_blocks;
-	uint32_t nr_in_trim; /* guarded by pin->mu, as the next */
+	uint32_t nr_in_trim; /* guarded by pin->mu, like keep */
 	bool keep;           /* a block of it is retired */
-	bool gone;           /* in a trim: the driver has let go of it */
+	bool gone;           /* in a trim: the driver has released it */
 };
 
 void sfr__pin_init(struct sfr__pin *pin)
@@ -151,8 +151,7 @@ static struct sfr__piece *add_piece(struct sfr__pin *pin, enum way way, char *me
 	return piece;
 }
 
-/* Tells the driver that a piece is no longer to be known. False when it still may be: then its
- * pages must stay what they are. */
+/* Releases a region. False when the driver may still know it; its pages must then stay mapped. */
 static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
 {
 	CUresult rc = CUDA_SUCCESS;
@@ -161,10 +160,10 @@ static bool give_back(const struct sfr__pin *pin, enum way way, char *mem)
 		rc = pin->cu->host_unregister(mem);
 	else if (way == ALLOCATED)
 		rc = pin->cu->host_free(mem);
-	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED; /* the driver has ended */
+	return rc == CUDA_SUCCESS || rc == CUDA_ERROR_DEINITIALIZED; /* the driver has shut down */
 }
 
-/* Registers blocks as one piece. */
+/* Registers adjacent blocks as one region. */
 static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *blocks, uint32_t nr,
 				uint64_t block_bytes)
 {
@@ -178,7 +177,8 @@ static CUresult register_blocks(struct sfr__pin *pin, struct sfr__block *const *
 		return rc;
 	piece = add_piece(pin, way, mem, mem, nr);
 	if (!piece) {
-		/* If that fails too, the next try at this memory is told that it is known. */
+		/* If this fails too, the next registration of this memory is refused as a
+		 * duplicate. */
 		(void)give_back(pin, way, mem);
 		return CUDA_ERROR_OUT_OF_MEMORY;
 	}
@@ -198,7 +198,7 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 	rc = register_blocks(pin, &block, 1, block_bytes);
 	if (rc == CUDA_SUCCESS)
 		return;
-	if (in_place) { /* without a piece, so that who comes next can do better */
+	if (in_place) { /* no region, so that a later attempt can do better */
 		note(pin, PAGEABLE, rc, "cuMemHostRegister");
 		return;
 	}
@@ -210,11 +210,12 @@ static void pin_one(struct sfr__pin *pin, struct sfr__block *block, uint64_t blo
 			block->mem = mem;
 			return;
 		}
-		(void)give_back(pin, ALLOCATED, mem); /* or it is lost until the process ends */
+		/* on failure it is lost until the process ends */
+		(void)give_back(pin, ALLOCATED, mem);
 		rc = CUDA_ERROR_OUT_OF_MEMORY;
 	}
 	note(pin, PAGEABLE, rc, "cuMemHostAlloc");
-	/* With a piece of its own it is not tried again at every lease; a trim makes it new. */
+	/* This region keeps later leases from trying again; a trim removes it. */
 	block->piece = add_piece(pin, PAGEABLE, block->mem, block->mem, 1);
 }
 
@@ -273,7 +274,7 @@ bool sfr__pin_is_foreign(const struct sfr__block *block)
 	return block->piece && block->piece->way == ALLOCATED;
 }
 
-/* ---- and taking it back ------------------------------------------------------- */
+/* ---- releasing ------------------------------------------------------------------- */
 
 static void unlink_locked(struct sfr__pin *pin, struct sfr__piece *piece)
 {
@@ -284,7 +285,7 @@ static void unlink_locked(struct sfr__pin *pin, struct sfr__piece *piece)
 	*at = piece->next;
 }
 
-/* Takes off the list what lies wholly in the blocks of a trim. */
+/* Takes regions that lie entirely in the blocks of a trim off the list. */
 static struct sfr__piece *take_whole_locked(struct sfr__pin *pin, struct sfr__block *list)
 {
 	struct sfr__piece *taken = NULL;
@@ -300,7 +301,7 @@ static struct sfr__piece *take_whole_locked(struct sfr__pin *pin, struct sfr__bl
 		unlink_locked(pin, piece);
 		piece->next = taken;
 		taken = piece;
-		piece->nr_in_trim = 0; /* once */
+		piece->nr_in_trim = 0; /* so that it is taken once */
 	}
 	for (struct sfr__block *b = list; b; b = b->next)
 		if (b->piece)
@@ -352,7 +353,7 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 	bool all = true;
 
 	if (pin->cu) {
-		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in drop */
+		(void)sfr__cuda_enter(&scope, pin->cu, pin->context); /* as in sfr__pin_drop */
 		while ((piece = pin->pieces)) {
 			pin->pieces = piece->next;
 			if (piece->keep || !give_back(pin, piece->way, piece->mem))
@@ -362,6 +363,6 @@ bool sfr__pin_fini(struct sfr__pin *pin)
 		sfr__cuda_leave(&scope);
 		sfr__cuda_release(pin->cu, pin->device);
 	}
-	sfr__mutex_fini(&pin->mu); /* the caller vouches that nobody uses it */
+	sfr__mutex_fini(&pin->mu); /* the caller guarantees that nobody uses it */
 	return all;
 }

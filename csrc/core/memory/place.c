@@ -1,15 +1,15 @@
-/* Where a lease's items go.
+/* Where the items of a lease go.
  *
- * Between saves every block is free, and the items go one after another into one window of
- * adjacent blocks: the window that has most memory already, so that none has to be made. When
- * blocks in use leave no such window, items go into the free runs that are there, first fit.
- */
+ * Between saves every block is free, and the items go one after another into one window of adjacent
+ * blocks. The window with the most memory wins, so that little has to be made. If blocks in use
+ * leave no such window, items go into the free runs, first fit. */
 #include "memory/pool_int.h"
 
-/* `ever`: once all that comes back by itself has come back. */
+/* Returns whether the block can be taken; with `ever`, once everything has returned that does so by
+ * itself. */
 static bool usable(const struct sfr__block *block, bool ever)
 {
-	/* Into a retired block a copy may still be running, for ever. */
+	/* A copy into a retired block may run for ever. */
 	if (block->state == SFR__BLOCK_RETIRED)
 		return false;
 	return ever ? !block->held : !sfr__pool_in_hand(block->state);
@@ -24,7 +24,8 @@ static uint32_t nr_usable_locked(const struct sfr__pool *pool, bool ever)
 	return nr;
 }
 
-/* The window of `nr` usable blocks with most memory; nr_blocks when there is none. */
+/* Returns the first block of the window of `nr` usable blocks with the most memory, or nr_blocks if
+ * there is none. */
 static uint32_t find_window_locked(const struct sfr__pool *pool, uint64_t nr, bool ever)
 {
 	uint64_t committed = 0, best_committed = 0;
@@ -67,7 +68,7 @@ static void find_extents_locked(const struct sfr__pool *pool, bool ever, struct 
 	}
 }
 
-/* Puts each item into the first extent with room for it. False when one fits into none. */
+/* Puts each item into the first extent with room for it. False if one does not fit. */
 static bool fill_extents(const struct sfr__pool *pool, struct sfr__plan *plan)
 {
 	for (uint32_t i = 0; i < plan->nr; i++) {
@@ -87,7 +88,7 @@ static bool fill_extents(const struct sfr__pool *pool, struct sfr__plan *plan)
 	return true;
 }
 
-/* Blocks that the placed items touch. */
+/* Counts the blocks that the placed items touch. */
 static uint64_t nr_touched(const struct sfr__pool *pool, const struct sfr__plan *plan)
 {
 	uint64_t nr = 0;

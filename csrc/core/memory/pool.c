@@ -1,9 +1,9 @@
 /* A persistent pool of equal blocks.
  *
- * One range of address space is reserved for the whole cap, and the blocks are cut from it, so
- * that a block's address never changes and a driver can register the range in large pieces. A
- * block has memory from the first lease on that asks for it and keeps it between saves: the cost
- * of a first touch is paid once, or by warm_up before training.
+ * One range of address space is reserved for the whole cap and divided into blocks. So a block's
+ * address never changes, and a driver can register large regions. A block gets memory at its first
+ * lease and keeps it between saves, so the cost of first touches is paid once, or before training
+ * by warm_up.
  *
  *                  take            got it
  *     RESERVED ------------> GROWING ------> LEASED
@@ -34,20 +34,20 @@
  *     FREE       GROWING    pin, and back; it is in one thread's hand meanwhile
  *     LEASED     RETIRED    retire: a copy into it may be running for ever
  *
- * Leases of contiguous blocks (lease.c) take the same arrows as get and put do; warm_up and trim
- * are in grow.c, and what is made ahead of use in supply.c.
+ * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
+ * grow.c; supply.c makes memory ahead of use.
  *
- * pool->mu guards the lists, the states and the figures. No system call is made under it: a block
- * that is to get or lose memory is taken out of the lists first (GROWING, SHRINKING) and belongs
- * to that thread alone (one that has lost it to another may not know yet: supply.c). Blocks in hand (GROWING, LEASED, SHRINKING) are counted, because they are
- * what a thread may wait for that found the system without memory.
+ * pool->mu guards the lists, states and counters. No system call is made under it: a block that is
+ * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to that thread
+ * alone. (In supply.c a thread may have lost its block to another one and not know yet.) Owned
+ * blocks (GROWING, LEASED, SHRINKING) are counted, because a thread that found the system without
+ * memory may wait for them.
  *
- * Order: those who wait stand in a queue by `seq`, and only its head may take a block. So a small
- * pool serves the oldest save until it has all it needs, instead of sharing itself out until
- * nobody can go on.
+ * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
+ * pool serves the oldest save until it has all it needs, instead of being divided until no save can
+ * go on.
  *
- * The table of blocks lies outside the pool's memory, which a forked child does not have.
- */
+ * The table of blocks is outside the pool's memory, which a forked child does not have. */
 #include <errno.h>
 
 #include "memory/range.h"
@@ -71,7 +71,7 @@ static struct sfr__block *pop_fitting(struct sfr__list *list, size_t need)
 	return NULL;
 }
 
-/* One without memory, or with some of what it was to have. */
+/* Takes a block without memory, or with only some of what it was to get. */
 static struct sfr__block *pop_cold_locked(struct sfr__pool *pool)
 {
 	struct sfr__block *block = sfr__pool_pop_unfinished(pool);
@@ -81,10 +81,10 @@ static struct sfr__block *pop_cold_locked(struct sfr__pool *pool)
 	return block != NULL ? block : sfr__pool_fresh_locked(pool);
 }
 
-/* Takes a block for `need` bytes: one that has the memory, the smaller first; then one that has
- * none. Small blocks stay small as long as there are others, and a small one is made where whole
- * ones are lacking: so the pool's memory becomes what its saves need, block for block, and no more.
- * It is LEASED, or GROWING when it must have more. NULL when none is left. */
+/* Takes a block for `need` bytes: first one that has the memory, smaller ones before larger; then
+ * one without. Small blocks stay small while there are others, and a small one is made where whole
+ * ones are lacking, so that the pool's memory matches what its saves need. The block is LEASED, or
+ * GROWING if it needs more memory. NULL when none is left. */
 static struct sfr__block *take_locked(struct sfr__pool *pool, size_t need)
 {
 	struct sfr__block *block = pop_fitting(&pool->partial, need);
@@ -127,13 +127,13 @@ void sfr__pool_dequeue_locked(struct sfr__pool *pool, struct sfr__waiter *me)
 		at = &(*at)->next;
 	*at = me->next;
 	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* the new head looks round */
+		(void)pthread_cond_broadcast(&pool->cv); /* the new head checks again */
 }
 
-/* Waits for its turn and takes a block. With `starved`, the system had no memory when
- * `nr_returned` was what it is there: then only a block that has come back since, or nothing
- * left to wait for, is worth another try. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when every
- * block is held by snapshots, which only their users end; -ENOMEM where every block is retired. */
+/* Waits to be first in the queue and takes a block. With `starved`, the system had no memory when
+ * nr_returned had that value. Another try is only worth it once a block has returned since, or when
+ * nothing is left to wait for. SFR_EAGAIN at the deadline; SFR_EEXHAUSTED when snapshots hold every
+ * block, which only their users end; -ENOMEM when every block is retired. */
 static int wait_locked(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t deadline_ns,
 		       const uint64_t *starved, struct sfr__block **out)
 {
@@ -194,7 +194,7 @@ int sfr__pool_get(struct sfr__pool *pool, uint64_t seq, size_t need, uint64_t sl
 		sfr__pool_move_locked(pool, block,
 				      block->committed != 0 ? SFR__BLOCK_FREE :
 							      SFR__BLOCK_RESERVED);
-		/* Somebody's block may come back with memory enough, or has just done so. */
+		/* A block may still return, or has just returned, with enough memory. */
 		if (pool->nr_in_hand == pool->nr_held && pool->nr_returned == returned)
 			break;
 		starved = &returned;
@@ -269,12 +269,12 @@ void sfr__pool_free(struct sfr__pool *pool)
 {
 	if (pool == NULL)
 		return;
-	/* A copy that may still be running must not find somebody else's memory: a range with a
-	 * retired block stays for as long as the process, and so does one that a driver knows. */
+	/* A copy that may still be running must not hit reused memory. So a range with a retired
+	 * block, or one that a driver still knows, stays for the life of the process. */
 	if (sfr__pin_fini(&pool->pin) && pool->nr_retired == 0)
 		sfr__memory_release(&pool->range);
 	sfr__budget_hold(-(int64_t)pool->committed_bytes);
-	(void)pthread_cond_destroy(&pool->cv); /* the caller vouches that nobody waits */
+	(void)pthread_cond_destroy(&pool->cv); /* the caller guarantees that nobody waits */
 	sfr__mutex_fini(&pool->mu);
 	sfr_sys.free(pool->blocks);
 	sfr_sys.free(pool);

@@ -1,9 +1,8 @@
-/* The pool's inside, as pool.c (single blocks), lease.c and place.c (contiguous ones) and grow.c (many) share
- * it.
+/* The inside of a pool, shared by pool.c (single blocks), lease.c and place.c (contiguous ones),
+ * grow.c (many) and supply.c.
  *
- * Everything in it is guarded by pool->mu but what is constant from sfr__pool_new on. pool.c has
- * the diagram of a block's states.
- */
+ * pool->mu guards everything except what is constant from sfr__pool_new on. pool.c has the diagram
+ * of a block's states. */
 #ifndef SFR_POOL_INT_H
 #define SFR_POOL_INT_H
 
@@ -11,7 +10,8 @@
 #include "memory/pin.h"
 #include "memory/pool.h"
 
-/* Singly linked by block->next, last in, first out: the block whose lines are warm. */
+/* Linked by block->next; last in, first out, so that the block with warm cache lines comes
+ * first. */
 struct sfr__list {
 	struct sfr__block *head;
 };
@@ -24,10 +24,10 @@ struct sfr__waiter {
 /* A thread that makes memory ahead of use. */
 struct sfr__maker {
 	struct sfr__maker *next;
-	struct sfr__block *block; /* NULL: it was taken over */
-	/* Whose pages the thread may be making, in its hand or not: they keep their memory. */
+	struct sfr__block *block; /* NULL: another thread took it over */
+	/* The block whose pages the thread may be making, owned or not: they keep their memory. */
 	const struct sfr__block *at;
-	bool idle; /* the thread is niced and has nothing else to do */
+	bool idle; /* the thread is niced and idle otherwise */
 };
 
 struct sfr__pool {
@@ -36,28 +36,28 @@ struct sfr__pool {
 	uint32_t nr_blocks;
 
 	struct sfr__mutex mu;
-	pthread_cond_t cv; /* a block came back, or the queue has a new head */
+	pthread_cond_t cv; /* signals that a block came back or the queue has a new head */
 	struct sfr__block *blocks;
-	uint32_t nr_known;           /* blocks above it were never used and are not in a list */
+	uint32_t nr_known;           /* later blocks were never used and are in no list */
 	struct sfr__list reserved;   /* without memory */
 	struct sfr__list whole;      /* free, memory for the whole block */
-	struct sfr__list partial;    /* free, memory for a part */
+	struct sfr__list partial;    /* free, memory for part of the block */
 	struct sfr__waiter *waiters; /* lowest seq first */
 	uint32_t nr_in_hand, nr_retired;
-	uint32_t nr_saves;    /* that need blocks yet, one at a time */
-	uint32_t nr_expected; /* whole blocks that they could use; supply.c has the next four */
+	uint32_t nr_saves; /* saves that still need blocks, one at a time */
+	/* whole blocks that they could use; supply.c explains the next four */
+	uint32_t nr_expected;
 	uint32_t nr_wanted, nr_full, nr_filling;
 	struct sfr__maker *makers;
-	uint32_t
-		nr_held; /* of those in hand, blocks that only a caller can give back: see lease.c */
-	uint64_t nr_returned; /* blocks that came back with their memory, ever */
+	uint32_t nr_held;     /* owned blocks that only a caller can return: see lease.c */
+	uint64_t nr_returned; /* blocks that ever came back with their memory */
 	uint64_t committed_bytes, leased_bytes, retired_bytes;
-	struct sfr__pin pin; /* what the CUDA driver knows of the memory */
+	struct sfr__pin pin; /* the regions registered with the CUDA driver */
 	uint64_t moves[SFR__NR_BLOCK_STATES][SFR__NR_BLOCK_STATES];
 };
 
 /* ---- place.c ---- */
-/* One free run of blocks while items are placed: [at, end) bytes of the pool's range. */
+/* One free run of blocks while items are placed: [at, end) of the pool's range is unused. */
 struct sfr__extent {
 	uint64_t begin, at, end;
 };
@@ -70,42 +70,43 @@ struct sfr__plan {
 	struct sfr__extent *extents; /* room for every run there can be */
 	uint32_t nr_extents;
 };
-/* Puts the items into blocks that nobody has, or (`ever`) that nobody will have once all that comes
- * back by itself has come back; leaves one block for saves where `spare` says so. False when they
- * do not fit. */
+/* Puts the items into free blocks, or with `ever` into blocks that will be free once everything has
+ * returned that does so by itself. With `spare`, leaves one block for saves. False when they do not
+ * fit. */
 bool sfr__pool_plan_locked(const struct sfr__pool *pool, struct sfr__plan *plan, bool ever,
 			   bool spare);
 
 /* ---- blocks.c ---- */
-/* Where the block's own pages are, wherever it has its memory. */
+/* Returns the address of the block's own pages, even while it uses the driver's memory. */
 static inline char *sfr__pool_home(const struct sfr__pool *pool, const struct sfr__block *block)
 {
 	return pool->range.base + block->index * pool->block_bytes;
 }
-/* Gives those bytes of a block in hand memory, and takes it, without the lock; to be counted then.
- * -errno: they have what they had. What takes memory waits for threads that made some of the block
- * before somebody took it over. */
+/* Give memory to, or take it from, bytes of a block that the caller owns, without the lock; the
+ * caller counts it afterwards. -errno: nothing changed. Taking waits for threads that made parts of
+ * the block before it was taken over. */
 int sfr__pool_commit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		     size_t to);
 int sfr__pool_decommit(struct sfr__pool *pool, const struct sfr__block *block, size_t from,
 		       size_t to);
-/* Memory that a lease of `need` bytes gives a block: huge pages whole, never more than it. */
+/* Returns how much memory a lease of `need` bytes gives a block: whole huge pages, at most the
+ * block. */
 size_t sfr__pool_memory_for(const struct sfr__pool *pool, uint64_t need);
-/* Whether a block in that state belongs to a thread or a lease, and so is in no list. */
+/* Returns whether a block in that state belongs to a thread or a lease, and so is in no list. */
 bool sfr__pool_in_hand(enum sfr__block_state state);
 /* Every change of a block's state goes through here. */
 void sfr__pool_move_locked(struct sfr__pool *pool, struct sfr__block *block,
 			   enum sfr__block_state to);
-/* After memory was given or taken: the block has `now` bytes. Others look at that figure of any
- * block, in hand or not, so nobody writes it without the lock. */
+/* Records that the block has `now` bytes of memory. Other threads read this of any block, so it is
+ * only written under the lock. */
 void sfr__pool_recount_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now);
-/* The first block that was never used, in no list yet; NULL when each has been. */
+/* Returns the first block that was never used, which is in no list; NULL if there is none. */
 struct sfr__block *sfr__pool_fresh_locked(struct sfr__pool *pool);
 void sfr__pool_push(struct sfr__list *list, struct sfr__block *block);
-struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when it is empty */
-/* Takes out the blocks that are in hand by now. */
+struct sfr__block *sfr__pool_pop(struct sfr__list *list); /* NULL when the list is empty */
+/* Removes the blocks that are owned by now. */
 void sfr__pool_filter(struct sfr__list *list);
-/* Whether it is full in the sense of supply.c. What changes that has `nr_full` counted anew:
+/* Returns whether the block is full, as supply.c defines it. A change of this is counted:
  * sfr__pool_uncount_locked before, sfr__pool_count_locked after. */
 static inline bool sfr__block_is_full(const struct sfr__pool *pool, const struct sfr__block *block)
 {
@@ -122,19 +123,19 @@ static inline void sfr__pool_count_locked(struct sfr__pool *pool, const struct s
 }
 /* ---- supply.c ---- */
 bool sfr__pool_lacks_locked(const struct sfr__pool *pool);
-/* A free block that was to have more memory than it got; NULL. */
+/* Takes a free block that was to have more memory than it got, or NULL. */
 struct sfr__block *sfr__pool_pop_unfinished(struct sfr__pool *pool);
-/* A block that is being made ahead of use, taken out of the hand of whoever does so; NULL. */
+/* Takes over a block from a thread that makes it ahead of use, or NULL. */
 struct sfr__block *sfr__pool_take_over_locked(struct sfr__pool *pool);
-/* Makes free blocks of all of those. Whether there was any. */
+/* Frees all such blocks. Returns whether there were any. */
 bool sfr__pool_reclaim_locked(struct sfr__pool *pool);
-/* Somebody has found no block with memory. */
+/* Called when a save has found no block with memory. */
 void sfr__pool_missed_locked(struct sfr__pool *pool);
-/* Nothing is lacking, and none is being made when it returns. */
+/* Makes nothing lacking, and waits until no memory is being made. */
 void sfr__pool_stop_supply_locked(struct sfr__pool *pool);
 /* ---- grow.c ---- */
-/* Gives blocks in hand the memory that each wants, on several threads, and hands each over as
- * soon as it has it, or not (then with the first of all failures). Without the lock. */
+/* Gives blocks that the caller owns the memory that each wants, on several threads, and passes each
+ * on with its result (0 or the first error of all). Called without the lock. */
 int sfr__pool_grow_all(struct sfr__pool *pool, struct sfr__list work,
 		       void (*grown_locked)(struct sfr__pool *pool, struct sfr__block *block,
 					    int rc));

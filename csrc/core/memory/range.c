@@ -1,26 +1,25 @@
-/* Address space and the memory behind it.
+/* A range of address space and the memory behind it.
  *
- * A range is reserved once, with no access and so no memory; parts of it are given memory and
- * lose it again. The address space stays, so an address that a driver or a copy was told of never
- * becomes somebody else's.
+ * A range is reserved once without access, and so without memory; parts of it gain memory and lose
+ * it again. The address space stays reserved, so an address known to a driver or a running copy is
+ * never reused for something else.
  *
- * Memory is populated before anybody uses it: the first touch of a page costs more than the copy
- * into it, and is better taken here, on a thread that nobody waits for. Nothing here has state or
- * a lock; callers see to it that no two threads give and take memory of the same pages.
+ * Memory is populated before use: the first touch of a page costs more than the copy into it, so it
+ * happens here, on a thread that nobody waits for. Nothing here has state or a lock; callers ensure
+ * that no two threads give and take memory of the same pages.
  *
- * Shared memory is the pages of an unnamed file (memfd_create), mapped at the same place: one
- * descriptor, whose holders can map any part of it. It differs where a file does:
+ * Shared memory is the pages of an unnamed file (memfd_create), mapped at the same address. Any
+ * process with the descriptor can map any part of it. It differs in these ways:
  *
- *   - memory goes by punching a hole: to unmap a page would leave it in the file;
- *   - a page that the system has no memory for is a signal when it is touched, so none is touched
- *     that is not there;
- *   - RLIMIT_FSIZE bounds its length, and going beyond it is a signal too;
- *   - it lives as long as anybody has it open: a forked child has the descriptor, without having
- *     asked for it, so the end of the range takes all memory out of the file first.
+ *   - memory is freed by punching a hole, because unmapping a page would leave it in the file;
+ *   - touching a page for which the system has no memory raises a signal, so only pages that
+ *     exist are touched;
+ *   - RLIMIT_FSIZE bounds its length, and exceeding it raises a signal too;
+ *   - it lives while anybody has it open. A forked child inherits the descriptor, so releasing
+ *     the range first frees all memory of the file.
  *
- * It counts as the process's in its cgroup (as shmem), and lies in no mounted file system: the size
- * of /dev/shm, which containers keep small, does not bound it.
- */
+ * Its memory counts as the process's in its cgroup (as shmem). It is not in a mounted file system,
+ * so the size of /dev/shm, which containers keep small, does not bound it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -31,7 +30,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-/* A file as long as the range. The descriptor, or -errno. */
+/* Makes a file as long as the range. Returns the descriptor, or -errno. */
 static int make_file(uint64_t len)
 {
 	struct rlimit limit;
@@ -45,7 +44,7 @@ static int make_file(uint64_t len)
 	if (sfr_sys.ftruncate(fd, (off_t)len) == 0)
 		return fd;
 	rc = -errno;
-	(void)sfr_sys.close(fd); /* an empty file */
+	(void)sfr_sys.close(fd); /* nothing to lose: an empty file */
 	return rc;
 }
 
@@ -62,8 +61,8 @@ static int map_file(struct sfr__range *range)
 	return 0;
 }
 
-/* The kernel says EAGAIN, too, where it has no memory for a mapping more (madvise(2)): to everybody
- * else here that means a thread (errors.c). */
+/* The kernel also returns EAGAIN when it has no memory for another mapping (madvise(2)). Elsewhere
+ * EAGAIN means that a thread could not start (errors.c). */
 static int refused(void)
 {
 	return errno == EAGAIN ? -ENOMEM : -errno;
@@ -92,16 +91,15 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 	range->file = -1;
 	if (shared)
 		rc = map_file(range);
-	/* A child that copied these pages on write would cost their memory a second time, and a
-	 * device that writes into them would write past the copy; shared ones it would have while
-	 * they become somebody else's. */
+	/* A child that copied these pages on write would cost their memory again, and a device
+	 * would write past its copy. Shared pages would change under the child. */
 	if (rc == 0)
 		rc = sfr__memory_inherit(map, map_len, false);
 	if (rc != 0) {
 		sfr__memory_release(range);
 		return rc;
 	}
-	/* Only faster; a kernel built without huge pages says EINVAL. */
+	/* Only affects speed; a kernel without huge pages returns EINVAL. */
 	(void)sfr_sys.madvise(map, map_len, MADV_HUGEPAGE);
 	return 0;
 }
@@ -109,9 +107,10 @@ int sfr__memory_reserve(struct sfr__range *range, uint64_t len, bool shared)
 void sfr__memory_release(struct sfr__range *range)
 {
 	if (range->map != NULL) {
-		(void)sfr_sys.munmap(range->map, range->map_len); /* a whole mapping of ours */
+		/* cannot fail: a whole mapping of ours */
+		(void)sfr_sys.munmap(range->map, range->map_len);
 		if (range->file >= 0) {
-			/* Where that is refused, the memory goes with the last who has it open. */
+			/* If this is refused, the memory lives until the last descriptor closes. */
 			(void)sfr_sys.fallocate(range->file,
 						FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
 						(off_t)range->len);
@@ -121,14 +120,14 @@ void sfr__memory_release(struct sfr__range *range)
 	*range = (struct sfr__range){ 0 };
 }
 
-/* Has the file take pages for what is about to be touched. 0 or -errno. */
+/* Allocates pages of the file that are about to be touched. 0 or -errno. */
 static int allocate(const struct sfr__range *range, const char *mem, size_t len)
 {
 	int rc;
 
 	do
 		rc = sfr_sys.fallocate(range->file, 0, (off_t)(mem - range->base), (off_t)len);
-	while (rc != 0 && errno == EINTR); /* then it has taken none */
+	while (rc != 0 && errno == EINTR); /* an interrupted call has allocated nothing */
 	return rc == 0 ? 0 : errno == ENOSPC ? -ENOMEM : -errno;
 }
 
@@ -145,7 +144,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 
 	if (sfr_sys.madvise(mem, len, MADV_POPULATE_WRITE) == 0)
 		return 0;
-	if (shared && errno == EFAULT) /* a touch would be a signal: there is no memory */
+	if (shared && errno == EFAULT) /* there is no memory, and a touch would raise a signal */
 		return -ENOMEM;
 	/* An older kernel or a sandbox does not know the advice; a signal ends it early. */
 	if (errno != EINVAL && errno != ENOSYS && errno != EPERM && errno != EINTR)
@@ -153,7 +152,7 @@ int sfr__memory_populate(const struct sfr__range *range, char *mem, size_t len)
 	rc = shared ? allocate(range, mem, len) : 0;
 	if (rc != 0)
 		return rc;
-	/* A write that changes nothing, whatever another thread has put there meanwhile. */
+	/* This write changes nothing, even if another thread wrote there meanwhile. */
 	for (size_t off = 0; off < len; off += SFR_PAGE) {
 		zero = 0;
 		(void)__atomic_compare_exchange_n(mem + off, &zero, 0, false, __ATOMIC_RELAXED,
@@ -166,8 +165,8 @@ int sfr__memory_decommit(const struct sfr__range *range, char *mem, size_t len)
 {
 	if (sfr_sys.madvise(mem, len, range->file >= 0 ? MADV_REMOVE : MADV_DONTNEED) != 0)
 		return refused();
-	/* The memory is gone already. Pages left accessible by a refusal (it takes a mapping entry
-	 * more, of which a process has a limited number) are touched by nobody. */
+	/* The memory is already gone. A refusal (mprotect may need another mapping, of which a
+	 * process has a limited number) leaves pages accessible that nobody touches. */
 	(void)sfr_sys.mprotect(mem, len, PROT_NONE);
 	return 0;
 }

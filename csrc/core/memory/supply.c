@@ -1,34 +1,33 @@
-/* Memory made before somebody needs it: what makes saves after the first one cheap.
+/* Memory made ahead of need, which makes every save after the first one cheap.
  *
- * The first touch of memory takes several times as long as a copy into it. A save says at its
- * beginning how many whole blocks it could use at a time (sfr__pool_join), and as long as the pool
- * has fewer (it lacks some), any thread that has nothing better to do makes them
- * (sfr__pool_supply): in the first save ahead of those who copy, and afterwards until every block
- * is there that the save could have used. From the second save on nobody waits for new memory.
- * Saves that overlap may want more than each of them alone: who finds no block with memory then
- * raises what is wanted to all that the saves in flight could use.
+ * The first touch of memory takes several times as long as a copy into it. A save announces how
+ * many whole blocks it could use at a time (sfr__pool_join). While the pool has fewer (it *lacks*
+ * some), any idle thread makes them (sfr__pool_supply): in the first save ahead of the copying
+ * threads, and afterwards until every block exists that the save could have used. From the second
+ * save on, nobody waits for new memory. Saves that overlap may want more than each alone, so a save
+ * that finds no block with memory raises the target to what all saves in flight could use.
  *
- * Idle threads are niced, and on a busy machine they get nowhere. So writers keep pace
- * (sfr__pool_keep_pace): of what is lacking there is never more than blocks are left to be written,
- * and when the last is written the memory for the next save is there. Where the idle ones are as
- * quick as the disk that costs a look.
+ * Idle threads are niced and make little progress on a busy machine. So writers keep pace
+ * (sfr__pool_keep_pace): at most as many blocks are lacking as are still to be written, and with
+ * the last write the memory for the next save exists. Where idle threads are as fast as the disk,
+ * this costs one check.
  *
- *     nr_wanted   whole blocks that saves could use; a trim sets it to nothing until the next save
- *     nr_full     blocks that have all their memory and are no snapshot's and not retired
- *     nr_filling  blocks in hand that will be
+ *     nr_wanted   whole blocks that saves could use; a trim sets it to zero until the next save
+ *     nr_full     blocks that have all their memory, are not held by snapshots and not retired
+ *     nr_filling  owned blocks that will be
  *
- * Nobody waits for such a thread, which a busy machine may not let run for long. After each piece of
- * 2 MiB it asks whether anybody wants a block, or itself, and then what it has made stays with the
- * block, which is first to be gone on with. Who cannot wait for that takes the block over: a save
- * that finds no other, and the writer of a save's last block, who goes on with making it. The thread
- * may be in the middle of a piece, and learns of it afterwards. So pages of one block may be made
- * by two threads at a time, which changes no byte that is there already. But who takes memory waits
- * until none is at it: a trim, and whoever the system refuses memory or gives a driver's in its place.
- * Pages that went from under such a thread would be touched where they are not, or be made anew
- * and counted by nobody. And the piece that it was at is counted when it has made it, whoever has the
- * block by then, or none: who took it over may have wanted no more, or given up. For a pool that a driver knows it is the same: blocks are pinned by those who use
- * them, which is quicker with memory that is there.
- */
+ * Nobody waits for such a thread (a *maker*), which a busy machine may hardly schedule. After every
+ * 2 MiB it checks whether anybody wants a block or its own time; the memory made so far then stays
+ * with the block, which is finished first later on. A save that finds no other block takes the
+ * maker's block over at once, and so does the writer of a save's last block, which finishes it. The
+ * maker learns of that after its current 2 MiB, so two threads may make pages of one block at once,
+ * which changes no existing byte.
+ *
+ * A thread that takes memory away waits until no maker is at it: a trim, or a failed or replaced
+ * allocation. Otherwise the maker would touch missing pages, or make pages that nobody counts. The
+ * maker counts its 2 MiB when they are made, whoever owns the block by then, because a new owner
+ * may have wanted less or given up. Pools that a driver knows work the same way: the user of a
+ * block pins it, which is faster when the memory exists. */
 #include "memory/numa.h"
 #include "memory/pin.h"
 #include "memory/pool_int.h"
@@ -79,7 +78,7 @@ static void want_locked(struct sfr__pool *pool, uint32_t nr)
 
 void sfr__pool_missed_locked(struct sfr__pool *pool)
 {
-	if (pool->nr_wanted != 0) /* or it was trimmed under the saves in flight */
+	if (pool->nr_wanted != 0) /* 0: trimmed while saves are in flight */
 		want_locked(pool, pool->nr_expected);
 }
 
@@ -98,7 +97,7 @@ void sfr__pool_leave(struct sfr__pool *pool, uint32_t nr_whole)
 	pool->nr_saves--;
 	pool->nr_expected -= nr_whole;
 	if (pool->waiters != NULL)
-		(void)pthread_cond_broadcast(&pool->cv); /* a run may take the last block now */
+		(void)pthread_cond_broadcast(&pool->cv); /* a run may now take the last block */
 	sfr__unlock(&pool->mu);
 }
 
@@ -158,7 +157,7 @@ bool sfr__pool_reclaim_locked(struct sfr__pool *pool)
 	return any;
 }
 
-/* Whether it is in the hand of a thread that makes it piece by piece. */
+/* Returns whether a maker owns the block. */
 static bool is_being_made_locked(const struct sfr__pool *pool, const struct sfr__block *block)
 {
 	const struct sfr__maker *maker = pool->makers;
@@ -168,8 +167,9 @@ static bool is_being_made_locked(const struct sfr__pool *pool, const struct sfr_
 	return maker != NULL;
 }
 
-/* The block has `now` bytes, by a thread that may have lost it meanwhile. In other hands it is not
- * counted: those give it all that they want, or take back all that it has not. */
+/* Records that the block has `now` bytes, made by a thread that may have lost it. A block with
+ * another owner is not counted: that owner gives it all it wants or takes back all that is not
+ * counted. */
 static void count_locked(struct sfr__pool *pool, struct sfr__block *block, size_t now)
 {
 	const enum sfr__block_state state = block->state;
@@ -188,7 +188,7 @@ static void count_locked(struct sfr__pool *pool, struct sfr__block *block, size_
 		put_back_locked(pool, block);
 }
 
-/* Piece by piece, for as long as nobody minds. -errno: the piece may be there in part. */
+/* Makes 2 MiB at a time for as long as nobody objects. -errno: the last 2 MiB may exist in part. */
 static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*go_on)(void *arg),
 		       void *arg)
 {
@@ -214,17 +214,16 @@ static int fill_locked(struct sfr__pool *pool, struct sfr__maker *maker, bool (*
 	return rc;
 }
 
-/* The system has no memory: what may be there beyond what is counted goes. Nobody takes the block
- * over meanwhile. */
+/* Frees uncounted memory after the system ran out. Nobody takes the block over meanwhile. */
 static void undo_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 {
 	struct sfr__block *block = maker->block;
 
-	pool->nr_wanted = 0; /* the next save may have better luck */
+	pool->nr_wanted = 0; /* the next save may succeed */
 	maker->block = NULL;
 	maker->at = NULL;
 	sfr__unlock(&pool->mu);
-	/* Where that is refused, it is used by the next commit of these pages. */
+	/* If this is refused, the next commit of these pages uses the memory. */
 	(void)sfr__pool_decommit(pool, block, block->committed, block->want);
 	sfr__lock(&pool->mu);
 	maker->block = block;
@@ -237,10 +236,11 @@ static void unlink_locked(struct sfr__pool *pool, struct sfr__maker *maker)
 	while (*at != maker)
 		at = &(*at)->next;
 	*at = maker->next;
-	(void)pthread_cond_broadcast(&pool->cv); /* who takes memory waits in no queue */
+	/* a thread that takes memory waits outside the queue */
+	(void)pthread_cond_broadcast(&pool->cv);
 }
 
-/* Goes on with a block in hand. False when there was nothing to be made, or it was minded. */
+/* Continues a block that the caller owns. False when nothing was made. */
 static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool idle,
 			bool (*go_on)(void *arg), void *arg)
 {
@@ -255,7 +255,8 @@ static bool make_locked(struct sfr__pool *pool, struct sfr__block *block, bool i
 	block->want = pool->block_bytes;
 	sfr__unlock(&pool->mu);
 	sfr__numa_begin(&near, sfr__pin_node(&pool->pin));
-	/* Once for the whole block: it excludes all who make memory in this process. */
+	/* Once for the whole block, because it excludes all threads of the process that make
+	 * memory. */
 	rc = sfr__memory_open(sfr__pool_home(pool, block) + had, pool->block_bytes - had);
 	sfr__lock(&pool->mu);
 	if (rc == 0)
@@ -291,7 +292,7 @@ bool sfr__pool_supply(struct sfr__pool *pool, bool (*go_on)(void *arg), void *ar
 	return supply(pool, true, go_on, arg);
 }
 
-/* Whether the save's own blocks are not all there, and nobody minds. */
+/* Returns whether the save's own blocks are incomplete and nobody waits for a block. */
 static bool lacks_own_locked(const struct sfr__pool *pool, uint32_t nr_whole)
 {
 	uint32_t nr = nr_whole < pool->nr_wanted ? nr_whole : pool->nr_wanted;

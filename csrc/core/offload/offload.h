@@ -1,51 +1,51 @@
 #include "sfr/engine.h"
 #include "sfr/snapshot.h"
-/* Bringing bytes from host memory to a device, beside the work of the caller's stream. See onload.c.
+/* Copies from host memory to a device, while the caller's stream computes. onload.c implements it.
  *
  *     sfr_onload_start(engine, device, stream, copies, nr, from, &onload)
  *     ...
  *     rc = sfr_onload_order(onload, stream);           the stream waits for the copies
  *     while (rc == SFR_EAGAIN)                         (or the caller does, where it cannot)
  *             rc = sfr_onload_wait(onload, slice_ns);
- *     sfr_onload_put(onload);
- */
+ *     sfr_onload_put(onload); */
 #ifndef SFR_OFFLOAD_H
 #define SFR_OFFLOAD_H
 
-/* Calls on one onload do not overlap. */
+/* Calls on one onload must not overlap. */
 
 struct sfr_onload;
 
-/* One piece of memory: `src` in the host's, `dst` in the device's. */
+/* One range of memory: `src` in host memory, `dst` in device memory. */
 struct sfr_onload_copy {
 	uint64_t src, dst, nbytes;
 };
 
-/* Queues the copies on a stream of the engine's for this device, which first waits for what is on
- * `stream`, the caller's current one, and, where the sources are the memory of `from` (else NULL), for
- * what is still being copied into it. Sources and destinations stay valid until sfr_onload_wait has
- * returned 0; the memory of `from` is held by the onload.
- * 0, and the reference is the caller's; or SFR_ECLOSED, SFR_EFORK, SFR_ECAPTURING, -ENOMEM, and
- * nothing is queued; SFR_ESTATE: the memory of `from` has gone back. SFR_EAGAIN: nothing is queued,
- * since what is copied into `from` has no event to wait for: call again once sfr_snapshot_wait has
- * returned 0. What a device fails with is the onload's own: see sfr_onload_error. */
+/* Queues the copies on the engine's stream for this device. That stream first waits for the work on
+ * `stream`, the caller's current one, and for copies still running into the memory of `from` (NULL
+ * if the sources are elsewhere). Sources and destinations stay valid until sfr_onload_wait has
+ * returned 0; the onload holds the memory of `from`.
+ *
+ * 0: the caller has the reference, and a device's failure is reported by sfr_onload_error.
+ * SFR_ECLOSED, SFR_EFORK, SFR_ECAPTURING, -ENOMEM: nothing is queued. SFR_ESTATE: the memory of
+ * `from` has been returned. SFR_EAGAIN: nothing is queued, because the copies into `from` have no
+ * event to wait for; call again once sfr_snapshot_wait has returned 0. */
 int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream,
 		     const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_snapshot *from,
 		     struct sfr_onload **out);
-/* Has a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: it cannot (a capture of a
- * graph, no event), and the caller has to wait for sfr_onload_wait. */
+/* Makes a stream of the onload's device wait for the copies. 0; SFR_EAGAIN: it cannot (a graph
+ * capture, no event), so the caller must use sfr_onload_wait. */
 int sfr_onload_order(struct sfr_onload *onload, uint64_t stream);
-/* Waits until no copy runs any more. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
+/* Waits until no copy is running. 0, SFR_EAGAIN, SFR_EFORK. A slice of zero takes no lock. */
 int sfr_onload_wait(struct sfr_onload *onload, uint64_t slice_ns);
-/* How long the copies took on the device, and how long the first stream that had to wait for them stood
- * still; no time for what could not be timed. SFR_EAGAIN: not known yet. */
+/* Gives the device time of the copies, and how long the first stream that waited for them was idle;
+ * 0 if not measured. SFR_EAGAIN: not known yet. */
 int sfr_onload_times(struct sfr_onload *onload, uint64_t *copying_ns, uint64_t *waited_ns);
-/* What a device failed with, code 0: nothing. Final once the wait is over. Takes no lock. */
+/* Gives the error of the device; code 0: none. Final once the wait is over. Takes no lock. */
 void sfr_onload_error(struct sfr_onload *onload, struct sfr_err *out);
-/* Drops the reference, there is but one; waits for the copies if they still run. NULL is fine. */
+/* Drops the one reference, waiting for copies that still run. Accepts NULL. */
 void sfr_onload_put(struct sfr_onload *onload);
-/* Whether a copy from this memory of the host needs no staging of the driver's: it lies in a pinned
- * part of the engine's pool. */
+/* Returns whether copies from this host memory avoid the driver's staging buffer: it is in a pinned
+ * region of the engine's pool. */
 int sfr_engine_has_pinned(struct sfr_engine *engine, uint64_t addr);
 
 #endif

@@ -1,24 +1,23 @@
-/* Bytes that come from host memory to a device while the device computes.
+/* Copies from host memory to a device while the device computes.
  *
  *     caller's stream   memory is free E │  layer l          waits D │ layer l-1
  *     lane inward                waits E │  copies of layer l-1    D │
  *
- * E is recorded on the caller's stream before anything is queued: the destinations may be memory that
- * work on that stream is not through with, as an allocator that goes by streams gives it out. D is
- * recorded behind the copies, and whoever wants the bytes has a stream of theirs wait for it. In
- * between, the lane's stream waits for a third event where the sources are still on their way from
- * the device (a snapshot's): so what has just left can come back with no wait of the host's.
+ * E is recorded on the caller's stream before anything is queued: earlier work on that stream may
+ * still use the destinations, which a stream-ordered allocator has already reused. D is recorded
+ * behind the copies, and a stream that needs the bytes waits for it. If the sources are still being
+ * copied from the device (a snapshot's memory), the lane's stream also waits for that event, so
+ * bytes can come back without a wait of the host.
  *
- * The copies are those of one group, and are queued in one go: what lies next to each other on both
- * sides is one copy, and a copy is cut where registrations of the pool meet, since a driver refuses
- * one over the edge.
+ * The copies of one group are queued together. Ranges adjacent on both sides become one copy, and a
+ * copy is split where regions of the pool meet, because a driver refuses one across two
+ * registrations.
  *
  *     QUEUED ──the piece behind the copies has landed──▶ LANDED
  *
- * The memory of the snapshot is held from the start to the landing, which the lane's thread sees. Its
- * references are the caller's and dropped by the caller alone: a thread of the engine never drops the
- * last one of an engine. So an onload that is let go early is waited for.
- */
+ * The snapshot's memory is held from the start until the lane's thread sees the copies complete.
+ * Only the caller drops references, so a thread of the engine never drops the last one of an
+ * engine. An onload that is released early is therefore waited for. */
 #include <errno.h>
 #include <stddef.h>
 
@@ -27,23 +26,24 @@
 #include "snapshot/snapshot.h"
 
 struct sfr_onload {
-	struct sfr__cuda_landing landing; /* first: the lane knows the onload by it */
-	struct sfr_engine *engine;        /* a reference; constant, as the next three */
+	struct sfr__cuda_landing landing; /* first: the lane finds the onload by it */
+	struct sfr_engine *engine;        /* a reference; constant, like the next three */
 	uint64_t fork_generation;
-	struct sfr__cuda_lane *lane; /* NULL: nothing was queued, the device failed before */
-	struct sfr_snapshot *from;   /* a reference, and a hold until it has landed; NULL: none */
+	struct sfr__cuda_lane *lane; /* NULL: nothing was queued because the device had failed */
+	/* a reference, and a hold until the copies have completed; NULL: none */
+	struct sfr_snapshot *from;
 
-	bool ordered;           /* some stream waits; the callers' */
-	bool flew;              /* something was queued; constant after the start, as the next */
-	struct sfr_err refused; /* what the start failed with */
+	bool ordered;           /* some stream waits; used by callers only */
+	bool flew;              /* something was queued; constant after the start, like refused */
+	struct sfr_err refused; /* the error of the start */
 
 	atomic_bool landed;
-	struct sfr__cuda_timer copying; /* constant once they have landed, as the next */
-	struct sfr_err err; /* what came of the copies; constant once they have landed */
+	struct sfr__cuda_timer copying; /* constant once landed, like err */
+	struct sfr_err err;             /* the error of the copies */
 
-	pthread_cond_t cv;              /* guarded by lane->mu, as the next; it has landed */
+	pthread_cond_t cv;              /* signals landed; guarded by lane->mu, like staged */
 	struct sfr__cuda_staged staged; /* D */
-	struct sfr__cuda_timer waiting; /* of the first stream that waits; the callers' */
+	struct sfr__cuda_timer waiting; /* of the first stream that waits; used by callers only */
 };
 
 static bool has_landed(const struct sfr_onload *onload)
@@ -56,16 +56,16 @@ static bool foreign(const struct sfr_onload *onload)
 	return onload->fork_generation != sfr_fork_generation();
 }
 
-/* ---- which copies ----------------------------------------------------------------- */
+/* ---- cutting the copies -------------------------------------------------------------- */
 
-/* Whether the memory begins in the engine's pool. */
+/* Returns whether the memory starts in the engine's pool. */
 static bool in_pool(const struct sfr_engine *engine, uint64_t addr)
 {
 	return sfr__pool_has(engine->pool, (const char *)(uintptr_t)addr);
 }
 
-/* How many of the copy's first bytes one copy of a driver's may have; whether they are pinned. What
- * is not in the pool is pinned: the caller has seen to that. */
+/* Returns how many bytes from `src` one driver copy may have, and whether they are pinned. The
+ * caller guarantees that memory outside the pool is pinned. */
 static uint64_t span(const struct sfr_engine *engine, uint64_t src, uint64_t nbytes, bool *pinned)
 {
 	*pinned = true;
@@ -74,8 +74,8 @@ static uint64_t span(const struct sfr_engine *engine, uint64_t src, uint64_t nby
 	return sfr__pool_span(engine->pool, (const char *)(uintptr_t)src, nbytes, pinned);
 }
 
-/* The copies that begin at number *i and stand next to each other on both sides, in one lease: what
- * little there is between them belongs to the same group. */
+/* Merges the copies from index *i on that are adjacent on both sides in one lease. The padding
+ * between them belongs to the same group. */
 static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32_t nr, bool leased,
 				    uint32_t *i)
 {
@@ -89,7 +89,7 @@ static struct sfr_onload_copy merge(const struct sfr_onload_copy *copies, uint32
 	return one;
 }
 
-/* Cuts the copies into those that a driver takes, pinned ones and others. */
+/* Splits the copies into ones that a driver accepts, pinned and pageable. */
 static int collect(const struct sfr_onload *onload, const struct sfr_onload_copy *copies,
 		   uint32_t nr, struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable)
 {
@@ -111,14 +111,15 @@ static int collect(const struct sfr_onload *onload, const struct sfr_onload_copy
 
 /* ---- start ------------------------------------------------------------------------- */
 
-/* On the lane's thread: the piece behind all copies is off the list. */
+/* Runs on the lane's thread when the transfer behind all copies is off the list. */
 static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *piece, bool ok)
 {
 	struct sfr_onload *onload = sfr__container(landing, struct sfr_onload, landing);
 	struct sfr__cuda_lane *lane = onload->lane;
 
-	(void)piece;                                        /* it has no blocks */
-	(void)sfr__cuda_timer_read(lane, &onload->copying); /* it has ended */
+	(void)piece; /* it has no blocks */
+	/* the copies have ended, so the time is known */
+	(void)sfr__cuda_timer_read(lane, &onload->copying);
 	if (onload->from && !ok)
 		sfr__snapshot_lost(onload->from);
 	if (onload->from)
@@ -129,10 +130,10 @@ static void landed(struct sfr__cuda_landing *landing, struct sfr__cuda_piece *pi
 	sfr__cuda_staged_over_locked(lane, &onload->staged);
 	atomic_store_explicit(&onload->landed, true, memory_order_release);
 	pthread_cond_broadcast(&onload->cv);
-	sfr__unlock(&lane->mu); /* it may be gone from here on */
+	sfr__unlock(&lane->mu); /* after this the onload may be freed */
 }
 
-/* Has the lane's stream wait for what is being copied into the sources. False: it cannot. */
+/* Makes the lane's stream wait for copies into the sources. False: it cannot. */
 static bool follow(struct sfr_onload *onload)
 {
 	const struct sfr_stream stream = { .handle = (uint64_t)(uintptr_t)onload->lane->stream,
@@ -141,8 +142,8 @@ static bool follow(struct sfr_onload *onload)
 	return !onload->from || sfr_snapshot_gate(onload->from, &stream, 1, 0) == 0;
 }
 
-/* In a turn: between E and D. What a call that fails has done is not known, so from the first copy on
- * a piece flies, whatever comes. */
+/* In a turn: queues everything between E and D. A call that fails may still have queued something,
+ * so from the first copy on the transfer is always put in flight. */
 static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece,
 		  struct sfr__cuda_batch *pinned, struct sfr__cuda_batch *pageable,
 		  struct sfr_err *err)
@@ -159,13 +160,14 @@ static void queue(struct sfr_onload *onload, struct sfr__cuda_piece *piece,
 	onload->staged.event = event;
 	onload->staged.over = false;
 	sfr__unlock(&lane->mu);
-	atomic_store_explicit(&onload->landed, false, memory_order_relaxed); /* nobody looks yet */
+	/* nobody reads it yet */
+	atomic_store_explicit(&onload->landed, false, memory_order_relaxed);
 	onload->flew = true;
 	piece->landing = &onload->landing;
 	sfr__cuda_fly(lane, piece, err);
 }
 
-/* Pins what can be pinned of the sources' blocks. */
+/* Pins as much of the sources' blocks as possible. */
 static void pin(struct sfr_onload *onload)
 {
 	struct sfr__pool *pool = onload->engine->pool;
@@ -175,10 +177,11 @@ static void pin(struct sfr_onload *onload)
 	if (sfr__pin_on(with, onload->lane->cu, onload->lane->device, why, sizeof(why)) < 0)
 		sfr__pin_failed(with, why);
 	else if (onload->from)
-		sfr__lot_pin(onload->from); /* held: it stays as it is */
+		sfr__lot_pin(onload->from); /* the hold keeps the memory in place */
 }
 
-/* In the device's context. 0, or a code and nothing is queued; the device's failures are in *err. */
+/* Queues everything, in the device's context. 0, or a code if nothing is queued; device errors are
+ * in *err. */
 static int start_here(struct sfr_onload *onload, CUstream stream,
 		      const struct sfr_onload_copy *copies, uint32_t nr, struct sfr_err *err)
 {
@@ -240,7 +243,8 @@ static void free_onload(struct sfr_onload *onload)
 
 	if (onload->waiting.begin && !engine->closed) {
 		(void)sfr__cuda_enter(&scope, onload->lane->cu, onload->lane->context);
-		sfr__cuda_timer_drop(onload->lane, &onload->waiting); /* is lost at worst */
+		/* on failure it is only lost */
+		sfr__cuda_timer_drop(onload->lane, &onload->waiting);
 		sfr__cuda_leave(&scope);
 	}
 
@@ -251,7 +255,7 @@ static void free_onload(struct sfr_onload *onload)
 	sfr_engine_put(engine);
 }
 
-/* One that counts among those that keep the pool; and holds the snapshot's memory. */
+/* Makes an onload, which keeps the pool and holds the snapshot's memory. */
 static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr_onload **out)
 {
 	struct sfr_onload *onload = sfr_sys.calloc(1, sizeof(*onload));
@@ -263,7 +267,7 @@ static int make(struct sfr_engine *engine, struct sfr_snapshot *from, struct sfr
 	if (rc == 0) {
 		sfr__lock(&engine->mu);
 		rc = engine->closing ? SFR_ECLOSED : 0;
-		engine->nr_snapshots += rc == 0; /* the pool stays */
+		engine->nr_snapshots += rc == 0; /* keeps the pool */
 		sfr__unlock(&engine->mu);
 		if (rc < 0)
 			(void)pthread_cond_destroy(&onload->cv);
@@ -309,7 +313,7 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 		return rc;
 	rc = start(onload, device, (CUstream)(uintptr_t)stream, copies, nr, &err);
 	if (from && !onload->flew)
-		sfr_snapshot_unhold(from); /* nobody else does */
+		sfr_snapshot_unhold(from); /* the landing will not do it */
 	if (rc < 0) {
 		free_onload(onload);
 		return rc;
@@ -319,9 +323,10 @@ int sfr_onload_start(struct sfr_engine *engine, uint32_t device, uint64_t stream
 	return 0;
 }
 
-/* ---- afterwards --------------------------------------------------------------------- */
+/* ---- waiting --------------------------------------------------------------------------- */
 
-/* In the time that the stream waits nothing is computed on it: so that is taken, of the first wait. */
+/* Measures the wait as well: nothing else runs on the stream meanwhile. Only the first wait is
+ * measured. */
 static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
 {
 	struct sfr__cuda_lane *lane = onload->lane;
@@ -329,7 +334,7 @@ static bool order(struct sfr_onload *onload, const struct sfr_stream *stream)
 	struct sfr__cuda_scope scope;
 	bool timed, done;
 
-	if (has_landed(onload)) /* or there is no lane: nothing was to come */
+	if (has_landed(onload)) /* also if there is no lane and nothing was queued */
 		return true;
 	timed = sfr__cuda_enter(&scope, lane->cu, lane->context) == CUDA_SUCCESS &&
 		!onload->ordered && !sfr__cuda_is_capturing(lane->cu, of);
@@ -403,8 +408,9 @@ void sfr_onload_put(struct sfr_onload *onload)
 {
 	if (!onload || foreign(onload))
 		return;
-	(void)sfr_onload_wait(onload, SFR_FOREVER); /* no other answer is left */
-	if (onload->lane) {                         /* whose thread may just be leaving */
+	(void)sfr_onload_wait(onload, SFR_FOREVER); /* cannot return anything but 0 */
+	/* waits for the lane's thread to leave landed() */
+	if (onload->lane) {
 		sfr__lock(&onload->lane->mu);
 		sfr__unlock(&onload->lane->mu);
 	}

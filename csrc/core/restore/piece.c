@@ -9,6 +9,10 @@
  * mind: that of a whole is the sum of its parts' CRCs, each moved by what stands behind it
  * (sfr_crc32_combine with nothing). A header or descriptor that lies across the end of the piece is
  * read once more, from its beginning: few bytes, and seldom.
+ *
+ * The places of data and descriptors are computed (plan.c) and true only if the record's header
+ * confirms them. So no descriptor is called wrong before its header has been looked at: otherwise it
+ * would depend on the order of the threads whether a file that another program packed is damaged.
  */
 #include <errno.h>
 #include <string.h>
@@ -31,13 +35,14 @@ static bool covers(const struct piece *p, uint64_t off)
 	return off >= p->off && off < p->end;
 }
 
-/* [off, off + len), which begins in the piece. NULL: it could not be read. */
+/* [off, off + len) of the file, where len is at most SFR__RESTORE_HEADER_MAX: from the piece if all
+ * of it is there. NULL: it could not be read. */
 static const unsigned char *bytes_at(const struct piece *p, uint64_t off, size_t len,
 				     uint64_t index)
 {
 	int64_t got;
 
-	if (len <= p->end - off)
+	if (covers(p, off) && len <= p->end - off)
 		return (const unsigned char *)p->buffer->mem + (off - p->off);
 	got = sfr_fill(p->r->source.fd, p->scratch, len, off);
 	if (got == (int64_t)len)
@@ -101,7 +106,9 @@ static bool descriptor_is_right(const struct piece *p, uint64_t i)
 	if (bytes == NULL)
 		return false;
 	wrong = sfr__unzip_desc(bytes, len, &rec, &len);
-	if (wrong != NULL)
+	/* The header tells whether this is the place of the descriptor at all, and another thread may
+	 * not have come to it yet. */
+	if (wrong != NULL && header_is_right(p, i))
 		sfr__restore_fail(p->r, SFR_ECORRUPT, i, off, wrong);
 	return wrong == NULL;
 }

@@ -13,38 +13,42 @@
  * by the general road.
  *
  * The last record of stillframe's files, their identification, is not aligned. Its header stands
- * beside the directory, which has just been read.
+ * beside the directory, which has just been read. A header is the writer's to fill: its lengths are
+ * compared with the directory's before anything is counted from them.
  *
- * The zip64 field is where the two writers differ: stillframe has it where the record is long, torch
- * also where it lies past 4 GiB. One such header tells them apart.
+ * The zip64 field is where the two writers differ: past 4 GiB stillframe has both sizes in it, as its
+ * writer says (archive/write.h), torch the sizes of a long record and the offset of a far one. The
+ * first header of which they differ tells them apart.
  */
 #include <errno.h>
 #include <stdlib.h>
 
+#include "archive/write.h"
 #include "restore/plan.h"
 #include "base/base.h"
 
-#define LONG UINT32_C(0xffffffff) /* from here on 32 bits are not used */
-#define PADDING 4u
+#define TORCH_LONG UINT32_C(0xffffffff) /* from here on torch does not use 32 bits */
+#define TORCH_PADDING 4u
 #define MOST_ALIGN 32768u
 
 enum writer { STILLFRAME, TORCH };
 
-/* Bytes of the zip64 field of a local header. */
-static uint64_t zip64_len(const struct sfr__place *p, enum writer writer)
+/* A local header as torch writes it, without the bytes that align its data. */
+static uint64_t torch_local_len(const struct sfr__place *p)
 {
-	const bool is_long = p->len >= LONG, is_far = p->hdr_off >= LONG;
+	const bool is_long = p->len >= TORCH_LONG, is_far = p->hdr_off >= TORCH_LONG;
+	const unsigned zip64_len =
+		(is_long || is_far ? 4u : 0u) + (is_long ? 16u : 0u) + (is_far ? 8u : 0u);
 
-	if (writer == STILLFRAME)
-		return is_long ? 20 : 0;
-	return (is_long || is_far ? 4u : 0u) + (is_long ? 16u : 0u) + (is_far ? 8u : 0u);
+	return SFR__UNZIP_LOCAL + p->name_len + zip64_len + TORCH_PADDING;
 }
 
 static uint64_t data_off(const struct sfr__place *p, uint64_t align, enum writer writer)
 {
-	return sfr__round_up(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len + zip64_len(p, writer) +
-				     PADDING,
-			     align);
+	const uint64_t len = writer == TORCH ? torch_local_len(p) :
+					       sfr__zip_local_len(p->name_len, p->len, p->hdr_off);
+
+	return sfr__round_up(p->hdr_off + len, align);
 }
 
 /* Up to `len` bytes. How many, or -errno. */
@@ -61,9 +65,9 @@ static int64_t look(const struct sfr_restore *r, const struct sfr__place *p)
 
 	if (got < 0)
 		return got;
-	if (got != sizeof(header))
-		return -EOPNOTSUPP;
-	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + (uint64_t)(header[26] | header[27] << 8) +
+	if (got != sizeof(header) || (header[26] | header[27] << 8) != p->name_len)
+		return -EOPNOTSUPP; /* a check of the headers says what is wrong */
+	return (int64_t)(p->hdr_off + SFR__UNZIP_LOCAL + p->name_len +
 			 (uint64_t)(header[28] | header[29] << 8));
 }
 
@@ -128,6 +132,8 @@ int sfr__restore_plan(struct sfr_restore *r)
 		if (t->data_off < p->hdr_off + SFR__UNZIP_LOCAL + p->name_len)
 			return -EOPNOTSUPP;
 		if (t->data_off > limit || p->len > limit - t->data_off)
+			return -EOPNOTSUPP;
+		if (t->data_off - p->hdr_off > SFR__RESTORE_HEADER_MAX)
 			return -EOPNOTSUPP;
 		t->left = p->len + 1 + ((p->flags & SFR__UNZIP_DESCRIBED) != 0);
 		if ((p->flags & SFR__UNZIP_DESCRIBED) != 0 && sfr__restore_data_end(r, i) == limit)

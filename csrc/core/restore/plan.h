@@ -11,9 +11,9 @@
 #include "base/base.h"
 
 #define SFR__RESTORE_PIECE_MAX (1u << 20) /* fits a core's own cache; sfr_limits may ask for less */
-#define SFR__RESTORE_SCRATCH (128u << 10)
-_Static_assert(SFR__UNZIP_LOCAL + SFR__UNZIP_NAME_MAX + 0xffffu <= SFR__RESTORE_SCRATCH,
-	       "a local header fits the scratch memory");
+/* The longest local header that a plan accepts, which is the most that is read into the scratch
+ * memory at a time. */
+#define SFR__RESTORE_HEADER_MAX (SFR__UNZIP_LOCAL + SFR__UNZIP_NAME_MAX + 0xffffu)
 #define SFR__RESTORE_SHORTER "the file became shorter while it was read"
 #define SFR__RESTORE_THREADS 4u
 #define SFR__RESTORE_DEVICES 16u
@@ -63,7 +63,7 @@ struct sfr__reader {
 	struct sfr_restore *r;
 	pthread_t thread;
 	char *mem;     /* the first buffer and the scratch memory; or, with a device, the latter */
-	char *scratch; /* for headers that reach beyond a piece */
+	char *scratch; /* SFR__RESTORE_HEADER_MAX bytes, for headers that reach beyond a piece */
 	struct sfr__buffer buffers[SFR__RESTORE_BUFFERS];
 	unsigned turn; /* which is the next */
 };

@@ -20,9 +20,12 @@
  *        |
  *        +--header, descriptor, CRC wrong; reading failed--> the restore has failed, for good
  *
- * The owner says how far memory has been found (`upto`); threads wait there. It waits for single
- * records, and nothing in it runs before the record it wants is GOOD: so no code ever sees bytes
- * that were not checked. The first failure ends the reading.
+ * The owner says how far memory has been found (`upto`); threads stop there, at the first piece
+ * that holds a part of a record beyond. A piece belongs to all records in it, so the owner has to
+ * find memory for more than the record it wants (sfr_restore_reach); a wait that only the owner
+ * could end is refused. It waits for single records, and nothing in it runs before the record it
+ * wants is GOOD: so no code ever sees bytes that were not checked. The first failure ends the
+ * reading.
  */
 #include <errno.h>
 
@@ -171,7 +174,7 @@ static int start_thread(struct sfr_restore *r)
 	int rc = 0;
 
 	reader->r = r;
-	reader->mem = sfr_sys.malloc(piece + SFR__RESTORE_SCRATCH + SFR_PAGE);
+	reader->mem = sfr_sys.malloc(piece + SFR__RESTORE_HEADER_MAX + SFR_PAGE);
 	if (reader->mem == NULL)
 		return -ENOMEM;
 	reader->buffers[0].mem =
@@ -272,7 +275,8 @@ int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
 	if (r->fork_generation != sfr_fork_generation())
 		return SFR_EFORK;
 	sfr__lock(&r->mu);
-	r->upto = upto;
+	if (upto > r->upto)
+		r->upto = upto;
 	(void)pthread_cond_broadcast(&r->work);
 	sfr__unlock(&r->mu);
 	if (r->nr_threads != 0)
@@ -280,6 +284,13 @@ int sfr_restore_go(struct sfr_restore *r, uint64_t upto)
 	while (r->nr_threads < SFR__RESTORE_THREADS && r->nr_threads < nr_pieces && rc == 0)
 		rc = start_thread(r);
 	return r->nr_threads == 0 ? rc : 0; /* fewer are slower, and nothing worse */
+}
+
+/* Whether the readers may read the record whole, as far as places go. Only the caller gives places:
+ * a wait for any other record would never end. */
+static bool is_within_reach(const struct sfr_restore *r, uint64_t index)
+{
+	return (index < r->nr ? sfr_restore_reach(r, index) : r->nr) <= r->upto;
 }
 
 int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
@@ -298,6 +309,8 @@ int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns)
 			rc = 0;
 		else if (r->failure.code != 0)
 			rc = r->failure.code;
+		else if (!is_within_reach(r, index))
+			rc = SFR_EUNPLACED;
 		else if (rc == 0) {
 			rc = sfr__cond_wait(&r->news, &r->mu, deadline);
 			continue;

@@ -60,11 +60,12 @@ void sfr_restore_into_device(struct sfr_restore *r, uint64_t index, uint32_t dev
 /* How many records have to be given a place before this one can be read whole: it and those which
  * share its last bytes' piece of the file. */
 uint64_t sfr_restore_reach(const struct sfr_restore *r, uint64_t index);
-/* The first `upto` records have their places: they may be read. The first call starts the threads.
- * -ENOMEM, -errno: none could be started. */
+/* The first `upto` records have their places: they may be read. A lower number than before changes
+ * nothing. The first call starts the threads. -ENOMEM, -errno: none could be started. */
 int sfr_restore_go(struct sfr_restore *r, uint64_t upto);
 /* 0: the record (sfr_restore_nr: each of them) is there and good. SFR_EAGAIN: call again. The code
- * of the failure otherwise; SFR_EFORK. */
+ * of the failure otherwise; SFR_EFORK. SFR_EUNPLACED, at once: the readers cannot get there, since
+ * sfr_restore_go has not allowed as many records as sfr_restore_reach says (all, for all). */
 int sfr_restore_wait(struct sfr_restore *r, uint64_t index, uint64_t slice_ns);
 const struct sfr_restore_failure *sfr_restore_failure(const struct sfr_restore *r);
 /* Bytes of the file that need no further look. */

@@ -1,4 +1,4 @@
-/* An engine: threads, slots and a pool for saves. See engine/engine.c. */
+/* An engine: the threads, slots and pool that saves use. engine/engine.c implements it. */
 #ifndef SFR_ENGINE_PUBLIC_H
 #define SFR_ENGINE_PUBLIC_H
 
@@ -8,56 +8,56 @@
 struct sfr_engine;
 
 struct sfr_engine_opts {
-	uint64_t pool_bytes;    /* cap of the pool; 0 = the default cap */
-	uint64_t block_bytes;   /* multiple of 4096, > 0 */
+	uint64_t pool_bytes;    /* cap of the pool; 0: the default cap */
+	uint64_t block_bytes;   /* a multiple of 4096, > 0 */
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
-	uint32_t shared_memory; /* other processes can map the pool: sfr_snapshot_file */
+	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
 };
 
 struct sfr_stats {
 	uint64_t pool_bytes, block_bytes;
-	uint64_t committed_bytes; /* memory the pool holds from the system */
-	uint64_t leased_bytes;    /* of it, handed out at this moment */
-	uint64_t save_bytes;      /* of that, to saves; the rest is snapshots' */
-	uint64_t retired_bytes;   /* of it, never to be used again */
+	uint64_t committed_bytes; /* memory that the pool has obtained from the system */
+	uint64_t leased_bytes;    /* part of committed_bytes that is handed out now */
+	uint64_t save_bytes;      /* part of leased_bytes that saves have; the rest is snapshots' */
+	uint64_t retired_bytes;   /* part of committed_bytes that is never used again */
 	uint64_t saves_in_flight, saves_total;
 };
 
-/* Memory that a default pool may take: half of what the machine and the cgroup
- * leave, divided by LOCAL_WORLD_SIZE; what default pools already took is
- * subtracted (default caps share one budget). At least one block. */
+/* Returns the cap of a default pool: half of the memory that the machine and the cgroup leave free,
+ * divided by LOCAL_WORLD_SIZE, less what other default pools took (they share one budget). At least
+ * one block. */
 uint64_t sfr_default_pool_bytes(uint64_t block_bytes);
 
-/* Makes an engine; starts no thread yet. -EINVAL: an option out of range. With shared memory -errno of
- * memfd_create, and -EFBIG: RLIMIT_FSIZE is less than the pool. */
+/* Makes an engine without starting a thread. -EINVAL: an option is out of range. With shared
+ * memory: -errno of memfd_create, or -EFBIG when RLIMIT_FSIZE is less than the pool. */
 int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out);
-/* Waits for the engine's saves and for the process's removes, then stops its
- * threads and gives the pool back. New saves are refused from the first call on.
- * Idempotent. Saves still being captured by the calling thread are not waited
- * for (a signal handler may call this in the middle of one): then threads and
- * pool stay until the last of those has ended. */
+/* Waits for the engine's saves and for the process's removes, then stops the threads and frees the
+ * pool. The first call makes new saves fail; further calls do nothing more. It does not wait for a
+ * save that the calling thread is still capturing (a signal handler may call this in the middle of
+ * one); threads and pool then stay until the last of those saves has ended. */
 int sfr_engine_close(struct sfr_engine *engine, uint64_t slice_ns);
-void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; NULL is fine */
+void sfr_engine_put(struct sfr_engine *engine); /* drops the maker's reference; accepts NULL */
 int sfr_engine_stats(struct sfr_engine *engine, struct sfr_stats *out);
 int sfr_engine_warm_up(struct sfr_engine *engine, uint64_t nbytes);
 int sfr_engine_trim(struct sfr_engine *engine);
-/* For a process that uses CUDA: makes the lane of a device and has warm_up pin what it gives memory
- * to. 0, or -errno with a sentence in `why`. */
+/* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
+ * Returns 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
-/* A slot for a save whose bytes the engine does not write: it counts among max_in_flight and in the
- * figures, and close waits until it is given back. The caller owns what it gets. Flags are
- * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. 0; SFR_EAGAIN: the slice has passed; SFR_EBUSY,
- * SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
+/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight and
+ * in the statistics, and close waits until it is given back. The caller owns it. `flags` are
+ * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0; SFR_EAGAIN when the slice has
+ * passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
 struct sfr_slot;
 int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
 		  struct sfr_slot **out);
-/* The call that took it is over: from now on close waits for it in that thread too. */
+/* Notes that the call that took it is over: from now on close waits for it in that thread too. */
 void sfr_slot_launched(struct sfr_slot *slot);
-/* The save has ended. May be called again; a forked child changes nothing. */
+/* Gives the slot back. May be called again; does nothing in a forked child. */
 void sfr_slot_give_back(struct sfr_slot *slot);
 void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
-/* A sentence on the CUDA driver and on devices that are dead. Loads the driver, never starts it. */
+/* Describes the CUDA driver and dead devices in one sentence. Loads the driver but does not
+ * initialise it. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);
 
 #endif

@@ -1,12 +1,12 @@
-/* Errors: codes, phases, and the first thing that went wrong. See base/err.c. */
+/* Errors: codes, phases and the first error of a save. base/err.c implements it. */
 #ifndef SFR_ERR_PUBLIC_H
 #define SFR_ERR_PUBLIC_H
 
 #include <stdint.h>
 
-#define SFR_FOREVER UINT64_MAX /* as a slice of time: no bound */
+#define SFR_FOREVER UINT64_MAX /* as a slice: wait without bound */
 
-/* One list, so that enum, name and message cannot drift apart. */
+/* The enum and the tables of names and messages are made from this one list. */
 #define SFR_ERROR_LIST(X)                                                                          \
 	X(SFR_EAGAIN, -1001, "the wait's time slice has passed")                                   \
 	X(SFR_EBUSY, -1002, "as many saves are in flight as max_in_flight allows")                 \
@@ -18,7 +18,10 @@
 	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait")               \
 	X(SFR_ESTATE, -1009, "the call does not fit the save's state")                             \
 	X(SFR_ECAPTURING, -1010,                                                                   \
-	  "a CUDA graph is being captured on the current stream: nothing can be saved until it ends")
+	  "a CUDA graph is being captured on the current stream: nothing can be saved until "      \
+	  "it ends")                                                                               \
+	X(SFR_EUNPLACED, -1011,                                                                    \
+	  "a record was waited for before it and its neighbours had their memory")
 
 enum sfr_code {
 #define X(name, value, text) name = value,
@@ -26,7 +29,7 @@ enum sfr_code {
 #undef X
 };
 
-/* What a save was doing when it failed; the text is SaveError.phase. */
+/* What a save was doing when it failed. SaveError.phase is the text. */
 #define SFR_PHASE_LIST(X)                                                                          \
 	X(SFR_PHASE_NONE, "")                                                                      \
 	X(SFR_PHASE_STAGE, "stage")                                                                \
@@ -46,15 +49,15 @@ enum sfr_phase {
 		SFR_NR_PHASES
 };
 
-/* The first thing that went wrong; later ones do not replace it. */
+/* The first error of a save or snapshot; later errors do not replace it. */
 struct sfr_err {
 	int code;             /* 0, -errno or SFR_E* */
 	enum sfr_phase phase; /* what was being done */
-	int64_t index;        /* source that was torn, or -1 */
-	char note[160];       /* one more fact, or "" */
+	int64_t index;        /* index of the torn source, or -1 */
+	char note[160];       /* one more fact about the error, or "" */
 };
 
-const char *sfr_code_name(int code);    /* "SFR_ETORN", "EIO" style; never NULL */
+const char *sfr_code_name(int code);    /* such as "SFR_ETORN" or "EIO"; never NULL */
 const char *sfr_code_message(int code); /* never NULL */
 const char *sfr_phase_name(enum sfr_phase phase);
 

@@ -1,12 +1,13 @@
-/* Forks. See base/fork.c. */
+/* What fork() means to the core. base/fork.c implements it. */
 #ifndef SFR_FORK_PUBLIC_H
 #define SFR_FORK_PUBLIC_H
 
 #include <stdint.h>
 
-/* Installs the fork handlers, once per process; every sfr_engine_new calls it. */
+/* Installs the fork handlers once per process. Every sfr_engine_new calls it. */
 int sfr_fork_init(void);
-/* Counts the forks between the first process and this one: objects remember it. */
+/* Returns the number of forks between the first process and this one. Objects remember it, which
+ * tells a child that they are its parent's. */
 uint64_t sfr_fork_generation(void);
 
 #endif

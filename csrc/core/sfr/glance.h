@@ -1,29 +1,31 @@
-/* Glances at memory of a device. See device/glance.c. */
+/* Probes of device memory. device/glance.c implements them. */
 #ifndef SFR_GLANCE_PUBLIC_H
 #define SFR_GLANCE_PUBLIC_H
 
 #include <stdint.h>
 
-/* Three lines of each of some storages on one device, copied down twice: after a step, and before the
- * next. Whether they are the same is known some time later; nobody waits for the device. A glance
- * is used by one thread at a time. */
+/* A probe copies three cache lines of each of several storages on one device to the host, twice:
+ * after a step and before the next. The result is known some time later, and nobody waits for the
+ * device. One thread at a time uses a probe. */
 struct sfr_glance;
 struct sfr_glance_at {
-	uint64_t addr, nbytes; /* fewer bytes than three lines: passed over */
+	uint64_t addr, nbytes; /* skipped when shorter than three lines */
 };
-/* -ENODEV, -EIO: the device cannot be looked at; -ENOMEM. */
+/* Makes a probe. -ENODEV, -EIO: the device cannot be probed; -ENOMEM. */
 int sfr_glance_new(uint32_t device, struct sfr_glance **out);
-/* May be called at any time; NULL is fine. */
+/* Frees a probe at any time; accepts NULL. */
 void sfr_glance_free(struct sfr_glance *look);
-/* Queues the copies behind what is on `stream`, a stream of the glance's device, which then waits for
- * them. `again`: the second time, of the same storages in the same order; such as are not wanted any
- * more are given with no bytes. SFR_EBUSY: nothing was queued, because another thread is looking or
- * the glance before has not landed; SFR_ECAPTURING, SFR_EFORK; -EIO: never again. */
+/* Queues the copies behind the work on `stream`, a stream of the probe's device, which then waits
+ * for them. `again` is nonzero the second time; it takes the same storages in the same order, with
+ * nbytes = 0 for those no longer wanted. SFR_EBUSY: nothing was queued, because another thread is
+ * probing or the previous copies have not completed. SFR_ECAPTURING, SFR_EFORK; -EIO: the probe
+ * never works again. */
 int sfr_glance_take(struct sfr_glance *look, uint64_t stream, const struct sfr_glance_at *at,
 		    uint32_t nr, int again);
-/* 1: all of it has landed; 0: not yet; -EIO, SFR_EFORK: it never will. */
+/* Returns 1 when the copies have completed, 0 when they have not, and -EIO or SFR_EFORK when they
+ * never will. */
 int sfr_glance_landed(struct sfr_glance *look);
-/* Once it has landed, twice: whether storage number i was the same both times. */
+/* After both rounds of copies have completed: whether storage `i` had the same bytes both times. */
 int sfr_glance_same(const struct sfr_glance *look, uint32_t i);
 
 #endif

@@ -1,4 +1,4 @@
-/* Notices: what the core has to tell. See base/notice.c. */
+/* Notices: messages from the core's threads to the caller. base/notice.c implements them. */
 #ifndef SFR_NOTICE_PUBLIC_H
 #define SFR_NOTICE_PUBLIC_H
 
@@ -7,23 +7,26 @@
 struct sfr_ticket;
 struct sfr_snapshot;
 
-#define SFR_NOTICE_COPIED 1u   /* every byte copied: give sfr_save_confirm, let sources go */
-#define SFR_NOTICE_ENDED 2u    /* slot, blocks and state are settled */
-#define SFR_NOTICE_TEXT 3u     /* a sentence for the log: a remove dropped, a foreign temporary */
+/* every byte is copied: call sfr_save_confirm, release the sources */
+#define SFR_NOTICE_COPIED 1u
+#define SFR_NOTICE_ENDED 2u /* the save's slot, blocks and state are final */
+/* a sentence for a log file: a dropped remove, a foreign temporary */
+#define SFR_NOTICE_TEXT 3u
 #define SFR_NOTICE_STOP 4u     /* sfr_notice_stop was called */
-#define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's lane has ended */
+#define SFR_NOTICE_SNAPSHOT 5u /* a snapshot's copies have ended */
 
 struct sfr_notice {
 	unsigned what;                 /* SFR_NOTICE_* */
-	uint64_t number;               /* of the save or snapshot: no other ever has it */
-	struct sfr_ticket *ticket;     /* COPIED and ENDED: with a reference */
-	struct sfr_snapshot *snapshot; /* SNAPSHOT: with a reference */
-	char text[1024];               /* TEXT, else "" */
+	uint64_t number;               /* of the save or snapshot; never used twice */
+	struct sfr_ticket *ticket;     /* COPIED and ENDED: the taker gets a reference */
+	struct sfr_snapshot *snapshot; /* SNAPSHOT: the taker gets a reference */
+	char text[1024];               /* for TEXT, else "" */
 };
-/* Takes the next notice. */
+/* Waits for the next notice and takes it. */
 int sfr_notice_wait(struct sfr_notice *out, uint64_t slice_ns);
-/* Who took it could not hand it on: it is the next one that is taken. For one thread that takes. */
+/* Puts back a notice that its taker could not handle; the next wait returns it first. For the one
+ * thread that takes notices. */
 void sfr_notice_again(const struct sfr_notice *notice);
-void sfr_notice_stop(void); /* wakes every waiter with SFR_NOTICE_STOP, once each */
+void sfr_notice_stop(void); /* wakes each waiter with SFR_NOTICE_STOP, once */
 
 #endif

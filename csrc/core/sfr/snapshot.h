@@ -1,4 +1,4 @@
-/* Snapshots: copies in memory of the pool. See snapshot/snapshot.c. */
+/* Snapshots: copies in pool memory. snapshot/snapshot.c implements them. */
 #ifndef SFR_SNAPSHOT_PUBLIC_H
 #define SFR_SNAPSHOT_PUBLIC_H
 
@@ -7,72 +7,74 @@
 
 struct sfr_engine;
 
-/* A copy of host memory, and of memory of devices, in memory of the engine's pool. Sources are rows of struct sfr_source, as
- * for a save: captured ones are copied by sfr_snapshot_start, the others by their lane. A source
- * with nbytes but no address gets its memory and is filled by the caller.
+/* A copy of host and device memory in the engine's pool. Sources are rows of struct sfr_source, as
+ * for a save: sfr_snapshot_start copies the captured ones, lanes copy the others. A source with
+ * nbytes but no address only gets memory, which the caller fills.
  *
- * The memory goes back when the copy has ended, every view of it is closed and every hold has
- * ended; at the latest with the last reference. */
+ * The memory returns to the pool when the copy has ended and every view and hold has ended, and at
+ * the latest with the last reference. */
 struct sfr_snapshot;
 
-/* Children that are forked later have the memory, as it is at the fork: so not of an engine with
- * shared memory, whose later bytes they would see (-EINVAL). */
+/* Children forked later see the memory as it was at the fork. Refused (-EINVAL) for an engine with
+ * shared memory, where they would see later bytes too. */
 #define SFR_SNAPSHOT_SHARED 1u
-/* What leaves a device: callers' streams do not wait, so sources on devices stay as they are until
- * the wait is over, or a stream has been through the gate. Copies begin SFR_APART bytes apart. Small ones share
- * blocks. */
+/* For tensors that leave a device: callers' streams do not wait, so sources on devices must not
+ * change until the wait is over or a stream has passed the gate. Copies start at multiples of
+ * SFR_APART bytes. Small ones share blocks. */
 #define SFR_SNAPSHOT_LEAVES 2u
 #define SFR_APART 512u
 
-/* Leases nothing yet; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
+/* Makes a snapshot without memory; the rows are copied. -ENOMEM, -EINVAL, SFR_EFORK. */
 int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources,
 		     uint32_t nr_sources, uint32_t flags, struct sfr_snapshot **out);
-/* Leases the memory; the caller has one view of it then. SFR_EAGAIN: saves have to give some back, call it again; SFR_EEXHAUSTED: what
- * snapshots hold leaves too little; SFR_ECLOSED; -ENOMEM; -errno. */
+/* Leases the memory and gives the caller one view of it. SFR_EAGAIN: saves will return some, call
+ * again. SFR_EEXHAUSTED: other snapshots hold too much. SFR_ECLOSED; -ENOMEM; -errno. */
 int sfr_snapshot_lease(struct sfr_snapshot *s, uint64_t slice_ns);
-/* For sources on devices, before the start: the caller's current stream on each. SFR_ESTATE: one of
- * the devices has none in the list. */
+/* For sources on devices: names the caller's current stream on each device, before the start.
+ * SFR_ESTATE: a device has no stream in the list. */
 int sfr_snapshot_streams(struct sfr_snapshot *s, const struct sfr_stream *streams,
 			 uint32_t nr_streams);
-/* Copies the captured sources, takes samples of the others and hands these to the lane. Bytes of
- * deferred sources stay valid until sfr_snapshot_wait has returned 0. A failure (-ENOMEM, -errno)
+/* Copies the captured sources, takes samples of the deferred ones and hands these to the lane.
+ * Deferred sources stay valid until sfr_snapshot_wait has returned 0. A failure (-ENOMEM, -errno)
  * leaves nothing to wait for.
- * Sources on devices, captured ones too, are copied by these: all is queued in the call, the
- * caller's stream waits for the captured ones, and their bytes stay valid until the wait is over.
- * SFR_ECAPTURING where a stream is capturing a graph. After any failure with such sources
- * something may still be copied: sfr_snapshot_wait says when that is over, sfr_snapshot_error what
- * went wrong. */
+ *
+ * Lanes copy all sources on devices, captured ones too: the call queues the copies, the caller's
+ * stream waits for the captured ones, and the sources stay valid until the wait is over.
+ * SFR_ECAPTURING: a stream is capturing a graph. After any failure with such sources copies may
+ * still be running; sfr_snapshot_wait says when they are over, sfr_snapshot_error what failed. */
 int sfr_snapshot_start(struct sfr_snapshot *s);
-/* Waits until every byte is copied, or the copy was given up because nobody could read it any
- * more; *torn gets the number of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. A slice of
+/* Waits until every byte is copied, or until the copy was given up because nobody can read it any
+ * more. *torn is the index of a source that changed meanwhile, or -1. 0 or SFR_EAGAIN. A slice of
  * zero takes no lock. */
 int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn);
-/* The gate of the next step, as sfr_save_gate. 0, SFR_EAGAIN. */
+/* The gate of the next step, like sfr_save_gate. 0 or SFR_EAGAIN. */
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
 		      uint64_t slice_ns);
-/* What a device failed with; code 0: nothing. Final once the wait is over. */
+/* Gives the error of a device; code 0 means none. Final once the wait is over. */
 void sfr_snapshot_error(struct sfr_snapshot *s, struct sfr_err *out);
-/* The memory: one range that holds every source's copy (and may hold memory of others between
- * them), and the offset of each copy in it. Valid after sfr_snapshot_lease. */
+/* Give the memory, one range that contains every copy (and perhaps other snapshots' between them),
+ * and the offset of each copy in it. Valid after sfr_snapshot_lease. */
 void sfr_snapshot_memory(const struct sfr_snapshot *s, char **base, uint64_t *len);
 uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source);
-/* For another process that is to map that range: the file that it is of, and where in it it begins,
- * a multiple of 4096. The descriptor is the engine's, and stays as long as the memory is leased.
+/* For another process that maps that range: gives its file and its offset there, a multiple of
+ * 4096. The engine owns the descriptor, and the offset holds while the memory is leased.
  * SFR_ESTATE: the engine has no shared memory, or nothing is leased. */
 int sfr_snapshot_file(struct sfr_snapshot *s, int *fd, uint64_t *off);
-/* A view keeps the memory, and so does a hold. While there is a view, a wait for the memory is
- * one that only the caller could end. SFR_ESTATE when the memory has gone back. */
+/* A view or a hold keeps the memory. While there is a view, only the caller can end a wait for the
+ * memory. SFR_ESTATE: the memory has been returned. */
 int sfr_snapshot_view(struct sfr_snapshot *s);
 void sfr_snapshot_unview(struct sfr_snapshot *s);
 int sfr_snapshot_hold(struct sfr_snapshot *s);
 void sfr_snapshot_unhold(struct sfr_snapshot *s);
-/* Its views end by themselves, whatever the caller does: others wait for the memory while `yes`. */
+/* With `yes`, declares that the views will end whatever the caller does, so that others may wait
+ * for the memory. */
 void sfr_snapshot_will_return(struct sfr_snapshot *s, int yes);
-/* 1 while the memory is leased, else 0; SFR_EFORK. */
+/* Returns 1 while the memory is leased, else 0; SFR_EFORK. */
 int sfr_snapshot_leased(struct sfr_snapshot *s);
-uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s); /* devices', of what leaves */
-uint64_t sfr_snapshot_number(const struct sfr_snapshot *s);     /* from 1, of the process */
+/* device time of SFR_SNAPSHOT_LEAVES copies */
+uint64_t sfr_snapshot_copying_ns(const struct sfr_snapshot *s);
+uint64_t sfr_snapshot_number(const struct sfr_snapshot *s); /* from 1, unique in the process */
 void sfr_snapshot_get(struct sfr_snapshot *s);
-void sfr_snapshot_put(struct sfr_snapshot *s); /* NULL is fine */
+void sfr_snapshot_put(struct sfr_snapshot *s); /* accepts NULL */
 
 #endif

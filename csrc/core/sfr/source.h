@@ -1,23 +1,23 @@
-/* What is saved or copied, and the streams it is worked on. */
+/* Sources of a save or snapshot, and the callers' streams. */
 #ifndef SFR_SOURCE_PUBLIC_H
 #define SFR_SOURCE_PUBLIC_H
 
 #include <stdint.h>
 
-/* One storage: record data/<index> of the file. */
+/* One storage. A save writes it as record data/<index> of the file. */
 struct sfr_source {
-	uint64_t addr; /* address of its bytes where they live; may be 0 when nbytes is 0 */
+	uint64_t addr; /* address in its own memory; may be 0 when nbytes is 0 */
 	uint64_t nbytes;
-	uint32_t lane;   /* SFR_CAPTURED, or that a lane copies it later */
-	uint32_t device; /* 0 = host memory; n = CUDA device n - 1 */
+	uint32_t lane;   /* SFR_CAPTURED, or any other value: a lane copies it later */
+	uint32_t device; /* 0: host memory; n: CUDA device n - 1 */
 };
 #define SFR_CAPTURED 0u
-#define SFR_LANE_HOST 1u /* of the host for device 0, else of that device */
+#define SFR_LANE_HOST 1u /* the host's lane when device is 0, else the device's */
 
-/* The caller's current stream on a device that sources live on. */
+/* The caller's current stream on a device that has sources. */
 struct sfr_stream {
 	uint64_t handle; /* CUstream */
-	uint32_t device; /* the driver's number */
+	uint32_t device; /* the driver's ordinal */
 	uint32_t reserved;
 };
 

@@ -1,8 +1,8 @@
-/* What a save is at. See save/ticket.c. */
+/* States of a save. save/ticket.c explains them. */
 #ifndef SFR_STATE_PUBLIC_H
 #define SFR_STATE_PUBLIC_H
 
-/* A save's states, as SaveHandle.state names them. ticket.c has the diagram. */
+/* SaveHandle.state is the text. ticket.c has the diagram. */
 #define SFR_STATE_LIST(X)                                                                          \
 	X(SFR_NEW, "staging")        /* laid out; holds nothing yet */                             \
 	X(SFR_CAPTURING, "staging")  /* has a slot; the call copies captured bytes */              \
@@ -24,7 +24,7 @@ enum sfr_state {
 };
 const char *sfr_state_name(enum sfr_state state);
 
-/* How its file is written. */
+/* How the file of a save is written. */
 #define SFR_IO_UNKNOWN 0u
 #define SFR_IO_DIRECT 1u
 #define SFR_IO_BUFFERED 2u

@@ -1,29 +1,28 @@
-/* Changes of directories that somebody else has planned, taken together. See file/steps.c. */
+/* A list of directory changes, carried out in one call. file/steps.c implements it. */
 #ifndef SFR_STEPS_PUBLIC_H
 #define SFR_STEPS_PUBLIC_H
 
 #include <stddef.h>
 
 enum sfr_step_kind {
-	SFR_STEP_WRITE, /* a new file `path` with these bytes; one that is there is -EEXIST */
-	SFR_STEP_WRITE_SYNCED, /* the same, on the disk */
-	SFR_STEP_SYNC,         /* the entries of the directory `path`, where its file system can */
-	SFR_STEP_RENAME,       /* `path` to the name that the bytes say */
-	SFR_STEP_UNLINK,       /* `path`; a missing name is no error */
+	SFR_STEP_WRITE, /* creates the file `path` with these bytes; -EEXIST if there is one */
+	SFR_STEP_WRITE_SYNCED, /* does the same and syncs it */
+	SFR_STEP_SYNC,         /* syncs the directory `path`, if its file system can */
+	SFR_STEP_RENAME,       /* renames `path` to the name in `bytes` */
+	SFR_STEP_UNLINK,       /* removes `path`; no error if there is none */
 };
 
 struct sfr_step {
 	enum sfr_step_kind kind;
 	const char *path;
-	const char *bytes; /* a zero follows them */
+	const char *bytes; /* followed by a zero byte */
 	size_t len;
 };
-/* Takes the steps in their order, up to the first that fails: 0, or its -errno, and nothing of those
- * behind it is done. *nr_done steps have been taken. Nothing is undone: a file may have been made
- * in part. Blocks on file systems. */
+/* Takes the steps in order up to the first that fails, and returns 0 or its -errno. *nr_done steps
+ * were taken; nothing is undone, so a file may exist in part. Blocks on file systems. */
 int sfr_steps(const struct sfr_step *steps, size_t nr_steps, size_t *nr_done);
-/* What stands in the directory `path`: malloc'ed names, each with a zero behind it, *len bytes in
- * all. 0 and they are the caller's, for sfr_names_free; or -errno. */
+/* Lists the directory `path`: *names gets malloc'ed, zero-terminated names of *len bytes in all,
+ * which the caller frees with sfr_names_free. 0 or -errno. */
 int sfr_names(const char *path, char **names, size_t *len);
 void sfr_names_free(char *names);
 

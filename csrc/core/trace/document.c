@@ -1,15 +1,15 @@
-/* A JSON document in a file that is whole after every write, also when the process dies without any
+/* A JSON document in a file that is complete after every write, even if the process dies without
  * clean-up.
  *
- * Each write appends events and the document's end behind them; the next one begins where that end
- * stood:
+ * Each write appends events and the document's end behind them. The next write begins where that
+ * end was:
  *
  *     {"displayTimeUnit":"ms","traceEvents":[ ... events ...          ],"otherData":{...}}
  *                                                           ^ off     ^ end of the document
  *
- * When a write fails, the end is put back where it was, spaces behind it (which JSON allows) where
- * part of the new events had been written, and from then on events are counted as dropped.
- */
+ * When a write fails, the end is written again at its old offset, followed by spaces (which JSON
+ * allows) over any new events that were written in part. From then on events are counted as
+ * dropped. */
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -23,7 +23,7 @@
 enum {
 	TEXT_BYTES = 256 << 10,
 	LINE_BYTES = 768,
-	EVENT_LINES = 16, /* no event takes more, its row's names included */
+	EVENT_LINES = 16, /* no event needs more, including the names of its row */
 	END_BYTES = 256,
 };
 
@@ -44,7 +44,7 @@ void sfr__document_flush(struct sfr__document *doc)
 
 	if (doc->error)
 		goto out;
-	/* Room for the end is kept behind the text. */
+	/* The text buffer keeps room for the end. */
 	end_len = put_end(doc, doc->text + doc->len);
 	all = doc->len + end_len;
 	rc = sfr__write_all(doc->fd, doc->text, all, doc->off, &done);
@@ -57,8 +57,8 @@ void sfr__document_flush(struct sfr__document *doc)
 	doc->nr_events -= doc->nr_unwritten;
 	doc->nr_dropped += doc->nr_unwritten;
 	if (doc->off == 0)
-		goto out; /* not even the head: an empty file */
-	/* Only bytes that are there already are written over, so a full disk does not matter. */
+		goto out; /* not even the head was written: the file is empty */
+	/* This only overwrites bytes that exist, so a full disk does not matter. */
 	end_len = put_end(doc, doc->text);
 	while (doc->off + end_len < (doc->off + done > old_end ? doc->off + done : old_end) &&
 	       end_len < TEXT_BYTES)
@@ -102,7 +102,7 @@ void sfr__document_escape(const char *in, size_t max, char *out)
 
 		for (size_t i = 1; whole && i <= more; i++)
 			whole = (s[i] & 0xc0) == 0x80;
-		/* Overlong forms, surrogates and what lies beyond U+10FFFF. */
+		/* Overlong forms, surrogates, and code points above U+10FFFF. */
 		if (whole && more == 2)
 			whole = !(*s == 0xe0 && s[1] < 0xa0) && !(*s == 0xed && s[1] >= 0xa0);
 		if (whole && more == 3)
@@ -129,7 +129,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 	struct stat st;
 
 	*doc = (struct sfr__document){ .text = sfr_sys.malloc(TEXT_BYTES) };
-	/* Not blocking: a pipe without a reader must not hold the caller. */
+	/* Non-blocking: a pipe without a reader must not hold the caller. */
 	doc->fd = doc->text ?
 			  sfr__fd_open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NONBLOCK | O_NOCTTY,
 				       0666) :
@@ -140,7 +140,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 		return -errno;
 	if (!S_ISREG(st.st_mode))
 		return -EINVAL;
-	(void)sfr_sys.clock_gettime(CLOCK_REALTIME, &now); /* always there on Linux */
+	(void)sfr_sys.clock_gettime(CLOCK_REALTIME, &now); /* the clock always exists on Linux */
 	doc->started_unix_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 	sfr__document_add(doc,
 			  "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n"
@@ -154,7 +154,7 @@ int sfr__document_open(struct sfr__document *doc, const char *path)
 void sfr__document_close(struct sfr__document *doc)
 {
 	if (doc->fd >= 0)
-		(void)sfr__fd_close(doc->fd); /* a timeline: not worth an error of its own */
+		(void)sfr__fd_close(doc->fd); /* a timeline: a failed close is not worth an error */
 	doc->fd = -1;
 	sfr_sys.free(doc->text);
 	doc->text = NULL;

@@ -1,8 +1,8 @@
-/* What the rings hold, as Trace Event JSON.
+/* Converts the rings' events to the Trace Event JSON format.
  *
- * Rows: one a thread, named after it; and above them, for each thread that runs optimizer steps, a
- * row of its steps, under a thread number that no thread can have (the kernel's end at 2^22).
- */
+ * Each thread has a row, named after it. Above those, each thread that runs optimizer steps has a
+ * row of its steps, under a thread number that no thread can have (the kernel's numbers end at
+ * 2^22). */
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -23,7 +23,7 @@ static const struct {
 
 struct moment {
 	uint64_t us;
-	unsigned ns; /* of a microsecond */
+	unsigned ns; /* the rest, below a microsecond */
 };
 
 static struct moment moment(uint64_t ns)
@@ -51,7 +51,8 @@ void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, i
 			(int)getpid(), tid, order);
 }
 
-/* From top to bottom: steps, main thread, other threads of the program, then ours as bytes go. */
+/* From top to bottom: steps, the main thread, the program's other threads, then ours in the order
+ * in which bytes pass through them. */
 static int order_of(const struct sfr__ring *ring)
 {
 	static const char *const prefixes[] = { "sfr-lane", "sfr-writer", "sfr-log" };
@@ -94,7 +95,7 @@ static void add_args(struct sfr__document *doc, const struct sfr__trace_event *e
 		sfr__document_add(doc, "\"%s\":%" PRIu64, number, event->number);
 }
 
-/* A save's life lies across rows: an asynchronous slice of its own. */
+/* A save spans several rows, so it is an asynchronous slice of its own. */
 static void add_save(const struct sfr__timeline *tl, uint64_t tid,
 		     const struct sfr__trace_event *event)
 {
@@ -145,7 +146,8 @@ void sfr__trace_read_ring(struct sfr__ring *ring, void *arg)
 	const struct sfr__trace_event *event;
 	uint64_t dropped = atomic_load_explicit(&ring->dropped, memory_order_relaxed);
 
-	/* As many as fit at a time: a thread that records without end must not keep us here. */
+	/* At most one ring's worth, so that a thread that records without end cannot keep us
+	 * here. */
 	for (int i = 0; i < SFR__RING_EVENTS && (event = sfr__ring_peek(ring)); i++) {
 		bool steps = event->kind == SFR_TRACE_STEP || event->kind == SFR_TRACE_OPTIMIZER;
 		bool early = event->kind == SFR_TRACE_SAVE ? event->end_ns < tl->start_ns :

@@ -1,30 +1,29 @@
-/* Recording: a ring of events for each thread, written by that thread and read by one other.
+/* Recording: each thread has a ring of events that it writes and one other thread reads.
  *
  *     thread:  events[head % N] = e;  head + 1 (release)      reader:  head (acquire)
- *              a full ring (head - tail = N) drops e           events[tail % N];  tail + 1 (release)
+ *              a full ring (head - tail = N) drops e          events[tail % N];  tail + 1 (release)
  *
- * A ring is made at a thread's first event and lives until the thread has ended and its events
- * are read: never while somebody could still write to it, so a thread that is late for the end of
- * a trace does no harm. Such an event stays in the ring until the next trace begins, and is told
- * by its start, which lies before that.
+ * A ring is made at a thread's first event, and freed once the thread has ended and its events are
+ * read. So it is never freed while its thread could still write to it, even after the end of a
+ * trace. Such a late event stays in the ring until the next trace begins, which skips it because it
+ * started before that trace.
  *
- * The registry (a list of rings) is guarded by a mutex which threads take once, when their ring is
- * made and when they end. It may be taken under any other lock of the core; none is taken under it.
- */
+ * A mutex guards the registry, a list of rings. A thread takes it when its ring is made and when
+ * the thread ends. It may be taken under any other lock of the core; none is taken under it. */
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "trace/ring.h"
 
-#define SMALL_PIECE (64u << 10) /* pieces below it are seen in their block's span only */
+#define SMALL_PIECE (64u << 10) /* bytes; smaller copies appear only in their block's span */
 
 _Atomic uint32_t sfr__trace_on;
 
 static struct {
 	struct sfr__mutex mu;
 	struct sfr__ring *rings, *of_parent;
-	bool reading; /* a trace is being written: rings of ended threads are left to its reader */
+	bool reading; /* a trace is being written: its reader frees the rings of ended threads */
 } registry = { .mu = SFR__MUTEX(SFR__LOCK_REGISTRY) };
 static _Atomic uint64_t lost;
 
@@ -45,7 +44,7 @@ static void unlink_locked(struct sfr__ring *ring)
 		*place = ring->next;
 }
 
-/* The thread ends. */
+/* Runs when a thread ends. */
 static void thread_ends(void *arg)
 {
 	struct sfr__ring *ring = arg;
@@ -68,7 +67,8 @@ static void make_key(void)
 	have_key = pthread_key_create(&key, thread_ends) == 0;
 }
 
-/* The calling thread's ring, made if need be; NULL without memory, and the event is lost. */
+/* Returns the calling thread's ring, making it if needed. NULL when memory is short; the event is
+ * then lost. */
 static struct sfr__ring *get_ring(void)
 {
 	struct sfr__ring *ring = mine;
@@ -84,7 +84,8 @@ static struct sfr__ring *get_ring(void)
 	if (!ring)
 		return NULL;
 	ring->tid = (uint64_t)syscall(SYS_gettid);
-	(void)pthread_getname_np(pthread_self(), ring->name, sizeof(ring->name)); /* or "" */
+	/* "" on failure */
+	(void)pthread_getname_np(pthread_self(), ring->name, sizeof(ring->name));
 	sfr__lock(&registry.mu);
 	ring->next = registry.rings;
 	registry.rings = ring;
@@ -133,7 +134,7 @@ struct sfr__span sfr__span_start(enum sfr_trace_kind kind, uint64_t save, uint64
 		else
 			span.save = ring->save;
 	}
-	span.start_ns = sfr__now_ns(); /* last: the ring's making is not in it */
+	span.start_ns = sfr__now_ns(); /* last, so that making the ring is not included */
 	return span;
 }
 
@@ -186,7 +187,7 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 
 /* ---- steps ---- */
 
-/* The place of an optimizer's step on the stack, or -1. */
+/* Returns the index of an optimizer's step on the stack, or -1. */
 static int find_step(const struct sfr__ring *ring, uint64_t optimizer)
 {
 	for (uint32_t i = ring->nr_steps; i > 0; i--)
@@ -218,7 +219,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	event.end_ns = sfr__now_ns();
 	if (!ended) {
 		if (at >= 0)
-			ring->nr_steps = (uint32_t)at; /* that one raised */
+			ring->nr_steps = (uint32_t)at; /* that step raised an exception */
 		if (ring->nr_steps == sizeof(ring->steps) / sizeof(ring->steps[0]))
 			return;
 		ring->steps[ring->nr_steps].optimizer = optimizer;
@@ -226,7 +227,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 		return;
 	}
 	if (at < 0)
-		return; /* it began before the trace did */
+		return; /* the step began before the trace */
 	ring->nr_steps = (uint32_t)at;
 	if (at == 0) {
 		event.start_ns = ring->last_step_ns ? ring->last_step_ns : ring->steps[0].start_ns;
@@ -239,7 +240,7 @@ void sfr_trace_step(uint64_t optimizer, bool ended)
 	put(ring, &event);
 }
 
-/* ---- the reader's side ---- */
+/* ---- reading ---- */
 
 void sfr__rings_begin(uint32_t number)
 {
@@ -264,7 +265,8 @@ void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg)
 	sfr__lock(&registry.mu);
 	ring = registry.rings;
 	sfr__unlock(&registry.mu);
-	/* New rings come in front, and only the reader takes rings out: `next` stays as it is. */
+	/* New rings are added in front and only the reader removes rings, so `next` does not
+	 * change. */
 	for (; ring; ring = ring->next)
 		read(ring, arg);
 }
@@ -320,13 +322,13 @@ void sfr__ring_pop(struct sfr__ring *ring)
 
 static void forget(void)
 {
-	/* The rings are not freed: the allocator's locks may be those of threads that are gone.
-	 * They are kept in sight of leak checkers. */
+	/* The rings are not freed: the allocator's locks may have been held by threads that are
+	 * gone. They stay reachable for leak checkers. */
 	registry.of_parent = registry.rings;
 	atomic_store(&sfr__trace_on, 0);
 	mine = NULL;
 	if (have_key)
-		(void)pthread_setspecific(key, NULL); /* cannot fail for a key that has a value */
+		(void)pthread_setspecific(key, NULL); /* cannot fail: the key has a value */
 	registry.rings = NULL;
 	registry.reading = false;
 	sfr__mutex_init(&registry.mu, SFR__LOCK_REGISTRY);

@@ -1,4 +1,5 @@
-/* What one thread has recorded, between it and who reads it. See ring.c. */
+/* Events that one thread has recorded, between that thread and their reader. ring.c implements
+ * it. */
 #ifndef SFR_RING_H
 #define SFR_RING_H
 
@@ -8,25 +9,25 @@ struct sfr__trace_event {
 	uint64_t start_ns, end_ns, save, number;
 	uint16_t kind;  /* enum sfr_trace_kind */
 	uint16_t state; /* SAVE: enum sfr_state */
-	char name[28];  /* SAVE: of the file, UTF-8, shortened */
+	char name[28];  /* SAVE: file name, UTF-8, shortened */
 };
 
 enum { SFR__RING_EVENTS = 8192 };
 
-/* What one thread has recorded and nobody has read yet. */
+/* The ring of one thread: events that were recorded and not yet read. */
 struct sfr__ring {
 	struct sfr__ring *next; /* guarded by the registry's mutex */
 	uint64_t tid;
-	char name[16];            /* the kernel's name of the thread */
+	char name[16];            /* the thread's name in the kernel */
 	atomic_bool dead;         /* its thread has ended */
-	_Atomic uint64_t head;    /* next to be written, by the thread */
-	_Atomic uint64_t tail;    /* next to be read, by the reader */
-	_Atomic uint64_t dropped; /* in the present trace */
+	_Atomic uint64_t head;    /* index of the next event to write; the thread's */
+	_Atomic uint64_t tail;    /* index of the next event to read; the reader's */
+	_Atomic uint64_t dropped; /* in the current trace */
 	/* the reader's */
-	uint32_t named_in, steps_named_in; /* the trace in which its row has been named */
+	uint32_t named_in, steps_named_in; /* the trace in which this row was named */
 	uint64_t dropped_seen;
 	/* the thread's own */
-	uint64_t save; /* of the innermost span that named one */
+	uint64_t save; /* of the innermost span that gave one */
 	uint32_t steps_in, nr_steps;
 	uint64_t step_number, last_step_ns;
 	struct {
@@ -35,15 +36,17 @@ struct sfr__ring {
 	struct sfr__trace_event events[SFR__RING_EVENTS];
 };
 
-/* Begins the trace `number`: drops what is left of earlier ones. */
+/* Begins trace `number`, dropping what earlier traces left. */
 void sfr__rings_begin(uint32_t number);
 /* Calls `read` for every ring. One reader at a time. */
 void sfr__rings_each(void (*read)(struct sfr__ring *ring, void *arg), void *arg);
-/* Frees the rings of ended threads that have been read; `last` says that no reader comes after. */
+/* Frees the rings of ended threads whose events are read; `last`: even if they are not, because no
+ * reader follows. */
 void sfr__rings_sweep(bool last);
-/* Events that found no memory for a ring, since sfr__rings_begin. */
+/* Returns how many events were lost since sfr__rings_begin because there was no memory for a
+ * ring. */
 uint64_t sfr__rings_lost(void);
-/* The next unread event, or NULL; it stays valid until sfr__ring_pop. */
+/* Returns the next unread event, or NULL. It is valid until sfr__ring_pop. */
 const struct sfr__trace_event *sfr__ring_peek(struct sfr__ring *ring);
 void sfr__ring_pop(struct sfr__ring *ring);
 

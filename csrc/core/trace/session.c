@@ -1,10 +1,9 @@
-/* The one timeline that a process writes: a thread empties the rings into a document.
+/* The one timeline that a process can write: a thread moves events from the rings to a document.
  *
  *   idle ──start──▶ running ──stop──▶ stopping ──thread has ended──▶ idle
  *
- * The session's mutex guards its state; it is taken before the registry's (ring.c) and after no
- * other lock.
- */
+ * The session's mutex guards its state. It is taken before the registry's (ring.c) and after no
+ * other lock. */
 #include <errno.h>
 #include <string.h>
 
@@ -16,12 +15,12 @@ enum session_state { IDLE, RUNNING, STOPPING };
 
 static struct {
 	struct sfr__mutex mu;
-	pthread_cond_t cv; /* stop has been called */
+	pthread_cond_t cv; /* signals that stop was called */
 	bool have_cv;
 	enum session_state state;
 	pthread_t thread;
-	uint32_t number; /* of traces begun in this process */
-	/* the thread's, but for start and stop, between which it lives */
+	uint32_t number; /* traces begun in this process */
+	/* used by the thread; start and stop use these only while it does not run */
 	uint64_t start_ns, nr_lost_seen;
 	struct sfr__document doc;
 	char *of_parent;
@@ -35,7 +34,7 @@ static void flush(bool last)
 	sfr__rings_each(sfr__trace_read_ring, &timeline);
 	lost = sfr__rings_lost();
 	session.doc.nr_dropped += lost - session.nr_lost_seen;
-	/* Without new events the file is as it should be, but for the count of dropped ones. */
+	/* Without new events only the count of dropped ones can have changed. */
 	if (session.doc.len || lost != session.nr_lost_seen)
 		sfr__document_flush(&session.doc);
 	session.nr_lost_seen = lost;
@@ -52,8 +51,8 @@ static void *trace_main(void *unused)
 		if (session.state == RUNNING)
 			(void)sfr__cond_wait(&session.cv, &session.mu, sfr__deadline(FLUSH_NS));
 		running = session.state == RUNNING;
-		/* With the mutex, which others take to begin, to end and to name rows: all of
-		 * them can wait for a write. */
+		/* The mutex is held during the write, so starting, stopping and naming a row can
+		 * wait for it. */
 		flush(!running);
 	} while (running);
 	sfr__unlock(&session.mu);
@@ -106,7 +105,7 @@ int sfr_trace_stop(struct sfr_trace_result *out)
 	session.state = STOPPING;
 	pthread_cond_signal(&session.cv);
 	sfr__unlock(&session.mu);
-	(void)sfr_sys.thread_join(session.thread, NULL); /* it is ours and joinable */
+	(void)sfr_sys.thread_join(session.thread, NULL); /* cannot fail: the thread is joinable */
 	sfr__lock(&session.mu);
 	out->nr_events = session.doc.nr_events;
 	out->nr_dropped = session.doc.nr_dropped;
@@ -129,13 +128,13 @@ void sfr_trace_name_thread(uint64_t tid, const char *name)
 
 static void forget(void)
 {
-	/* fork.c has closed the descriptor; the text stays, as the rings do. */
+	/* fork.c has closed the descriptor. The text stays allocated, like the rings. */
 	char *text = session.doc.text;
 	uint32_t number = session.number;
 
 	memset(&session, 0, sizeof(session));
 	session.of_parent = text;
-	session.number = number; /* rows of before must be named anew */
+	session.number = number; /* rows named before the fork must be named again */
 	session.doc.fd = -1;
 	sfr__mutex_init(&session.mu, SFR__LOCK_SESSION);
 }

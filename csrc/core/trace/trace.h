@@ -1,14 +1,13 @@
-/* A timeline of what the threads of a save do: recording it (ring.c), and
- * writing it (session.c, events.c, document.c).
+/* A timeline of the threads of a save: recording (ring.c) and writing (session.c, events.c,
+ * document.c).
  *
- * A trace point is one line at the head of a scope; its span ends with the scope:
+ * A trace point is one line at the start of a scope, and its span ends with the scope:
  *
  *     SFR__TRACE(SFR_TRACE_WRITE, 0, len);
  *
- * While no trace is being written it costs one relaxed load. Otherwise two looks at the clock and
- * a store into a ring of the thread's own: no lock, no system call. A full ring drops events and
- * counts them. A thread of its own empties the rings into the file (session.c).
- */
+ * While no trace is written, a trace point costs one relaxed load. Otherwise it costs two clock
+ * readings and a store into the thread's own ring, without a lock or system call. A full ring drops
+ * events and counts them. A separate thread writes the rings to the file (session.c). */
 #ifndef SFR_TRACE_H
 #define SFR_TRACE_H
 
@@ -17,7 +16,7 @@
 #include "sfr/state.h"
 #include "base/base.h"
 
-/* kind, name in the timeline, category, what its number counts (NULL: it has none) */
+/* kind, name in the timeline, category, what `number` counts (NULL: nothing) */
 #define SFR_TRACE_LIST(X)                                                                          \
 	X(SFR_TRACE_SAVE, "save", "save", "bytes")         /* from the call to its end */          \
 	X(SFR_TRACE_STEP, "step", "train", "number")       /* between two steps' ends */           \
@@ -48,35 +47,35 @@ enum sfr_trace_kind {
 		SFR_NR_TRACE_KINDS
 };
 
-/* ---- one trace a process (session.c) ---- */
+/* ---- one trace per process (session.c) ---- */
 
 struct sfr_trace_result {
-	uint64_t nr_events; /* written, without those that name rows */
+	uint64_t nr_events; /* events written, without those that name rows */
 	uint64_t
-		nr_dropped; /* a ring was full, memory was short, or the file could not be written */
-	int error;          /* of the file: 0 or -errno, the first one */
+		nr_dropped; /* events lost: a ring was full, memory was short, or the file failed */
+	int error;          /* the file's first error: 0 or -errno */
 };
 
-/* Makes (or empties) the file and starts to record. `path` is opened here: a later change of the
- * working directory does not matter. After each 100 ms the file is complete, valid JSON.
- * -errno of open; -EINVAL when it is no regular file; SFR_EBUSY while another trace is written. */
+/* Creates or truncates the file and starts recording. `path` is opened here, so a later change of
+ * the working directory does not matter. The file is complete, valid JSON every 100 ms. -errno of
+ * open; -EINVAL: not a regular file; SFR_EBUSY: another trace is being written. */
 int sfr_trace_start(const char *path);
 /* Stops recording, writes what is left and closes the file. Spans that have not ended are not in
- * it. SFR_ESTATE when no trace of this process is being written. Any thread. */
+ * it. SFR_ESTATE: this process is writing no trace. Callable from any thread. */
 int sfr_trace_stop(struct sfr_trace_result *out);
-/* Names the row of a thread; the last name counts. Dropped when no trace is being written. */
+/* Names the row of a thread; the last name wins. Does nothing when no trace is being written. */
 void sfr_trace_name_thread(uint64_t tid, const char *name);
 
 /* ---- recording (ring.c) ---- */
 
-/* The present moment, or 0 when no trace is being written: what sfr_trace_end takes. */
+/* Returns the time for sfr_trace_end, or 0 when no trace is being written. */
 uint64_t sfr_trace_begin(void);
-/* A span of the calling thread from `start_ns` until now; nothing when that is 0. */
+/* Records a span of the calling thread from `start_ns` until now, or nothing if that is 0. */
 void sfr_trace_end(enum sfr_trace_kind kind, uint64_t start_ns, uint64_t save, uint64_t number);
-/* An optimizer's step begins, or has ended, on the calling thread. They may be nested. A step that
- * raised is forgotten when the same optimizer's next one begins, or one around it ends. */
+/* An optimizer's step begins, or has ended, on the calling thread. Steps may be nested. A step that
+ * raised is dropped when the same optimizer's next step begins or an enclosing step ends. */
 void sfr_trace_step(uint64_t optimizer, bool ended);
-/* A save has ended as `state`; `name` is the file's, shortened to what an event holds. */
+/* Records that a save ended in `state`; the file's `name` is shortened to fit an event. */
 void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t nbytes,
 		     enum sfr_state state, const char *name);
 
@@ -84,7 +83,7 @@ void sfr__trace_save(uint64_t save, uint64_t start_ns, uint64_t end_ns, uint64_t
 extern _Atomic uint32_t sfr__trace_on;
 
 struct sfr__span {
-	uint64_t start_ns; /* 0 = not recorded */
+	uint64_t start_ns; /* 0: not recorded */
 	uint64_t save, outer_save, number;
 	enum sfr_trace_kind kind;
 };
@@ -105,8 +104,8 @@ static inline void sfr__span_end(struct sfr__span *span)
 		sfr__span_record(span);
 }
 
-/* A span from here to the end of the scope. `save` is the number of its ticket; 0 takes that of
- * the span around it. Not in a scope that a goto enters. */
+/* A span from here to the end of the scope. `save` is the ticket's number; 0 means that of the
+ * enclosing span. Must not be used in a scope that a goto enters. */
 #define SFR__TRACE(kind, save, number) SFR__TRACE_AT(kind, save, number, __LINE__)
 #define SFR__TRACE_AT(kind, save, number, line) SFR__TRACE_AS(kind, save, number, line)
 #define SFR__TRACE_AS(kind, save, number, line)                                                    \

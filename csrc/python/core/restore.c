@@ -202,6 +202,8 @@ static PyObject *restore_wait(PyObject *object, PyObject *number)
 	w.rc = sfr_restore_wait(restore, index, 0);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_restore_wait(restore, index, w.slice_ns));
+	if (w.rc == SFR_EUNPLACED)
+		return sfr_py_raise(sfr_py_state_of(object), w.rc);
 	return w.rc == SFR_PY_RAISED ? NULL : PyBool_FromLong(w.rc == 0);
 }
 
@@ -251,7 +253,8 @@ static PyMethodDef methods[] = {
 	{ "reach", restore_reach, METH_O,
 	  "reach(index) -> how many records need their places before this one can be read." },
 	{ "wait", restore_wait, METH_O,
-	  "wait(index) -> bool: whether the record, for `nr` each, is there and good; see failure." },
+	  "wait(index) -> bool: whether the record, for `nr` each, is there and good; see failure. Raises "
+	  "StillframeError for one that go has not been called for, with reach(index)." },
 	{ "failure", restore_failure, METH_NOARGS,
 	  "failure() -> (code, record's name, offset in the file, reason or None): what went wrong "
 	  "first; the code is 0, -errno or ECORRUPT." },

@@ -1,19 +1,18 @@
-/* A snapshot's containers: walked into, and made again around the copies.
+/* A snapshot's containers: walks into them, and rebuilds them around the copies.
  *
- * Most of a checkpoint's containers are plain dicts and lists, and most of what is in them are tensors
- * that are found and made by themselves (copies.c). From Python each container costs some
- * microseconds and each entry a tenth of one, beside a main thread that waits for the call. So plain
- * dicts, lists and (walking) tuples are dealt with here, and everything else is Python's.
+ * Most containers of a checkpoint are plain dicts and lists, and most of their contents are
+ * tensors, which copies.c finds and makes. In Python each container costs some microseconds and
+ * each entry a tenth of one, while the main thread waits for the call. So plain dicts, lists and
+ * (for walking) tuples are handled here, and everything else in Python.
  *
- * Whatever Python is called for may change a container meanwhile: what is gone through is a list of
- * its own.
- */
+ * Python code called from here may change a container meanwhile, so each loop goes over a list of
+ * its own. */
 #include "skeleton/skeleton.h"
 
 /* ---- walking -------------------------------------------------------------------- */
 
-/* The values of a container that is walked here, a new list; NULL without an exception: it is not
- * one of those. */
+/* Returns the values of a plain container as a new list; NULL without an exception for any other
+ * object. */
 static PyObject *values_of(PyObject *node)
 {
 	if (PyDict_CheckExact(node))
@@ -21,7 +20,7 @@ static PyObject *values_of(PyObject *node)
 	return PyList_CheckExact(node) || PyTuple_CheckExact(node) ? PySequence_List(node) : NULL;
 }
 
-/* Whether the container has been met before; it has from now on. -1: an exception. */
+/* Returns whether the container has been met before, and marks it as met. -1: an exception. */
 static int known(PyObject *seen, PyObject *node)
 {
 	PyObject *key = PyLong_FromVoidPtr(node);
@@ -35,7 +34,7 @@ static int known(PyObject *seen, PyObject *node)
 
 static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *out);
 
-/* One of what was met: walked into, or put into the list. 0, or -1 with an exception set. */
+/* Walks into an object, or appends it to `out`. 0, or -1 with an exception set. */
 static int walk_one(PyObject *collector, PyObject *node, PyObject *seen, PyObject *out)
 {
 	PyObject *inner = values_of(node);
@@ -55,7 +54,7 @@ static int walk(PyObject *collector, PyObject *nodes, PyObject *seen, PyObject *
 	PyObject *met;
 	int rc = 0;
 
-	if (Py_EnterRecursiveCall(" while a tree is walked") != 0) /* 1 in Python 3.11, later -1 */
+	if (Py_EnterRecursiveCall(" while a tree is walked") != 0) /* 1 in Python 3.11, -1 later */
 		return -1;
 	met = sfr_py_collector_collect(collector, nodes);
 	if (!met)
@@ -79,16 +78,16 @@ PyObject *sfr_py_collector_walk(PyObject *self, PyObject *args)
 	return out;
 }
 
-/* ---- making them again ----------------------------------------------------------- */
+/* ---- rebuilding -------------------------------------------------------------------- */
 
 struct job {
-	PyObject *memo;  /* by id: what stands in an object's place */
-	PyObject *other; /* called for what is not done here */
+	PyObject *memo;  /* by id: an object's replacement */
+	PyObject *other; /* called for what is not rebuilt here */
 };
 
 static PyObject *rebuilt(const struct job *job, PyObject *node);
 
-/* 0, or -1 with an exception set. */
+/* Return 0, or -1 with an exception set. */
 static int fill_dict(const struct job *job, PyObject *made, PyObject *node)
 {
 	PyObject *items = PyDict_Items(node);
@@ -122,7 +121,7 @@ static int fill_list(const struct job *job, PyObject *made, PyObject *node)
 	return rc;
 }
 
-/* A new container, known before what is in it is made: it may contain itself. */
+/* Makes a new container, entered in the memo before it is filled, because it may contain itself. */
 static PyObject *rebuilt_container(const struct job *job, PyObject *node, PyObject *key)
 {
 	bool is_dict = PyDict_CheckExact(node);
@@ -160,7 +159,7 @@ static PyObject *rebuilt(const struct job *job, PyObject *node)
 	return made;
 }
 
-/* rebuilt(node, memo, other) -> what stands in its place. */
+/* rebuilt(node, memo, other) -> its replacement. */
 static PyObject *rebuild(PyObject *module, PyObject *args)
 {
 	struct job job;

@@ -1,26 +1,26 @@
-/* Snapshots: plain tensors found without a pickler, and made again over copies of their storages.
+/* Snapshots: finds plain tensors without a pickler, and rebuilds them over copies of their
+ * storages.
  *
- * collect() is given what stands in the containers of a tree, in order, and enters the plain tensors
- * (torch_types.c) as the pickler's questions would. When the storages have been copied, copies() has the
- * bridge make a tensor like each of them: same dtype, sizes, strides and offset, over the copy of
- * the same storage, with a storage for each storage. Left out, for Python to make, are
+ * collect() gets the contents of a tree's containers, in order, and enters the plain tensors
+ * (torch_types.c) as the pickler's questions would. When the storages have been copied, copies()
+ * makes a tensor like each of them through the bridge: same dtype, sizes, strides and offset, over
+ * the copy of the same storage. Python makes the remaining ones:
  *
- *   - all, where the bridge cannot make any,
- *   - tensors that see a storage as another dtype than the first one over it does,
- *   - storages whose length is no whole number of its elements, or nothing.
+ *   - all, if the bridge cannot make any,
+ *   - tensors that view a storage as another dtype than the first one over it,
+ *   - storages that are empty or not a whole number of elements long.
  *
  * The new storages hold the object that owns the memory: one reference for all, dropped with the
  * last of them, on whatever thread that is.
  *
- * One by one, from Python, finding and making took 5 to 6 us a tensor: more than copying it, and
- * more than `.to("cpu", copy=True)`. With torch 2.10, which has no function for it, tensors are
- * made by torch.frombuffer and set_.
- */
+ * From Python, finding and making took 5 to 6 us a tensor: more than copying it, and more than
+ * `.to("cpu", copy=True)`. torch 2.10 has no function for making tensors, so there torch.frombuffer
+ * and set_ make them. */
 #include <string.h>
 
 #include "skeleton/skeleton.h"
 
-/* Keeps a Python object as long as storages are over its memory. */
+/* Keeps a Python object while storages use its memory. */
 struct owner_hold {
 	struct sfr_hold hold;
 	PyObject *owner;
@@ -32,7 +32,7 @@ static void drop_owner(struct sfr_hold *hold)
 	PyGILState_STATE gil;
 
 	if (!Py_IsInitialized())
-		return; /* the process ends, and everything with it */
+		return; /* the process is ending, and everything with it */
 	gil = PyGILState_Ensure();
 	Py_DECREF(self->owner);
 	PyMem_Free(self);
@@ -54,9 +54,9 @@ static struct sfr_hold *hold_owner(PyObject *owner)
 	return &self->hold;
 }
 
-/* ---- meeting ------------------------------------------------------------------ */
+/* ---- collecting ---------------------------------------------------------------- */
 
-/* Whether it leads nowhere: most of what is in a tree beside tensors and containers. */
+/* Returns whether the object contains nothing: most of a tree besides tensors and containers. */
 static bool is_atom(PyObject *node)
 {
 	PyTypeObject *type = Py_TYPE(node);
@@ -74,7 +74,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 
 	if (others == NULL || fast == NULL)
 		goto fail;
-	/* Asked for anew each time: what is asked of tensors may run Python code. */
+	/* The size is read again each time, because asking tensors may run Python code. */
 	for (i = 0; i < PySequence_Size(fast); i++) {
 		PyObject *node = PySequence_GetItem(fast, i);
 		const uint64_t *known;
@@ -93,7 +93,7 @@ PyObject *sfr_py_collector_collect(PyObject *self, PyObject *nodes)
 			rc = sfr_py_enter_tensor(c, node, true, &number);
 		if (rc == 0 && (exact ? !c->found[number].plain : !is_atom(node)))
 			rc = PyList_Append(others, node);
-		Py_DECREF(node); /* whoever has given it to us has it */
+		Py_DECREF(node); /* the sequence holds a reference */
 		if (rc != 0)
 			goto fail;
 	}
@@ -105,16 +105,16 @@ fail:
 	return NULL;
 }
 
-/* ---- making them again -------------------------------------------------------- */
+/* ---- making -------------------------------------------------------------------- */
 
 /* One call of copies(). */
 struct job {
 	struct sfr_py_collector *c;
-	char *base; /* the copies' memory */
+	char *base; /* memory of the copies */
 	Py_ssize_t len;
 	PyObject *offsets; /* a list, by storage */
 	int64_t *rows, *end;
-	uint32_t *made; /* found tensors that have a row, in order */
+	uint32_t *made; /* found tensors with a row, in order */
 	size_t nr_made;
 	uint32_t *first; /* by storage: 1 + the row that makes it */
 };
@@ -145,8 +145,8 @@ static void job_fini(struct job *job)
 	PyMem_Free(job->first);
 }
 
-/* Whether all that the tensor sees is within the storage: somebody may have shrunk that since the
- * tensor was made. */
+/* Returns whether all elements of the tensor are within the storage, which may have shrunk
+ * since. */
 static bool is_within(const int64_t *row, uint64_t itemsize)
 {
 	const int64_t *sizes = row + SFR_ROW_HEADER, *strides = sizes + row[SFR_ROW_NDIM];
@@ -165,7 +165,7 @@ static bool is_within(const int64_t *row, uint64_t itemsize)
 	       reach <= (uint64_t)row[SFR_ROW_NBYTES];
 }
 
-/* Writes a tensor's row. 1, 0 for one that is left out, -1 with an exception set. */
+/* Writes a tensor's row. 1; 0 for one left to Python; -1 with an exception set. */
 static int add_row(struct job *job, uint32_t place)
 {
 	const struct sfr_py_found *found = &job->c->found[place];
@@ -176,7 +176,7 @@ static int add_row(struct job *job, uint32_t place)
 	Py_ssize_t offset;
 	int64_t *out = job->end;
 
-	/* As long as the storage is what it was when it was copied. */
+	/* Only while the storage is what it was when copied. */
 	if (nbytes == 0 || nbytes % itemsize != 0 || (uint64_t)row[SFR_ROW_NBYTES] != nbytes ||
 	    !is_within(row, itemsize) ||
 	    (first != 0 && job->c->found[job->made[first - 1]].dtype != found->dtype))
@@ -203,7 +203,7 @@ static int add_row(struct job *job, uint32_t place)
 	return 1;
 }
 
-/* Notes (tensor, number of its storage) as left out. 0 or -1. */
+/* Notes (tensor, number of its storage) as left to Python. 0 or -1. */
 static int leave_out(PyObject *left, const struct sfr_py_found *found)
 {
 	PyObject *pair = Py_BuildValue("(OI)", found->object, (unsigned int)found->storage);
@@ -213,10 +213,10 @@ static int leave_out(PyObject *left, const struct sfr_py_found *found)
 	return rc;
 }
 
-/* Makes the new tensor what the found one was. 0 or -1.
+/* Gives the new tensor the type and requires_grad of the old one. 0 or -1.
  *
- * Its class is set, as torch does with lazy parameters: Parameter(tensor) would be a second tensor, and
- * the end of the first one, where torch lets go of the interpreter lock. */
+ * Its class is assigned, as torch does with lazy parameters. Parameter(tensor) would make a second
+ * tensor and free the first, and torch releases the interpreter lock there. */
 static int dress(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found,
 		 PyObject *tensor)
 {
@@ -233,7 +233,7 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 
 	for (i = 0; i < job->nr_made; i++) {
 		const struct sfr_py_found *found = &job->c->found[job->made[i]];
-		PyObject *key = PyLong_FromVoidPtr(found->object); /* as id() has it */
+		PyObject *key = PyLong_FromVoidPtr(found->object); /* equals id() */
 		PyObject *made = PyList_GetItem(tensors, (Py_ssize_t)i);
 		int rc = key == NULL || dress(job->c->torch, found, made) != 0 ?
 				 -1 :
@@ -246,7 +246,7 @@ static int enter_new(const struct job *job, PyObject *tensors, PyObject *news)
 	return 0;
 }
 
-/* By storage: the tensor that made it, or None. A new reference. */
+/* Lists, by storage, the tensor that made it, or None. A new reference. */
 static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 {
 	PyObject *list = PyList_New((Py_ssize_t)job->c->nr_storages);
@@ -259,12 +259,12 @@ static PyObject *first_tensors(const struct job *job, PyObject *tensors)
 			tensor = PyList_GetItem(tensors, (Py_ssize_t)job->first[i] - 1);
 		Py_XINCREF(tensor);
 		if (tensor == NULL || PyList_SetItem(list, (Py_ssize_t)i, tensor) != 0)
-			Py_CLEAR(list); /* SetItem has taken the reference over */
+			Py_CLEAR(list); /* SetItem has taken the reference */
 	}
 	return list;
 }
 
-/* Python's tensors of new handles, which are taken over. A new reference to the list. */
+/* Wraps new handles, which it consumes, as Python tensors. A new reference to the list. */
 static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handles, size_t nr)
 {
 	PyObject *capsules = PyList_New((Py_ssize_t)nr), *tensors = NULL;
@@ -274,13 +274,13 @@ static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handl
 		PyObject *capsule = PyCapsule_New(handles[i], NULL, NULL);
 
 		if (capsule == NULL || PyList_SetItem(capsules, (Py_ssize_t)i, capsule) != 0)
-			Py_CLEAR(capsules); /* SetItem has taken the reference over */
+			Py_CLEAR(capsules); /* SetItem has taken the reference */
 	}
 	if (capsules == NULL) {
 		sfr_py_bridge_drop(handles, nr);
 		return NULL;
 	}
-	/* What a failure of this leaves of the handles is not known. */
+	/* If this fails, it is unknown which handles are left. */
 	tensors = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_FROM_HANDLES], capsules, NULL);
 	Py_DECREF(capsules);
 	if (tensors != NULL && (!PyList_Check(tensors) || (size_t)PyList_Size(tensors) != nr)) {
@@ -290,7 +290,7 @@ static PyObject *wrap(const struct sfr_py_torch_types *torch, void *const *handl
 	return tensors;
 }
 
-/* Has the bridge make the rows' tensors. A new reference to the list. */
+/* Makes the rows' tensors through the bridge. A new reference to the list. */
 static PyObject *make(const struct job *job, PyObject *owner)
 {
 	const struct sfr_py_torch_types *torch = job->c->torch;
@@ -312,8 +312,8 @@ end:
 	return tensors;
 }
 
-/* copies(memory, offsets, make) -> (new tensors by id of the old ones, by storage the first
- * of its tensors or None, [(tensor left out, number of its storage)]). After finish(). */
+/* copies(memory, offsets, make) -> (new tensors by id of the old ones, the first tensor of each
+ * storage or None, [(tensor left out, number of its storage)]). Called after finish(). */
 PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 {
 	struct job job = { .c = (struct sfr_py_collector *)self };
@@ -337,7 +337,7 @@ PyObject *sfr_py_collector_copies(PyObject *self, PyObject *args)
 	}
 	if (PyObject_GetBuffer(owner, &view, PyBUF_WRITABLE) < 0)
 		goto end;
-	/* The owner's memory stays where it is as long as the owner lives. */
+	/* The owner's memory does not move while the owner lives. */
 	job.base = view.buf;
 	job.len = view.len;
 	PyBuffer_Release(&view);

@@ -1,4 +1,5 @@
-/* The pickle's opcodes, and where in it the plain tensors stand: pickle_scan.c and pickle_splice.c. */
+/* Opcodes of the pickle, and the positions of plain tensors in it (pickle_scan.c,
+ * pickle_splice.c). */
 #ifndef SFR_PY_PICKLE_H
 #define SFR_PY_PICKLE_H
 
@@ -26,19 +27,19 @@ enum {
 	OP_LONG1 = 0x8a,
 };
 
-/* One plain tensor's `number BINPERSID`. */
+/* The `number BINPERSID` of one plain tensor. */
 struct sfr_py_marker {
-	size_t at, len; /* in the pickle */
+	size_t at, len; /* offset and length in the pickle */
 	uint32_t tensor;
 };
 
 struct sfr_py_scan {
 	struct sfr_py_marker *markers;
 	size_t nr_markers, room;
-	uint32_t *counts;   /* by number of the tensor: how often it occurs */
-	uint32_t next_slot; /* of the memo, after the pickler's; never 0 */
+	uint32_t *counts;   /* by tensor: how often it occurs */
+	uint32_t next_slot; /* next free memo slot, after the pickler's; never 0 */
 };
-/* Fills an all-zero scan. 0, or -1 with an exception set; to be ended either way. */
+/* Fills a zeroed scan. 0, or -1 with an exception set; sfr_py_scan_fini is due in both cases. */
 int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan);
 void sfr_py_scan_fini(struct sfr_py_scan *scan);
 

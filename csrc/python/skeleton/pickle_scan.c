@@ -1,24 +1,22 @@
-/* Finds the plain tensors' markers in a finished pickle.
+/* Finds the markers of plain tensors in a finished pickle.
  *
- * It walks over the opcodes and notes where the markers stand, how often each tensor occurs,
- * and the pickler's highest memo slot. Opcodes are parsed, never searched for: the bytes of a
- * marker may occur inside any string. A number directly before BINPERSID is always a marker,
- * since the general road's ids are tuples. Every opcode of protocol 2 and below has its
- * length here; a pickle that runs out of its bounds, names a tensor that is not there or does
- * not end with STOP is refused.
- */
+ * It walks over the opcodes and notes the markers' offsets, how often each tensor occurs, and the
+ * pickler's highest memo slot. Opcodes are parsed rather than searched for, because a marker's
+ * bytes may occur in any string. A number directly before BINPERSID is always a marker, because ids
+ * from torch's own path are tuples. The table has the length of every opcode up to protocol 2. A
+ * pickle that leaves its bounds, names an unknown tensor or does not end with STOP is refused. */
 #include <limits.h>
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* The length of an opcode with its argument, by opcode: a number of bytes, or one of these; 0 where it is
- * none of protocol 2. */
+/* The length of an opcode and its argument: a number of bytes, one of these, or 0 if it is not in
+ * protocol 2. */
 enum {
 	LINE = -1,   /* up to a newline */
 	LINES = -2,  /* up to the second newline */
-	COUNT1 = -3, /* a length in 1 byte, then as many bytes */
-	COUNT4 = -4, /* a length in 4 bytes, then as many bytes */
+	COUNT1 = -3, /* a 1-byte length, then that many bytes */
+	COUNT4 = -4, /* a 4-byte length, then that many bytes */
 };
 static const signed char lens[UCHAR_MAX + 1] = {
 	['('] = 1,      ['.'] = 1,       ['0'] = 1,      ['1'] = 1,       ['2'] = 1,
@@ -39,7 +37,7 @@ static uint32_t load32(const unsigned char *p)
 	return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* Bytes up to and with the next newline, 0 if there is none. */
+/* Returns the bytes up to and including the next newline, 0 if there is none. */
 static size_t line_len(const unsigned char *p, size_t left)
 {
 	const unsigned char *end = left == 0 ? NULL : memchr(p, '\n', left);
@@ -47,7 +45,7 @@ static size_t line_len(const unsigned char *p, size_t left)
 	return end == NULL ? 0 : (size_t)(end - p) + 1;
 }
 
-/* The length of the opcode at `p` with its argument, 0 if it is none or cut short. */
+/* Returns the length of the opcode at `p` with its argument, 0 if it is invalid or truncated. */
 static size_t op_len(const unsigned char *p, size_t left)
 {
 	size_t len, second;
@@ -79,7 +77,7 @@ static size_t op_len(const unsigned char *p, size_t left)
 	return len > left ? 0 : len;
 }
 
-/* The number that a BININT opcode pushes, UINT32_MAX for another opcode. */
+/* Returns the number that a BININT opcode pushes, UINT32_MAX for any other opcode. */
 static uint32_t number_of(const unsigned char *p)
 {
 	switch (p[0]) {
@@ -146,7 +144,7 @@ int sfr_py_scan(const struct sfr_py_splice *job, struct sfr_py_scan *scan)
 		} else if (p[0] == OP_STOP) {
 			if (at + 1 != job->len)
 				break;
-			scan->next_slot = top == 0 ? 1 : top; /* 0 stands for "no slot" */
+			scan->next_slot = top == 0 ? 1 : top; /* 0 means "no slot" */
 			return 0;
 		}
 		last = at;

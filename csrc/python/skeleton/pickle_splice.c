@@ -1,20 +1,19 @@
-/* Puts the plain tensors into the finished pickle.
+/* Writes the plain tensors into the finished pickle.
  *
- * The pickler has written `number BINPERSID` wherever it met a plain tensor (skeleton.c), and
- * pickle_scan.c has found those markers. Here what lies between them is copied, and in place of each
- * come the opcodes that rebuild the tensor. The memo slots after the pickler's last one keep
- * what is wanted again: a tensor that occurs more than once, and each of the constants
- * (functions, storage classes, location tags), at its first use.
+ * The pickler has written `number BINPERSID` for each plain tensor (skeleton.c), and pickle_scan.c
+ * has found these markers. This file copies the bytes between them and replaces each marker by the
+ * opcodes that rebuild the tensor. The memo slots after the pickler's last one keep what is used
+ * again: a tensor that occurs more than once, and each constant (function, storage class, location
+ * tag) at its first use.
  *
- * Only opcodes of protocol 2 are written, as torch's weights_only unpickler knows no others.
- * No Python object is touched but the strings, so nothing here runs foreign code. Room is made
- * for a whole tensor at a time, and its opcodes are put without a look at what is left of it.
- */
+ * Only opcodes of protocol 2 are written, because torch's weights_only unpickler knows no others.
+ * Only strings are used of Python's objects, so no foreign code runs. Room is reserved for a whole
+ * tensor at a time, and its opcodes are then written without checks. */
 #include <string.h>
 
 #include "skeleton/pickle.h"
 
-/* Opcodes written, in memory of our own. */
+/* The output buffer. */
 struct out {
 	unsigned char *mem;
 	size_t len, room;
@@ -25,10 +24,10 @@ struct text {
 	size_t len;
 };
 
-/* Most bytes of a tensor's opcodes, without its sizes and strides and what has names. */
+/* The most bytes of a tensor's opcodes, without its sizes, strides and names. */
 enum { TENSOR_ROOM = 320, INT_ROOM = 10 };
 
-/* Memo slots of constants; 0 = not written yet (the slot before is the pickler's or PROTO's). */
+/* Memo slots of constants; 0: not written yet (slot 0 is never ours). */
 struct memo {
 	uint32_t next;
 	uint32_t rebuild_tensor, rebuild_parameter, ordered_dict, storage;
@@ -36,9 +35,9 @@ struct memo {
 	struct {
 		PyObject *location;
 		uint32_t slot;
-	} location[16]; /* more than these are written out each time */
+	} location[16]; /* further locations are written out each time */
 	uint32_t nr_locations;
-	uint32_t *tensor; /* by number */
+	uint32_t *tensor; /* by tensor */
 };
 
 /* Makes room for `len` more bytes; false if there is no memory. */
@@ -61,7 +60,7 @@ static bool reserve(struct out *out, size_t len)
 	return true;
 }
 
-/* From here on there is room for what is put. */
+/* The put functions below assume that there is room. */
 static void put_bytes(struct out *out, const void *bytes, size_t len)
 {
 	memcpy(out->mem + out->len, bytes, len);
@@ -73,10 +72,11 @@ static inline void put_op(struct out *out, unsigned char op)
 	out->mem[out->len++] = op;
 }
 
-/* An opcode with an argument of `len` bytes, little-endian. */
+/* Writes an opcode with an argument of `len` bytes, little-endian. */
 static inline void put_arg(struct out *out, unsigned char op, uint64_t arg, size_t len)
 {
-	unsigned char *to = out->mem + out->len; /* bytes may lie anywhere, in `out` too */
+	/* a local copy, because the stores may alias `out` */
+	unsigned char *to = out->mem + out->len;
 	size_t i;
 
 	to[0] = op;
@@ -133,7 +133,7 @@ static void put_get(struct out *out, uint32_t slot)
 		put_arg(out, OP_LONG_BINGET, slot, 4);
 }
 
-/* Keeps what was pushed last in a new slot. */
+/* Stores the top of the stack in a new memo slot. */
 static uint32_t put_keep(struct out *out, struct memo *memo)
 {
 	uint32_t slot = memo->next++;
@@ -145,7 +145,7 @@ static uint32_t put_keep(struct out *out, struct memo *memo)
 	return slot;
 }
 
-/* A global, at its first use. */
+/* Writes a global and keeps it. */
 static void write_global(struct out *out, struct memo *memo, uint32_t *slot, const char *module,
 			 const char *name)
 {
@@ -157,7 +157,7 @@ static void write_global(struct out *out, struct memo *memo, uint32_t *slot, con
 	*slot = put_keep(out, memo);
 }
 
-/* A global, written out at its first use and got back from *slot later. */
+/* Writes a global at its first use and gets it from *slot later. */
 static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot,
 			      const char *module, const char *name)
 {
@@ -167,7 +167,7 @@ static inline void put_global(struct out *out, struct memo *memo, uint32_t *slot
 		write_global(out, memo, slot, module, name);
 }
 
-/* An empty OrderedDict of its own: a tensor's hooks. */
+/* Writes an empty OrderedDict: a tensor's hooks. */
 static void put_hooks(struct out *out, struct memo *memo)
 {
 	put_global(out, memo, &memo->ordered_dict, "collections", "OrderedDict");
@@ -175,7 +175,7 @@ static void put_hooks(struct out *out, struct memo *memo)
 	put_op(out, OP_REDUCE);
 }
 
-/* A location, and its tag's UTF-8. */
+/* Writes a location tag or gets it from the memo. */
 static void put_location(struct out *out, struct memo *memo, PyObject *location,
 			 const struct text *tag)
 {
@@ -195,7 +195,7 @@ static void put_location(struct out *out, struct memo *memo, PyObject *location,
 	}
 }
 
-/* ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. */
+/* Writes ('storage', torch.FloatStorage, '17', 'cpu', 1024) BINPERSID. */
 static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 			const struct sfr_py_found *tensor, const struct text *tag)
 {
@@ -224,8 +224,8 @@ static void put_storage(struct out *out, struct memo *memo, const struct sfr_py_
 	put_op(out, OP_BINPERSID);
 }
 
-/* Makes room for one tensor, and finds its location's tag. 0, or -1 with an exception set (a tag that
- * UTF-8 cannot hold). */
+/* Makes room for one tensor and gets its location's tag. 0, or -1 with an exception set (a tag that
+ * UTF-8 cannot encode). */
 static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 			  const struct sfr_py_found *tensor, struct text *tag)
 {
@@ -241,7 +241,7 @@ static int reserve_tensor(struct out *out, const struct sfr_py_splice *job,
 	return reserve(out, (size_t)len + tag->len + dtype->name_len) ? 0 : -1;
 }
 
-/* The opcodes that rebuild one tensor. 0 or -1. */
+/* Writes the opcodes that rebuild one tensor. 0 or -1. */
 static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_splice *job,
 		      const struct sfr_py_found *tensor)
 {
@@ -253,7 +253,7 @@ static int put_tensor(struct out *out, struct memo *memo, const struct sfr_py_sp
 	if (tensor->parameter) {
 		put_global(out, memo, &memo->rebuild_parameter, "torch._utils",
 			   "_rebuild_parameter");
-		/* then its arguments: a tensor, requires_grad, hooks */
+		/* its arguments follow: a tensor, requires_grad, hooks */
 	}
 	put_global(out, memo, &memo->rebuild_tensor, "torch._utils", "_rebuild_tensor_v2");
 	put_op(out, OP_MARK);
@@ -288,7 +288,7 @@ PyObject *sfr_py_splice(const struct sfr_py_splice *job)
 	if (sfr_py_scan(job, &scan) != 0)
 		goto fail;
 	memo.next = scan.next_slot;
-	/* A first guess of the length. */
+	/* a first estimate of the length */
 	if (!reserve(&out, job->len + 96 * scan.nr_markers + TENSOR_ROOM))
 		goto fail;
 	for (i = 0; i < scan.nr_markers; i++) {

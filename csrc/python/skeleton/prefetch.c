@@ -1,19 +1,19 @@
-/* The trail: where the tensors of the last save are, in the order in which the pickler met them.
+/* The prefetch order (`trail` here): the addresses of the last save's tensors, in the pickler's
+ * order.
  *
- * Between two saves a training streams its whole state through the processor's caches, and each
- * tensor is a dozen lines of memory that a call then waits for one after the other, longer than
- * all its work takes. The next save of the same training meets the same tensors in the same
- * order, so while it is at one, the lines of those to come are asked for. An address here is
- * never read: prefetching cannot fault, and a stale address costs a line.
- */
+ * Between two saves a training step streams its whole state through the processor's caches. Each
+ * tensor is a dozen cache lines that the call would then wait for one after another, longer than
+ * all its work takes. The next save meets the same tensors in the same order, so the lines of later
+ * tensors are prefetched. An address here is never read: prefetching cannot fault, and a stale
+ * address only loads a useless line. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
 enum {
-	AHEAD = 12,         /* tensors between the one asked for and the one met */
-	LINE = 64,          /* bytes that come at once */
+	AHEAD = 12,         /* tensors between the one prefetched and the current one */
+	LINE = 64,          /* bytes of a cache line */
 	NR_IMPL_LINES = 4,  /* of a TensorImpl */
-	NR_HOLDER_LINES = 2 /* of a dict, with what the collector of garbage keeps before it */
+	NR_HOLDER_LINES = 2 /* of a dict, with the garbage collector's header before it */
 };
 
 static void prefetch(uintptr_t address, int nr_lines)
@@ -59,7 +59,7 @@ int sfr_py_trail_add(struct sfr_py_collector *c, PyObject *tensor, PyObject *wra
 					  .storage = (uintptr_t)storage,
 					  .holder = c->holder };
 
-	/* By number of the found tensor: those of the general road leave empty steps. */
+	/* Indexed by found tensor; tensors of torch's own path leave empty steps. */
 	while (c->trail.nr <= c->nr_found) {
 		if (sfr_py_make_room((void **)&c->trail.steps, c->trail.nr, &c->trail.room,
 				     sizeof(step)) != 0)

@@ -1,27 +1,26 @@
-/* The skeleton: an object's pickle, and the storages that its tensors live in.
+/* The skeleton: an object's pickle, and the storages of its tensors.
  *
- * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object
- * that the pickler comes to, it answers
+ * skeleton.py gives the C pickler (protocol 2) a Collector's persistent_id. For each object that
+ * the pickler meets, it answers
  *
- *   a number   for a plain tensor (torch_types.c): the tensor's place in the list of found ones;
- *   a tuple    for a storage: torch's own id, made by a Python function (the general road);
+ *   a number   for a plain tensor (torch_types.c): its index in the list of found tensors;
+ *   a tuple    for a storage: torch's own id, made by a Python function (torch's own path);
  *   None       for everything else: the pickler goes on. A tensor that is not plain reduces
- *              itself, and its storages and inner tensors come by here in their turn.
+ *              itself, and its storages and inner tensors come here later.
  *
- * The bridge describes a plain tensor there and then. When the pickler is done, finish() lays the
- * storages out as rows of struct sfr_source, and splice() writes the tensors into the pickle
+ * The bridge describes a plain tensor at once. When the pickler is done, finish() lays the storages
+ * out as rows of struct sfr_source, and splice() writes the tensors into the pickle
  * (pickle_splice.c).
  *
- * A storage is known by the address of its StorageImpl, never by that of its bytes. Every
- * tensor and storage found is held, so that no address is met twice: a __reduce__ makes some for the
- * moment. The pickler refers to the collector
- * and the collector not to the pickler: there is no cycle, and both go at once.
+ * A storage is identified by the address of its StorageImpl, never by that of its bytes. Every
+ * tensor and storage found is kept alive, so that no address is reused: a __reduce__ makes
+ * temporary ones. The pickler refers to the collector but not the reverse, so there is no cycle and
+ * both are freed at once.
  *
- * A snapshot has no pickler: its walk gives a collector the tensors (copies.c).
+ * A snapshot has no pickler: its walk gives the collector the tensors (copies.c).
  *
- * A collector serves one save and is used by one thread. Python code that runs inside a call
- * of it (a __getstate__, a finalizer, a signal handler) makes collectors of its own.
- */
+ * A collector serves one save on one thread. Python code that runs inside its calls (a
+ * __getstate__, a finalizer, a signal handler) makes its own collectors. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 #include "sfr/source.h"
@@ -51,7 +50,8 @@ int sfr_py_enter_tensor(struct sfr_py_collector *c, PyObject *object, bool exact
 	return 0;
 }
 
-/* 1 for what torch.save takes for a storage, 0 for other objects, -1 with an exception set. */
+/* Returns 1 for what torch.save treats as a storage, 0 for other objects, -1 with an exception
+ * set. */
 static int is_storage(const struct sfr_py_collector *c, PyObject *object)
 {
 	int yes = PyObject_IsInstance(object, c->torch->part[SFR_PY_TYPED_STORAGE]);
@@ -89,8 +89,8 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 							    object, NULL);
 		}
 	}
-	/* What was plain at its first occurrence stays so, and what was not too: the pickler's
-	 * memo or the splice's keeps the tensor one. */
+	/* A tensor stays plain or not as at its first occurrence: the pickler's memo or the
+	 * splice's keeps it one tensor. */
 	known = sfr_py_map_find(&c->found_at, (uintptr_t)object);
 	if (known)
 		number = (size_t)*known;
@@ -101,9 +101,9 @@ static PyObject *collector_persistent_id(PyObject *self, PyObject *object)
 	return PyLong_FromSize_t(number);
 }
 
-/* add_storage(storage, identity, device, addr, dtype) -> number: one storage of the general road,
- * seen as `dtype` (torch never frees one), which lives in host memory (0), on CUDA device n - 1
- * (n), or elsewhere (-1). An addr of 0 takes no part in the check of types. */
+/* add_storage(storage, identity, device, addr, dtype) -> number: a storage of torch's own path,
+ * viewed as `dtype` (which torch never frees), in host memory (0), on CUDA device n - 1 (n), or
+ * elsewhere (-1). With addr 0 it is not checked for views as two dtypes. */
 static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -129,8 +129,8 @@ static PyObject *collector_add_storage(PyObject *self, PyObject *args)
 
 /* ---- after the pickler -------------------------------------------------------- */
 
-/* Tensors that were found as objects of the tree. Where a tensor has reduced itself, those
- * that nobody but the collector holds were made for the moment and are not counted. */
+/* Counts the tensors that are objects of the tree. If a tensor reduced itself, tensors that only
+ * the collector holds were temporary and do not count. */
 static size_t count_tensors(const struct sfr_py_collector *c)
 {
 	size_t count = 0, i;
@@ -143,10 +143,10 @@ static size_t count_tensors(const struct sfr_py_collector *c)
 	return count;
 }
 
-/* The CUDA devices that storages live on, as a tuple of their numbers. A new reference. */
+/* Returns the numbers of the CUDA devices with storages, as a new tuple. */
 static PyObject *devices_of(const struct sfr_py_collector *c)
 {
-	uint64_t seen[16] = { 0 }; /* torch counts devices in a byte */
+	uint64_t seen[16] = { 0 }; /* torch stores a device number in a byte */
 	PyObject *list = PyList_New(0), *number, *tuple;
 	size_t i;
 
@@ -167,9 +167,8 @@ static PyObject *devices_of(const struct sfr_py_collector *c)
 	return tuple;
 }
 
-/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices).
- * `elsewhere` lists the numbers of the storages that are neither in host memory nor on a CUDA
- * device; their rows have no address. */
+/* finish() -> (storages, numbers, rows, elsewhere, number of tensors, devices). `elsewhere` lists
+ * storages that are neither in host memory nor on a CUDA device; their rows have no address. */
 static PyObject *collector_finish(PyObject *self, PyObject *unused)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -218,7 +217,7 @@ fail:
 	return result;
 }
 
-/* splice(pickle) -> data.pkl. After finish(). */
+/* splice(pickle) -> data.pkl. Called after finish(). */
 static PyObject *collector_splice(PyObject *self, PyObject *pickle)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
@@ -257,7 +256,7 @@ static int collector_clear(PyObject *self)
 {
 	struct sfr_py_collector *c = (struct sfr_py_collector *)self;
 
-	while (c->nr_found != 0) /* the array is whole whenever a finalizer runs */
+	while (c->nr_found != 0) /* the array stays valid whenever a finalizer runs */
 		Py_DECREF(c->found[--c->nr_found].object);
 	while (c->nr_storages != 0)
 		Py_XDECREF(c->storages[--c->nr_storages].location);
@@ -288,7 +287,7 @@ static void collector_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Makes room for what the save before had found. 0, or -1 with MemoryError set. */
+/* Makes room for as much as the previous save found. 0, or -1 with MemoryError set. */
 static int make_room_as_before(struct sfr_py_collector *c)
 {
 	size_t nr = c->before.nr;

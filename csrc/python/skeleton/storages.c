@@ -1,16 +1,15 @@
-/* Where the found tensors live.
+/* The storages of found tensors.
  *
- * A storage is known by the address of its StorageImpl and has a number from the moment it is
- * met: in a persistent id (the general road), or under a plain tensor. Its address and length are
- * asked for once: there, or, where only the general road has met it, when the pickler is done.
+ * A storage is identified by the address of its StorageImpl and gets its number when it is met: in
+ * a persistent id (torch's own path) or under a plain tensor. It is asked for address and length
+ * once, either then or, if only torch's own path has met it, when the pickler is done.
  *
- * torch.save refuses bytes that are seen as two dtypes, going by the address of the bytes. So
- * does check_dtype, whichever road the two came by.
- */
+ * torch.save refuses bytes viewed as two dtypes, by their address. check_dtype does the same,
+ * however the two were met. */
 #include "skeleton/skeleton.h"
 #include "torch/words.h"
 
-enum { NR_WORDS = 4096 }; /* for the rows of some hundred tensors, at a time */
+enum { NR_WORDS = 4096 }; /* rows of a few hundred tensors at a time */
 
 int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 {
@@ -25,7 +24,7 @@ int sfr_py_grow(void **array, size_t wanted, size_t *room, size_t item)
 	return 0;
 }
 
-/* The number of a storage, new or known. 0 or -1. */
+/* Returns the number of a storage, new or known, in *number. 0 or -1. */
 int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t identity,
 			 bool on_host, size_t *number)
 {
@@ -51,7 +50,7 @@ int sfr_py_enter_storage(struct sfr_py_collector *c, PyObject *storage, uint64_t
 	return sfr_py_map_add(&c->numbers->map, identity, *number);
 }
 
-/* Refuses bytes that are seen as two dtypes, in torch's words. 0 or -1. */
+/* Refuses bytes viewed as two dtypes, with torch's message. 0 or -1. */
 int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtype)
 {
 	const uint64_t *known;
@@ -68,8 +67,8 @@ int sfr_py_check_dtype(struct sfr_py_collector *c, uint64_t addr, PyObject *dtyp
 	return -1;
 }
 
-/* Asks a storage of some length for the address of its memory, which makes a copy-on-write one own
- * its memory, as torch.save does too. 0 or -1. */
+/* Asks a storage for its address, which gives a copy-on-write storage its own memory, as in
+ * torch.save. 0 or -1. */
 static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint64_t nbytes,
 		       uint64_t *addr)
 {
@@ -81,7 +80,7 @@ static int ask_address(const struct sfr_py_collector *c, PyObject *storage, uint
 	return -1;
 }
 
-/* Asks a storage that only the general road has met. 0 or -1. */
+/* Asks a storage that only torch's own path has met. 0 or -1. */
 int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -90,7 +89,7 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	if (storage == NULL ||
 	    sfr_py_ask_u64(c->torch, SFR_PY_NBYTES, storage, &entry->nbytes) != 0)
 		return -1;
-	/* That of a meta tensor refuses to tell where it is. */
+	/* A meta tensor's storage refuses to give an address. */
 	if ((entry->on_host || entry->device != 0) &&
 	    ask_address(c, storage, entry->nbytes, &entry->addr) != 0)
 		return -1;
@@ -98,7 +97,8 @@ int sfr_py_ask_storage(struct sfr_py_collector *c, size_t number)
 	return 0;
 }
 
-/* The tag of a storage's location, as torch finds it. A new reference, or NULL with an exception set. */
+/* Finds the storage's location tag through torch. A new reference, or NULL with an exception
+ * set. */
 static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 {
 	PyObject *storage = PyList_GetItem(c->storage_list, (Py_ssize_t)number);
@@ -116,7 +116,7 @@ static PyObject *find_location(const struct sfr_py_collector *c, size_t number)
 	return location;
 }
 
-/* The location tag of a plain tensor's storage, unless it is known. 0 or -1. */
+/* Sets the location tag of a plain tensor's storage if needed. 0 or -1. */
 static int ask_location(struct sfr_py_collector *c, size_t number)
 {
 	struct sfr_py_storage *entry = &c->storages[number];
@@ -138,7 +138,7 @@ static int ask_location(struct sfr_py_collector *c, size_t number)
 	return location != NULL ? 0 : -1;
 }
 
-/* On which CUDA device a storage lives that is not the host's, from a tensor over it. 0 or -1. */
+/* Finds the CUDA device of a storage outside host memory, through a tensor over it. 0 or -1. */
 static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tensor)
 {
 	PyObject *answer;
@@ -157,7 +157,8 @@ static int ask_device(struct sfr_py_collector *c, size_t number, PyObject *tenso
 	return 0;
 }
 
-/* Refuses a plain tensor that sees its storage as another dtype than one before. 0 or -1. */
+/* Refuses a plain tensor that views its storage as another dtype than an earlier one did. 0 or
+ * -1. */
 static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	PyObject *dtype = c->torch->dtype[tensor->dtype].dtype;
@@ -171,8 +172,8 @@ static int check_tensor(struct sfr_py_collector *c, const struct sfr_py_found *t
 	return sfr_py_check_dtype(c, entry->addr, dtype);
 }
 
-/* Where the tensor's storage has its memory, 0 where the bridge cannot tell, and where somebody
- * else than torch's own method is to be asked. */
+/* Returns the address of the storage's memory, or 0 if the bridge cannot tell or data_ptr is not
+ * torch's own. */
 static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_py_found *tensor)
 {
 	uint64_t itemsize = c->torch->dtype[tensor->dtype].itemsize;
@@ -183,8 +184,8 @@ static uint64_t told_address(const struct sfr_py_collector *c, const struct sfr_
 				     itemsize * (uint64_t)tensor->row[SFR_ROW_OFFSET]);
 }
 
-/* Enters the storage of a plain tensor, which is not known. 1; 0 where it has no memory (zeros that are
- * nowhere, for one); -1 with an exception set. */
+/* Enters the new storage of a plain tensor. 1; 0 if it has no memory (for example, zeros that are
+ * never materialised); -1 with an exception set. */
 static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tensor,
 		     uint64_t identity, size_t *number)
 {
@@ -200,11 +201,11 @@ static int enter_new(struct sfr_py_collector *c, const struct sfr_py_found *tens
 		c->storages[*number].known = true;
 		rc = 1;
 	}
-	Py_XDECREF(storage); /* the list has it */
+	Py_XDECREF(storage); /* the list holds it */
 	return rc;
 }
 
-/* Finds a plain tensor's storage. 1, 0 where that has no memory, or -1 with an exception set. */
+/* Finds a plain tensor's storage. 1; 0 if it has no memory; -1 with an exception set. */
 static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	uint64_t identity = sfr_py_storage_impl_of(tensor->object);
@@ -223,7 +224,7 @@ static int find_storage(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 	return 1;
 }
 
-/* Room for a row of `words`, which stays where it is; NULL with MemoryError set. */
+/* Returns room for a row of `words`, which does not move; NULL with MemoryError set. */
 static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 {
 	struct sfr_py_rows *rows = c->rows;
@@ -244,11 +245,12 @@ static int64_t *row_room(struct sfr_py_collector *c, int64_t words)
 	return rows->words + rows->used;
 }
 
-/* Has the bridge write the tensor's row. 1, 0 where torch refuses, or -1 with an exception set. */
+/* Writes the tensor's row through the bridge. 1; 0 if torch refuses; -1 with an exception set. */
 static int write_row(struct sfr_py_collector *c, struct sfr_py_found *tensor)
 {
 	struct AtenTensorOpaque *handle = sfr_py_handle_of(tensor->object);
-	int64_t words = 0, room = SFR_ROW_HEADER + 6; /* three dimensions; more are told */
+	/* three dimensions; the bridge says if it needs more */
+	int64_t words = 0, room = SFR_ROW_HEADER + 6;
 
 	tensor->row = row_room(c, room);
 	if (tensor->row != NULL)

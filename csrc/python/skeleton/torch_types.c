@@ -1,27 +1,26 @@
-/* What torch is made of, and which tensors are plain.
+/* Objects of torch, and which tensors are plain.
  *
- * TorchTypes holds the objects of torch that the skeleton needs at every save: types, functions,
- * and the descriptors of the attributes that it reads. skeleton.py makes one and hands the parts
- * over by name, so nothing here imports torch. The C functions behind descriptors and methods are
- * called (torch/slots.c), which skips the search through the type.
+ * TorchTypes holds the objects of torch that every save needs: types, functions, and descriptors of
+ * attributes. skeleton.py makes one and passes them by name, so nothing here imports torch. The C
+ * functions behind descriptors and methods are called directly (torch/slots.c), without an
+ * attribute search.
  *
- * A tensor is plain when what torch.save writes of it is known beforehand:
+ * A tensor is plain when it is known in advance what torch.save writes for it:
  *
  *   _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())
  *
- * in a _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That holds for
- * an exact Tensor or Parameter on the CPU or a CUDA device, strided and not nested, of a dtype
- * with a legacy storage class, without Python attributes, without hooks that torch warns of,
- * without metadata (the conj and neg bits), without names, and with memory (storages.c).
- * Everything else, errors included, is left to the tensor's own __reduce_ex__.
+ * wrapped in _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That is true for
+ * an exact Tensor or Parameter on the CPU or a CUDA device that is strided and not nested, whose
+ * dtype has a legacy storage class, and which has memory (storages.c). It must not have Python
+ * attributes, hooks that torch warns about, metadata (the conj and neg bits) or names. Everything
+ * else, including errors, is left to the tensor's own __reduce_ex__.
  *
- * Layout, nesting, conj, neg, names and the kind of device are the same in all tensors with the same
- * dispatch keys, since that is where torch has them from. So Python says of the first tensor with some
- * keys where such tensors are (`place`), and of the others the keys are compared (torch/words.h).
- * A tensor itself is asked for attributes, hooks and requires_grad, and the bridge for its dtype and
- * shape. None of it lets go of the interpreter lock: beside a thread that computes, each such
- * moment may cost a switch interval.
- */
+ * torch derives layout, nesting, conj, neg, names and kind of device from the dispatch keys, so
+ * they are the same for all tensors with the same keys. Python is asked about the first tensor with
+ * a given set of keys (`place`); for others only the keys are compared (torch/words.h). The tensor
+ * itself is asked for attributes, hooks and requires_grad, and the bridge for dtype and shape. None
+ * of this releases the interpreter lock: beside a thread that computes, each release may cost a
+ * switch interval. */
 #include "skeleton/skeleton.h"
 #include "torch/slots.h"
 #include "torch/words.h"
@@ -36,7 +35,7 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part pa
 		     PyObject *object)
 {
 	PyObject *named = torch->part[part];
-	PyTypeObject *type = torch->type[part]; /* NULL: there is nothing in C */
+	PyTypeObject *type = torch->type[part]; /* NULL: not in C */
 	const PyGetSetDef *def = torch->getter[part];
 
 	if (type != NULL && PyType_IsSubtype(Py_TYPE(object), type)) {
@@ -50,7 +49,7 @@ PyObject *sfr_py_ask(const struct sfr_py_torch_types *torch, enum sfr_py_part pa
 	return PyObject_CallFunctionObjArgs(named, object, NULL);
 }
 
-/* The truth of the answer: 1, 0 (None, too), or -1 with an exception set. */
+/* Returns the truth of the answer: 1, 0 (also for None), or -1 with an exception set. */
 static int ask_bool(const struct sfr_py_torch_types *torch, enum sfr_py_part part, PyObject *object)
 {
 	PyObject *value = sfr_py_ask(torch, part, object);
@@ -83,7 +82,7 @@ int sfr_py_refused(void)
 	return 0;
 }
 
-/* Where tensors with such keys are, from Python: 0 or -1 as above. What it refuses is not noted. */
+/* Asks Python where tensors with these keys are. 0 or -1 as above. A refusal is not remembered. */
 static int ask_place(struct sfr_py_torch_types *torch, PyObject *tensor, struct sfr_py_place *place)
 {
 	PyObject *answer = PyObject_CallFunctionObjArgs(torch->part[SFR_PY_PLACE], tensor, NULL);
@@ -116,13 +115,14 @@ static int find_place(struct sfr_py_torch_types *torch, PyObject *tensor, enum s
 	return rc;
 }
 
-/* 1 for a tensor with attributes or hooks that are written, 0, or -1 with an exception set. */
+/* Returns 1 for a tensor with attributes or hooks that would be written, 0, or -1 with an exception
+ * set. */
 static int is_hung(const struct sfr_py_torch_types *torch, const struct sfr_py_found *found)
 {
-	/* __getstate__ answers None when the tensor has no attributes, and makes no __dict__. */
+	/* __getstate__ returns None for a tensor without attributes, and makes no __dict__. */
 	int yes = ask_bool(torch, SFR_PY_GETSTATE, found->object);
 
-	/* A Parameter's hooks are dropped without a word: torch saves its `.data`. */
+	/* torch drops a Parameter's hooks silently, because it saves its `.data`. */
 	if (yes == 0 && !found->parameter)
 		yes = ask_bool(torch, SFR_PY_BACKWARD_HOOKS, found->object);
 	return yes;
@@ -163,8 +163,8 @@ static int types_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* Only for an object that nobody can use any more: the parts are never NULL in a live one,
- * so a cycle through torch's own types is broken on their side. */
+/* For an unreachable object only: the parts of a live one are never NULL, so a cycle through
+ * torch's own types is broken on torch's side. */
 static void types_dealloc(PyObject *self)
 {
 	struct sfr_py_torch_types *torch = (struct sfr_py_torch_types *)self;
@@ -182,7 +182,7 @@ static void types_dealloc(PyObject *self)
 	sfr_py_free(self);
 }
 
-/* Takes the part called `name` out of the keyword arguments. 0 or -1. */
+/* Takes the part called `name` from the keyword arguments. 0 or -1. */
 static int take_part(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sfr_py_part part)
 {
 	PyObject *value = PyDict_GetItemString(kwargs, part_names[part]);
@@ -204,7 +204,7 @@ static int take_part(struct sfr_py_torch_types *torch, PyObject *kwargs, enum sf
 	return 0;
 }
 
-/* Finds the C functions behind descriptors and methods: where they are a type's own. */
+/* Finds the C functions behind descriptors and methods that belong to a type. */
 static void find_functions(struct sfr_py_torch_types *torch)
 {
 	for (int part = SFR_PY_FIRST_METHOD; part < SFR_PY_NR_PARTS; part++) {
@@ -213,9 +213,9 @@ static void find_functions(struct sfr_py_torch_types *torch)
 			type ? PyObject_GetAttrString(torch->part[part], "__name__") : NULL;
 		const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
 
-		PyErr_Clear(); /* it is a function of Python's */
+		PyErr_Clear(); /* a Python function has none */
 		if (text != NULL && PyType_Check(type)) {
-			torch->type[part] = (PyTypeObject *)type; /* which the part keeps */
+			torch->type[part] = (PyTypeObject *)type; /* the part keeps it alive */
 			if (part >= SFR_PY_FIRST_GETTER)
 				torch->getter[part] = sfr_py_getter_of(torch->type[part], text);
 			else if (part <= SFR_PY_LAST_METHOD)
@@ -226,7 +226,8 @@ static void find_functions(struct sfr_py_torch_types *torch)
 	}
 }
 
-/* Has torch's number of a dtype lead to the next place in the table; `sample` has one dimension. 0 or -1. */
+/* Maps torch's number of a dtype to the next entry of the table; `sample` has one dimension. 0 or
+ * -1. */
 static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 {
 	int64_t row[SFR_ROW_HEADER + 2] = { 0 }, number;
@@ -243,8 +244,8 @@ static int take_number(struct sfr_py_torch_types *torch, PyObject *sample)
 	return 0;
 }
 
-/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a tensor
- * of it). */
+/* Takes the table of dtypes: a list of (dtype, name of its storage class, item size, a tensor of
+ * it). */
 static int take_dtypes(struct sfr_py_torch_types *torch, PyObject *kwargs)
 {
 	PyObject *list = PyDict_GetItemString(kwargs, "dtypes");
@@ -331,7 +332,7 @@ static PyType_Spec types_spec = {
 	.slots = types_slots,
 };
 
-/* learn_words(samples) -> whether they were found; see torch/words.h */
+/* learn_words(samples) -> whether they were found; see torch/words.h. */
 static PyObject *learn_words(PyObject *module, PyObject *samples)
 {
 	(void)module;

@@ -1,9 +1,8 @@
 /* A map from addresses to numbers, for the collector and for observers.
  *
- * Keys are addresses (of tensors, of StorageImpls, of bytes), never 0, which marks an empty
- * slot. Open addressing in a power of two, at most half full; nothing is ever taken out. A
- * Python dict would do the same with an int object made for each question.
- */
+ * Keys are addresses (of tensors, StorageImpls or bytes), never 0, which marks an empty slot. Open
+ * addressing in a power of two, at most half full; nothing is ever removed. A Python dict would
+ * need a new int object for each look-up. */
 #include "torch/map.h"
 
 static size_t map_slot(const struct sfr_py_map *map, uint64_t key)

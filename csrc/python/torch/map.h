@@ -1,21 +1,21 @@
-/* A map from addresses to numbers. See map.c. */
+/* A map from addresses to numbers. map.c implements it. */
 #ifndef SFR_PY_MAP_H
 #define SFR_PY_MAP_H
 
 #include "module.h"
 
-/* All zero is an empty one. */
+/* All zero is an empty map. */
 struct sfr_py_map {
 	struct {
 		uint64_t key, value;
 	} *slots;
 	size_t used, room;
 };
-/* The key's value, NULL where the key is not there; stays where it is until one is added. */
+/* Returns a pointer to the key's value, valid until a key is added; NULL if there is none. */
 uint64_t *sfr_py_map_find(const struct sfr_py_map *map, uint64_t key);
-/* Adds a key that is not there. 0, or -1 with MemoryError set. */
+/* Adds a new key. 0, or -1 with MemoryError set. */
 int sfr_py_map_add(struct sfr_py_map *map, uint64_t key, uint64_t value);
-/* Makes room for `nr` keys in all at once. 0, or -1 with MemoryError set. */
+/* Makes room for `nr` keys in all. 0, or -1 with MemoryError set. */
 int sfr_py_map_reserve(struct sfr_py_map *map, size_t nr);
 void sfr_py_map_fini(struct sfr_py_map *map);
 

@@ -1,12 +1,11 @@
 /* _core.Numbers: the numbers of a save's storages, by the addresses of their StorageImpls.
  *
- * A collector fills it, and who wants to know whether a storage is in the save looks there: the
- * observers in C, the gate in Python. A dict of Python's ints would be made anew at each save, with two
- * of them for each storage, whose hashes collide: addresses end in zeros.
- */
+ * A collector fills it. The observers in C and the gate in Python use it to find out whether a
+ * storage is in the save. A Python dict would be built anew for each save, with two ints per
+ * storage whose hashes collide because addresses end in zeros. */
 #include "torch/numbers.h"
 
-/* Of this process, whose interpreter is the one that torch is in. */
+/* One per process, because torch is in one interpreter. */
 static PyTypeObject *numbers_type;
 
 struct sfr_py_numbers *sfr_py_numbers_make(void)
@@ -22,7 +21,7 @@ struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object)
 	return NULL;
 }
 
-/* Numbers(identities): of storages in this order. */
+/* Numbers(identities): storages in this order. */
 static PyObject *numbers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct sfr_py_numbers *self = NULL;

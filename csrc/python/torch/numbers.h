@@ -1,4 +1,4 @@
-/* _core.Numbers. See numbers.c. */
+/* _core.Numbers. numbers.c implements it. */
 #ifndef SFR_PY_TORCH_NUMBERS_H
 #define SFR_PY_TORCH_NUMBERS_H
 
@@ -9,9 +9,9 @@ struct sfr_py_numbers {
 	struct sfr_py_map map; /* address of a StorageImpl -> number, from 0 on */
 };
 
-/* A new object without storages, or NULL with an exception set. */
+/* Makes an empty object, or returns NULL with an exception set. */
 struct sfr_py_numbers *sfr_py_numbers_make(void);
-/* The object itself, borrowed; NULL with an exception set where it is something else. */
+/* Returns the object itself, borrowed, or NULL with an exception set if it is of another type. */
 struct sfr_py_numbers *sfr_py_numbers_from(PyObject *object);
 int sfr_py_add_numbers(PyObject *module);
 

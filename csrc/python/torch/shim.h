@@ -1,11 +1,10 @@
-/* The functions of torch's C shim that the bridge calls, as torch 2.10 declares them in
- * torch/csrc/inductor/aoti_torch/c/shim.h and 2.11 in torch/csrc/stable/c/shim.h. They are part of
- * its stable ABI: torch promises to keep each as it is. Declared here, they cost no build a torch;
- * a test compares every line with the headers of the torch that is there.
+/* The functions of torch's C shim that the bridge calls, as declared by torch 2.10 in
+ * torch/csrc/inductor/aoti_torch/c/shim.h and by 2.11 in torch/csrc/stable/c/shim.h. They are part
+ * of torch's stable ABI, which promises not to change them. Declaring them here lets us build
+ * without torch; a test compares every line with the installed torch's headers.
  *
- * A handle counts one reference. Whatever returns an int32_t but for the two constants returns 0
- * when it has done what it was asked for. OPTIONAL ones may be missing.
- */
+ * A handle counts one reference. A function returning int32_t returns 0 on success, except the two
+ * constants. OPTIONAL functions may be missing. */
 #ifndef SFR_PY_TORCH_SHIM_H
 #define SFR_PY_TORCH_SHIM_H
 
@@ -33,7 +32,7 @@ struct AtenTensorOpaque;
 	NEEDED(int32_t, aoti_torch__reinterpret_tensor,                                            \
 	       (struct AtenTensorOpaque * self, int64_t ndim, const int64_t *sizes,                \
 		const int64_t *strides, int64_t offset, struct AtenTensorOpaque **made))           \
-	/* Of torch 2.11. */                                                                       \
+	/* From torch 2.11. */                                                                     \
 	OPTIONAL(int32_t, torch_from_blob,                                                         \
 		 (void *data, int64_t ndim, const int64_t *sizes, const int64_t *strides,          \
 		  int64_t offset, int32_t dtype, int32_t device_type, int32_t device_index,        \

@@ -1,11 +1,12 @@
-/* The C functions behind the attributes of torch's types. See slots.c. */
+/* The C functions behind attributes of torch's types. slots.c implements it. */
 #ifndef SFR_PY_SLOTS_H
 #define SFR_PY_SLOTS_H
 
 #include "module.h"
 
-/* What a type's own table has under `name`; NULL where it is another thing, or none. */
+/* Return the getter or method `name` of the type itself, or NULL if it has no such C function. */
 const PyGetSetDef *sfr_py_getter_of(PyTypeObject *type, const char *name);
-PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name); /* without arguments */
+/* only methods without arguments */
+PyCFunction sfr_py_method_of(PyTypeObject *type, const char *name);
 
 #endif

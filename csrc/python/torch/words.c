@@ -1,23 +1,21 @@
-/* Words of torch's memory: what torch answers most questions about a tensor from.
+/* Words of torch's memory that answer most questions about a tensor.
  *
- * Whether a tensor is dense, nested, conjugated, negated or named, and on what kind of device, torch
- * reads out of one word of its TensorImpl, the set of dispatch keys; a second word is the address of
- * its StorageImpl. Asked one by one, as attributes, the same took some 2,500 instructions a tensor, most
- * of them for objects of Python's that hold the answers. The stable ABI has functions for the rest
- * (shim.h) and none for these two, nor for the way from Python's object to the tensor. So the words
- * are read where they stand.
+ * torch keeps whether a tensor is dense, nested, conjugated, negated or named, and on what kind of
+ * device, in one word of its TensorImpl, the dispatch keys. A second word is the address of its
+ * StorageImpl. Asked as attributes, the same took some 2,500 instructions a tensor, most of them
+ * for the Python objects of the answers. The stable ABI (shim.h) has no functions for these two
+ * words, nor for getting from the Python object to the tensor. So the words are read from memory.
  *
- * Where that is, is never assumed. It is looked for once a process, in tensors of several kinds of
- * which torch has said what the words are: a place counts when it has the right word in all of them.
- * A torch that keeps them at other places is read as rightly. Of one that has them nowhere nothing is
- * read: `known` stays false, and tensors are left to their own __reduce_ex__.
- */
+ * Their offsets are never assumed. Once per process they are searched for in tensors of several
+ * kinds whose words torch has told: an offset counts if it has the right word in all of them. So
+ * another layout is read correctly too. If a word is not found, nothing is read: `known` stays
+ * false, and tensors are left to their own __reduce_ex__. */
 #include "torch/words.h"
 
 enum {
 	MOST_SAMPLES = 8,
-	NR_OBJECT_WORDS = 6, /* of Python's object for a tensor, the shortest one known */
-	NR_IMPL_WORDS = 24,  /* of a TensorImpl, likewise */
+	NR_OBJECT_WORDS = 6, /* of the Python object of a tensor: the shortest known size */
+	NR_IMPL_WORDS = 24,  /* of a TensorImpl: likewise */
 };
 
 struct sfr_py_words sfr_py_words;
@@ -27,8 +25,8 @@ struct sample {
 	unsigned long long impl, keys, storage;
 };
 
-/* Where, after the first word, each base has its value: 0 if nowhere. No word behind the first such
- * place is read. */
+/* Returns the offset, after the first word, at which every base has its value; 0: none. Reads
+ * nothing beyond the first such offset. */
 static size_t find(const void *const *bases, const uint64_t *values, size_t nr, size_t nr_words)
 {
 	for (size_t at = 1; at < nr_words; at++) {
@@ -42,12 +40,12 @@ static size_t find(const void *const *bases, const uint64_t *values, size_t nr, 
 	return 0;
 }
 
-/* Whether a handle of torch's leads to the TensorImpl: an at::Tensor is nothing but the pointer. */
+/* Returns whether torch's handle points to the TensorImpl: an at::Tensor is just that pointer. */
 static bool is_pointer(const struct sample *sample)
 {
 	const void *handle = PyCapsule_GetPointer(sample->capsule, NULL);
 
-	PyErr_Clear(); /* something else than a capsule */
+	PyErr_Clear(); /* not a capsule */
 	return handle != NULL && sfr_py_word_at(handle, 0) == sample->impl;
 }
 

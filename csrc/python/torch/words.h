@@ -1,4 +1,4 @@
-/* Words of torch's memory. See words.c. */
+/* Words of torch's memory. words.c explains them. */
 #ifndef SFR_PY_TORCH_WORDS_H
 #define SFR_PY_TORCH_WORDS_H
 
@@ -7,11 +7,11 @@
 
 #include "module.h"
 
-/* Where the words stand, in bytes: in a tensor's object its at::Tensor, which is one pointer to the
- * TensorImpl, and in that the set of dispatch keys and the pointer to the StorageImpl. */
+/* Offsets in bytes: of the at::Tensor in a tensor's Python object (one pointer to the TensorImpl),
+ * and of the dispatch keys and the StorageImpl pointer in the TensorImpl. */
 struct sfr_py_words {
 	size_t tensor, keys, storage;
-	bool known; /* before that nothing below may be called */
+	bool known; /* unless true, nothing below may be called */
 };
 extern struct sfr_py_words sfr_py_words;
 
@@ -23,14 +23,14 @@ static inline uint64_t sfr_py_word_at(const void *base, size_t offset)
 	return word;
 }
 
-/* Of objects whose type is torch's Tensor or inherits from it. The at::Tensor, as torch's C shim takes
- * it for a handle; borrowed from the object. */
+/* For objects of torch's Tensor type or a subclass: returns the at::Tensor, a handle for torch's C
+ * shim, borrowed from the object. */
 static inline struct AtenTensorOpaque *sfr_py_handle_of(PyObject *tensor)
 {
 	return (struct AtenTensorOpaque *)((char *)tensor + sfr_py_words.tensor);
 }
 
-/* The address of the TensorImpl. */
+/* Returns the address of the TensorImpl. */
 static inline uintptr_t sfr_py_impl_of(PyObject *tensor)
 {
 	return (uintptr_t)sfr_py_word_at(tensor, sfr_py_words.tensor);
@@ -41,15 +41,15 @@ static inline uint64_t sfr_py_keys_of(PyObject *tensor)
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.keys);
 }
 
-/* The address of the StorageImpl, 0 where there is none. */
+/* Returns the address of the StorageImpl, 0 if there is none. */
 static inline uint64_t sfr_py_storage_impl_of(PyObject *tensor)
 {
 	return sfr_py_word_at((const void *)sfr_py_impl_of(tensor), sfr_py_words.storage);
 }
 
-/* Looks for the words in tensors of which torch has said what they are: a list of (tensor, address of
- * its TensorImpl, dispatch keys, address of its StorageImpl, capsule with a handle of torch's C shim).
- * 0, whether they were found or not; -1 with an exception set. */
+/* Searches for the words in samples: a list of (tensor, address of its TensorImpl, dispatch keys,
+ * address of its StorageImpl, capsule with a handle of torch's C shim). 0, found or not; -1 with an
+ * exception set. */
 int sfr_py_words_learn(PyObject *samples);
 
 #endif

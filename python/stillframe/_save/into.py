@@ -70,15 +70,20 @@ def match(target: Any, found: Any) -> Plan:
     """Which tensor of a file goes to which of `target`, by its place in the two trees.
 
     All that is in `target` must be in the file; what else is there is left. Dictionaries and lists
-    get the file's value of what is neither a tensor nor a container.
+    get the file's value of what is neither a tensor nor a container. A container that `target`
+    holds in several places, be it inside itself, is filled from the first of them.
     """
     plan = Plan()
     stack: list[tuple[str, Any, Any]] = [("", target, found)]
+    seen: set[int] = set()  # containers: each is filled once, from its first place in the tree
     while stack:
         path, here, there = stack.pop()
         if isinstance(here, Tensor):
             _match_tensor(plan, path or "the object itself", here, there)
             continue
+        if id(here) in seen:
+            continue
+        seen.add(id(here))
         for name, value in reversed(list(_items(here))):
             place = f"{path}.{name}" if path else str(name)
             try:

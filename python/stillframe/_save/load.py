@@ -6,10 +6,11 @@ import errno
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
@@ -24,6 +25,7 @@ from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
 _PACKED = "another program packed it"
+_LACKING = re.compile(r"failed locating file (\S+?)(?: in archive|: file not found)")
 _logger = logging.getLogger("stillframe")
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -163,7 +165,11 @@ def _load_fd(fd: int, how: _How) -> Any:
             with bar.watched(core.done, how.path, found["nbytes"]):
                 return archive.load(how.map_location, not how.runs_code)
         except RestoreFailed:
-            why = _why_not(archive.failure, fd, how)
+            if not _is_for_torch(archive.failure):
+                _raise_failure(archive.failure, fd, how)
+            why = _PACKED
+        except restore.Missing as missing:
+            raise _lacks(str(missing), fd, how) from None
         except restore.CutShort as short:
             names = _tensors_in(fd, how, str(short))
             raise RuntimeError(
@@ -199,22 +205,39 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     plan = None
     if core is not None:
         plan, why = _plan_ahead(core, into, how)
-    if plan is None:
-        _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
-        plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
-        plan.refuse_problems()
+    if plan is not None:
         gate.wait()  # for saves that still copy out of these tensors
-        copy(plan)
-        return into
+        if _fill(plan, fd, how, found["nbytes"]):
+            return into
+        why = _PACKED
+    _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
+    plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
+    plan.refuse_problems()
+    gate.wait()  # likewise
+    copy(plan)
+    return into
+
+
+def _fill(plan: Plan, fd: int, how: _How, nbytes: int) -> bool:
+    """Reads the records of a file of so many bytes straight to their targets.
+
+    Returns:
+        False when another program packed the file, so that torch has to read it. The targets may
+        be half written then; values are not set.
+
+    Raises:
+        CorruptCheckpointError, OSError, StillframeError: The targets are half written.
+    """
     core = how.open_again(fd)
     fill = Fill(core, plan)
-    gate.wait()  # likewise
     try:
-        with bar.watched(core.done, how.path, found["nbytes"]):
+        with bar.watched(core.done, how.path, nbytes):
             fill.run()
     except RestoreFailed:
-        _why_not(fill.failure, fd, how, "; what into= names is half written")
-    return into
+        if not _is_for_torch(fill.failure):
+            _raise_failure(fill.failure, fd, how, "; what into= names is half written")
+        return False
+    return True
 
 
 def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan | None, str]:
@@ -244,9 +267,7 @@ def _load_mapped(fd: int, how: _How) -> Any:
         raise ValueError(f"{how.path} cannot be mapped: {_PACKED}; load it without mmap=True")
     check_fd(fd, how.path, verify=how.verify)
     # The open file by a name of its own: the path may name another one by now.
-    return torch.load(
-        f"/proc/self/fd/{fd}", how.map_location, weights_only=how.weights_only, mmap=True
-    )
+    return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
 
 
 def _load_generally(fd: int, how: _How) -> Any:
@@ -273,16 +294,33 @@ def _load_generally(fd: int, how: _How) -> Any:
     return loaded
 
 
-def _torch_load(file: Any, how: _How) -> Any:
+def _torch_load(file: Any, how: _How, *, mmap: bool = False) -> Any:
     # torch's configuration may make mmap the default: such tensors would die with the file.
-    return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=False)
+    try:
+        return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
+    except RuntimeError as error:
+        if (name := _LACKING.search(str(error))) is None:
+            raise
+        raise CorruptCheckpointError(
+            f"{how.path} cannot be loaded: record {name[1]} is missing"
+        ) from error
 
 
 # ---- what is wrong ----
 
 
-def _why_not(failure: Failure | None, fd: int, how: _How, more: str = "") -> str:
-    """Raises what ended a restore; returns why it should be tried in the general way instead.
+def _is_for_torch(failure: Failure | None) -> bool:
+    """Whether a restore ended because torch has to read the archive, and not for a fault."""
+    return failure is not None and failure.code == -errno.EOPNOTSUPP
+
+
+def _lacks(record: str, fd: int, how: _How) -> CorruptCheckpointError:
+    names = _tensors_in(fd, how, record)
+    return CorruptCheckpointError(f"{how.path} cannot be loaded: record {record} is missing{names}")
+
+
+def _raise_failure(failure: Failure | None, fd: int, how: _How, more: str = "") -> NoReturn:
+    """Raises what ended a restore.
 
     Args:
         more: What else the user has to know.
@@ -299,8 +337,6 @@ def _why_not(failure: Failure | None, fd: int, how: _How, more: str = "") -> str
             f"{how.path} cannot be loaded: record {failure.record}: {failure.reason}{more}; read"
             " again, it is right: the disk or the memory is not to be trusted"
         )
-    if failure.code == -errno.EOPNOTSUPP:
-        return _PACKED
     if failure.reason is not None:
         raise StillframeError(f"{how.path} cannot be loaded: {failure.reason}{more}")
     where = f"record {failure.record}, at byte {failure.offset}"

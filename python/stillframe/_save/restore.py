@@ -58,6 +58,10 @@ class CutShort(Exception):
     """A tensor reaches beyond its record; `args` has the record's name."""
 
 
+class Missing(Exception):
+    """The pickle names a record that the file does not have; `args` has the record's name."""
+
+
 class Archive:
     """The records of an open file, as torch's `_load` asks for them.
 
@@ -89,6 +93,7 @@ class Archive:
         Raises:
             RestoreFailed: A record is damaged or could not be read.
             CutShort: A record is shorter than a tensor in it.
+            Missing: The file lacks a record.
             Everything that torch.load raises behind its opening of the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
@@ -174,9 +179,10 @@ class Archive:
         """The record's bytes, there and checked. The caller owns them from now on."""
         index = self._core.find(name)
         if index < 0:
-            self._torch.get_record(name)  # raises
-        if index >= len(self._storages) or self._waiting_nbytes < self._ahead // 2:
-            self._find_memory(self._core.reach(index))
+            raise Missing(name)
+        reach = self._core.reach(index)  # neighbours that share a piece of the file need theirs too
+        if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
+            self._find_memory(reach)
         if not self._core.wait(index):
             raise RestoreFailed
         storage, self._storages[index] = self._storages[index], None
@@ -351,7 +357,10 @@ class Shapes:
         return self._records[name]
 
     def get_record_offset(self, name: str) -> int:
-        return self._core.find(name)
+        index = self._core.find(name)
+        if index < 0:
+            raise Missing(name)
+        return index
 
     def serialization_id(self) -> str:
         return ""  # at the file's end: not worth reading all before it
@@ -368,6 +377,8 @@ def can(core: _core.Restore, map_location: Any) -> str | None:
         return "this torch loads in another way"
     if core.find("constants.pkl") >= 0:
         return "it is TorchScript"
+    if core.find("version") < 0:
+        return "its version is in another record"
     if map_location is not None and str(map_location) == "meta":
         return "no storage is asked for"
     if reads_no_bytes():

@@ -7,12 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
-
-SAVES = 6  # in a run of the demo
-MOST_STEPS = 96
-LEAST_STEPS = 4 * SAVES  # a few before the first save: tensors were watched over steps then
-LEAST_DEMO_NBYTES = 1 << 20
 
 Size = Callable[..., Callable[[str], int]]
 
@@ -53,39 +47,6 @@ def _bench(bench: argparse.ArgumentParser, size: Size) -> None:
     bench.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _demo(demo: argparse.ArgumentParser, size: Size) -> None:
-    demo.add_argument(
-        "--size",
-        type=size(least=LEAST_DEMO_NBYTES),
-        default=300_000_000,
-        metavar="BYTES",
-        help="size of a checkpoint, such as 300MB or 2GiB (default: 300MB)",
-    )
-    demo.add_argument(
-        "--dir",
-        type=Path,
-        metavar="DIR",
-        help="where checkpoints go, and stay (default: a temporary directory)",
-    )
-    demo.add_argument(
-        "--steps",
-        type=_steps,
-        metavar="N",
-        help=f"steps of each training run, {SAVES} of which end in a save (default: "
-        f"{MOST_STEPS}, fewer where they are slow)",
-    )
-
-
-def _steps(text: str) -> int:
-    try:
-        steps = int(text)
-    except ValueError:
-        steps = 0
-    if steps < LEAST_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number, {LEAST_STEPS} or more")
-    return steps - steps % SAVES
-
-
 def _info(info: argparse.ArgumentParser, _: Size) -> None:
     info.add_argument(
         "directory",
@@ -124,13 +85,6 @@ _COMMANDS = {
         " removed.",
         "Exit status: 0 measured; 2 DIR cannot be measured, or bad usage.",
         _bench,
-    ),
-    "demo": (
-        "train a small model and compare two plugins",
-        "Trains a small model on the CPU, saves it with Lightning's AsyncCheckpointIO and with"
-        " stillframe's, and shows what a save costs with each.",
-        "Exit status: 0 every check passed; 1 one failed; 2 the demo cannot run.",
-        _demo,
     ),
     "info": (
         "show versions, machine and disk, for a bug report",

@@ -1,9 +1,7 @@
 /* The restore: every record's bytes arrive where they were wanted, or nothing is called good. */
 #include <errno.h>
 
-#include "check/verdict.h"
-#include "restore/plan.h"
-#include "restore/restore.h"
+#include "restore/open.h"
 
 #define PIECE SFR__RESTORE_PIECE_MAX
 
@@ -22,24 +20,6 @@ static void forget(struct restored *found)
 		free(found->mem[i]);
 	free(found->mem);
 	free(found->len);
-}
-
-static struct sfr_restore *open_restore(int fd, unsigned flags, int *rc)
-{
-	struct sfr_restore *r = NULL;
-	struct sfr_check *check;
-
-	*rc = sfr_check_new(fd, SFR_CHECK_DIRECTORY | SFR_CHECK_KEEP, &check);
-	if (*rc != 0)
-		return NULL;
-	*rc = sfr_check_run(check, SFR_FOREVER);
-	if (*rc == 0 && !sfr_check_result(check)->ok)
-		*rc = SFR_ECORRUPT;
-	if (*rc != 0)
-		sfr_check_free(check);
-	else
-		*rc = sfr_restore_new(check, fd, flags, &r);
-	return r;
 }
 
 /* Records get their places `step` at a time, each is waited for as soon as it can be read: what is

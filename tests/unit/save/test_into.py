@@ -290,6 +290,34 @@ def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):
             stillframe.load(tmp_path / "x.pt", into=kind)
 
 
+def holding_itself(value):
+    """A tree that holds itself, and one container twice."""
+    shared = {"w": torch.full((3,), value), "step": int(value)}
+    tree = {"once": shared, "again": [shared], "deep": {"list": []}}
+    tree["self"] = tree
+    tree["deep"]["list"].append(tree["deep"])
+    tree["deep"]["pair"] = (tree, torch.full((2,), value))
+    return tree
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_tree_that_holds_itself_is_filled(write, tmp_path):
+    write(holding_itself(5.0), tmp_path / "x.pt")
+    target = holding_itself(0.0)
+    assert stillframe.load(tmp_path / "x.pt", into=target) is target
+    assert target["once"] is target["again"][0]
+    assert target["once"]["w"].tolist() == [5.0] * 3 and target["once"]["step"] == 5
+    assert target["deep"]["pair"][1].tolist() == [5.0] * 2
+    assert target["self"] is target and target["deep"]["list"][0] is target["deep"]
+
+
+def test_container_in_two_places_is_filled_from_the_first(tmp_path):
+    stillframe.save({"one": {"step": 1}, "two": {"step": 2}}, tmp_path / "x.pt")
+    shared = {"step": 0}
+    stillframe.load(tmp_path / "x.pt", into={"one": shared, "two": shared})
+    assert shared == {"step": 1}
+
+
 def test_damage_in_the_middle_says_that_the_target_is_half_written(tmp_path):
     path = tmp_path / "x.pt"
     by_stillframe(state(), path)

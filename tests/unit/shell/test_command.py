@@ -17,7 +17,7 @@ import torch.distributed.checkpoint
 from _stillframe_command import INTERRUPTED, NO_READER, UNUSABLE, main
 from stillframe._shell import cli, info
 
-COMMANDS = ["verify", "inspect", "bench", "demo", "info", "completion"]
+COMMANDS = ["verify", "inspect", "bench", "info", "completion"]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,6 @@ COMMANDS = ["verify", "inspect", "bench", "demo", "info", "completion"]
         ["--help"],
         ["--version"],
         ["verify", "--help"],
-        ["demo", "--help"],
         ["completion", "bash"],
         [],
     ],
@@ -73,6 +72,13 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out == f"stillframe {stillframe.__version__}\n"
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["demo"])
+    assert end.value.code == 2
+    assert "invalid choice: 'demo'" in capsys.readouterr().err
 
 
 # ---- completion --------------------------------------------------------------------------------

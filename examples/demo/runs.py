@@ -29,14 +29,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from digits import DigitBatches, DigitsModel
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningsCheckpointIO
-
 from stillframe import Engine, SaveReport
 from stillframe._shell import bench_raw as raw
-from stillframe._shell.demo_model import DigitBatches, DigitsModel
 from stillframe.lightning import AsyncCheckpointIO
 
 Tick = Callable[[], None]

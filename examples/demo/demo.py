@@ -1,33 +1,37 @@
-"""`python -m stillframe demo`: the same training, saved by Lightning's plugin and by ours.
+"""`make demo`: one training, saved by Lightning's plugin and by stillframe's.
+
+    python examples/demo/demo.py [--size 300MB] [--dir DIR] [--steps N]
 
 It trains a small Lightning model on the handwritten digits that ship with scikit-learn: without
-saving, saving with Lightning's own AsyncCheckpointIO, saving with ours, and all of that once more.
-Then it goes on from a checkpoint in the middle and reads one with plain torch.load. It prints what
-a save cost in each, and exits with 0 if all that was promised held, 1 if something did not, 2 if
-it could not run here.
+saves, with Lightning's own AsyncCheckpointIO, with stillframe's, and all of that once more. Then
+it resumes from a checkpoint in the middle and reads one with plain torch.load. It prints what a
+save cost in each run.
+
+Exit status: 0 every check passed; 1 one failed; 2 the demo cannot run here; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import options
+from rich.console import Console
 from stillframe._base.sizes import decimal
 from stillframe._shell import bench_raw as raw
-from stillframe._shell.console import Console
-from stillframe._shell.usage import SAVES
 
 if TYPE_CHECKING:
-    from stillframe._shell.demo_story import Story
+    from story import Story
 
 # Measured with Lightning 2.6: its clone, its writer's buffer and a copy of that, beside weights,
 # gradients, AdamW's moments and what the step itself needs.
@@ -39,35 +43,43 @@ class CannotRun(Exception):
     """The demo cannot run here; the message says why and what to do."""
 
 
-def run(options: argparse.Namespace) -> int:
-    """The command; returns the exit status (see the module)."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; return the exit status (see the module)."""
+    asked = options.parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal gets a ? and no traceback
+    return run(asked)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Run what was asked for; return the exit status."""
     console = Console(highlight=False)
     try:
-        with _directory(options.dir) as directory, warnings.catch_warnings():
+        with _directory(asked.dir) as directory, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _check_room(options.size, directory)
+            _check_room(asked.size, directory)
             with console.status("Importing Lightning and scikit-learn ..."):
                 story_of = _import_story()
             with _quiet():
                 return story_of(
                     console,
-                    nbytes=options.size,
-                    steps=options.steps,
+                    nbytes=asked.size,
+                    steps=asked.steps,
                     directory=directory / "checkpoints",
                     place=f"{directory}, {_file_system(directory)}",
-                    kept=options.dir is not None,
+                    kept=asked.dir is not None,
                 ).tell()
     except CannotRun as reason:
-        print(f"stillframe demo: {reason}", file=sys.stderr)
+        print(f"demo: {reason}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
-        print("stillframe demo: interrupted", file=sys.stderr)
+        print("demo: interrupted", file=sys.stderr)
         return 130
 
 
 def _import_story() -> type[Story]:
     try:
-        from stillframe._shell.demo_story import Story
+        from story import Story
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         package = {"sklearn": "scikit-learn"}.get(module, module)
@@ -82,7 +94,7 @@ def _import_story() -> type[Story]:
 
 @contextmanager
 def _directory(wanted: Path | None) -> Iterator[Path]:
-    """The directory for checkpoints: the user's, which stays, or one that is removed at the end."""
+    """Give the directory for checkpoints: the user's, which stays, or a temporary one."""
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
@@ -107,8 +119,10 @@ def _file_system(path: Path) -> str:
 
 
 def _check_room(nbytes: int, directory: Path) -> None:
-    """Raises CannotRun if disk or memory are too small for checkpoints of `nbytes`."""
-    need = int(nbytes * (SAVES + 0.5))  # one run's files at a time, and the one being written
+    """Raise CannotRun if disk or memory are too small for checkpoints of `nbytes`."""
+    need = int(
+        nbytes * (options.SAVES + 0.5)
+    )  # one run's files at a time, and the one being written
     free = shutil.disk_usage(directory).free
     if free < need:
         raise CannotRun(
@@ -126,7 +140,7 @@ def _check_room(nbytes: int, directory: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lightning's notices would only cut through the display: they are about other uses."""
+    """Silence Lightning's notices, which are about other uses and would cut the display."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:
@@ -136,3 +150,7 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

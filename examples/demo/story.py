@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from digits import BATCH, HIDDEN_LAYERS, accuracy, width_for
+from options import LEAST_STEPS, MOST_STEPS, SAVES
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from stillframe._base.sizes import decimal
-from stillframe._shell.demo_model import BATCH, HIDDEN_LAYERS, accuracy, width_for
-from stillframe._shell.demo_runs import (
+from runs import (
     Figures,
     Run,
     Tick,
@@ -33,7 +32,7 @@ from stillframe._shell.demo_runs import (
     with_ours,
     without_saves,
 )
-from stillframe._shell.usage import LEAST_STEPS, MOST_STEPS, SAVES
+from stillframe._base.sizes import decimal
 from stillframe.lightning import AsyncCheckpointIO
 
 ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machine falls on all

@@ -9,27 +9,29 @@ import sys
 import tempfile
 from pathlib import Path
 
+import demo
+import options
 import pytest
-from _stillframe_command import main as command
-from stillframe._shell import bench_raw, usage
+from stillframe._shell import bench_raw
 
 GIB = 1 << 30
+DEMO = Path(demo.__file__).parent
 
 
 @pytest.mark.parametrize(("text", "steps"), [("24", 24), ("100", 96)])
 def test_steps_are_rounded_down_to_whole_windows(text, steps):
-    assert usage._steps(text) == steps
+    assert options.steps(text) == steps
 
 
 @pytest.mark.parametrize("text", ["0", "-6", "23", "many"])
 def test_too_few_steps_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
-        usage._steps(text)
+        options.steps(text)
 
 
 def test_bad_usage_ends_with_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
-        command(["demo", "--size", "huge"])
+        demo.main(["--size", "huge"])
     assert ended.value.code == 2
     assert "huge" in capsys.readouterr().err
 
@@ -37,7 +39,7 @@ def test_bad_usage_ends_with_status_2(capsys):
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
-    assert command(["demo", "--size", "300MB", "--dir", str(tmp_path)]) == 2
+    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "100 MB free" in error
     assert "--size" in error
@@ -46,7 +48,7 @@ def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch
 
 def test_too_little_memory_is_noticed_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_raw, "free_memory", lambda: GIB)
-    assert command(["demo", "--size", "300MB", "--dir", str(tmp_path)]) == 2
+    assert demo.main(["--size", "300MB", "--dir", str(tmp_path)]) == 2
     assert "1.07 GB of memory are free" in capsys.readouterr().err
 
 
@@ -54,14 +56,14 @@ def test_a_directory_with_checkpoints_of_another_run_is_left_alone(tmp_path, cap
     kept = tmp_path / "checkpoints" / "step=16.ckpt"
     kept.parent.mkdir()
     kept.write_text("precious")
-    assert command(["demo", "--dir", str(tmp_path)]) == 2
+    assert demo.main(["--dir", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert kept.read_text() == "precious"
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert command(["demo", "--dir", str(tmp_path / "file" / "dir")]) == 2
+    assert demo.main(["--dir", str(tmp_path / "file" / "dir")]) == 2
     assert "cannot use --dir" in capsys.readouterr().err
 
 
@@ -72,9 +74,11 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
     code = f"""if True:
         import sys
         sys.modules[{module!r}] = None  # importing it fails as if it were not there
-        from _stillframe_command import main
-        sys.exit(main(["demo", "--size", "2MB"]))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        import demo
+        sys.exit(demo.main(["--size", "2MB"]))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=DEMO, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert f"it needs {package}" in done.stderr
 
@@ -82,7 +86,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(module, package):
 def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
     """18 steps of 100 ms with a save after every third; the step that ends in one takes `save_s`
     more, and each step is `drift` times as long as the one before."""
-    from stillframe._shell.demo_runs import Run, Save
+    from runs import Run, Save
 
     run = Run(starts=[0.0], grown_bytes=int(1000 * save_s))
     length = 0.1
@@ -97,7 +101,7 @@ def run_of(save_s: float, finished_s: float | None, drift: float = 1.0):
 
 
 def test_lost_time_is_what_steps_behind_a_save_took_more_than_steps_of_the_same_run_without():
-    from stillframe._shell.demo_runs import figures
+    from runs import figures
 
     of = figures([run_of(0.3, 0.15)], [run_of(0.0, 0.0)], period=4)
     assert of.lost_s == pytest.approx(0.3)
@@ -114,7 +118,7 @@ def test_a_machine_that_grows_slower_does_not_count_as_lost_time():
 
 
 def test_steps_beside_a_save_that_goes_on_are_no_measure_of_steps_without():
-    from stillframe._shell.demo_runs import figures
+    from runs import figures
 
     run = run_of(0.3, 0.15)
     run.saves[2].finished_s = 0.7  # beyond its own window: the next one's steps are its own, too
@@ -125,11 +129,11 @@ def test_steps_beside_a_save_that_goes_on_are_no_measure_of_steps_without():
 
 
 def test_lost_time_is_told_with_its_error_and_left_out_where_that_is_larger():
-    from stillframe._shell import demo_story
-    from stillframe._shell.demo_runs import Figures
+    import story
+    from runs import Figures
 
     def told(lost_s: float | None, error_s: float | None) -> str:
-        return demo_story._lost(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
+        return story._lost(Figures(0.1, 0.1, 0.0, lost_s, error_s, None, None))
 
     assert told(0.05, 0.012) == "50 ms ± 12 ms"
     assert told(0.05, 0.06) == "within the noise, ± 60 ms"
@@ -172,7 +176,7 @@ def run_demo(
     if bench_raw.file_system_of(Path(tempfile.gettempdir())) == "tmpfs":
         pytest.skip("the demo keeps off a tmpfs, so where it puts its files cannot be watched")
     return subprocess.run(
-        [sys.executable, "-m", "stillframe", "demo", *arguments],
+        [sys.executable, str(DEMO / "demo.py"), *arguments],
         capture_output=True,
         text=True,
         env={

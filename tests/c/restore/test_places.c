@@ -1,0 +1,229 @@
+/* Where a restore's records go and are looked for: waits that only the owner of the memory could end,
+ * headers that say something else than the directory, and pieces of any size. */
+#include <errno.h>
+
+#include "restore/open.h"
+#include "sfr/limits.h"
+
+#define SMALL_PIECE 4096u
+#define NR_DATA 12u
+
+/* Records that begin and end anywhere in pieces of a page. */
+static struct archive with_shared_pieces(void)
+{
+	static char names[NR_DATA][24];
+	static unsigned char data[NR_DATA * 1777];
+	struct archive a = archive_torch();
+
+	for (size_t i = 0; i < sizeof(data); i++)
+		data[i] = (unsigned char)rng();
+	for (size_t i = 0; i < NR_DATA; i++) {
+		(void)snprintf(names[i], sizeof(names[i]), "archive/data/%zu", i);
+		archive_add(&a, names[i], data + i, 1777 * i + 1);
+	}
+	archive_finish(&a);
+	return a;
+}
+
+static void lower_the_piece(void)
+{
+	struct sfr_limits limits = sfr_limits;
+
+	limits.restore_piece_bytes = SMALL_PIECE;
+	CHECK_EQ(sfr_limits_set(&limits), 0);
+}
+
+static void wait_for_a_record_whose_neighbours_have_no_memory_is_refused(void)
+{
+	struct archive a = with_shared_pieces();
+	int fd = file_of(a.buf, a.len), rc;
+	unsigned nr_refused = 0;
+
+	lower_the_piece();
+	for (uint64_t upto = 0; upto < a.nr; upto++) {
+		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+
+		CHECK_EQ(sfr_restore_go(r, upto), 0);
+		for (uint64_t i = 0; i < a.nr; i++) {
+			bool can = sfr_restore_reach(r, i) <= upto;
+
+			CHECK_EQ(sfr_restore_wait(r, i, SFR_FOREVER), can ? 0 : SFR_EUNPLACED);
+			nr_refused += i < upto && !can;
+		}
+		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), SFR_EUNPLACED);
+		CHECK_EQ(sfr_restore_failure(r)->code, 0);
+		CHECK_EQ(sfr_restore_go(r, a.nr), 0); /* and nothing is lost by having asked */
+		CHECK_EQ(sfr_restore_go(r, upto), 0); /* what was allowed stays so */
+		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
+		sfr_restore_free(r);
+	}
+	CHECK(nr_refused > 0); /* records that had memory themselves */
+	sfr_limits_reset();
+	(void)close(fd);
+	archive_free(&a);
+}
+
+/* Each record gets its memory, and that of all before it, only when it is asked for. */
+static void ask_in_order(const struct archive *a, int fd, const uint64_t *order)
+{
+	char *mem = malloc(a->len);
+	int rc;
+	struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+	uint64_t placed = 0;
+
+	for (uint64_t k = 0; k < a->nr; k++) {
+		const uint64_t reach = sfr_restore_reach(r, order[k]);
+
+		for (; placed < reach; placed++)
+			sfr_restore_into(r, placed, mem + a->records[placed].data_off);
+		CHECK_EQ(sfr_restore_go(r, reach), 0);
+		CHECK_EQ(sfr_restore_wait(r, order[k], SFR_FOREVER), 0);
+		CHECK(memcmp(mem + a->records[order[k]].data_off,
+			     a->buf + a->records[order[k]].data_off,
+			     a->records[order[k]].len) == 0);
+	}
+	CHECK_EQ(sfr_restore_wait(r, a->nr, SFR_FOREVER), 0);
+	sfr_restore_free(r);
+	free(mem);
+}
+
+static void records_are_there_in_whatever_order_they_are_asked_for(void)
+{
+	struct archive a = with_shared_pieces();
+	uint64_t *order = calloc(a.nr, sizeof(*order));
+	int fd = file_of(a.buf, a.len);
+
+	lower_the_piece();
+	for (uint64_t i = 0; i < a.nr; i++)
+		order[i] = i;
+	ask_in_order(&a, fd, order);
+	for (uint64_t i = 0; i < a.nr; i++)
+		order[i] = a.nr - 1 - i;
+	ask_in_order(&a, fd, order);
+	for (unsigned run = 0; run < 20; run++) {
+		for (uint64_t i = a.nr - 1; i > 0; i--) {
+			const uint64_t other = rng() % (i + 1), here = order[i];
+
+			order[i] = order[other];
+			order[other] = here;
+		}
+		ask_in_order(&a, fd, order);
+	}
+	sfr_limits_reset();
+	free(order);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+/* The last record's header says by itself how long it is: 65,535 bytes of name and of extra fields
+ * are more than any header that the directory allows. */
+static void header_whose_name_is_longer_than_in_the_directory_is_refused(void)
+{
+	static const char padding[1];
+	struct archive a = archive_torch();
+	const struct archive_record *last;
+	int fd, rc;
+
+	archive_add(&a, "archive/data/0", padding, 0);
+	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len); /* it lies across two pieces */
+	archive_add(&a, "archive/data/1", "x", 1);
+	archive_gap(&a, 3 * 0xffffu);
+	archive_finish(&a);
+	last = &a.records[a.nr - 1];
+	fd = file_of(a.buf, a.len);
+	CHECK(check_fd(fd, SFR_CHECK_BYTES).ok);
+	(void)close(fd);
+	for (unsigned name_len = 0xffff; name_len > 0; name_len /= 2) {
+		archive_poke(&a, last->hdr_off + 26, name_len, 2);
+		archive_poke(&a, last->hdr_off + 28, 0xffff, 2);
+		fd = file_of(a.buf, a.len);
+		CHECK(open_restore(fd, 0, &rc) == NULL);
+		CHECK_EQ(rc, -EOPNOTSUPP);
+		refuse(&a, "its local header and the directory disagree");
+		(void)close(fd);
+	}
+	archive_free(&a);
+}
+
+/* The longest header there may be fits the scratch memory, wherever it lies across two pieces. */
+static void longest_header_is_read_across_two_pieces(void)
+{
+	enum { MOST = SFR__UNZIP_NAME_MAX };
+	static char name[MOST + 1] = "archive/";
+	struct archive a = archive_torch();
+	struct sfr_restore *r;
+	uint64_t at;
+	int fd, rc;
+
+	memset(name + 8, 'n', MOST - 8);
+	archive_gap(&a, SFR__RESTORE_PIECE_MAX - 10 - a.len);
+	a.align = 0;
+	at = a.len;
+	archive_add(&a, name, "", 0);
+	archive_poke(&a, at + 28, 0xffff, 2);
+	archive_put(&a, "FB", 2, 'x');
+	archive_num(&a, 0xffff - 4, 2, 0);
+	archive_gap(&a, 0xffff - 4);
+	archive_finish(&a);
+	fd = file_of(a.buf, a.len);
+	r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+	if (CHECK(r != NULL)) {
+		CHECK_EQ(r->targets[a.nr - 1].data_off - at, SFR__RESTORE_HEADER_MAX);
+		CHECK_EQ(sfr_restore_go(r, a.nr), 0);
+		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), 0);
+	}
+	sfr_restore_free(r);
+	(void)close(fd);
+	archive_free(&a);
+}
+
+/* A reader may come to a long record's end before another one has seen its header. */
+static void archive_of_another_program_is_never_called_damaged(void)
+{
+	static const char data[20 * SMALL_PIECE];
+	struct archive a = { .zip64 = true, .described = true };
+	int fd, rc;
+
+	archive_add(&a, "archive/data.pkl", "\x80\x02}q\x00.", 6);
+	archive_gap(&a, 100);
+	archive_add(&a, "archive/version", "3\n", 2);
+	archive_gap(&a, SMALL_PIECE - a.len);
+	archive_add(&a, "archive/data/0", data, sizeof(data)); /* 64-aligned it would begin later */
+	archive_gap(&a, 100);
+	archive_add(&a, "archive/data/1", data, 8);
+	archive_finish(&a);
+	accept(&a, 4);
+	fd = file_of(a.buf, a.len);
+	CHECK_EQ(sfr_inject_install(), 0);
+	lower_the_piece();
+	for (uint64_t nth = 1; nth <= 4; nth++) {
+		const struct sfr_fault late = {
+			.call = "pread", .nth = nth, .limit = -1, .delay_ns = 50000000
+		};
+		struct sfr_restore *r = open_restore(fd, SFR_RESTORE_VERIFY, &rc);
+
+		CHECK(r != NULL);
+		/* Those before it are as torch has them; their header is not what is late. */
+		r->next_off = SMALL_PIECE;
+		r->next_rec = 2;
+		sfr_inject_clear();
+		CHECK_EQ(sfr_inject_set(&late), 0);
+		CHECK_EQ(sfr_restore_go(r, a.nr), 0);
+		CHECK_EQ(sfr_restore_wait(r, a.nr, SFR_FOREVER), -EOPNOTSUPP);
+		sfr_restore_free(r);
+	}
+	sfr_inject_remove();
+	sfr_limits_reset();
+	(void)close(fd);
+	archive_free(&a);
+}
+
+int main(void)
+{
+	RUN(wait_for_a_record_whose_neighbours_have_no_memory_is_refused);
+	RUN(records_are_there_in_whatever_order_they_are_asked_for);
+	RUN(header_whose_name_is_longer_than_in_the_directory_is_refused);
+	RUN(longest_header_is_read_across_two_pieces);
+	RUN(archive_of_another_program_is_never_called_damaged);
+	return check_done();
+}
