@@ -85,14 +85,21 @@ void sfr__engine_wake_idle_locked(struct sfr_engine *engine);
 
 /* ---- engine.c ---- */
 void sfr__engine_get(struct sfr_engine *engine);
+/* Notes that a snapshot has returned its memory, or got none. The last one of a closed engine frees
+ * the pool. */
+void sfr__engine_snapshot_gone(struct sfr_engine *engine);
+
+/* ---- slots.c ---- */
+/* Waits until a save may take a slot; unordered (`apart`) saves have their own. Flags are those of
+ * the save: with SFR_SAVE_NESTED it never waits, and *beyond tells whether it exceeds
+ * max_in_flight. SFR_EAGAIN; SFR_EBUSY with SFR_SAVE_NO_WAIT; SFR_ECLOSED. */
+int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
+			     uint64_t deadline_ns, bool *beyond);
 /* Gives a save of the calling thread a slot; leave returns it. */
 void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight);
 /* Counts the saves in flight that this thread is capturing further up its stack, and so cannot wait
  * for. */
 uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine);
-/* Notes that a snapshot has returned its memory, or got none. The last one of a closed engine frees
- * the pool. */
-void sfr__engine_snapshot_gone(struct sfr_engine *engine);
 
 #endif

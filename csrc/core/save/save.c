@@ -137,15 +137,6 @@ static uint32_t nr_whole_blocks(const struct sfr_ticket *t)
 	return nr;
 }
 
-/* Unordered saves do not wait behind those that wait in the log, perhaps for them. */
-static bool has_slot_locked(const struct sfr_ticket *t)
-{
-	const struct sfr_engine *engine = t->engine;
-	uint32_t nr = t->flight.apart ? engine->nr_apart : engine->nr_in_flight - engine->nr_apart;
-
-	return nr < engine->opts.max_in_flight;
-}
-
 int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 {
 	struct sfr_engine *engine = t->engine;
@@ -157,22 +148,9 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	SFR__TRACE(SFR_TRACE_ADMIT, t->number, 0);
 	sfr__lock(&engine->mu);
 	rc = t->state == SFR_NEW ? 0 : SFR_ESTATE;
-	while (rc == 0) {
-		if (engine->closing) {
-			rc = SFR_ECLOSED;
-			break;
-		}
-		if (has_slot_locked(t))
-			break;
-		if (t->flags & SFR_SAVE_NESTED) {
-			t->over_slots = true;
-			break;
-		}
-		if (t->flags & SFR_SAVE_NO_WAIT)
-			rc = SFR_EBUSY;
-		else
-			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline);
-	}
+	if (rc == 0)
+		rc = sfr__engine_admit_locked(engine, t->flight.apart, t->flags, deadline,
+					      &t->over_slots);
 	if (rc == 0)
 		rc = sfr__engine_start_locked(engine);
 	if (rc == 0 && sfr__ticket_is_ordered(t))
