@@ -83,6 +83,16 @@ def test_every_page_is_in_the_navigation_and_nothing_else():
     assert _in_nav(nav) == set(map(_name, PAGES))
 
 
+def test_the_glossary_has_at_most_40_terms_and_names_files_that_exist():
+    rows = re.findall(
+        r"^\| \*\*([^*]+)\*\* \|.*\| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(), re.M
+    )
+    assert 30 <= len(rows) <= 40
+    assert len({term for term, _ in rows}) == len(rows)
+    for term, owner in rows:
+        assert (ROOT / owner).is_file(), f"{term}: {owner}"
+
+
 def _anchors(page: Path) -> set[str]:
     """As Markdown's own slugs of the headings, with those that are given or made by entries."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)

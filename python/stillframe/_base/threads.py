@@ -10,7 +10,7 @@ def refused() -> OSError:
     """For a process that is given no thread more."""
     return OSError(
         errno.EAGAIN,
-        "the system gives this process no thread more: raise the limit on processes (ulimit -u, or"
+        "the system refused to start another thread: raise the limit on processes (ulimit -u, or"
         " the container's limit on pids), or run fewer threads and processes beside it",
     )
 
