@@ -215,7 +215,7 @@ struct start {
 	enum sfr__thread_kind kind;
 };
 
-/* Name and priority are set by the thread itself, so that they hold before its first line of
+/* Name, CPUs and priority are set by the thread itself, so that they hold before its first line of
  * work and need no handle that the maker might not have yet. */
 static void *thread_main(void *arg)
 {
@@ -223,6 +223,7 @@ static void *thread_main(void *arg)
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
+	sfr__cpus_take();
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at
 	 * the same priority: slower, and nothing worse. */
 	if (start.kind == SFR__BACKGROUND)
