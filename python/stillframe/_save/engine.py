@@ -17,7 +17,7 @@ import time
 from typing import Any, cast
 
 from stillframe import _core
-from stillframe._base import device, paths, sizes
+from stillframe._base import cpus, device, paths, sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
 from stillframe._save import completion, gate, ordered
@@ -84,6 +84,7 @@ class Engine:
         self._limits = limits
         self._closed = False
         self._used = False
+        cpus.spread()
         try:
             self._core = _core.Engine(
                 limits.pool_bytes,
