@@ -9,13 +9,14 @@ and change them as the block says; outside they only forward them.
             stillframe.save(state, path)
     assert injected.hits == 1
 
-Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrite", "fdatasync",
-"fsync", "fallocate", "flock", "set_flags", "fstat", "lstat", "realpath", "faccessat", "rename",
-"unlink", "rmdir",
-"opendir", "mmap", "munmap", "mprotect", "madvise", "mincore", "malloc", "calloc", "realloc",
-"thread_create", "set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir",
-"closedir", "free", "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy"
-(during the call) and "lane_copy" (after it), can only be held or slow.
+Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
+
+    open close pread pwrite fdatasync fsync fallocate flock set_flags fstat lstat realpath faccessat
+    rename unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc realloc
+    thread_create set_nice get_affinity set_affinity
+
+"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. The same
+holds for the copies of tensor bytes, "capture_copy" (during the call) and "lane_copy" (after it).
 
 Faults apply to the process, not to a thread. Blocks nest; up to 16 faults exist at a time. Enter
 the first one while no save is in flight, because it replaces the table.

@@ -1,4 +1,4 @@
-"""What stillframe needs, and one sentence for each requirement that is not met.
+"""The requirements of stillframe, and one sentence for each that is not met.
 
 `setup.py` runs this file by its path before it builds, so it imports nothing from the package.
 """

@@ -33,7 +33,7 @@ class trace:  # a context manager that reads as a verb
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
     topmost row shows training steps (from the end of one optimizer step to the end of the next,
     the optimizer's part inside it). Below it each thread has a row: the call with planning and the
-    copies made in it (`capture`), the wait before the step (`gate`), later copies, checksums,
+    copies made in it (`capture`); the wait before the step (`gate`); later copies, checksums,
     writes, syncs and commits, each with the number of its save and its bytes. Once a save has
     ended, it is a slice of its own (`save`, with file name and outcome), from the call to the end.
 
