@@ -91,6 +91,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, exec_errors },
 	{ Py_mod_exec, exec_constants },
 	{ Py_mod_exec, sfr_py_add_engine },
+	{ Py_mod_exec, sfr_py_add_slot },
 	{ Py_mod_exec, sfr_py_add_ticket },
 	{ Py_mod_exec, sfr_py_add_parts },
 	{ Py_mod_exec, sfr_py_add_snapshot },

@@ -1,16 +1,17 @@
-/* The engine's threads: a lane and writers, which run tasks without knowing what they do.
+/* The engine's threads: a lane for shared work, and writers for tasks. They do not know what either
+ * does.
  *
- * All run one loop over queues that the engine's mutex guards. A thread with no task makes memory
- * for the pool before it sleeps, as long as saves could use some (memory/supply.c). */
+ * All run one loop over lists that the engine's mutex guards. A thread with no task makes memory for
+ * the pool before it sleeps, as long as saves could use some (memory/supply.c). */
 #include <errno.h>
 #include <stdio.h> /* snprintf */
 
 #include "engine/engine.h"
 
-void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task)
+void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task)
 {
-	sfr__queue_push(&engine->tasks[crew], task);
-	pthread_cond_signal(crew == SFR__WRITERS ? &engine->cv_writer : &engine->cv_lane);
+	sfr__queue_push(&engine->tasks, task);
+	pthread_cond_signal(&engine->cv_writer);
 }
 
 void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
@@ -32,42 +33,42 @@ void sfr__shared_wake_locked(struct sfr_engine *engine)
 
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work)
 {
-	sfr__queue_push(&engine->shared, work);
+	struct sfr__shared **at = &engine->shared;
+
+	while (*at && (*at)->rank <= work->rank)
+		at = &(*at)->next;
+	work->next = *at;
+	*at = work;
 	sfr__shared_wake_locked(engine);
 }
 
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work)
 {
-	struct sfr__shared **at = &engine->shared.head, *last = NULL;
+	struct sfr__shared **at = &engine->shared;
 
-	while (*at && *at != work) {
-		last = *at;
-		at = &last->next;
-	}
-	if (!*at)
-		return;
-	*at = work->next;
-	if (engine->shared.tail == work)
-		engine->shared.tail = last;
+	while (*at && *at != work)
+		at = &(*at)->next;
+	if (*at)
+		*at = work->next;
 }
 
 struct crew {
 	struct sfr_engine *engine;
-	enum sfr__crew which;
+	bool writes; /* serves tasks; else it is the lane, which may wait for blocks */
 	pthread_cond_t *cv;
 };
 
 /* Returns the shared work for a thread without a task, or NULL. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
-	bool helps = crew->which == SFR__LANE || crew->engine->nr_awaiting != 0;
+	bool helps = !crew->writes || crew->engine->nr_awaiting != 0;
 
-	return helps ? crew->engine->shared.head : NULL;
+	return helps ? crew->engine->shared : NULL;
 }
 
 static bool is_idle_locked(const struct crew *crew)
 {
-	return !crew->engine->tasks[crew->which].head && !crew->engine->stopping;
+	return !(crew->writes && crew->engine->tasks.head) && !crew->engine->stopping;
 }
 
 static bool is_idle(void *arg)
@@ -101,14 +102,14 @@ static void serve(struct crew *crew)
 
 	sfr__lock(&engine->mu);
 	for (;;) {
-		struct sfr__task *task = sfr__queue_pop(&engine->tasks[crew->which]);
+		struct sfr__task *task = crew->writes ? sfr__queue_pop(&engine->tasks) : NULL;
 		struct sfr__shared *work = task ? NULL : work_locked(crew);
 
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->turn_locked(work, crew->which == SFR__LANE)) {
+		} else if (work && work->turn_locked(work, !crew->writes)) {
 			continue;
 		} else if (engine->stopping && !work) {
 			break;
@@ -126,7 +127,7 @@ static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, SFR__LANE, &engine->cv_lane });
+	serve(&(struct crew){ engine, false, &engine->cv_lane });
 	return NULL;
 }
 
@@ -134,7 +135,7 @@ static void *writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, SFR__WRITERS, &engine->cv_writer });
+	serve(&(struct crew){ engine, true, &engine->cv_writer });
 	return NULL;
 }
 

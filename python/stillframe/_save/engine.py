@@ -238,6 +238,28 @@ def refuse_no_engine(engine: object) -> None:
     )
 
 
+def take_slot(engine: Engine, *, nested: bool) -> _core.Slot:
+    """Count a save that others write among the engine's until the slot is given back.
+
+    Waits while `max_in_flight` saves are under way, unless the engine does something else then.
+
+    Args:
+        nested: The thread is inside another of our calls, and so does not wait.
+
+    Raises:
+        BusyError: None is free, and the engine is not to wait.
+        ForkError, StillframeError: See `Engine`.
+    """
+    core = core_of(engine)
+    flags = SaveOptions().flags(nested=nested, when_busy=engine._limits.when_busy)
+    try:
+        slot = _core.Slot(core, flags)
+    except BusyError:
+        raise _busy(engine) from None
+    engine._used = True
+    return slot
+
+
 def usage(engine: Engine) -> str:
     """Who holds how much of the pool, and what can be done."""
     stats = engine._core.stats()

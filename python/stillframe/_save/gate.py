@@ -12,6 +12,10 @@ it writes, the gate stands behind the closure:
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
 
+A step that is compiled as one graph (fullgraph=True) has no place where Python could wait, so the
+hooks leave it alone. They run once, while it is traced, and have that optimizer's storages captured
+from then on. A graph that may break is left at each hook.
+
 Between deciding what to defer and tracking the save, a step in another thread waits (at most 30
 s): otherwise it could slip through before there is anything to wait for.
 """
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -393,11 +398,26 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(method)(writing)
 
 
-@_eager
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
     """The pre-hook: gates at once, or passes on a closure that gates."""
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+        return None
+    return _step_begins(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The post-hook."""
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+        return
+    _step_ends(optimizer)
+
+
+@_eager
+def _step_begins(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
     _core.trace_step_begins(optimizer)
     ownership.enter(optimizer)
     passed_on = _begin(optimizer, args, kwargs)
@@ -407,11 +427,45 @@ def _before_step(
 
 
 @_eager
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The post-hook."""
+def _step_ends(optimizer: Optimizer) -> None:
     if _end(optimizer) is not False:
         ownership.leave(optimizer)
     _core.trace_step_ends(optimizer)
+
+
+def _is_one_graph(optimizer: Optimizer) -> bool:
+    """Return whether a step that is being traced has to become one graph, without hooks.
+
+    The compiler calls this function while it traces, takes the answer for a constant and guards on
+    the optimizer's identity. So nothing of the optimizer is copied behind a call from now on, and
+    no copy of it is under way, when the graph runs for the first time.
+    """
+    if _readers or keepers.known or not _has_to_be_whole():
+        return False
+    _capture_all_of(optimizer)
+    wait()
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo (1.4 s).
+_is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_to_be_whole() -> bool:
+    """Return whether torch.compile traces at this moment, with fullgraph=True."""
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracer = compiler.InstructionTranslator.current_tx()  # type: ignore[union-attr]
+        return bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
+    except AttributeError:  # torch.export, or another torch: the graph breaks at the hook
+        return False
+
+
+@bookkeeping
+def _capture_all_of(optimizer: Optimizer) -> None:
+    ownership.find_or_make(optimizer).distrust(
+        "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
+    )
 
 
 def forked() -> None:
