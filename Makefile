@@ -1,7 +1,7 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
 # make test   C tests under sanitizers, then the Python tests
 # make build  .venv in which `import stillframe` works
-# make lint   ruff, mypy, clang-format (make format applies what ruff and clang-format ask for)
+# make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
 # make tsan, make valgrind   the C tests under those (make tsan-daily: six programs, others every day)
 # make crash  every state a power failure can leave (its short form is part of make test)
@@ -149,6 +149,7 @@ lint: $(VENV)/.requirements
 	MYPYPATH=python $(PY) -m mypy --strict examples
 	@echo "clang-format: $(words $(C_FORMATTED)) files"
 	@$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
+	@$(PY) tests/lint_prose.py
 
 format: $(VENV)/.requirements
 	$(PY) -m ruff check --fix-only .

@@ -20,7 +20,7 @@ With Lightning, swap one import:
 from stillframe._base.support import VERSION as _VERSION
 from stillframe._base.support import refuse_elsewhere as _refuse_elsewhere
 
-_refuse_elsewhere()  # before anything that would fail in more words
+_refuse_elsewhere()  # first, because the other imports would fail with less clear errors
 # isort: on
 
 from stillframe._base.trace import trace

@@ -1,8 +1,8 @@
 /* The plain system-call table, and helpers directly above it.
  *
- * Most entries are the C library's functions. A wrapper exists only where the library's function is
- * variadic (open, fcntl), where the bare call means something else (setpriority names a process,
- * but with a Linux thread id acts on one thread), or where a copy needs the table's signature.
+ * Most entries are the C library's functions. There are three reasons for a wrapper: the library's
+ * function is variadic (open, fcntl); the bare call means something else (setpriority names a
+ * process, but with a Linux thread id acts on one thread); a copy needs the table's signature.
  *
  * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
  * nobody is inside the core (see sys.h). */
