@@ -31,6 +31,7 @@ from stillframe._save.options import (
     SaveOptions,
     Size,
     WhenBusy,
+    copiers,
 )
 from stillframe._tree import skeleton
 from stillframe.errors import BusyError, PoolExhaustedError, StillframeError
@@ -92,6 +93,7 @@ class Engine:
                 limits.writer_threads,
                 limits.max_in_flight,
                 limits.shared_memory,
+                copiers(),
             )
         except MemoryError:
             raise MemoryError(
