@@ -325,7 +325,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         )
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
         try:
-            save.launch(deferral)
+            save.launch()
         except BusyError:
             if engine._limits.when_busy == "skip":
                 return SkippedSave(target.shown)
