@@ -48,6 +48,8 @@ class Finding:
     nbytes: int | None = None
     num_records: int = 0
     num_unchecked: int = 0
+    num_compressed: int = 0  # of these
+    num_behind: int = 0  # bytes
     num_bad: int = 0
     legacy: bool = False
     bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, what is wrong with it
@@ -100,9 +102,11 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
-        found["num_bad"],
-        found["format"] == "legacy",
-        found["bad_records"],
+        num_compressed=found["num_compressed"],
+        num_behind=found["num_behind"],
+        num_bad=found["num_bad"],
+        legacy=found["format"] == "legacy",
+        bad_records=found["bad_records"],
     )
 
 
@@ -127,7 +131,7 @@ def verify_directory(path: str) -> Finding:
         found.nbytes,
         found.nr_items,
         found.nr_unchecked,
-        len(found.bad),
+        num_bad=len(found.bad),
         bad_records=found.bad,
     )
 
@@ -257,12 +261,24 @@ def _printed(finding: Finding) -> list[str]:
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
     if finding.num_records:
         notes.append(_records(finding.num_records))
-    if finding.ok and finding.num_unchecked:
-        notes.append(f"{_records(finding.num_unchecked)} without a checksum")
-    if finding.ok and finding.legacy:
-        notes.append("torch's legacy format, which has no checksums")
+    if finding.ok:
+        notes += _left_unchecked(finding)
     size = f" ({', '.join(notes)})" if notes else ""
     return [f"{printable(finding.path)}: {first}{size}", *rest]
+
+
+def _left_unchecked(finding: Finding) -> list[str]:
+    """What of a whole checkpoint was not checked."""
+    notes = []
+    if without := finding.num_unchecked - finding.num_compressed:
+        notes.append(f"{_records(without)} without a checksum")
+    if finding.num_compressed:
+        notes.append(f"{_records(finding.num_compressed)} compressed, bytes not checked")
+    if finding.num_behind:
+        notes.append(f"{finding.num_behind} bytes behind the archive, not checked")
+    if finding.legacy:
+        notes.append("torch's legacy format, which has no checksums")
+    return notes
 
 
 def _records(number: int) -> str:
