@@ -18,8 +18,8 @@
  * they are raised for (0: none). */
 /* clang-format off */
 #define SFR_PY_TYPES(X)                                                                            \
-	X(engine) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work) X(restore)    \
-	X(torch_types) X(collector) X(observer)
+	X(engine) X(slot) X(ticket) X(parts) X(snapshot) X(memory) X(onload) X(load) X(work)       \
+	X(restore) X(torch_types) X(collector) X(observer)
 /* clang-format on */
 #define SFR_PY_ERRORS(X)                                                                           \
 	X(stillframe_error, "StillframeError", 0)                                                  \
@@ -116,6 +116,7 @@ static inline void sfr_py_prefetch(uintptr_t address)
 
 /* Each adds types and functions; 0, or -1 with an exception set. */
 int sfr_py_add_engine(PyObject *module);     /* engine.c */
+int sfr_py_add_slot(PyObject *module);       /* slot.c */
 int sfr_py_add_ticket(PyObject *module);     /* ticket.c */
 int sfr_py_add_parts(PyObject *module);      /* parts.c */
 int sfr_py_add_snapshot(PyObject *module);   /* snapshot.c */
@@ -123,6 +124,7 @@ int sfr_py_add_memory(PyObject *module);     /* memory.c */
 int sfr_py_add_onload(PyObject *module);     /* onload.c */
 int sfr_py_add_look(PyObject *module);       /* look.c */
 int sfr_py_add_steps(PyObject *module);      /* steps.c */
+int sfr_py_add_cpus(PyObject *module);       /* cpus.c */
 int sfr_py_add_log(PyObject *module);        /* log.c: log, notices, fork */
 int sfr_py_add_work(PyObject *module);       /* work.c: external work in the log's order */
 int sfr_py_add_inject(PyObject *module);     /* inject.c: the call table, for tests */

@@ -210,8 +210,12 @@ def test_each_option_reaches_the_save(lit, tmp_path, monkeypatch):
 
 def test_an_engine_that_is_given_says_how_many_saves_may_be_under_way():
     with stillframe.Engine(max_in_flight=5, when_busy="raise") as engine:
-        assert PluginOptions(engine=engine).slots() == (5, "raise")
-    assert PluginOptions(max_in_flight=3).slots() == (3, "wait")
+        assert PluginOptions(engine=engine).engine_options() is None
+    assert PluginOptions(max_in_flight=3).engine_options() == {
+        "pool_bytes": None,
+        "max_in_flight": 3,
+        "when_busy": "wait",
+    }
 
 
 def test_an_engine_that_was_made_to_check_the_options_is_closed(lit, monkeypatch):

@@ -31,10 +31,10 @@ def one_rank():
 def save(engine, tmp_path):
     """`save()` begins one."""
 
-    def begun(when_busy="wait"):
+    def begun(engine=engine):
         parts = Parts({"w": torch.zeros(50_000)}, {"epoch": 3}, rank=0)
         place = Place.of(str(tmp_path / "c"))
-        return submit(parts, place, SaveOptions(), engine=engine, when_busy=when_busy)
+        return submit(parts, place, SaveOptions(), engine=engine)
 
     return begun
 
@@ -118,11 +118,12 @@ def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monk
         return saved(*args)
 
     monkeypatch.setattr(sharded_save, "_saved", noted)
-    with held("rename"):
-        first = save()
-        with pytest.raises(stillframe.BusyError):
-            save(when_busy="raise")
-    first.result()
+    with stillframe.Engine(when_busy="raise") as busy:
+        with held("rename"):
+            first = save()
+            with pytest.raises(stillframe.BusyError):
+                save(busy)
+        first.result()
 
 
 def test_a_report_has_the_time_of_the_call(save):

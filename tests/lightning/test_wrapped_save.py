@@ -16,6 +16,7 @@ from stillframe._lightning import wrapped
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion, ordered
 from stillframe._save.handle import report_of
+from stillframe.testing import held
 
 STATE = {"x": torch.ones(90_000)}
 
@@ -49,10 +50,65 @@ def first_of(monkeypatch):
     return saves, waited
 
 
-def test_a_save_waits_for_the_oldest_and_no_longer(first_of):
-    saves, waited = first_of
-    wrapped.Slots(saves, 2, "wait").wait()
-    assert waited == ["a"]
+def held_saves(lit):
+    """A CheckpointIO whose saves wait for `go`."""
+
+    class Held(lit.TorchCheckpointIO):
+        go = threading.Event()
+
+        def save_checkpoint(self, *args, **kwargs):
+            assert self.go.wait(60)
+            super().save_checkpoint(*args, **kwargs)
+
+    return Held()
+
+
+def test_saves_of_another_count_among_those_of_the_engine(lit, tmp_path):
+    inner = held_saves(lit)
+    engine = stillframe.Engine(max_in_flight=1, when_busy="raise")
+    plugin = lit.AsyncCheckpointIO(inner, engine=engine)
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    assert engine.stats()["saves_in_flight"] == 1
+    with pytest.raises(stillframe.BusyError, match=r"a\.ckpt"):
+        stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine)
+    with pytest.raises(stillframe.BusyError, match=r"a\.ckpt"):
+        plugin.save_checkpoint(STATE, tmp_path / "b.ckpt")
+    inner.go.set()
+    plugin.teardown()
+    assert engine.stats()["saves_in_flight"] == 0
+    stillframe.async_save(STATE, tmp_path / "b.pt", engine=engine).result()
+    engine.close()
+
+
+def test_saves_of_another_wait_for_those_of_the_engine(lit, tmp_path):
+    with stillframe.Engine(max_in_flight=1) as engine:
+        plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO(), engine=engine)
+        with held("fdatasync"):
+            first = stillframe.async_save(STATE, tmp_path / "a.pt", engine=engine)
+            saving = threading.Thread(
+                target=plugin.save_checkpoint, args=(STATE, tmp_path / "b.ckpt")
+            )
+            saving.start()
+            saving.join(0.2)
+            assert saving.is_alive() and not first.done()
+        saving.join(60)
+        assert not saving.is_alive() and first.done()
+        plugin.teardown()
+
+
+def test_save_that_cannot_be_copied_keeps_no_slot(lit, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no copies")
+
+    with stillframe.Engine(max_in_flight=1, when_busy="raise") as engine:
+        plugin = lit.AsyncCheckpointIO(lit.TorchCheckpointIO(), engine=engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(wrapped, "snapshot_to_write", refuse)
+            with pytest.raises(RuntimeError, match="no copies") as kept:
+                plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        assert engine.stats()["saves_in_flight"] == 0 and kept.tb is not None
+        plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+        plugin.teardown()
 
 
 def test_a_snapshot_waits_for_the_memory_of_the_oldest_first(first_of, monkeypatch):

@@ -1,4 +1,4 @@
-/* The engine: a pool, a lane, writers, and the slots that bound the saves in flight.
+/* The engine: a pool, a lane, writers, and the saves in flight (slots.c bounds them).
  *
  *   made ──first save──▶ started ──close──▶ closing ──last save has ended──▶ closed
  *
@@ -73,7 +73,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 
 	*out = NULL;
 	if (opts->block_bytes == 0 || opts->block_bytes % SFR_PAGE || opts->nr_writers == 0 ||
-	    opts->max_in_flight == 0 || (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
+	    opts->max_in_flight == 0 || opts->nr_copiers > SFR__MOST_COPIERS ||
+	    (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
 		return -EINVAL;
 	rc = sfr_fork_init();
 	if (rc < 0)
@@ -89,6 +90,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	rc = sfr__cond_init(&engine->cv_lane);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_writer);
+	if (rc == 0)
+		rc = sfr__cond_init(&engine->cv_copier);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_state);
 	if (rc < 0)
@@ -130,44 +133,11 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr__cuda_lanes_free(&engine->cuda_lanes);
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
+	(void)pthread_cond_destroy(&engine->cv_copier);
 	(void)pthread_cond_destroy(&engine->cv_state);
 	sfr__mutex_fini(&engine->mu);
 	sfr_sys.free(engine->writers);
 	sfr_sys.free(engine);
-}
-
-void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
-{
-	engine->nr_in_flight++;
-	engine->nr_apart += flight->apart;
-	engine->nr_saves++;
-	flight->caller = pthread_self();
-	flight->in_call = true;
-	flight->next = engine->flights;
-	if (flight->next)
-		flight->next->prev = flight;
-	engine->flights = flight;
-}
-
-void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
-{
-	engine->nr_in_flight--;
-	engine->nr_apart -= flight->apart;
-	if (flight->prev)
-		flight->prev->next = flight->next;
-	else
-		engine->flights = flight->next;
-	if (flight->next)
-		flight->next->prev = flight->prev;
-}
-
-uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
-{
-	uint32_t nr = 0;
-
-	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
-		nr += each->in_call && pthread_equal(each->caller, pthread_self());
-	return nr;
 }
 
 /* Returns whether the pool has users that close must wait for: saves, the lane's copies for
@@ -307,4 +277,73 @@ int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len)
 	sfr__cuda_sentence(text, len);
 	sfr__cuda_lanes_tell(&engine->cuda_lanes, text, len);
 	return 0;
+}
+
+/* ---- slots of saves that others write ---- */
+
+struct sfr_slot {
+	struct sfr_engine *engine;
+	struct sfr__flight flight;
+	bool over;
+};
+
+int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
+		  struct sfr_slot **out)
+{
+	uint64_t deadline_ns = sfr__deadline(slice_ns);
+	struct sfr_slot *slot;
+	bool beyond;
+	int rc;
+
+	*out = NULL;
+	if (foreign(engine))
+		return SFR_EFORK;
+	slot = sfr_sys.calloc(1, sizeof(*slot));
+	if (!slot)
+		return -ENOMEM;
+	sfr__lock(&engine->mu);
+	rc = sfr__engine_admit_locked(engine, false, flags, deadline_ns, &beyond);
+	if (rc == 0)
+		sfr__engine_enter_locked(engine, &slot->flight);
+	sfr__unlock(&engine->mu);
+	if (rc < 0) {
+		sfr_sys.free(slot);
+		return rc;
+	}
+	sfr__engine_get(engine);
+	slot->engine = engine;
+	*out = slot;
+	return 0;
+}
+
+void sfr_slot_launched(struct sfr_slot *slot)
+{
+	if (foreign(slot->engine))
+		return;
+	sfr__lock(&slot->engine->mu);
+	slot->flight.in_call = false;
+	sfr__unlock(&slot->engine->mu);
+}
+
+void sfr_slot_give_back(struct sfr_slot *slot)
+{
+	struct sfr_engine *engine = slot->engine;
+
+	if (foreign(engine))
+		return;
+	sfr__lock(&engine->mu);
+	if (!slot->over)
+		sfr__engine_leave_locked(engine, &slot->flight);
+	slot->over = true;
+	pthread_cond_broadcast(&engine->cv_state); /* close or a save may wait for this */
+	sfr__unlock(&engine->mu);
+}
+
+void sfr_slot_put(struct sfr_slot *slot)
+{
+	if (!slot)
+		return;
+	sfr_slot_give_back(slot);
+	sfr_engine_put(slot->engine);
+	sfr_sys.free(slot);
 }

@@ -13,6 +13,7 @@ struct sfr_engine_opts {
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
+	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
 };
 
 struct sfr_stats {
@@ -44,6 +45,18 @@ int sfr_engine_trim(struct sfr_engine *engine);
 /* Prepares the engine for CUDA: makes the device's lane, and makes warm_up pin memory for it.
  * Returns 0, or -errno with a sentence in `why`. */
 int sfr_engine_use_device(struct sfr_engine *engine, uint32_t device, char *why, size_t why_len);
+/* Takes a slot for a save whose bytes the engine does not write. It counts against max_in_flight and
+ * in the statistics, and close waits until it is given back. The caller owns it. `flags` are
+ * SFR_SAVE_NESTED and SFR_SAVE_NO_WAIT, as for a save. Returns 0; SFR_EAGAIN when the slice has
+ * passed; SFR_EBUSY, SFR_ECLOSED, SFR_EFORK, -ENOMEM. */
+struct sfr_slot;
+int sfr_slot_take(struct sfr_engine *engine, uint32_t flags, uint64_t slice_ns,
+		  struct sfr_slot **out);
+/* Notes that the call that took it is over: from now on close waits for it in that thread too. */
+void sfr_slot_launched(struct sfr_slot *slot);
+/* Gives the slot back. May be called again; does nothing in a forked child. */
+void sfr_slot_give_back(struct sfr_slot *slot);
+void sfr_slot_put(struct sfr_slot *slot); /* gives it back and frees it; NULL is fine */
 /* Describes the CUDA driver and dead devices in one sentence. Loads the driver but does not
  * initialise it. */
 int sfr_engine_driver(struct sfr_engine *engine, char *text, size_t len);

@@ -137,8 +137,7 @@ class Checkpoints:
 
         def submit(work: Work, place: Place, overlap: bool) -> SaveHandle:
             options = self._options.save_options(overlap=overlap)
-            engine, (_, when_busy) = self._writers.engine_of(work), self._options.slots()
-            return sharded_save.submit(parts, place, options, engine=engine, when_busy=when_busy)
+            return sharded_save.submit(parts, place, options, engine=self._writers.engine_of(work))
 
         self._save_with(submit, trainer, place.given)
 

@@ -68,13 +68,6 @@ class PluginOptions:
             "when_busy": self.when_busy,
         }
 
-    def slots(self) -> tuple[int, WhenBusy]:
-        """How many saves may be under way, and what happens then."""
-        if self.engine is None:
-            return self.max_in_flight, self.when_busy
-        limits = limits_of(self.engine)
-        return limits.max_in_flight, limits.when_busy
-
     def save_options(self, *, overlap: bool) -> SaveOptions:
         return SaveOptions(
             overlap=overlap,

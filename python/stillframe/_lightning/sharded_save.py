@@ -22,9 +22,9 @@ from stillframe._base.calls import inside
 from stillframe._base.paths import Place
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import ordered
-from stillframe._save.engine import Engine
+from stillframe._save.engine import Engine, limits_of
 from stillframe._save.handle import Deadline, wait_for_end
-from stillframe._save.options import OnDurable, SaveOptions, WhenBusy
+from stillframe._save.options import OnDurable, SaveOptions
 from stillframe.errors import SaveError, StillframeError
 
 if TYPE_CHECKING:
@@ -90,15 +90,13 @@ class ShardedSave(WrappedSave):
         return self._outcome.error is None
 
 
-def submit(
-    parts: Parts, place: Place, options: SaveOptions, *, engine: Engine, when_busy: WhenBusy
-) -> ShardedSave:
+def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) -> ShardedSave:
     """Starts the save. Collective; a rank that raises takes part in it, and it fails on all.
 
     A state that does not fit into the pool is saved as it is, and waited for.
 
     Raises:
-        BusyError: With `when_busy="raise"`, on all ranks.
+        BusyError: With an engine that raises it, on all ranks.
         StillframeError, Exception: This rank could not copy its state.
     """
     from stillframe._dcp.api import Asked, saver_of_this_process
@@ -118,7 +116,7 @@ def submit(
                 overlap=options.overlap,
                 durable=options.durable,
                 engine=engine,
-                when_busy="raise" if when_busy == "raise" else "wait",
+                when_busy="raise" if limits_of(engine).when_busy == "raise" else "wait",
                 begins=turn,
                 beside=Beside(META, parts.rest) if first else None,
                 live_if_full=True,

@@ -26,44 +26,14 @@ from stillframe._base.paths import Place
 from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion
 from stillframe._save import ordered as _ordered
-from stillframe._save.engine import Engine
+from stillframe._save.engine import Engine, take_slot
 from stillframe._save.handle import SaveHandle, wait_for_end
-from stillframe._save.options import SaveOptions, WhenBusy
+from stillframe._save.options import SaveOptions
 from stillframe._save.report import IoMode
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write, will_return
-from stillframe.errors import BusyError, PoolExhaustedError
+from stillframe.errors import PoolExhaustedError
 
 log = logging.getLogger("stillframe")
-
-
-class Slots:
-    """How many saves of a plugin may be under way.
-
-    Args:
-        pending: Its saves, oldest first; those that have ended may be among them.
-    """
-
-    def __init__(self, pending: list[SaveHandle], max_in_flight: int, when_busy: WhenBusy) -> None:
-        self.pending = pending
-        self._max_in_flight = max_in_flight
-        self._when_busy = when_busy
-
-    def wait(self) -> None:
-        """
-        Raises:
-            BusyError: None is free, and nobody is to wait for one.
-        """
-        while True:
-            under_way = [save for save in list(self.pending) if not save.done()]
-            if len(under_way) < self._max_in_flight:
-                return
-            if self._when_busy == "raise":
-                names = ", ".join(save.path for save in under_way)
-                raise BusyError(
-                    f"as many saves are under way as max_in_flight={self._max_in_flight} allows"
-                    f" ({names})"
-                )
-            wait_for_end(under_way[0])
 
 
 class Inner:
@@ -97,11 +67,14 @@ class Inner:
         storage_options: Any,
         options: SaveOptions,
         engine: Engine,
-        slots: Slots,
+        pending: list[SaveHandle],
     ) -> WrappedSave:
-        """Takes the snapshot and returns; waits while all of `slots` are taken.
+        """Takes the snapshot and returns; waits while the engine has no free slot.
 
         A checkpoint that no pool is large enough for is saved as it is, and waited for.
+
+        Args:
+            pending: The plugin's saves, oldest first; those that have ended may be among them.
 
         Raises:
             BusyError: With `when_busy="raise"`.
@@ -109,24 +82,28 @@ class Inner:
         entered = time.perf_counter()
         with inside() as nested:
             _ordered.refuse_inside()
-            if not nested:
-                slots.wait()
-            fallbacks = [self._sentence]
-            waited_s = time.perf_counter() - entered
-            taken = _take(checkpoint, options.overlap, engine, slots.pending)
-            if taken is None:
-                sentence = "It does not fit into the pool: it was written during the call."
-                log.warning("stillframe: %s: %s", place.given, sentence)
-                fallbacks.append(sentence)
-            save = WrappedSave(
-                place.text,
-                place.given,
-                options.on_durable,
-                taken,
-                fallbacks=fallbacks,
-                entered=entered,
-                waited_s=waited_s,
-            )
+            slot = take_slot(engine, nested=nested)
+            try:
+                fallbacks = [self._sentence]
+                waited_s = time.perf_counter() - entered
+                taken = _take(checkpoint, options.overlap, engine, pending)
+                if taken is None:
+                    sentence = "It does not fit into the pool: it was written during the call."
+                    log.warning("stillframe: %s: %s", place.given, sentence)
+                    fallbacks.append(sentence)
+                save = WrappedSave(
+                    place.text,
+                    place.given,
+                    options.on_durable,
+                    taken,
+                    slot=slot,
+                    fallbacks=fallbacks,
+                    entered=entered,
+                    waited_s=waited_s,
+                )
+            except BaseException:
+                slot.give_back()  # now, and not when the traceback goes
+                raise
             live = checkpoint if taken is None else None
             self._submit(save, place.key(), live, storage_options)
             if taken is None:
@@ -147,11 +124,12 @@ class Inner:
             taken = save.take()
             completion.in_flight[save.number] = save
             _ordered.submit(key, _core.WORK_SAVE, work)
+            save.launched()
             if taken is not None:
                 will_return(taken)
         except BaseException:
             if _take_one(owner):
-                completion.in_flight.pop(save.number, None)
+                save.was_not_launched()
             raise
 
     def _work(self, save: WrappedSave, live: Any, storage_options: Any) -> bool:

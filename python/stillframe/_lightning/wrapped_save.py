@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+from stillframe import _core
 from stillframe._save import completion, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
@@ -19,6 +20,7 @@ class WrappedSave(SaveHandle):
         path: To be shown.
         given: For the other CheckpointIO, and for `on_durable`.
         taken: What is saved; None where it is saved as it is, during the call.
+        slot: Among the engine's saves under way; given back at the end. None where it has none.
         fallbacks: Sentences for the report.
         entered: `time.perf_counter()` at the call's entry.
         waited_s: Of the call, the wait for a slot.
@@ -31,6 +33,7 @@ class WrappedSave(SaveHandle):
         on_durable: OnDurable | None,
         taken: Snapshot[Any] | None,
         *,
+        slot: _core.Slot | None = None,
         fallbacks: list[str],
         entered: float,
         waited_s: float,
@@ -39,6 +42,7 @@ class WrappedSave(SaveHandle):
         self.number = next(completion.numbers)
         self.given = given
         self._taken = taken
+        self._slot = slot
         self._over = threading.Event()
         self._nbytes = 0 if taken is None else taken.nbytes
         self._num_tensors = 0 if taken is None else taken.num_tensors
@@ -87,6 +91,16 @@ class WrappedSave(SaveHandle):
     def take(self) -> Snapshot[Any] | None:
         return self._taken
 
+    def launched(self) -> None:
+        """It is in the log, and ends by itself."""
+        if self._slot is not None:
+            self._slot.launched()
+
+    def was_not_launched(self) -> None:
+        """There is no such save."""
+        self._give_back_slot()
+        completion.in_flight.pop(self.number, None)
+
     def call_is_over(self) -> None:
         """The call that asked for the save returns now."""
         self._call.end()
@@ -118,7 +132,12 @@ class WrappedSave(SaveHandle):
     def fail(self, error: BaseException) -> None:
         self._end(None, error)
 
+    def _give_back_slot(self) -> None:
+        if self._slot is not None:
+            self._slot.give_back()
+
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self._give_back_slot()
         self._outcome.settle(report, error)
         self._taken = None
         completion.in_flight.pop(self.number, None)

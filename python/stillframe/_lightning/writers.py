@@ -25,7 +25,7 @@ from stillframe._lightning.caller import io_chain
 from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
 from stillframe._lightning.reading import read
-from stillframe._lightning.wrapped import Inner, Slots
+from stillframe._lightning.wrapped import Inner
 from stillframe._save.api import engine_or_default
 from stillframe._save.engine import Engine, limits_of, submit
 from stillframe._save.handle import SaveHandle
@@ -82,7 +82,7 @@ class Writers:
             storage_options=storage_options,
             options=options,
             engine=engine,
-            slots=Slots(work.pending, *self._options.slots()),
+            pending=work.pending,
         )
 
     def remover_of(self, place: Place) -> Inner | None:

@@ -146,7 +146,7 @@ class Offloader:
             tensors: As for `offload`, but on the CPU.
 
         Raises:
-            As `offload`.
+            PoolExhaustedError, TypeError, ValueError, StillframeError, ForkError: As `offload`.
         """
         with inside(), self._lock:
             self._refuse()
@@ -221,7 +221,8 @@ class Offloader:
             Whether it is on its way.
 
         Raises:
-            As `onload`, but neither for slots nor for room.
+            StillframeError: As `onload`, but not when every slot is taken.
+            TornSnapshotError, PoolExhaustedError, TypeError, ValueError, ForkError: As `onload`.
         """
         with inside(), self._lock:
             self._refuse()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import bar, looks, paths, records
+from stillframe._base import bar, cpus, looks, paths, records
 from stillframe._base.calls import no_collection
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
@@ -132,6 +132,7 @@ def load(
     """
     text = paths.as_text(path)
     refuse_unclear(verify=verify, shared=shared)
+    cpus.spread()
     if into is not None and map_location is not None:
         raise ValueError("with into= the tensors are where they are: leave map_location out")
     if into is not None and mmap:

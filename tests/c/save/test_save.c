@@ -267,6 +267,56 @@ static void slots_are_bounded_waited_for_and_passed_over_by_a_nested_save(void)
 	saving_end(engine);
 }
 
+static void slot_of_another_writer_counts_among_the_saves_in_flight(void)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_slot *slot, *other;
+	struct sfr_ticket *t;
+	struct sfr_stats stats;
+
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.saves_in_flight, 1);
+	CHECK_EQ(sfr_slot_take(engine, 0, 1000 * 1000, &other), SFR_EAGAIN);
+	CHECK(other == NULL);
+	CHECK_EQ(sfr_slot_take(engine, SFR_SAVE_NO_WAIT, SFR_FOREVER, &other), SFR_EBUSY);
+	CHECK_EQ(saving_new(engine, dir, "a", &one, 0, &t), 0);
+	CHECK_EQ(sfr_save_admit(t, 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sfr_slot_take(engine, SFR_SAVE_NESTED, SFR_FOREVER, &other), 0);
+	sfr_slot_put(other);
+	sfr_slot_give_back(slot);
+	sfr_slot_give_back(slot);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.saves_in_flight, 0);
+	CHECK_EQ(stats.saves_total, 2);
+	CHECK_EQ(saving_submit(t), 0);
+	saving_finish(t);
+	sfr_ticket_put(t);
+	sfr_slot_put(slot);
+	sfr_slot_put(NULL);
+	saving_end(engine);
+}
+
+static void close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call(void)
+{
+	struct sfr_engine *engine = saving_engine(8, 1, 1);
+	struct sfr_slot *slot, *late;
+
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	sfr_slot_launched(slot);
+	CHECK_EQ(sfr_engine_close(engine, 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &late), SFR_ECLOSED);
+	sfr_slot_put(slot);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	saving_end(engine);
+
+	engine = saving_engine(8, 1, 1);
+	CHECK_EQ(sfr_slot_take(engine, 0, SFR_FOREVER, &slot), 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0); /* as a signal handler would */
+	saving_end(engine);
+	sfr_slot_put(slot); /* the last reference */
+}
+
 static void a_closed_engine_refuses_saves_and_close_may_be_called_again(void)
 {
 	struct sfr_engine *engine = saving_engine(8, 1, 2);
@@ -518,6 +568,7 @@ int main(void)
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
+	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
 	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
 	RUN(what_a_save_maps_for_itself_it_unmaps);
 	RUN(two_saves_at_a_time_share_a_pool_of_one_block);
@@ -529,6 +580,8 @@ int main(void)
 	RUN(a_save_can_be_cancelled_until_the_rename);
 	RUN(a_save_may_be_abandoned_in_the_call);
 	RUN(slots_are_bounded_waited_for_and_passed_over_by_a_nested_save);
+	RUN(slot_of_another_writer_counts_among_the_saves_in_flight);
+	RUN(close_waits_for_a_launched_slot_and_not_for_one_of_its_own_call);
 	RUN(a_closed_engine_refuses_saves_and_close_may_be_called_again);
 	RUN(close_in_the_middle_of_ones_own_capture_does_not_wait_for_it);
 	RUN(an_engine_that_is_only_let_go_of_ends_its_threads);

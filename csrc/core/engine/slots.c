@@ -1,0 +1,74 @@
+/* Slots: how many saves of an engine are in flight, and who may be one more.
+ *
+ *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
+ *
+ * A ticket embeds its slot. A save without a ticket (by another CheckpointIO, on a Python thread)
+ * takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for both.
+ *
+ * Unordered saves have slots of their own, so that they never wait behind saves in the log that may
+ * be waiting for them.
+ */
+#include "engine/engine.h"
+#include "sfr/save.h"
+
+void sfr__engine_enter_locked(struct sfr_engine *engine, struct sfr__flight *flight)
+{
+	engine->nr_in_flight++;
+	engine->nr_apart += flight->apart;
+	engine->nr_saves++;
+	flight->caller = pthread_self();
+	flight->in_call = true;
+	flight->next = engine->flights;
+	if (flight->next)
+		flight->next->prev = flight;
+	engine->flights = flight;
+}
+
+void sfr__engine_leave_locked(struct sfr_engine *engine, struct sfr__flight *flight)
+{
+	engine->nr_in_flight--;
+	engine->nr_apart -= flight->apart;
+	if (flight->prev)
+		flight->prev->next = flight->next;
+	else
+		engine->flights = flight->next;
+	if (flight->next)
+		flight->next->prev = flight->prev;
+}
+
+uint32_t sfr__engine_nr_own_locked(const struct sfr_engine *engine)
+{
+	uint32_t nr = 0;
+
+	for (const struct sfr__flight *each = engine->flights; each; each = each->next)
+		nr += each->in_call && pthread_equal(each->caller, pthread_self());
+	return nr;
+}
+
+static bool is_free_locked(const struct sfr_engine *engine, bool apart)
+{
+	uint32_t nr = apart ? engine->nr_apart : engine->nr_in_flight - engine->nr_apart;
+
+	return nr < engine->opts.max_in_flight;
+}
+
+int sfr__engine_admit_locked(struct sfr_engine *engine, bool apart, uint32_t flags,
+			     uint64_t deadline_ns, bool *beyond)
+{
+	int rc = 0;
+
+	*beyond = false;
+	while (rc == 0) {
+		if (engine->closing)
+			return SFR_ECLOSED;
+		if (is_free_locked(engine, apart))
+			return 0;
+		*beyond = (flags & SFR_SAVE_NESTED) != 0;
+		if (*beyond)
+			return 0;
+		if (flags & SFR_SAVE_NO_WAIT)
+			return SFR_EBUSY;
+		rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
+	}
+	return rc;
+}

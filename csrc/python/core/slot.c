@@ -1,0 +1,85 @@
+/* _core.Slot: a slot of an engine, for a save that Python makes. */
+#include "module.h"
+#include "core/objects.h"
+
+struct sfr_py_slot {
+	PyObject_HEAD
+	struct sfr_slot *slot;
+};
+
+/* The object is made first, so that an exception in a signal handler loses no slot. */
+static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	static char *names[] = { "engine", "flags", NULL };
+	struct sfr_py_state *state = PyType_GetModuleState(type);
+	struct sfr_py_wait w = sfr_py_wait(NULL);
+	struct sfr_py_engine *engine;
+	struct sfr_py_slot *self;
+	unsigned int flags;
+
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!I:Slot", names, state->engine_type,
+					 &engine, &flags))
+		return NULL;
+	self = (struct sfr_py_slot *)sfr_py_alloc(type);
+	if (!self)
+		return NULL;
+	while (sfr_py_goes_on(&w))
+		w.rc = sfr_py_unlocked(sfr_slot_take(engine->engine, flags, w.slice_ns,
+						     &self->slot));
+	if (w.rc == 0)
+		return (PyObject *)self;
+	Py_DECREF(self);
+	return w.rc == SFR_PY_RAISED ? NULL : sfr_py_raise(state, w.rc);
+}
+
+static struct sfr_slot *get(PyObject *object)
+{
+	return ((struct sfr_py_slot *)object)->slot;
+}
+
+static void slot_dealloc(PyObject *object)
+{
+	/* Dropping the last reference to an engine joins idle threads, which never take the
+	 * interpreter lock. */
+	Py_BEGIN_ALLOW_THREADS
+	sfr_slot_put(get(object));
+	Py_END_ALLOW_THREADS
+	sfr_py_free(object);
+}
+
+static PyObject *slot_launched(PyObject *object, PyObject *unused)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_slot_launched(get(object));
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyObject *slot_give_back(PyObject *object, PyObject *unused)
+{
+	Py_BEGIN_ALLOW_THREADS
+	sfr_slot_give_back(get(object));
+	Py_END_ALLOW_THREADS
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+	{ "launched", slot_launched, METH_NOARGS, "launched(): the call that took it is over." },
+	{ "give_back", slot_give_back, METH_NOARGS, "give_back(): the save has ended." },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot slots[] = {
+	{ Py_tp_new, slot_new },
+	{ Py_tp_dealloc, slot_dealloc },
+	{ Py_tp_methods, methods },
+	{ Py_tp_doc, "Slot(engine, flags): waits for one, unless a flag says otherwise" },
+	{ 0, NULL },
+};
+
+SFR_PY_TYPE(spec, "Slot", struct sfr_py_slot, 0, slots);
+
+int sfr_py_add_slot(PyObject *module)
+{
+	return sfr_py_add_type(module, &spec, &sfr_py_state(module)->slot_type);
+}
