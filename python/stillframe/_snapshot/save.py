@@ -153,17 +153,18 @@ class SnapshotSave(SaveHandle):
         self.copied()
         assert self._copied_s is not None
         taken = self._taken
+        durable_after_s = time.perf_counter() - self._entered
         return SaveReport(
             path=self._path,
             nbytes=nbytes,
             num_tensors=self._num_tensors,
             captured_nbytes=self._nbytes - self._deferred_nbytes,
             deferred_nbytes=self._deferred_nbytes,
-            blocked_s=self._call.seconds,
+            blocked_s=min(self._call.seconds, durable_after_s),  # the call may not have returned
             gate_wait_s=0.0 if taken is None else gate_wait_s(taken),
             backpressure_s=self._waited_s,
             staged_after_s=self._copied_s,
-            durable_after_s=time.perf_counter() - self._entered,
+            durable_after_s=durable_after_s,
             peak_pool_bytes=self._nbytes + more_pool_bytes,
             io_mode=io_mode,
             fallbacks=tuple(dict.fromkeys(fallbacks)),
