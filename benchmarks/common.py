@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -20,22 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from _stillframe_command import module_without_front
 
-def _of_the_command(name: str) -> Any:
-    """A module of the package's command, without the package, which would import torch."""
-    package = importlib.util.find_spec("stillframe")
-    if package is None or not package.submodule_search_locations:
-        sys.exit("stillframe is not installed here: make build, or pip install .")
-    path = Path(package.submodule_search_locations[0], "_shell", f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"_stillframe_{name}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-raw = _of_the_command("bench_raw")
+# What `stillframe bench` measures with; the package itself would import torch.
+raw: Any = module_without_front("_shell.bench_raw")
 
 
 class BenchError(Exception):

@@ -6,7 +6,8 @@ Each rank has its part of an FSDP2 model and its AdamW. Each way has rank proces
 which make a first save that is not counted and are kept until the end; the ways take turns. A turn
 saves beside an idle main thread, beside one that is busy in Python, and in a training loop. Ours is
 synced when it has finished, directory included; of PyTorch's the files are, and the directory is
-not. The bound is one file a rank of the same bytes, and then two collectives.
+not; torch_checkpointing, Meta's package, syncs nothing. The bound is one file a rank of the same
+bytes, and then two collectives.
 
 What a save costs a loop is the time of its call and of the steps until it has ended, less that of
 as many steps at the median of those around it. Steps without a save are taken for such a save too:
@@ -35,7 +36,7 @@ from typing import Any
 from common import BenchError, format_size, parse_size, print_table, turned, write_json
 from dcp_rank import Turn, serve
 from dcp_table import rows, verdicts, ways_of
-from dcp_ways import ALL, LIGHTNING, WAYS
+from dcp_ways import ALL, LIGHTNING, PACKAGES, WAYS, is_installed
 from machine import (
     add_directory_options,
     check_memory,
@@ -230,6 +231,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.lightning:
         options.ways = list(dict.fromkeys([*options.ways, *LIGHTNING]))
+    for name in [each for each in options.ways if not is_installed(each)]:
+        options.ways.remove(name)
+        print(
+            f"dcp.py: {name} is left out, since the package {PACKAGES[name]} is not installed:"
+            " pip install -r benchmarks/requirements.txt",
+            file=sys.stderr,
+        )
+    if not options.ways:
+        return 2
     multiprocessing.set_forkserver_preload(list(IMPORTED))
     try:
         need = len(options.ways) * (3 * options.state + options.ranks * 300_000_000)

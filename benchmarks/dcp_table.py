@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from common import Series, format_size, format_times
-from dcp_ways import BOUND, DEFAULT, PEER, PROCESS, SHARDED, STAGER
+from dcp_ways import BOUND, DEFAULT, META, PEER, PROCESS, SHARDED, STAGER
 from goals import ABSENT, Goal
 from measured import Figures
 from peers import OURS
@@ -31,6 +31,7 @@ SHORT = {  # the columns of the docs
     DEFAULT: "DCP `async_save`",
     STAGER: "with a DefaultStager kept",
     PROCESS: "in its process",
+    META: "`torch_checkpointing`, not synced",
     OURS: "`stillframe.dcp.async_save`",
     BOUND: "bound: a file a rank, two collectives",
     SHARDED: "Lightning, sharded: DCP `save`",

@@ -7,12 +7,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from peers import OURS
 
 DEFAULT, STAGER, PROCESS = "DCP async_save", "DCP, DefaultStager kept", "DCP, PROCESS executor"
+META = "torch_checkpointing"
 BOUND = "bound: a file a rank, two collectives"
 SHARDED = "Lightning, sharded: DCP save"
 PEER = "Lightning's DistributedAsyncCheckpointIO"
@@ -51,6 +53,38 @@ def _process() -> Callable[..., Any]:
         process_group=group,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
+
+
+class _Meta:
+    """A save of torch_checkpointing, with the two futures that dcp_rank.py waits for."""
+
+    def __init__(self, manager: Any, write: Future[Any]) -> None:
+        self.upload_completion, self.staging_completion = write, self
+        self._manager = manager
+
+    def result(self) -> None:
+        """Wait until the state is copied, as the lock around an optimizer's step does."""
+        with self._manager.lock():
+            pass
+
+
+def _meta() -> Callable[..., Any]:
+    """Meta's package, in its configuration without an accelerator.
+
+    0.1.1 gathers what it needs for another number of ranks through CUDA, so here a checkpoint loads
+    on the same ranks only. Past the page cache its writes of this state fail (EINVAL on ext4).
+    """
+    import torch_checkpointing as meta
+    from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    config = meta.CheckpointManager.Config(
+        save=meta.AsyncCheckpointSaverConfig(staging_config=staging),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )
+    manager = config.build()
+    return lambda state, path: _Meta(manager, manager.save(str(path), state))
 
 
 def _ours() -> Callable[..., Any]:
@@ -127,6 +161,18 @@ def _peer() -> Callable[..., Any]:
     return save
 
 
-WAYS = {DEFAULT: _default, STAGER: _stager, PROCESS: _process, OURS: _ours, BOUND: _bound}
+WAYS = {
+    DEFAULT: _default,
+    STAGER: _stager,
+    PROCESS: _process,
+    META: _meta,
+    OURS: _ours,
+    BOUND: _bound,
+}
 LIGHTNING = {SHARDED: _sharded, PEER: _peer}
 ALL = {**WAYS, **LIGHTNING}
+PACKAGES = {META: "torch_checkpointing"}  # what a way needs beside torch
+
+
+def is_installed(way: str) -> bool:
+    return way not in PACKAGES or find_spec(PACKAGES[way]) is not None

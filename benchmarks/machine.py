@@ -190,16 +190,6 @@ def scratch_directory(parent: Path, *, allow_tmpfs: bool, need_bytes: int) -> It
         yield path
 
 
-def forget(path: Path) -> None:
-    """Lets the page cache drop a file."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
 @contextlib.contextmanager
 def measured_in(
     options: argparse.Namespace, *, memory: int, disk: int

@@ -26,12 +26,12 @@ from common import (
     format_times,
     parse_size,
     print_table,
+    raw,
     write_json,
 )
 from machine import (
     add_directory_options,
     facts_lines,
-    forget,
     measured_in,
     reset_peak_rss,
     status_bytes,
@@ -124,7 +124,7 @@ def measure(directory: Path, nbytes: int, rounds: int) -> dict[str, Any]:
         for situation, found in runs.items():
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
                 if situation == COLD:
-                    forget(path)
+                    raw.forget(path)
                 else:
                     path.read_bytes()
                 found[way].append(_in_a_process(way, path, nbytes))

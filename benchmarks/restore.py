@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import Series, Spec, end_with, format_times, print_table, progress_line
-from limits import CALL_BYTES
-from machine import add_directory_options, facts_lines, forget, measured_in
+from common import Series, Spec, end_with, format_times, print_table, progress_line, raw
+from machine import add_directory_options, facts_lines, measured_in
 from process import Worker
 from restore_process import MMAP, OURS, TORCH, WAYS, Load
 
@@ -69,18 +68,18 @@ QUICK_STATES = {
 def _keep(path: Path) -> None:
     """Reads the file, so that it lies in the page cache."""
     with open(path, "rb", buffering=0) as file:
-        while file.read(CALL_BYTES):
+        while file.read(raw.CALL_BYTES):
             pass
 
 
 def raw_seconds(path: Path, nr_threads: int) -> float:
     """Seconds to read the file past the page cache, `nr_threads` taking turns at its pieces.
 
-    Each has one buffer of CALL_BYTES, whose pages are there. nan where O_DIRECT is refused.
+    Each has one buffer of raw.CALL_BYTES, whose pages are there. nan where O_DIRECT is refused.
     """
-    buffers = [mmap.mmap(-1, CALL_BYTES) for _ in range(nr_threads)]
+    buffers = [mmap.mmap(-1, raw.CALL_BYTES) for _ in range(nr_threads)]
     for buffer in buffers:
-        buffer[:] = bytes(CALL_BYTES)
+        buffer[:] = bytes(raw.CALL_BYTES)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -89,7 +88,7 @@ def raw_seconds(path: Path, nr_threads: int) -> float:
 
     def read(number: int) -> None:
         try:
-            for off in range(number * CALL_BYTES, nbytes, nr_threads * CALL_BYTES):
+            for off in range(number * raw.CALL_BYTES, nbytes, nr_threads * raw.CALL_BYTES):
                 os.preadv(fd, [buffers[number]], off)
         except OSError as error:
             failed.append(error)
@@ -124,13 +123,13 @@ def files_of(path: Path) -> list[Path]:
 def _load_round(path: Path, number: int, values: dict[str, dict[str, list[Load]]]) -> None:
     """Each way once in each situation; every other round in the other order."""
     ways = WAYS if number % 2 == 0 else WAYS[::-1]
-    forget(path)
+    raw.forget(path)
     values[COLD][RAW].append(Load(raw_seconds(path, 4), math.nan, math.nan))
     for situation in (FIRST, COLD):
         for way in ways:
             with worker() as ask:
                 for each in files_of(path):
-                    (forget if situation == COLD else _keep)(each)
+                    (raw.forget if situation == COLD else _keep)(each)
                 values[situation][way].append(ask("load", str(path), way))
                 if situation == FIRST:
                     values[AGAIN][way].append(ask("load", str(path), way))
@@ -148,7 +147,7 @@ def _verify_round(
         RAW_TWO: lambda: raw_seconds(path, 2),
     }
     for name in READS[number % 3 :] + READS[: number % 3]:  # whoever is first may find it faster
-        forget(path)
+        raw.forget(path)
         values[name].append(calls[name]())
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pictures
-from common import end_with, format_size, parse_size, progress_line, turned, write_json
+from common import end_with, format_size, parse_size, progress_line, raw, turned, write_json
 from figures import print_results
 from goals import GOALS
-from limits import PAGE_BYTES, RawDisk, measure_copy
+from limits import RawDisk, measure_copy
 from machine import add_directory_options, measured_in
 from measured import Figures, Settings
 from peers import PEERS, RAW
@@ -144,7 +144,7 @@ class Run:
 
     def _gate(self, fleet: list[Worker], scenario: Scenario) -> None:
         s = self.settings
-        nbytes = -(-spec_of(scenario.state, s).nbytes // PAGE_BYTES) * PAGE_BYTES
+        nbytes = -(-spec_of(scenario.state, s).nbytes // raw.PAGE_BYTES) * raw.PAGE_BYTES
         self._progress(f"{scenario.name}: raw memcpy")
         for value in measure_copy(nbytes, s.rounds):
             self.figures.add(scenario.name, RAW, {"memcpy_s": value})

@@ -2,19 +2,21 @@
 verify and inspect.
 
 It stands outside the package, whose import takes seconds because torch's does. What it needs of it
-are files that import nothing, which it runs by their paths; verify and inspect need the core and
-modules beside it, and get the package without its front.
+are modules without torch, which it imports without the package's `__init__`; so do verify and
+inspect, which need the core as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import importlib.util
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 UNUSABLE = 2
 INTERRUPTED = 130  # what a shell reports for SIGINT,
@@ -24,34 +26,40 @@ _PACKAGE = Path(__file__).parent / "stillframe"
 _WITHOUT_TORCH = ("verify", "inspect")
 
 
-def _module_of(path: str) -> ModuleType:
-    """A module of the package, without the package; the package's own where that is loaded."""
-    name = path.replace("/", ".")
-    if loaded := sys.modules.get(f"stillframe.{name}"):
-        return loaded
-    spec = importlib.util.spec_from_file_location(
-        f"_stillframe_command.{name}", _PACKAGE / f"{path}.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def module_without_front(name: str) -> ModuleType:
+    """Import a module of the package that needs no torch, such as `_base.sizes`.
+
+    The package's own `__init__`, which imports torch, does not run, and nothing of the package
+    stays in `sys.modules`. Where the package is loaded already, the module is its own.
+    """
+    if "stillframe" in sys.modules:
+        return importlib.import_module(f"stillframe.{name}")
+    _put_package_without_front()
+    try:
+        return importlib.import_module(f"stillframe.{name}")
+    finally:
+        for each in [each for each in sys.modules if each.partition(".")[0] == "stillframe"]:
+            del sys.modules[each]
+
+
+def _put_package_without_front() -> None:
+    package = ModuleType("stillframe", "Without its public names.")
+    package.__path__ = [str(_PACKAGE)]
+    sys.modules["stillframe"] = package
 
 
 def _open_without_front() -> None:
-    """Makes the package's modules importable without its `__init__`, which imports torch. Only for
+    """Make the package's modules importable without its `__init__`, which imports torch. Only for
     a process that does nothing else.
 
     Raises:
         ImportError: It cannot run here.
     """
-    support = _module_of("_base/support")
+    support: Any = module_without_front("_base.support")
     complaint = support.complaint_of_python(sys.platform, support.is_free_threaded())
     if complaint is not None:
         raise ImportError(complaint)
-    package = ModuleType("stillframe", "Without its public names.")
-    package.__path__ = [str(_PACKAGE)]
-    sys.modules["stillframe"] = package
+    _put_package_without_front()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    usage = _module_of("_shell/usage")
-    size = _module_of("_base/sizes").argument
-    parser = usage.parser(_module_of("_base/support").VERSION, size)
+    usage: Any = module_without_front("_shell.usage")
+    parser: argparse.ArgumentParser = usage.parser()
     options = parser.parse_args(arguments)
     if options.command == "completion":
         print(usage.completion(parser, options.shell), end="")

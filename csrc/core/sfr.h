@@ -4,7 +4,7 @@
  * The core saves one image of memory to one file without stopping the owner of that memory. It is
  * C11, knows neither Python nor torch, and never prints, exits or aborts. Data flows one way:
  *
- *     plan (layout.c) -> stage (stage.c) -> write (write.c) -> commit (file.c, log.c)
+ *     plan (layout.c) -> stage (stage/host.c) -> write (write.c) -> commit (file.c, log.c)
  *
  * The state of a save is in one place, its ticket (ticket.c). Checking a file, restoring it,
  * loading to a device and tracing have headers in their own folders: check/check.h,
@@ -24,6 +24,7 @@
 #ifndef SFR_H
 #define SFR_H
 
+#include "sfr/cpus.h"
 #include "sfr/crc.h"
 #include "sfr/engine.h"
 #include "sfr/err.h"

@@ -83,6 +83,16 @@ def test_every_page_is_in_the_navigation_and_nothing_else():
     assert _in_nav(nav) == set(map(_name, PAGES))
 
 
+def test_the_glossary_has_at_most_40_terms_and_names_files_that_exist():
+    rows = re.findall(
+        r"^\| \*\*([^*]+)\*\* \|.*\| `([^`]+)` \|$", (DOCS / "glossary.md").read_text(), re.M
+    )
+    assert 30 <= len(rows) <= 40
+    assert len({term for term, _ in rows}) == len(rows)
+    for term, owner in rows:
+        assert (ROOT / owner).is_file(), f"{term}: {owner}"
+
+
 def _anchors(page: Path) -> set[str]:
     """As Markdown's own slugs of the headings, with those that are given or made by entries."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -106,3 +116,12 @@ def test_every_internal_link_leads_to_a_file_and_a_heading(page):
         assert target.is_relative_to(DOCS), f"{link} is not part of the site"
         if anchor:
             assert anchor in _anchors(target), link
+
+
+def test_a_broken_link_fails_the_build_of_the_site():
+    makefile, site = (ROOT / "Makefile").read_text(), (ROOT / "mkdocs.yml").read_text()
+    (build,) = [line for line in makefile.splitlines() if "-m mkdocs" in line]
+    assert "--strict" in build
+    assert "--quiet" not in build, "it hides the warnings from --strict too"
+    for what in ("not_found", "anchors", "absolute_links", "unrecognized_links"):
+        assert f"{what}: warn" in site

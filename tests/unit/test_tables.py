@@ -90,3 +90,22 @@ def test_of_a_timeline_one_turn_is_kept_and_the_lost_time_of_all(tables):
     kept = timeline.kept({"way": turns})["way"]
     assert kept["shown"] == turns[1]
     assert (kept["lost_s"]["median"], kept["lost_s"]["n"]) == (4.0, 2)
+
+
+def test_a_way_whose_package_is_missing_is_left_out_with_a_sentence(
+    tables, tmp_path, monkeypatch, capsys
+):
+    import dcp
+    from dcp_ways import META
+
+    monkeypatch.setattr("dcp_ways.find_spec", lambda name: None)
+    assert dcp.main(["--ways", META, "--dir", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "torch_checkpointing is left out" in told and "pip install -r" in told
+
+
+def test_each_way_of_many_ranks_has_a_column(tables):
+    import dcp_table
+    import dcp_ways
+
+    assert dcp_table.SHORT.keys() == dcp_ways.ALL.keys()

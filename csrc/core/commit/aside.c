@@ -103,10 +103,9 @@ void sfr__log_tell_aside_locked(const struct sfr__log_entry *e, uint64_t now)
 		if (!hangs_locked(b, now) || is_told_locked(b->fs))
 			continue;
 		b->told = true;
-		sfr__notice_text(
-			"the file system of %s has not answered for %u s: what is saved to "
-			"others and ready goes on without it; its own saves, and removes, wait",
-			b->key, (unsigned)((now - asked_since_locked(b)) / 1000000000u));
+		sfr__notice_text("the file system of %s has not answered for %u s: saves to "
+				 "others go on without it; its own saves, and all removes, wait",
+				 b->key, (unsigned)((now - asked_since_locked(b)) / 1000000000u));
 	}
 }
 

@@ -136,8 +136,8 @@ static void load_locked(void)
 #undef X
 	if (missing) {
 		(void)snprintf(driver.why, sizeof(driver.why),
-			       "the CUDA driver %s is too old or none: it lacks %s", driver.name,
-			       missing);
+			       "the CUDA driver %s is too old or no CUDA driver: it lacks %s",
+			       driver.name, missing);
 		return;
 	}
 	if (table->driver_version(&table->version) != CUDA_SUCCESS ||

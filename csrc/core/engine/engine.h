@@ -9,22 +9,21 @@
 #include "device/lane.h"
 #include "memory/pool.h"
 
-/* The threads that serve a queue of tasks, in order. */
-enum sfr__crew {
-	/* the lane; tasks come before shared work, because a snapshot has its memory and never
-	 * waits */
-	SFR__LANE,
-	SFR__WRITERS, /* any of the writers */
-	SFR__NR_CREWS
+/* The order in which shared work is served. */
+enum sfr__shared_rank {
+	SFR__IN_CALL, /* its maker waits for it: no thread of low priority takes a part */
+	SFR__AT_ONCE, /* it never waits for blocks */
+	SFR__IN_TURN, /* behind older work that may have the blocks */
 };
 
-/* Work that several threads do in portions: the lane, the threads that wait for it, and writers
- * without a task while somebody waits. */
+/* Work that several threads do in portions: the lane, the threads that wait for it, and copiers while
+ * somebody waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
-	/* Does one portion. Called with the mutex, which it releases meanwhile; removes the work
-	 * from the list when none is left. Waits for blocks only with `may_wait`. False: this
-	 * thread has nothing to do right now. */
+	enum sfr__shared_rank rank;
+	/* Does one piece. Called with the mutex, which it releases meanwhile; removes the work from
+	 * the list when none is left. Waits for blocks only with `may_wait`. False: this thread has
+	 * nothing to do right now. */
 	bool (*turn_locked)(struct sfr__shared *work, bool may_wait);
 };
 
@@ -37,11 +36,14 @@ struct sfr__flight {
 	uint32_t blocks_held;
 };
 
+enum { SFR__MOST_COPIERS = 15 };
+
 /* `mu` guards all of it unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
-	pthread_cond_t cv_lane;   /* signals tasks for the lane, or stopping */
+	pthread_cond_t cv_lane;   /* signals shared work, or stopping */
 	pthread_cond_t cv_writer; /* signals tasks for the writers, or stopping */
+	pthread_cond_t cv_copier; /* signals shared work that somebody waits for, or stopping */
 	pthread_cond_t cv_state;  /* signals a change of any ticket's facts, or a free slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
@@ -54,13 +56,14 @@ struct sfr_engine {
 	pthread_t lane;
 	pthread_t *writers;
 	uint32_t nr_writers; /* running */
+	pthread_t copiers[SFR__MOST_COPIERS];
+	uint32_t nr_copiers; /* running */
 	uint64_t close_seq;  /* sequence number in the log that close waits for; 0: not looked up */
 
-	struct sfr__cuda_lanes cuda_lanes; /* has a lock of its own */
-	SFR__QUEUE(struct sfr__task) tasks[SFR__NR_CREWS];
-	SFR__QUEUE(struct sfr__shared)
-	shared;               /* for the lane, and for the writers while somebody waits */
-	uint32_t nr_awaiting; /* threads that wait for shared work */
+	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
+	SFR__QUEUE(struct sfr__task) tasks; /* the writers' */
+	struct sfr__shared *shared;         /* by rank */
+	uint32_t nr_awaiting;               /* threads that wait for shared work */
 	struct sfr__flight *flights;
 	/* snapshots that have, or wait for, pool memory, which keeps the pool */
 	uint32_t nr_snapshots;
@@ -74,10 +77,14 @@ struct sfr_engine {
 /* ---- workers.c ---- */
 /* Starts the engine's threads unless they run. 0, -ENOMEM or the error of starting a thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-/* Joins the threads; nothing is queued any more. */
+/* Starts the threads that help others with shared work, as many as the system lets us: nobody depends
+ * on one of them. */
+void sfr__copiers_start_locked(struct sfr_engine *engine);
+/* Joins all threads; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
-void sfr__task_push_locked(struct sfr_engine *engine, enum sfr__crew crew, struct sfr__task *task);
-/* Append shared work to the list, in order, and remove it. */
+/* Gives the writers a task; they serve tasks in the order of their arrival. */
+void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);
+/* Insert work behind all of its rank, and remove it. */
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work);
 void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shared *work);
 /* Wakes threads that found nothing to do. */

@@ -337,8 +337,8 @@ static int sync_directory(struct sfr__file *f)
 
 	if (rc == -EINVAL || rc == -ENOTSUP || rc == -ENOSYS) {
 		(void)snprintf(f->why_unsynced, sizeof(f->why_unsynced),
-			       "the file system cannot sync a directory (%s): when the new name "
-			       "reaches the disk is its own affair",
+			       "the file system cannot sync a directory (%s): it decides when the "
+			       "new name reaches the disk",
 			       sfr_code_name(rc));
 		return 0;
 	}

@@ -271,8 +271,8 @@ static bool first_time(const char *path)
 static void name_unknown(const char *path, int code)
 {
 	if (first_time(path))
-		sfr__notice_text("%s is a temporary, and whether its writer is at work cannot be "
-				 "told (%s): it was left",
+		sfr__notice_text("%s is a temporary file whose writer may still be running "
+				 "(%s): it was kept",
 				 path, sfr_code_name(code));
 }
 
@@ -310,8 +310,8 @@ static void clean_one(const struct cleaning *cleaning, const char *name, const c
 
 	if (strcmp(parsed->boot, cleaning->boot) != 0) {
 		if (first_time(path))
-			sfr__notice_text("%s is a temporary of another machine or of an earlier "
-					 "start of this one: remove it if no save there writes it",
+			sfr__notice_text("%s is a temporary file of another machine or an earlier "
+					 "boot: remove it if no save there uses it",
 					 path);
 		return;
 	}

@@ -7,6 +7,11 @@
  */
 #include "save/parts.h"
 
+static bool is_open(const void *ticket)
+{
+	return sfr__ticket_is_open_locked(ticket);
+}
+
 int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32_t nr_streams,
 		  uint64_t slice_ns)
 {
@@ -26,7 +31,7 @@ int sfr_save_gate(struct sfr_ticket *t, const struct sfr_stream *streams, uint32
 		if (t->parts[i].lane)
 			sfr__cuda_rush(t->parts[i].lane, t->seq);
 	sfr__lock(&engine->mu);
-	rc = sfr__ticket_help_locked(t, deadline, sfr__ticket_is_open_locked);
+	rc = sfr__host_wait_locked(&t->deferred.copy, deadline, is_open, t);
 	failing = sfr__ticket_failing_locked(t);
 	sfr__unlock(&engine->mu);
 	if (rc < 0 || failing)

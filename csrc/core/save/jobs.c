@@ -6,7 +6,7 @@ void sfr__job_push_locked(struct sfr__job *job)
 {
 	job->task.run = job->ticket->run_job;
 	job->ticket->jobs_out++;
-	sfr__task_push_locked(job->ticket->engine, SFR__WRITERS, &job->task);
+	sfr__task_push_locked(job->ticket->engine, &job->task);
 }
 
 struct sfr__job *sfr__ticket_job(struct sfr_ticket *t, enum sfr__job_kind kind)
@@ -50,7 +50,7 @@ void sfr__unpark_locked(struct sfr_ticket *t)
 
 	while ((job = t->parked)) {
 		t->parked = job->parked;
-		sfr__task_push_locked(t->engine, SFR__WRITERS, &job->task);
+		sfr__task_push_locked(t->engine, &job->task);
 	}
 }
 

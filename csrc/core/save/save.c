@@ -164,6 +164,7 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 		}
 		sfr__engine_enter_locked(engine, &t->flight);
 		t->seq = ++engine->next_seq;
+		sfr__runs_aim(t);
 		sfr_ticket_get(t);
 		sfr__ticket_set_state_locked(t, SFR_CAPTURING);
 		sfr__job_push_locked(sfr__ticket_job(t, SFR__JOB_OPEN));
@@ -173,44 +174,8 @@ int sfr_save_admit(struct sfr_ticket *t, uint64_t slice_ns)
 	return rc;
 }
 
-/* Leases the next captured block, stages it and hands it to the writers. 0; SFR_EAGAIN when there
- * is no block within the slice, SFR_EEXHAUSTED: the call raises it, and there is no save; else the
- * ticket has failed with what is returned. */
-static int stage_next(struct sfr_ticket *t, const struct sfr__run *run, uint64_t slice_ns)
-{
-	struct sfr_engine *engine = t->engine;
-	struct sfr_err err = { .index = -1 };
-	struct sfr__block *block;
-	uint64_t waited = 0;
-	size_t need = sfr__image_block_len(&t->img, run, t->capture_blk);
-	int rc = sfr__pool_get(engine->pool, t->seq, need, 0, &block);
-
-	if (rc == SFR_EAGAIN) {
-		uint64_t start = sfr__now_ns();
-
-		SFR__TRACE(SFR_TRACE_POOL_WAIT, t->number, 0);
-		rc = sfr__pool_get(engine->pool, t->seq, need, slice_ns, &block);
-		waited = sfr__now_ns() - start;
-	}
-	if (rc == 0)
-		sfr__stage_block(t, run, t->capture_blk, block->mem);
-	else if (rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
-		sfr__err_set(&err, rc, SFR_PHASE_STAGE, NULL);
-	sfr__lock(&engine->mu);
-	t->block_wait_ns += waited; /* a lane's wait shows at the gate */
-	if (err.code)
-		sfr__ticket_fail_locked(t, &err);
-	if (rc == 0) {
-		sfr__ticket_take_block_locked(t);
-		sfr__push_block_locked(t, run, t->capture_blk++, block, false);
-	}
-	sfr__unlock(&engine->mu);
-	return rc;
-}
-
 int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 {
-	const struct sfr__run *run = &t->img.runs[0];
 	uint64_t deadline = sfr__deadline(slice_ns);
 	struct sfr_err err = { .index = -1 };
 	int rc = 0;
@@ -229,11 +194,9 @@ int sfr_save_capture(struct sfr_ticket *t, uint64_t slice_ns)
 		rc = sfr__cuda_capture(t, slice_ns);
 	if (rc < 0)
 		return rc; /* as below */
-	while (!t->in_place && t->capture_blk < run->nr_blocks && !sfr__ticket_failing(t)) {
-		rc = stage_next(t, run, sfr__time_left(deadline));
-		if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
-			return rc;
-	}
+	rc = sfr__host_copy_now(&t->captured.copy, deadline);
+	if (rc == SFR_EAGAIN || rc == SFR_EEXHAUSTED)
+		return rc;
 	if (!t->capture_done && !sfr__ticket_failing(t)) {
 		rc = sfr__take_samples(t);
 		if (rc < 0) {
@@ -268,9 +231,10 @@ int sfr_save_launch(struct sfr_ticket *t)
 		}
 		if (t->state == SFR_CAPTURING)
 			sfr__ticket_set_state_locked(t, SFR_STAGING);
-		t->deferred = sfr__image_run(&t->img, SFR_LANE_HOST, 0);
-		if (t->deferred && !sfr__ticket_failing_locked(t))
-			sfr__share_begin_locked(t);
+		if (t->deferred.run && !sfr__ticket_failing_locked(t)) {
+			t->lane_owns = true;
+			sfr__host_begin_locked(&t->deferred.copy, false);
+		}
 		if (t->img.runs[t->img.nr_runs - 1].lane == SFR_CAPTURED) {
 			/* Nothing is deferred, so nobody has anything to give a verdict on. */
 			t->confirmed = true;

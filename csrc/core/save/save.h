@@ -10,6 +10,7 @@
 #include "commit/log.h"
 #include "engine/engine.h"
 #include "file/file.h"
+#include "stage/host.h"
 #include "stage/samples.h"
 
 /* Work for a writer thread. Jobs live in their ticket, so queueing one cannot fail. */
@@ -31,8 +32,15 @@ struct sfr__job {
 	const struct sfr__run *run;
 	uint32_t blk;
 	bool summed; /* its pieces are in their entries' CRCs already, or will be when they are copied */
-	struct sfr__job *parked; /* the next one */
-	size_t begun, left;      /* of a deferred one: bytes handed out, bytes not copied yet */
+	struct sfr__job *parked;       /* the next one */
+	struct sfr__host_block staged; /* while it is filled from host memory */
+};
+
+/* A run of the image that is filled from host memory; NULL: there is none. */
+struct sfr__run_copy {
+	struct sfr__host_copy copy;
+	struct sfr_ticket *ticket;
+	const struct sfr__run *run;
 };
 
 /* All of it is guarded by the engine's mutex unless a comment says otherwise. */
@@ -60,20 +68,16 @@ struct sfr_ticket {
 	bool in_place;      /* of parts: nothing is staged, writers read the sources; constant */
 	uint32_t next_run, next_blk; /* of such: the next block to be handed to the writers */
 	bool needs_blocks;           /* the pool counts it among the saves that do */
-	bool lane_owns; /* deferred bytes of the host are being handed out or copied: share.c */
-	bool fetching;  /* somebody gets memory for the next block */
-	uint32_t copy_blk, nr_copying;
-	const struct sfr__run *deferred; /* constant from the launch on */
-	struct sfr__job *parked;         /* blocks that wait for the CRC of an entry's beginning */
-	uint32_t cuda_out;               /* parts in devices that are not over */
-	uint32_t cuda_unsubmitted;       /* of them, those that have copies to queue yet */
-	uint32_t jobs_out;               /* queued or running */
-	uint32_t blocks_back;            /* to the pool, written or not */
+	bool lane_owns;              /* deferred bytes of the host are being handed out or copied */
+	struct sfr__job *parked;     /* blocks that wait for the CRC of an entry's beginning */
+	uint32_t cuda_out;           /* parts in devices that are not over */
+	uint32_t cuda_unsubmitted;   /* of them, those that have copies to queue yet */
+	uint32_t jobs_out;           /* queued or running */
+	uint32_t blocks_back;        /* to the pool, written or not */
 	uint32_t blocks_written;
 
-	/* capture position: only the capturing thread touches it */
-	uint32_t capture_blk;
-	bool capture_done;
+	struct sfr__run_copy captured, deferred; /* of the host's */
+	bool capture_done;                       /* only the capturing thread touches it */
 
 	/* detectors: written by capture, read by the lane */
 	struct sfr__samples samples; /* of the host's */
@@ -93,7 +97,6 @@ struct sfr_ticket {
 	bool over_slots;
 	char fallback[SFR_NR_FALLBACKS][160];
 
-	struct sfr__shared copying;
 	struct sfr__flight flight;
 };
 
@@ -143,9 +146,6 @@ void sfr__ticket_finish(struct sfr_ticket *t, const struct sfr_err *err);
 void sfr__ticket_released_locked(struct sfr_ticket *t);
 /* Waits, and helps to copy if that is what it waits for; not at all with deadline 0. 0, SFR_EAGAIN. */
 int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t deadline_ns);
-/* Waits until `is_over`, and copies meanwhile what is to be copied. 0, SFR_EAGAIN. */
-int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
-			    bool (*is_over)(const struct sfr_ticket *t));
 /* The next step may begin as far as the host is concerned: every copy has ended or is queued. */
 bool sfr__ticket_is_open_locked(const struct sfr_ticket *t);
 static inline bool sfr__ticket_failing_locked(const struct sfr_ticket *t)
@@ -176,12 +176,6 @@ void sfr__ticket_put_block(struct sfr_ticket *t, struct sfr__block *block);
 /* The job of one block of a run. */
 struct sfr__job *sfr__block_job(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk);
 
-/* ---- share.c ---- */
-/* Hands out the deferred bytes in the host's memory. */
-void sfr__share_begin_locked(struct sfr_ticket *t);
-/* A turn of a thread that waits until they are copied: at what was handed out first. */
-bool sfr__share_help_locked(struct sfr_ticket *t);
-
 /* ---- in_place.c ---- */
 /* The bytes of a block of a save of parts: never more than the pool's. */
 uint64_t sfr__in_place_block_bytes(const struct sfr_engine *engine);
@@ -194,11 +188,12 @@ int sfr__in_place_prepare(struct sfr_ticket *t, struct sfr__job *job, struct sfr
 /* Gives that memory back, whatever became of the block. */
 void sfr__in_place_release(struct sfr__job *job);
 
-/* ---- stage.c ---- */
-/* Fills one block of a run from its sources, in the call. */
-void sfr__stage_block(struct sfr_ticket *t, const struct sfr__run *run, uint32_t blk, char *dst);
+/* ---- stage_host.c ---- */
+/* Says what will be copied from host memory, when the save is admitted. */
+void sfr__runs_aim(struct sfr_ticket *t);
 /* What stands between the tensors' bytes. */
 void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst);
+/* Asks for the first bytes of an entry that is copied soon. */
 void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t entry);
 /* Takes samples of every deferred source in host memory. -ENOMEM. */
 int sfr__take_samples(struct sfr_ticket *t);

@@ -330,7 +330,7 @@ int sfr_save_report(struct sfr_ticket *t, struct sfr_report *out)
 	out->deferred_nbytes = t->img.deferred_nbytes;
 	out->peak_pool_bytes = t->peak_blocks * t->img.block_bytes;
 	out->slot_wait_ns = t->slot_wait_ns;
-	out->block_wait_ns = t->block_wait_ns;
+	out->block_wait_ns = t->block_wait_ns + t->captured.copy.wait_ns;
 	out->created_ns = t->created_ns;
 	out->launched_ns = t->launched_ns;
 	out->staged_ns = t->staged_ns;

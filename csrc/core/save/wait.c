@@ -1,26 +1,9 @@
-/* Waiting for a save; who waits for its copies helps with them. See share.c. */
+/* Waiting for a save. A thread that waits for copies helps with them: stage/host.c. */
 #include "save/save.h"
 
-static bool is_copied(const struct sfr_ticket *t)
+static bool is_copied(const void *ticket)
 {
-	return sfr__ticket_reached(t, SFR_WAIT_COPIED);
-}
-
-int sfr__ticket_help_locked(struct sfr_ticket *t, uint64_t deadline_ns,
-			    bool (*is_over)(const struct sfr_ticket *t))
-{
-	struct sfr_engine *engine = t->engine;
-	int rc = 0;
-
-	engine->nr_awaiting++;
-	sfr__shared_wake_locked(engine);
-	while (!is_over(t) && rc == 0)
-		if (sfr__share_help_locked(t))
-			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
-		else
-			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
-	engine->nr_awaiting--;
-	return is_over(t) ? 0 : SFR_EAGAIN;
+	return sfr__ticket_reached(ticket, SFR_WAIT_COPIED);
 }
 
 int sfr_save_reached(const struct sfr_ticket *t, enum sfr_wait_for what)
@@ -43,7 +26,7 @@ int sfr__ticket_wait(struct sfr_ticket *t, enum sfr_wait_for what, uint64_t dead
 
 	sfr__lock(&t->engine->mu);
 	if (what == SFR_WAIT_COPIED && deadline_ns != 0)
-		(void)sfr__ticket_help_locked(t, deadline_ns, is_copied);
+		(void)sfr__host_wait_locked(&t->deferred.copy, deadline_ns, is_copied, t);
 	while (!sfr__ticket_reached(t, what) && rc == 0)
 		rc = sfr__cond_wait(&t->engine->cv_state, &t->engine->mu, deadline_ns);
 	rc = sfr__ticket_reached(t, what) ? 0 : SFR_EAGAIN;

@@ -15,7 +15,7 @@
 	X(SFR_ETORN, -1005, "a tensor changed between the call and its copy")                      \
 	X(SFR_ECANCELLED, -1006, "the save was cancelled")                                         \
 	X(SFR_ECORRUPT, -1007, "the file is damaged")                                              \
-	X(SFR_EEXHAUSTED, -1008, "the pool is held by those who would have to wait")               \
+	X(SFR_EEXHAUSTED, -1008, "snapshots hold the memory that this call needs")                 \
 	X(SFR_ESTATE, -1009, "the call does not fit the save's state")                             \
 	X(SFR_ECAPTURING, -1010,                                                                   \
 	  "a CUDA graph is being captured on the current stream: nothing can be saved until "      \
@@ -29,7 +29,7 @@ enum sfr_code {
 #undef X
 };
 
-/* What a save was doing when it failed. SaveError.phase is the text. */
+/* The phase in which a save failed. SaveError.phase is the text. */
 #define SFR_PHASE_LIST(X)                                                                          \
 	X(SFR_PHASE_NONE, "")                                                                      \
 	X(SFR_PHASE_STAGE, "stage")                                                                \

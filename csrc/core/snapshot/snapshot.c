@@ -1,6 +1,6 @@
 /* Snapshots: copies that live in the pool until nobody uses them any more.
  *
- *     NEW --lease--> LEASED --start--> COPYING --lane--> COPIED
+ *     NEW --lease--> LEASED --start--> COPYING --------> COPIED
  *                      |                                   ^
  *                      +-- start, host only, all captured -+
  *
@@ -20,13 +20,13 @@
  *   hold   a process or a future that reads it, and will end by itself
  *
  * Deferred sources are watched as those of a save are: lines of each are kept in the call and
- * compared with the copy. The copy stands in one piece, so that is one pass at the end.
+ * compared with the copy.
  *
- * Several may copy at a time: the call itself, the host's lane, each device (snapshot/device.c). They
- * are counted (`nr_out`), and the last one to end is who settles the snapshot.
+ * Several may copy at a time: the call itself, threads of the host (snapshot/host.c), each device
+ * (snapshot/device.c). They are counted (`nr_out`), and the last one to end settles the snapshot.
  *
- * The lane's reference goes over to the notice of its end: a thread of the engine never drops the
- * last one.
+ * The reference of those who copy goes over to the notice of the end: a thread of the engine never
+ * drops the last one.
  *
  * Shared memory is the same memory with MADV_DOFORK for as long as its lease lasts: a child has a
  * copy-on-write view of its own, which nothing that the parent does later can reach, and a fork
@@ -36,8 +36,6 @@
 #include <string.h>
 
 #include "snapshot/snapshot.h"
-
-enum { COPY_PIECE = 4 << 20 /* between looks at whether anybody still wants the copy */ };
 
 /* ---- memory ---- */
 
@@ -81,7 +79,9 @@ int sfr_snapshot_new(struct sfr_engine *engine, const struct sfr_source *sources
 		if (sources[i].addr == 0 && sources[i].nbytes != 0 &&
 		    (sources[i].lane != SFR_CAPTURED || sources[i].device != 0))
 			goto fail;
-	rc = sfr__snapshot_parts_new(s);
+	rc = sfr__snapshot_runs_new(s);
+	if (rc == 0)
+		rc = sfr__snapshot_parts_new(s);
 	if (rc < 0)
 		goto fail;
 	*out = s;
@@ -165,34 +165,6 @@ uint64_t sfr_snapshot_offset(const struct sfr_snapshot *s, uint32_t source)
 
 /* ---- copying ---- */
 
-static bool is_abandoned(struct sfr_snapshot *s)
-{
-	return sfr__under(&s->engine->mu, s->abandoned);
-}
-
-/* The lane's copies make a CRC on their way, which nobody wants here and which costs nothing: they
- * wait for memory. False when it was given up on the way, which only a lane does. */
-static bool copy_source(struct sfr_snapshot *s, uint32_t i, bool lane)
-{
-	const struct sfr_source *source = &s->sources[i];
-
-	for (uint64_t off = 0; off < source->nbytes; off += COPY_PIECE) {
-		uint64_t left = source->nbytes - off;
-
-		size_t len = (size_t)(left < COPY_PIECE ? left : COPY_PIECE);
-		char *dst = s->copies[i] + off;
-
-		if (!lane) {
-			sfr_sys.capture_copy(dst, sfr__bytes_of(source) + off, len);
-			continue;
-		}
-		if (is_abandoned(s))
-			return false;
-		(void)sfr_sys.lane_copy(0, dst, sfr__bytes_of(source) + off, len);
-	}
-	return true;
-}
-
 /* Of the deferred sources in host memory. -ENOMEM. */
 static int take_samples(struct sfr_snapshot *s)
 {
@@ -204,26 +176,11 @@ static int take_samples(struct sfr_snapshot *s)
 	return rc;
 }
 
-static void run(struct sfr__task *task)
-{
-	struct sfr_snapshot *s = sfr__container(task, struct sfr_snapshot, copying);
-	int64_t torn = -1;
-	bool all = true;
-
-	for (uint32_t i = 0; all && i < s->nr_sources; i++)
-		if (s->sources[i].lane != SFR_CAPTURED && s->sources[i].device == 0)
-			all = copy_source(s, i, true);
-	if (all)
-		torn = sfr__snapshot_compare(s, 0, &s->samples);
-	sfr__snapshot_in(s, torn, NULL);
-}
-
 /* Nobody but the caller copies: the snapshot was started too late, or has nothing to defer. */
 static int copy_here(struct sfr_snapshot *s, int rc)
 {
-	for (uint32_t i = 0; rc == 0 && i < s->nr_sources; i++)
-		if (s->sources[i].device == 0 && s->sources[i].addr)
-			(void)copy_source(s, i, false); /* always all */
+	if (rc == 0)
+		sfr__snapshot_copy_now(s, true);
 	sfr__lock(&s->engine->mu);
 	sfr__snapshot_set_state_locked(s, SFR__SNAPSHOT_COPIED);
 	sfr__unlock(&s->engine->mu);
@@ -273,30 +230,29 @@ int sfr_snapshot_start(struct sfr_snapshot *s)
 		return copy_here(s, rc == 0 && s->nr_parts ? SFR_ECLOSED : rc);
 	/* Devices first: they copy while the host does. */
 	rc = sfr__snapshot_parts_start(s, &err);
-	for (uint32_t i = 0; i < s->nr_sources; i++)
-		if (s->sources[i].lane == SFR_CAPTURED && s->sources[i].device == 0 &&
-		    s->sources[i].addr)
-			(void)copy_source(s, i, false); /* always all */
+	sfr__snapshot_copy_now(s, false);
 	sfr__snapshot_parts_captured(s, &err);
 	if (nr) {
 		sfr__lock(&engine->mu);
 		s->nr_out++;
-		s->copying.run = run;
-		sfr__task_push_locked(engine, SFR__LANE, &s->copying);
+		sfr__snapshot_defer_locked(s);
 		sfr__unlock(&engine->mu);
 	}
 	sfr__snapshot_in(s, -1, &err);
 	return rc < 0 ? rc : err.code;
 }
 
-/* Until it is copied: 0, or SFR_EAGAIN. */
-static int wait_locked(struct sfr_snapshot *s, uint64_t deadline_ns)
+static bool is_copied(const void *snapshot)
 {
-	int rc = 0;
+	return ((const struct sfr_snapshot *)snapshot)->state != SFR__SNAPSHOT_COPYING;
+}
 
-	while (s->state == SFR__SNAPSHOT_COPYING && rc == 0)
-		rc = sfr__cond_wait(&s->engine->cv_state, &s->engine->mu, deadline_ns);
-	return s->state == SFR__SNAPSHOT_COPYING ? SFR_EAGAIN : 0;
+/* Until it is copied, helping with that, but not at all with a slice of 0: 0, or SFR_EAGAIN. */
+static int wait_locked(struct sfr_snapshot *s, uint64_t slice_ns, uint64_t deadline_ns)
+{
+	if (slice_ns == 0)
+		return is_copied(s) ? 0 : SFR_EAGAIN;
+	return sfr__host_wait_locked(&s->deferred.copy, deadline_ns, is_copied, s);
 }
 
 int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, uint32_t nr_streams,
@@ -311,7 +267,7 @@ int sfr_snapshot_gate(struct sfr_snapshot *s, const struct sfr_stream *streams, 
 	on_host = !sfr__snapshot_parts_gate(s, streams, nr_streams) ||
 		  sfr__snapshot_nr_deferred(s, 0) > 0;
 	sfr__lock(&s->engine->mu);
-	rc = on_host ? wait_locked(s, deadline) : 0;
+	rc = on_host ? wait_locked(s, slice_ns, deadline) : 0;
 	sfr__unlock(&s->engine->mu);
 	return rc;
 }
@@ -345,7 +301,7 @@ int sfr_snapshot_wait(struct sfr_snapshot *s, uint64_t slice_ns, int64_t *torn)
 		return 0;
 	}
 	sfr__lock(&s->engine->mu);
-	rc = wait_locked(s, deadline);
+	rc = wait_locked(s, slice_ns, deadline);
 	if (rc == 0)
 		*torn = s->torn;
 	sfr__unlock(&s->engine->mu);
@@ -387,6 +343,7 @@ void sfr_snapshot_put(struct sfr_snapshot *s)
 		sfr__engine_snapshot_gone(engine);
 	}
 	sfr_sys.free(s->parts);
+	sfr__snapshot_runs_free(s);
 	sfr__samples_free(&s->samples);
 	sfr_sys.free(s->copies);
 	sfr_sys.free(s->sources);

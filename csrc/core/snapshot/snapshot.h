@@ -4,6 +4,7 @@
 
 #include "sfr/snapshot.h"
 #include "engine/engine.h"
+#include "stage/host.h"
 #include "stage/samples.h"
 
 struct sfr__snapshot_part;
@@ -15,6 +16,15 @@ enum sfr__snapshot_state {
 	SFR__SNAPSHOT_COPYING, /* queued at, or being copied by, lanes */
 	SFR__SNAPSHOT_COPIED,  /* or failed, or given up: nobody writes into the memory any more */
 	SFR__NR_SNAPSHOT_STATES
+};
+
+/* Sources in host memory that are copied together: one block of stage/host.c, as the memory is there
+ * already. */
+struct sfr__snapshot_run {
+	struct sfr__host_copy copy;
+	struct sfr__host_block block;
+	struct sfr_snapshot *snapshot; /* constant, as the next */
+	uint64_t *starts; /* bytes of the run in front of each source, and in all of them */
 };
 
 struct sfr_snapshot {
@@ -32,9 +42,9 @@ struct sfr_snapshot {
 	_Atomic enum sfr__snapshot_state state; /* read without the lock, too */
 	struct sfr__lot *lot;                   /* its memory, NULL: not leased, or gone back */
 	bool held;      /* of the lot: only its callers can end that; lot.c's */
-	bool abandoned; /* nobody can read the copy any more: the lane stops */
+	bool abandoned; /* nobody can read the copy any more: what is left of it is not copied */
 	uint32_t nr_views, nr_holds;
-	uint32_t nr_out;    /* of those who copy: the call, the host's lane, parts in devices */
+	uint32_t nr_out;    /* of those who copy: the call, the host's threads, parts in devices */
 	int64_t torn;       /* final once the state is COPIED */
 	struct sfr_err err; /* of a device; the first; final as torn is */
 	_Atomic uint64_t copying_ns; /* that devices took for what leaves; atomic */
@@ -44,8 +54,9 @@ struct sfr_snapshot {
 	struct sfr__snapshot_part *parts; /* one for each device; the array is constant */
 	uint32_t nr_parts;
 
+	struct sfr__snapshot_run captured, deferred; /* of the host's */
+
 	struct sfr__notice notice;
-	struct sfr__task copying; /* for the host's lane */
 };
 
 static inline const char *sfr__bytes_of(const struct sfr_source *source)
@@ -75,6 +86,15 @@ void sfr__snapshot_out(struct sfr_snapshot *s);
 void sfr__snapshot_in(struct sfr_snapshot *s, int64_t torn, const struct sfr_err *err);
 /* A copy into the memory may never end: it is nobody's again. */
 void sfr__snapshot_lost(struct sfr_snapshot *s);
+
+/* ---- snapshot/host.c ---- */
+/* Says which sources in host memory are copied in the call, and which later. -ENOMEM. */
+int sfr__snapshot_runs_new(struct sfr_snapshot *s);
+void sfr__snapshot_runs_free(struct sfr_snapshot *s);
+/* Copies the captured ones; `all`: the deferred ones, too. */
+void sfr__snapshot_copy_now(struct sfr_snapshot *s, bool all);
+/* Hands out the deferred ones. Who copies is counted already. */
+void sfr__snapshot_defer_locked(struct sfr_snapshot *s);
 
 /* ---- snapshot/samples.c ---- */
 /* Sources that are copied after the call, in one kind of memory (sfr_source.device). */

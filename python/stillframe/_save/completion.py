@@ -16,6 +16,9 @@ it is over, exit handlers may still: nobody would settle such a save later, so i
 the call, and its callbacks run there and then. It is over from the start where an exit handler
 makes the first save of a process under Python 3.12 or later, which starts no thread by then.
 
+A child of multiprocessing drains while other threads of the program still run: Python joins them
+later. Their saves wait until the drain is over, and then run like those of exit handlers.
+
 A save without deferred bytes needs no verdict of Python's: it is staged when its call returns,
 and this thread is not woken for it.
 """
@@ -38,6 +41,7 @@ from stillframe.errors import StillframeError
 log = logging.getLogger("stillframe")
 
 _MEMORY_S = 0.01  # until it is asked for once more
+_DRAIN_POLL_S = 0.01
 
 
 class InFlight(Protocol):
@@ -154,6 +158,7 @@ class _Completion:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._exiting: threading.Thread | None = None
+        self._threads_go_on = False  # others may save when the drain is over
         self.over = False
 
     def start(self, *, under_way: bool = False) -> None:
@@ -168,7 +173,10 @@ class _Completion:
         """
         mine = self._exiting is threading.current_thread() or callbacks.is_current()
         if self._exiting is not None and not (mine or under_way):
-            raise StillframeError("the interpreter is exiting: no more saves and removes")
+            if not self._threads_go_on:
+                raise StillframeError("the interpreter is exiting: no more saves and removes")
+            while not self.over:
+                time.sleep(_DRAIN_POLL_S)
         if self.over:
             return
         if self._thread is not None and self._thread.ident is not None:
@@ -191,7 +199,12 @@ class _Completion:
         """The exit has begun, and has yet to say what failed."""
         return self._exiting is not None and not self.over
 
-    def begin_exit(self) -> None:
+    def begin_exit(self, *, threads_go_on: bool = False) -> None:
+        """
+        Args:
+            threads_go_on: Threads of the program run on behind this, and may save.
+        """
+        self._threads_go_on = threads_go_on
         self._exiting = threading.current_thread()
 
     def stop(self) -> None:

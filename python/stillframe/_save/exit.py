@@ -1,14 +1,21 @@
-"""The end of the process: saves in flight finish, and what failed is said.
+"""The end of the process: saves in flight finish, and errors that nobody collected are printed.
 
 The process's exit status stays what the program made it: Python lets no exit handler change it.
-Who wants it to tell of a failed save ends with `stillframe.wait_all()`, which raises.
+A program that ends with `stillframe.wait_all()` fails where a save failed.
+
+Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
+handlers. multiprocessing runs its own finalizers in every child, so the drain is one of them there.
+A spawned child runs both, and the second finds nothing to do. The main process has only the exit
+handler.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable
+from multiprocessing import process, util
 
 from stillframe import _core
 from stillframe._base.trace import end_at_exit
@@ -16,6 +23,11 @@ from stillframe._save import completion
 from stillframe._save.api import close_default, settle_all, under_way
 from stillframe._save.outcome import take_failures
 
+log = logging.getLogger("stillframe")
+
+# Above those of multiprocessing's own queues (10) and pools (15): callbacks of the last saves may
+# still use them.
+_PRIORITY = 100
 _QUIET_S = 1.0  # a wait shorter than that is not worth a line
 _GIVEN_UP_S = 5.0  # in which what is cancelled ends, if its file system answers
 
@@ -54,20 +66,27 @@ def _give_up() -> bool:
     return False
 
 
-def _drain() -> None:
-    """Saves in flight finish. Says what is waited for; a second Ctrl-C gives the rest up, and goes
-    without what cannot be given up, each later one without what it interrupts."""
-    interrupts = 1 if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) else 0
+def _drain(*, threads_go_on: bool = False) -> None:
+    """Wait until saves in flight have finished, and say what is waited for.
+
+    A second Ctrl-C gives up the rest. Each later one leaves the step that it interrupts. A step
+    that raises is logged, and the next one runs.
+
+    Args:
+        threads_go_on: The program's threads run on behind this, and may save.
+    """
+    interrupts = 1 if _interrupted() else 0
     steps: list[Callable[[], object]] = [
-        completion.completion.begin_exit,
+        lambda: completion.completion.begin_exit(threads_go_on=threads_go_on),
         _announce_wait,
         _wait_for_log,
         settle_all,
         completion.callbacks.finish,
         _wait_for_log,  # what the callbacks saved
-        close_default,
+        *([] if threads_go_on else [close_default]),
         _core.log_stop,
         completion.completion.stop,
+        _wait_for_log,  # what a thread submitted just before: later saves wait in their call
         *(last := [end_at_exit, settle_all, _say_what_failed]),  # saves are still in the timeline
     ]
 
@@ -85,6 +104,25 @@ def _drain() -> None:
                 del steps[0]
             else:
                 steps.insert(0, give_up if interrupts == 2 else _warn_once)
+        except Exception:
+            log.exception("stillframe: the end of the process went wrong")
+            del steps[0]
+
+
+def _interrupted() -> bool:
+    """Whether Ctrl-C is what ends the program."""
+    return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) or isinstance(
+        sys.exc_info()[1], KeyboardInterrupt
+    )
+
+
+def _drain_child() -> None:
+    _drain(threads_go_on=True)
+
+
+def _finish_child(_: object = None) -> None:
+    """Have this child of multiprocessing drain when its work has returned or raised."""
+    util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
 
 
 def _say_what_failed() -> None:
@@ -101,3 +139,6 @@ def _say(sentence: str) -> None:
 def install() -> None:
     """Once, when the package is imported."""
     atexit.register(_drain)
+    util.register_after_fork(_drain_child, _finish_child)  # by every start method, in each child
+    if process.parent_process() is not None:  # imported by the work of a child
+        _finish_child()

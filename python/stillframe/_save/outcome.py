@@ -49,9 +49,8 @@ class Failure:
         self.collected = True
 
     def dropped(self, what: str) -> None:
-        """Nobody can ask for it any more: it is logged, unless it was seen or, where the process
-        ends, is about to be said."""
-        if not self.collected and not completion.completion.draining:
+        """Log an error that nobody will ask for, unless the exit is about to print it."""
+        if not (self.collected or self.logged or completion.completion.draining):
             self.logged = True
             log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
 
@@ -171,6 +170,8 @@ class Outcome:
             told = told or isinstance(error, CancelledError)  # whoever did that knows
             if error is not None and not told and self._failure is None:
                 self._failure = Failure(error)
+                if completion.completion.over:  # the exit has printed what failed
+                    self._failure.dropped("a save")
             self.report, self.error = report, error
             self.value = report if value is None else value
             self.settled = True

@@ -1,7 +1,8 @@
 """What memory and a disk can do at best, with nothing of ours in between; who else uses them; and
 what every measurement needs: a directory of its own, and a line that says how far it is.
 
-The scripts in benchmarks/ load this file by its path, so it imports nothing of the package.
+The scripts in benchmarks/ measure with it too, in processes without torch, so it imports nothing
+of the package.
 """
 
 from __future__ import annotations
@@ -169,34 +170,59 @@ def make_buffer(nbytes: int) -> mmap.mmap:
     return buffer
 
 
-def copy_seconds(source: mmap.mmap, target: mmap.mmap) -> float:
-    """Seconds of one memcpy of all of `source`, by one thread."""
-    from_, to = (ctypes.c_char.from_buffer(buffer) for buffer in (source, target))
+def copy_seconds(source: mmap.mmap, target: mmap.mmap, nr_threads: int = 1) -> float:
+    """Return the seconds of a memcpy of all of `source`, in `nr_threads` parts at once."""
+    from_, to = (ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in (source, target))
+    part = -(-len(source) // nr_threads)
+
+    def copy(off: int) -> None:  # ctypes lets go of the interpreter lock meanwhile
+        ctypes.memmove(to + off, from_ + off, min(part, len(source) - off))
+
+    others = [threading.Thread(target=copy, args=(n * part,)) for n in range(1, nr_threads)]
     start = time.perf_counter()
-    ctypes.memmove(ctypes.addressof(to), ctypes.addressof(from_), len(source))
+    for thread in others:
+        thread.start()
+    copy(0)
+    for thread in others:
+        thread.join()
     return time.perf_counter() - start
 
 
-def write_seconds(path: Path, source: mmap.mmap) -> tuple[float, bool]:
-    """Seconds to write `source` to a new file and have it on the disk, and whether it went past the
-    page cache, as it does where the file system can. The file stays.
+def write_seconds(
+    path: Path, source: mmap.mmap, *, direct: bool | None = None, nbytes: int | None = None
+) -> tuple[float, bool]:
+    """Write `source` to a new file and have it on the disk. The file stays.
 
-    Counted are room, writes and fdatasync; open and close are not.
+    Counted are writes and sync, and past the page cache room as well; open and close are not.
+
+    Args:
+        direct: Past the page cache; by default where the file system can.
+        nbytes: Length of the file: a source that is shorter is repeated.
+
+    Returns:
+        The seconds, and whether it went past the page cache.
+
+    Raises:
+        OSError: (EINVAL, EOPNOTSUPP) `direct` is asked for, and the file system cannot.
     """
+    length = len(source) if nbytes is None else nbytes
 
-    def write(direct: int) -> float:
+    def write(flag: int) -> float:
         flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
-        with _opened(path, flags | direct) as fd, memoryview(source) as view:
+        with _opened(path, flags | flag) as fd, memoryview(source) as view:
             start = time.perf_counter()
-            if direct:
-                _reserve(fd, len(source))
+            if flag:
+                _reserve(fd, length)
             done = 0
-            while done < len(source):
-                done += os.pwrite(fd, view[done : done + CALL_BYTES], done)
-            os.fdatasync(fd)
+            while done < length:
+                at = done % len(source)
+                done += os.pwrite(fd, view[at : at + min(CALL_BYTES, length - done)], done)
+            (os.fdatasync if flag else os.fsync)(fd)
             return time.perf_counter() - start
 
-    return _direct_if_it_goes(write)
+    if direct is None:
+        return _direct_if_it_goes(write)
+    return write(os.O_DIRECT if direct else 0), direct
 
 
 def read_seconds(path: Path, target: mmap.mmap) -> tuple[float, bool]:
@@ -241,8 +267,9 @@ def _direct_if_it_goes(measure: Callable[[int], float]) -> tuple[float, bool]:
 
 
 def forget(path: Path) -> None:
-    """Asks the page cache to drop a synced file, so that reading it means the disk."""
+    """Ask the page cache to drop a file, so that reading it means the disk."""
     with _opened(path, os.O_RDONLY) as fd:
+        os.fsync(fd)  # it keeps what is not on the disk
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -1,53 +1,52 @@
 """What the command `stillframe` takes: its commands, their options, and completion for shells.
 
-`_stillframe_command` runs this file by its path, so it imports nothing of the package.
+`_stillframe_command` imports it without the package's front: nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
-Size = Callable[..., Callable[[str], int]]
+from stillframe._base import sizes, support
 
 
-def parser(version: str, size: Size) -> argparse.ArgumentParser:
-    """The parser of the whole command. `size` is `stillframe._base.sizes.argument`."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
     top = argparse.ArgumentParser(
         prog="stillframe", description="Saves PyTorch training state without stopping training."
     )
-    top.add_argument("--version", action="version", version=f"stillframe {version}")
+    top.add_argument("--version", action="version", version=f"stillframe {support.VERSION}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (told, description, epilog, arguments) in _COMMANDS.items():
         one = commands.add_parser(name, help=told, description=description, epilog=epilog)
-        arguments(one, size)
+        arguments(one)
     return top
 
 
-def _verify(verify: argparse.ArgumentParser, _: Size) -> None:
+def _verify(verify: argparse.ArgumentParser) -> None:
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a file, or a directory of files")
     verify.add_argument("--json", action="store_true", help="print a list of objects, not lines")
 
 
-def _inspect(inspect: argparse.ArgumentParser, _: Size) -> None:
+def _inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument("path", metavar="FILE", help="a checkpoint")
     how = inspect.add_mutually_exclusive_group()
     how.add_argument("--tree", action="store_true", help="as a tree, with the bytes of each branch")
     how.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _bench(bench: argparse.ArgumentParser, size: Size) -> None:
+def _bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("directory", metavar="DIR", help="a directory on the disk to measure")
     bench.add_argument(
         "--size",
-        type=size(),
+        type=sizes.argument(),
         help="size of the state, such as 500MB (default: what the disk writes in a second, 33.6 to"
         " 537 MB)",
     )
     bench.add_argument("--json", action="store_true", help="print an object, not a table")
 
 
-def _info(info: argparse.ArgumentParser, _: Size) -> None:
+def _info(info: argparse.ArgumentParser) -> None:
     info.add_argument(
         "directory",
         nargs="?",
@@ -58,7 +57,7 @@ def _info(info: argparse.ArgumentParser, _: Size) -> None:
     info.add_argument("--json", action="store_true", help="print an object, not lines")
 
 
-def _completion(completion: argparse.ArgumentParser, _: Size) -> None:
+def _completion(completion: argparse.ArgumentParser) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
 

@@ -1,5 +1,4 @@
-/* share.c: who waits for deferred bytes copies them, beside the lane and with
- * the idle writers. */
+/* A thread that waits for deferred bytes copies them, beside the lane and the copiers. */
 #include <pthread.h>
 #include <semaphore.h>
 #include <time.h>
@@ -140,7 +139,7 @@ static bool all_is_handed_out(struct sfr_ticket *t)
 	bool all;
 
 	sfr__lock(&t->engine->mu);
-	all = t->copy_blk == t->deferred->nr_blocks;
+	all = t->deferred.copy.blk == t->deferred.copy.nr_blocks;
 	sfr__unlock(&t->engine->mu);
 	return all;
 }
@@ -245,7 +244,7 @@ static struct sfr_engine *idle_engine(void)
 	return engine;
 }
 
-static void idle_writers_copy_too_as_long_as_somebody_waits(void)
+static void copiers_copy_too_as_long_as_somebody_waits(void)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct sfr_ticket *t;
@@ -355,20 +354,30 @@ static void a_write_is_noticed_whoever_copies_it(void)
 	}
 }
 
-static void what_is_taken_off_the_end_of_the_list_leaves_the_rest_there(void)
+static void work_is_served_by_rank_and_then_in_the_order_in_which_it_came(void)
 {
+	static const enum sfr__shared_rank ranks[] = { SFR__IN_TURN, SFR__AT_ONCE, SFR__IN_TURN,
+						       SFR__AT_ONCE };
+	static const int order[] = { 1, 3, 0, 2 };
 	struct sfr_engine *engine = saving_engine_of(BLOCK, 1, 1, 1);
-	struct sfr__shared works[3] = { 0 };
+	struct sfr__shared works[4] = { 0 }, *at;
 
 	sfr__lock(&engine->mu); /* no thread sees the list meanwhile */
-	for (int i = 0; i < 2; i++)
+	for (int i = 0; i < 4; i++) {
+		works[i].rank = ranks[i];
 		sfr__shared_push_locked(engine, &works[i]);
-	sfr__shared_remove_locked(engine, &works[1]);
-	sfr__shared_push_locked(engine, &works[2]);
-	CHECK(engine->shared.head == &works[0] && works[0].next == &works[2]);
-	for (int i = 0; i < 3; i++)
-		sfr__shared_remove_locked(engine, &works[i]);
-	CHECK(engine->shared.head == NULL && engine->shared.tail == NULL);
+	}
+	at = engine->shared;
+	for (int i = 0; i < 4; i++, at = at->next)
+		CHECK(at == &works[order[i]]);
+	CHECK(at == NULL);
+	sfr__shared_remove_locked(engine, &works[2]); /* the last one */
+	sfr__shared_remove_locked(engine, &works[1]); /* the first one */
+	CHECK(engine->shared == &works[3] && works[3].next == &works[0] && works[0].next == NULL);
+	sfr__shared_remove_locked(engine, &works[1]); /* it is not there: nothing happens */
+	sfr__shared_remove_locked(engine, &works[3]);
+	sfr__shared_remove_locked(engine, &works[0]);
+	CHECK(engine->shared == NULL);
 	sfr__unlock(&engine->mu);
 	saving_end(engine);
 }
@@ -387,12 +396,12 @@ int main(void)
 	}
 	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
 	RUN(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part);
-	RUN(idle_writers_copy_too_as_long_as_somebody_waits);
+	RUN(copiers_copy_too_as_long_as_somebody_waits);
 	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
 	RUN(one_block_is_enough_for_all_who_copy);
 	RUN(a_cancel_while_others_copy_gives_every_block_back);
 	RUN(a_write_is_noticed_whoever_copies_it);
-	RUN(what_is_taken_off_the_end_of_the_list_leaves_the_rest_there);
+	RUN(work_is_served_by_rank_and_then_in_the_order_in_which_it_came);
 	for (int i = 0; i < NR_SOURCES; i++)
 		free(bytes[i]);
 	saving_rmdir(dir);

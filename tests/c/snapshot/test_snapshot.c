@@ -2,6 +2,8 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include <semaphore.h>
+
 #include "snapshot_helpers.h"
 
 /* ---- copies ------------------------------------------------------------------- */
@@ -47,6 +49,8 @@ static void nobody_goes_past_a_copy_that_is_under_way(void)
 	fill(7);
 	describe(sources, true);
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
+	while (sfr_inject_hits() == 0) /* the lane has the only piece in hand */
+		(void)usleep(100);
 	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 1000000), SFR_EAGAIN);
 	CHECK_EQ(sfr_snapshot_wait(s, 1000000, &torn), SFR_EAGAIN);
 	CHECK_EQ(sfr_inject_drop(&still), 0);
@@ -103,6 +107,11 @@ static uint32_t change_a_byte(uint32_t crc, void *dst, const void *src, size_t l
 	return crc;
 }
 
+static void change_a_byte_in_a_hurry(void *dst, const void *src, size_t len)
+{
+	(void)change_a_byte(0, dst, src, len);
+}
+
 static void a_change_before_the_copy_is_found(void)
 {
 	struct sfr_engine *engine = make_engine(NR_BLOCKS);
@@ -114,6 +123,7 @@ static void a_change_before_the_copy_is_found(void)
 	fill(1);
 	describe(sources, true);
 	sfr_sys.lane_copy = change_a_byte;
+	sfr_sys.capture_copy = change_a_byte_in_a_hurry;
 	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, 2);
@@ -123,39 +133,105 @@ static void a_change_before_the_copy_is_found(void)
 	sfr_sys = before;
 }
 
-static _Atomic int nr_copies;
-static struct sfr_snapshot *_Atomic copied;
+/* ---- a copy of several pieces, of which the lane takes the first ------------------- */
 
-static uint32_t drop_while_copying(uint32_t crc, void *dst, const void *src, size_t len)
+enum { NR_PIECES = 5, LARGE = NR_PIECES << 20 };
+
+static unsigned char large[LARGE];
+static _Atomic int nr_by_lane, nr_by_waiter;
+static sem_t lane_stands, lane_may_go;
+
+static uint32_t stand_still(uint32_t crc, void *dst, const void *src, size_t len)
 {
-	memcpy(dst, src, len);
-	if (nr_copies++ == 0) {
-		while (copied == NULL)
-			(void)usleep(100);
-		sfr_snapshot_unview(copied);
-		CHECK_EQ(sfr_snapshot_leased(copied), 1); /* it is being written into */
+	if (nr_by_lane++ == 0) {
+		(void)sem_post(&lane_stands);
+		(void)sem_wait(&lane_may_go);
 	}
+	memcpy(dst, src, len);
 	return crc;
+}
+
+static void copy_as_waiter(void *dst, const void *src, size_t len)
+{
+	nr_by_waiter++;
+	memcpy(dst, src, len);
+}
+
+/* A snapshot whose first piece the lane has in hand. */
+static struct sfr_snapshot *begin_large(struct sfr_engine *engine)
+{
+	const struct sfr_source source = { (uint64_t)(uintptr_t)large, LARGE, SFR_LANE_HOST, 0 };
+	struct sfr_snapshot *s;
+
+	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_may_go, 0, 0), 0);
+	nr_by_lane = nr_by_waiter = 0;
+	sfr_sys.lane_copy = stand_still;
+	sfr_sys.capture_copy = copy_as_waiter;
+	for (size_t i = 0; i < LARGE; i++)
+		large[i] = (unsigned char)(i * 2654435761u >> 13);
+	CHECK_EQ(take(engine, &source, 1, 0, &s), 0);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	return s;
+}
+
+static void a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand(void)
+{
+	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
+	const struct sfr_sys before = sfr_sys;
+	struct sfr_snapshot *s = begin_large(engine);
+	char *base;
+	uint64_t len;
+
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 0), SFR_EAGAIN);
+	CHECK_EQ(nr_by_waiter, 0); /* it did not wait */
+	for (int i = 0; i < NR_PIECES; i++)
+		CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(nr_by_waiter, NR_PIECES - 1);
+	CHECK_EQ(nr_by_lane, 1);
+	CHECK_EQ(sem_post(&lane_may_go), 0);
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, SFR_FOREVER), 0);
+	sfr_snapshot_memory(s, &base, &len);
+	CHECK(len == LARGE && memcmp(base, large, LARGE) == 0);
+	take_notice(s);
+	drop(s);
+	sfr_engine_put(engine); /* its threads use the table */
+	sfr_sys = before;
+}
+
+static void a_gate_that_helps_finds_a_change_before_the_copy(void)
+{
+	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
+	const struct sfr_sys before = sfr_sys;
+	struct sfr_snapshot *s = begin_large(engine);
+	int64_t torn;
+
+	large[LARGE - 1] ^= 1; /* the last line is always sampled */
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 100 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sem_post(&lane_may_go), 0);
+	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
+	CHECK_EQ(torn, 0);
+	take_notice(s);
+	drop(s);
+	sfr_engine_put(engine); /* its threads use the table */
+	sfr_sys = before;
 }
 
 static void a_copy_nobody_can_read_is_given_up(void)
 {
-	struct sfr_engine *engine = make_engine(NR_BLOCKS);
+	struct sfr_engine *engine = make_engine(2 * LARGE / BLOCK);
 	const struct sfr_sys before = sfr_sys;
-	struct sfr_source sources[NR];
-	struct sfr_snapshot *s;
+	struct sfr_snapshot *s = begin_large(engine);
 	int64_t torn;
 
-	fill(1);
-	describe(sources, true);
-	sfr_sys.lane_copy = drop_while_copying;
-	nr_copies = 0;
-	copied = NULL;
-	CHECK_EQ(take(engine, sources, NR, 0, &s), 0);
-	copied = s;
+	sfr_snapshot_unview(s);
+	CHECK_EQ(sfr_snapshot_leased(s), 1); /* it is being written into */
+	CHECK_EQ(sfr_snapshot_gate(s, NULL, 0, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(sem_post(&lane_may_go), 0);
 	CHECK_EQ(sfr_snapshot_wait(s, SFR_FOREVER, &torn), 0);
 	CHECK_EQ(torn, -1);
-	CHECK_EQ(nr_copies, 1);
+	CHECK_EQ(nr_by_lane, 1);
+	CHECK_EQ(nr_by_waiter, 0);
 	take_notice(s);
 	CHECK_EQ(sfr_snapshot_leased(s), 0);
 	CHECK_EQ(leased(engine), 0);
@@ -397,6 +473,8 @@ int main(void)
 	RUN(what_is_captured_is_not_sampled);
 	RUN(a_snapshot_of_nothing_is_one);
 	RUN(a_change_before_the_copy_is_found);
+	RUN(a_thread_at_the_gate_copies_all_but_what_the_lane_has_in_hand);
+	RUN(a_gate_that_helps_finds_a_change_before_the_copy);
 	RUN(a_copy_nobody_can_read_is_given_up);
 	RUN(memory_stays_for_views_and_holds);
 	RUN(the_last_reference_gives_back_what_is_left);

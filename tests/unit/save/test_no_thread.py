@@ -19,7 +19,7 @@ from stillframe._lightning.waiting import WaitingLine
 from stillframe._save import completion
 from stillframe.testing import fault
 
-SAYS = "no thread more: raise the limit on processes"
+SAYS = "another thread: raise the limit on processes"
 
 
 @contextmanager

@@ -270,3 +270,22 @@ def test_the_chosen_size_is_that_of_a_second_within_memory_and_room(tmp_path, mo
 
         monkeypatch.setattr(bench_raw, "write_seconds", write)
         assert bench._choose_size(tmp_path, None, lambda _: None) == expected
+
+
+@pytest.mark.parametrize("direct", [False, None])
+def test_a_short_source_is_repeated_to_the_length_asked_for(disk_path: Path, direct: bool | None):
+    source = bench_raw.make_buffer(3 * bench_raw.PAGE_BYTES)
+    path = disk_path / "raw"
+    seconds, _ = bench_raw.write_seconds(
+        path, source, direct=direct, nbytes=8 * bench_raw.PAGE_BYTES
+    )
+    assert seconds > 0
+    assert path.read_bytes() == (bytes(source) * 3)[: 8 * bench_raw.PAGE_BYTES]
+    path.unlink()
+
+
+@pytest.mark.parametrize("nr_threads", [1, 2, 3])
+def test_a_copy_in_parts_is_whole(nr_threads: int):
+    source, target = (bench_raw.make_buffer(5 * bench_raw.PAGE_BYTES) for _ in range(2))
+    assert bench_raw.copy_seconds(source, target, nr_threads) > 0
+    assert bytes(target) == bytes(source)

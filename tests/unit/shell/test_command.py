@@ -67,6 +67,26 @@ def test_files_are_looked_at_without_torch(arguments: str, tmp_path: Path) -> No
     assert "bfloat16" in done.stdout or arguments.startswith("verify")
 
 
+def test_a_module_without_front_brings_no_torch_and_leaves_the_package_to_be_imported() -> None:
+    code = """if True:
+        import sys
+        from _stillframe_command import module_without_front
+        raw = module_without_front("_shell.bench_raw")
+        assert raw.free_memory() > 0
+        assert not {"torch", "stillframe", "stillframe._shell"} & set(sys.modules)
+        import stillframe._shell.bench_raw
+        assert stillframe.save and stillframe._shell.bench_raw is not raw
+        assert module_without_front("_shell.bench_raw") is stillframe._shell.bench_raw"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_module_is_loaded_by_its_path() -> None:
+    root = Path(__file__).parents[3]
+    for path in [*root.glob("python/**/*.py"), *root.glob("benchmarks/*.py")]:
+        text = path.read_text()
+        assert "spec_from_file_location" not in text and "runpy" not in text, path
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])

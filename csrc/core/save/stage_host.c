@@ -1,0 +1,254 @@
+/* A save's bytes of host memory: from the sources to blocks of the pool.
+ *
+ * A block is filled front to back: local headers are generated, tensor bytes copied, padding zeroed;
+ * only data descriptors stay open until a writer knows their CRC. Captured sources are copied in the
+ * call, deferred ones by the lane and by everybody who waits for them (stage/host.c).
+ *
+ * While nobody waits, the CRC of deferred bytes is made in the same pass as the copy: a second pass
+ * over the bytes costs the training half as much again (crc.c). Blocks that are begun while somebody
+ * waits leave it to the writers, as captured ones do.
+ *
+ * The second detector sits here too. At the call, sfr__take_samples keeps some cache lines of every
+ * deferred storage. The thread that has copied a piece compares the *staged* bytes with them. A
+ * difference means that somebody wrote between the call and the copy, and the save fails.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "sfr/crc.h"
+#include "save/save.h"
+#include "trace/trace.h"
+
+/* ---- samples ---- */
+
+struct sfr__sampled *sfr__run_sources(const struct sfr_ticket *t, const struct sfr__run *run)
+{
+	struct sfr__sampled *sources = sfr_sys.malloc(run->nr_entries * sizeof(*sources));
+
+	for (uint32_t i = 0; sources && i < run->nr_entries; i++) {
+		const struct sfr__entry *entry = &t->img.entries[run->first_entry + i];
+
+		sources[i] = (struct sfr__sampled){ .entry = run->first_entry + i,
+						    .addr = (uint64_t)(uintptr_t)entry->src,
+						    .nbytes = entry->nbytes };
+	}
+	return sources;
+}
+
+int sfr__take_samples(struct sfr_ticket *t)
+{
+	const struct sfr__run *run = t->deferred.run;
+	struct sfr__sampled *sources;
+	int rc;
+
+	SFR__TRACE(SFR_TRACE_SAMPLES, t->number, 0);
+	if (run == NULL)
+		return 0;
+	sources = sfr__run_sources(t, run);
+	if (!sources)
+		return -ENOMEM;
+	rc = sfr__samples_take(&t->samples, sources, run->nr_entries, t->seq + t->created_ns);
+	sfr_sys.free(sources);
+	if (rc < 0)
+		return rc;
+	for (uint32_t i = run->first_entry; t->sums && i < run->first_entry + run->nr_entries; i++)
+		t->sums[i] = sfr_crc32(0, t->img.entries[i].src, t->img.entries[i].nbytes);
+	return 0;
+}
+
+int64_t sfr__check_piece(const struct sfr_ticket *t, const struct sfr__samples *samples, uint32_t i,
+			 uint64_t off, const char *staged, size_t len)
+{
+	return sfr__samples_agree(samples, i, off, staged, len) ? -1 : t->img.entries[i].source;
+}
+
+int64_t sfr__check_sum(struct sfr_ticket *t, uint32_t i, uint64_t off, const char *staged,
+		       size_t len)
+{
+	const struct sfr__entry *entry = &t->img.entries[i];
+	uint32_t *sum = &t->sums[t->img.nr_entries + i];
+
+	*sum = sfr_crc32(*sum, staged, len);
+	return off + len == entry->nbytes && *sum != t->sums[i] ? entry->source : -1;
+}
+
+/* ---- filling a block ---- */
+
+void sfr__prefetch_entry(const struct sfr_ticket *t, uint32_t i)
+{
+	if (i < t->img.nr_entries)
+		sfr__host_prefetch(t->img.entries[i].src, t->img.entries[i].nbytes);
+}
+
+void sfr__stage_rest(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst)
+{
+	if (seg->kind == SFR__SEG_HEADER)
+		sfr__image_put_header(&t->img, seg->entry, seg->off, seg->len, dst);
+	else
+		/* Descriptors are put in by the writer; old bytes of the pool, which may be another
+		 * file's, must not reach the disk in them nor in padding. */
+		memset(dst, 0, seg->len);
+}
+
+/* Whether the piece [from, to) of the file has the entry's data and descriptor: then nobody else
+ * knows of it. */
+static bool is_own(const struct sfr__entry *entry, uint64_t from, uint64_t to)
+{
+	return entry->data_off >= from && entry->data_off + entry->nbytes + entry->desc_len <= to;
+}
+
+/* Copies one storage's part of a piece; -1, or the source that was torn. */
+static int64_t copy_data(struct sfr_ticket *t, const struct sfr__seg *seg, char *dst, bool own,
+			 bool summed)
+{
+	struct sfr__entry *entry = &t->img.entries[seg->entry];
+	const char *src = entry->src + seg->off;
+	bool whole = own;
+	uint32_t crc;
+
+	SFR__TRACE(SFR_TRACE_PIECE, 0, seg->len);
+	if (!summed) {
+		sfr_sys.capture_copy(dst, src, seg->len);
+		return sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
+	}
+	crc = sfr_sys.lane_copy(0, dst, src, seg->len);
+	if (own) {
+		entry->crc = crc;
+		entry->crc_len = seg->len;
+	} else {
+		whole = sfr__add_crc(t, seg, crc);
+	}
+	if (whole && t->sums && entry->crc != t->sums[seg->entry])
+		return entry->source;
+	return sfr__check_piece(t, &t->samples, seg->entry, seg->off, dst, seg->len);
+}
+
+/* ---- a run, as stage/host.c copies it ---- */
+
+static struct sfr__run_copy *run_copy_of(struct sfr__host_copy *copy)
+{
+	return sfr__container(copy, struct sfr__run_copy, copy);
+}
+
+static struct sfr__job *job_of(struct sfr__host_copy *copy, uint32_t blk)
+{
+	struct sfr__run_copy *run_copy = run_copy_of(copy);
+
+	return sfr__block_job(run_copy->ticket, run_copy->run, blk);
+}
+
+static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
+{
+	return &job_of(copy, blk)->staged;
+}
+
+static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
+{
+	struct sfr__run_copy *run_copy = run_copy_of(copy);
+
+	return sfr__image_block_len(&run_copy->ticket->img, run_copy->run, blk);
+}
+
+static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
+{
+	struct sfr_ticket *t = run_copy_of(copy)->ticket;
+	struct sfr__job *job = job_of(copy, blk);
+
+	sfr__ticket_take_block_locked(t);
+	job->block = leased;
+	job->summed = copy->open && (t->engine->nr_awaiting == 0 || t->sums);
+}
+
+static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+			  bool hurried)
+{
+	struct sfr__run_copy *run_copy = run_copy_of(copy);
+	const struct sfr__job *job = job_of(copy, blk);
+	struct sfr_ticket *t = run_copy->ticket;
+	struct sfr__seg_iter it;
+	struct sfr__seg seg;
+	int64_t torn = -1, found;
+	uint64_t from;
+
+	(void)hurried; /* whether the CRC is made is decided for a whole block */
+	sfr__seg_iter_init(&it, &t->img, run_copy->run, blk);
+	from = it.off += off;
+	it.end = from + len;
+	while (sfr__seg_next(&it, &seg)) {
+		char *dst = job->staged.mem + seg.pos;
+
+		if (seg.kind != SFR__SEG_DATA) {
+			sfr__stage_rest(t, &seg, dst);
+			continue;
+		}
+		sfr__prefetch_entry(t, seg.entry + 2);
+		found = copy_data(t, &seg, dst, is_own(&t->img.entries[seg.entry], from, it.end),
+				  job->summed);
+		if (torn < 0)
+			torn = found;
+	}
+	return torn;
+}
+
+static bool is_failing_locked(struct sfr__host_copy *copy)
+{
+	return sfr__ticket_failing_locked(run_copy_of(copy)->ticket);
+}
+
+static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
+{
+	struct sfr_err err = { .index = -1 };
+
+	sfr__err_set(&err, code, SFR_PHASE_STAGE, code == SFR_ETORN ? "samples" : NULL);
+	err.index = source;
+	sfr__ticket_fail_locked(run_copy_of(copy)->ticket, &err);
+}
+
+static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
+{
+	const struct sfr__job *job = job_of(copy, blk);
+	struct sfr__run_copy *run_copy = run_copy_of(copy);
+
+	sfr__push_block_locked(run_copy->ticket, run_copy->run, blk, job->block, job->summed);
+}
+
+/* Of the deferred run: the sources are free. */
+static void over(struct sfr__host_copy *copy)
+{
+	struct sfr_ticket *t = run_copy_of(copy)->ticket;
+	struct sfr_engine *engine = t->engine;
+
+	sfr__lock(&engine->mu);
+	t->lane_owns = false;
+	sfr__ticket_released_locked(t);
+	sfr__ticket_step_locked(t);
+	sfr__unlock(&engine->mu);
+}
+
+static const struct sfr__host_ops ops = {
+	.block = block,
+	.block_len = block_len,
+	.leased_locked = leased_locked,
+	.copy = copy_piece,
+	.is_failing_locked = is_failing_locked,
+	.fail_locked = fail_locked,
+	.filled_locked = filled_locked,
+	.over = over,
+};
+
+static void aim(struct sfr__run_copy *run_copy, struct sfr_ticket *t, const struct sfr__run *run)
+{
+	run_copy->ticket = t;
+	run_copy->run = run;
+	run_copy->copy = (struct sfr__host_copy){ .engine = t->engine,
+						  .ops = &ops,
+						  .nr_blocks = run ? run->nr_blocks : 0,
+						  .seq = t->seq,
+						  .number = t->number };
+}
+
+void sfr__runs_aim(struct sfr_ticket *t)
+{
+	aim(&t->captured, t, t->in_place ? NULL : &t->img.runs[0]);
+	aim(&t->deferred, t, sfr__image_run(&t->img, SFR_LANE_HOST, 0));
+}

@@ -1,0 +1,247 @@
+/* Who copies which piece, and when a copy is over: see host.h for the rules.
+ *
+ * A thread that waits would rather not wait for a niced one that another process keeps from
+ * running, and a thread cannot be made less nice again without privileges. So the pieces are small,
+ * and what the lane has in hand when somebody arrives is all that is waited for.
+ */
+#include "stage/host.h"
+#include "trace/trace.h"
+
+#define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000) /* a cancel is seen at the latest then */
+
+/* Constant but for tests. */
+static struct {
+	size_t piece;
+	uint64_t help_from; /* bytes; with fewer, a copy is over before a helper is awake */
+} tuned = { 1 << 20, 4 << 20 };
+
+void sfr__host_tune(size_t piece, uint64_t help_from)
+{
+	tuned.piece = piece ? piece : 1 << 20;
+	tuned.help_from = help_from ? help_from : 4 << 20;
+}
+
+void sfr__host_prefetch(const char *src, uint64_t nbytes)
+{
+	enum { LINE = 64, MOST = 8 };
+
+	for (uint64_t off = 0; off < nbytes && off < MOST * LINE; off += LINE)
+		__builtin_prefetch(src + off);
+}
+
+/* ---- one piece, one block -------------------------------------------------------------- */
+
+static bool has_pieces_locked(struct sfr__host_copy *copy)
+{
+	return copy->blk < copy->nr_blocks && !copy->ops->is_failing_locked(copy);
+}
+
+static struct sfr__host_block *next_block(struct sfr__host_copy *copy)
+{
+	return copy->ops->block(copy, copy->blk);
+}
+
+/* Leases memory for the next block. SFR_EAGAIN when there is none within the slice; *waited: how long
+ * that took. */
+static int lease(struct sfr__host_copy *copy, size_t need, uint64_t slice_ns,
+		 struct sfr__block **block, uint64_t *waited)
+{
+	struct sfr__pool *pool = copy->engine->pool;
+	int rc = sfr__pool_get(pool, copy->seq, need, 0, block);
+	uint64_t start;
+
+	*waited = 0;
+	if (rc != SFR_EAGAIN)
+		return rc;
+	SFR__TRACE(SFR_TRACE_POOL_WAIT, copy->number, 0);
+	start = sfr__now_ns();
+	rc = sfr__pool_get(pool, copy->seq, need, slice_ns, block);
+	*waited = sfr__now_ns() - start;
+	return rc;
+}
+
+static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
+{
+	const uint32_t blk = copy->blk;
+	size_t need = copy->ops->block_len(copy, blk);
+	struct sfr__host_block *next = next_block(copy);
+	struct sfr__block *block;
+	uint64_t waited;
+	int rc;
+
+	copy->fetching = true;
+	sfr__unlock(&copy->engine->mu);
+	rc = lease(copy, need, slice_ns, &block, &waited);
+	sfr__lock(&copy->engine->mu);
+	copy->fetching = false;
+	copy->wait_ns += waited;
+	if (rc == 0) {
+		copy->ops->leased_locked(copy, blk, block);
+		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
+	}
+	/* It is there, or it is another thread's turn to get it. */
+	sfr__shared_wake_locked(copy->engine);
+	return rc;
+}
+
+static void copy_next_locked(struct sfr__host_copy *copy)
+{
+	const uint32_t blk = copy->blk;
+	struct sfr__host_block *block = next_block(copy);
+	size_t all = copy->ops->block_len(copy, blk);
+	size_t off = block->begun, len = all - off < tuned.piece ? all - off : tuned.piece;
+	bool hurried = !copy->open || copy->engine->nr_awaiting != 0;
+	int64_t torn;
+
+	block->begun += len;
+	copy->blk += block->begun == all;
+	copy->nr_copying++;
+	sfr__unlock(&copy->engine->mu);
+	{
+		SFR__TRACE(SFR_TRACE_COPY, copy->number, len);
+		torn = copy->ops->copy(copy, blk, off, len, hurried);
+		sfr__copy_fence();
+	}
+	sfr__lock(&copy->engine->mu);
+	copy->nr_copying--;
+	if (torn >= 0)
+		copy->ops->fail_locked(copy, SFR_ETORN, torn);
+	block->left -= len;
+	if (block->left == 0)
+		copy->ops->filled_locked(copy, blk);
+	if (copy->draining && copy->nr_copying == 0)
+		pthread_cond_broadcast(&copy->engine->cv_state);
+}
+
+/* Nothing will be handed out any more, and nobody has a piece in hand: sources are free. */
+static bool is_through_locked(struct sfr__host_copy *copy)
+{
+	if (has_pieces_locked(copy))
+		return false;
+	sfr__shared_remove_locked(copy->engine, &copy->shared);
+	if (copy->nr_copying != 0 || copy->fetching)
+		return false;
+	if (copy->blk < copy->nr_blocks) {
+		const uint32_t blk = copy->blk;
+
+		copy->blk = copy->nr_blocks;
+		if (copy->ops->block(copy, blk)->mem) /* a part of it is copied, for nothing */
+			copy->ops->filled_locked(copy, blk);
+	}
+	return true;
+}
+
+/* ---- deferred ---------------------------------------------------------------------------- */
+
+static bool turn_locked(struct sfr__shared *work, bool may_wait)
+{
+	struct sfr__host_copy *copy = sfr__container(work, struct sfr__host_copy, shared);
+	bool did = has_pieces_locked(copy);
+	int rc;
+
+	if (did && next_block(copy)->mem) {
+		copy_next_locked(copy);
+	} else if (did && (copy->fetching || !may_wait)) {
+		return false;
+	} else if (did) {
+		rc = fetch_locked(copy, FETCH_SLICE_NS);
+		if (rc < 0 && rc != SFR_EAGAIN)
+			copy->ops->fail_locked(copy, rc, -1);
+	}
+	if (copy->open && is_through_locked(copy)) {
+		struct sfr_engine *engine = copy->engine;
+
+		copy->open = false;
+		sfr__unlock(&engine->mu);
+		copy->ops->over(copy); /* its owner may be gone from here on */
+		sfr__lock(&engine->mu);
+		did = true;
+	}
+	return did;
+}
+
+/* Whether it pays to wake other threads for the rest; then they are started. */
+static bool is_large_locked(struct sfr__host_copy *copy)
+{
+	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
+
+	left *= copy->nr_blocks - copy->blk; /* all but the last are of this length */
+	if (left >= tuned.help_from)
+		sfr__copiers_start_locked(copy->engine);
+	return left >= tuned.help_from;
+}
+
+void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
+{
+	copy->open = true;
+	copy->shared.turn_locked = turn_locked;
+	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
+	(void)is_large_locked(copy); /* those who wait for it later may have help */
+	sfr__shared_push_locked(copy->engine, &copy->shared);
+}
+
+/* What has to be done for a copy to go on: a piece of it, or one of the oldest that needs blocks. */
+static bool help_locked(struct sfr__host_copy *copy)
+{
+	struct sfr__shared *work = &copy->shared;
+
+	if (!copy->open || copy->blk == copy->nr_blocks)
+		return false;
+	if (has_pieces_locked(copy) && !next_block(copy)->mem)
+		for (work = copy->engine->shared; work && work->rank != SFR__IN_TURN;)
+			work = work->next;
+	return work && work->turn_locked(work, true);
+}
+
+int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
+			  bool (*is_over)(const void *arg), const void *arg)
+{
+	struct sfr_engine *engine = copy->engine;
+	int rc = 0;
+
+	engine->nr_awaiting++;
+	sfr__shared_wake_locked(engine);
+	while (!is_over(arg) && rc == 0)
+		if (help_locked(copy))
+			rc = sfr__now_ns() < deadline_ns ? 0 : SFR_EAGAIN;
+		else
+			rc = sfr__cond_wait(&engine->cv_state, &engine->mu, deadline_ns);
+	engine->nr_awaiting--;
+	return is_over(arg) ? 0 : SFR_EAGAIN;
+}
+
+/* ---- in the call ------------------------------------------------------------------------- */
+
+/* Takes the copy off the list, and waits for what other threads have in hand: they do not read sources
+ * that the caller may change when it returns. */
+static void drain_locked(struct sfr__host_copy *copy)
+{
+	sfr__shared_remove_locked(copy->engine, &copy->shared);
+	copy->draining = true;
+	while (copy->nr_copying != 0)
+		(void)sfr__cond_wait(&copy->engine->cv_state, &copy->engine->mu, SFR_FOREVER);
+	copy->draining = false;
+}
+
+int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
+{
+	int rc = 0;
+
+	sfr__lock(&copy->engine->mu);
+	if (is_large_locked(copy)) {
+		copy->shared.turn_locked = turn_locked;
+		copy->shared.rank = SFR__IN_CALL;
+		sfr__shared_push_locked(copy->engine, &copy->shared);
+	}
+	while (rc == 0 && has_pieces_locked(copy))
+		if (next_block(copy)->mem)
+			copy_next_locked(copy);
+		else
+			rc = fetch_locked(copy, sfr__time_left(deadline_ns));
+	drain_locked(copy);
+	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
+		copy->ops->fail_locked(copy, rc, -1);
+	(void)is_through_locked(copy); /* gives a block back that a cancel has left unfinished */
+	sfr__unlock(&copy->engine->mu);
+	return rc;
+}

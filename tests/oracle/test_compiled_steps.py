@@ -1,0 +1,167 @@
+"""Steps that are compiled as one graph, which leaves no place for a hook to wait."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import stillframe
+import torch
+from stillframe._save import gate
+from stillframe.testing import held
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's imports
+
+Optimizers = Callable[..., torch.optim.Optimizer]
+WHOLE = [torch.optim.Muon, torch.optim.Adafactor]  # torch's own that compile to one graph
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def training(kind: Optimizers) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    return model, kind(model.parameters(), lr=0.01)
+
+
+def backward(model: torch.nn.Linear) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 64)).square().sum().backward()
+
+
+def compiled(optimizer: torch.optim.Optimizer, fullgraph: bool = True) -> Callable[[], object]:
+    return torch.compile(lambda: optimizer.step(), fullgraph=fullgraph, backend="eager")
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_fullgraph_step_compiles_and_trains_as_an_eager_one(kind: Optimizers) -> None:
+    weights = []
+    for whole in (False, True):
+        model, optimizer = training(kind)
+        step = compiled(optimizer) if whole else optimizer.step
+        for _ in range(3):
+            backward(model)
+            step()
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_first_fullgraph_step_waits_for_the_copy_of_a_save(
+    tmp_path: Path, kind: Optimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager steps had shown that the weight may be copied behind the call."""
+    model, optimizer = training(kind)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+    backward(model)
+    step, expected = compiled(optimizer), model.weight.detach().clone()
+    wait = gate.wait
+    with contextlib.ExitStack() as copying:
+        copying.enter_context(held("lane_copy"))
+        handle = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+        monkeypatch.setattr(gate, "wait", lambda: (copying.close(), wait()))
+        step()
+    assert handle.result().deferred_nbytes > 0
+    assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
+    assert not torch.equal(model.weight, expected)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_state_of_a_fullgraph_step_is_captured_and_the_report_says_why(
+    tmp_path: Path, kind: Optimizers
+) -> None:
+    model, optimizer = training(kind)
+    for _ in range(4):
+        backward(model)
+        optimizer.step()
+    step = compiled(optimizer)
+    for number in range(3):
+        backward(model)
+        step()
+        expected = model.weight.detach().clone()
+        handle = stillframe.async_save(model.state_dict(), tmp_path / f"{number}.pt")
+        step()
+        report = handle.result()
+        assert report.deferred_nbytes == 0
+        assert any("fullgraph=True" in sentence for sentence in report.fallbacks)
+        assert torch.equal(stillframe.load(tmp_path / f"{number}.pt")["weight"], expected)
+
+
+def test_each_optimizer_of_a_compiled_function_is_captured(tmp_path: Path) -> None:
+    """A graph that was traced for one optimizer is not used for another."""
+    for number in range(2):
+        model, optimizer = training(torch.optim.Muon)
+        for _ in range(4):
+            backward(model)
+            optimizer.step()
+        backward(model)
+        _step_of(optimizer)
+        report = stillframe.async_save(model.state_dict(), tmp_path / f"{number}.pt").result()
+        assert report.deferred_nbytes == 0
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> None:
+    torch.compile(_step, fullgraph=True, backend="eager")(optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.AdamW, torch.optim.SGD])
+def test_step_whose_graph_may_break_still_copies_behind_the_call(
+    tmp_path: Path, kind: Optimizers
+) -> None:
+    model, optimizer = training(kind)
+    step = compiled(optimizer, fullgraph=False)
+    for _ in range(4):
+        backward(model)
+        step()
+    backward(model)
+    expected = model.weight.detach().clone()
+    handle = stillframe.async_save(model.state_dict(), tmp_path / "a.pt")
+    step()
+    assert handle.result().deferred_nbytes > 0
+    assert torch.equal(stillframe.load(tmp_path / "a.pt")["weight"], expected)
+
+
+def test_fullgraph_step_is_refused_where_something_has_to_wait_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An offloaded state comes back before a step writes it: no graph may go without that."""
+    monkeypatch.setattr(gate, "readers", [lambda _: None])
+    model, optimizer = training(torch.optim.Muon)
+    backward(model)
+    with pytest.raises(RuntimeError, match="_step_begins"):
+        compiled(optimizer)()
+
+
+IMPORT_ALONE = """
+import sys, torch, stillframe
+assert "torch._dynamo" not in sys.modules  # it takes more than a second
+model = torch.nn.Linear(8, 8, bias=False)
+optimizer = torch.optim.Muon(model.parameters())
+model(torch.ones(2, 8)).sum().backward()
+torch.compile(lambda: optimizer.step(), fullgraph=True, backend="eager")()
+"""
+
+
+def test_program_that_only_imports_the_package_compiles_a_fullgraph_step() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
