@@ -40,6 +40,7 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.load import load
 from stillframe._save.moves import install as _install_moves
 from stillframe._save.report import SaveReport
+from stillframe._save.step_hooks import install as _install_step_hooks
 from stillframe._snapshot.snapshot import Snapshot, snapshot
 from stillframe.errors import (
     BusyError,
@@ -78,5 +79,6 @@ __all__ = [
     "wait_all",
 ]
 
+_install_step_hooks()
 _install_exit()
 _install_moves()

@@ -38,7 +38,8 @@ static inline struct sfr_engine *saving_engine_of(uint64_t block_bytes, uint64_t
 	const struct sfr_engine_opts opts = { .pool_bytes = nr_blocks * block_bytes,
 					      .block_bytes = block_bytes,
 					      .nr_writers = nr_writers,
-					      .max_in_flight = max_in_flight };
+					      .max_in_flight = max_in_flight,
+					      .nr_copiers = 2 };
 	struct sfr_engine *engine = NULL;
 
 	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);

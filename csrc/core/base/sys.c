@@ -214,13 +214,14 @@ struct start {
 	enum sfr__thread_kind kind;
 };
 
-/* The thread sets its own name and priority, so that both hold before it does any work. */
+/* The thread sets its own name, CPUs and priority, so that they hold before it does any work. */
 static void *thread_main(void *arg)
 {
 	struct start start = *(struct start *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
+	sfr__cpus_take();
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
 	 * same priority, which is slower but not wrong. */
 	if (start.kind == SFR__BACKGROUND)

@@ -73,7 +73,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 
 	*out = NULL;
 	if (opts->block_bytes == 0 || opts->block_bytes % SFR_PAGE || opts->nr_writers == 0 ||
-	    opts->max_in_flight == 0 || (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
+	    opts->max_in_flight == 0 || opts->nr_copiers > SFR__MOST_COPIERS ||
+	    (opts->pool_bytes && opts->pool_bytes < opts->block_bytes))
 		return -EINVAL;
 	rc = sfr_fork_init();
 	if (rc < 0)
@@ -89,6 +90,8 @@ int sfr_engine_new(const struct sfr_engine_opts *opts, struct sfr_engine **out)
 	rc = sfr__cond_init(&engine->cv_lane);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_writer);
+	if (rc == 0)
+		rc = sfr__cond_init(&engine->cv_copier);
 	if (rc == 0)
 		rc = sfr__cond_init(&engine->cv_state);
 	if (rc < 0)
@@ -130,6 +133,7 @@ void sfr_engine_put(struct sfr_engine *engine)
 	sfr__cuda_lanes_free(&engine->cuda_lanes);
 	(void)pthread_cond_destroy(&engine->cv_lane); /* nobody waits any more */
 	(void)pthread_cond_destroy(&engine->cv_writer);
+	(void)pthread_cond_destroy(&engine->cv_copier);
 	(void)pthread_cond_destroy(&engine->cv_state);
 	sfr__mutex_fini(&engine->mu);
 	sfr_sys.free(engine->writers);

@@ -11,12 +11,13 @@
 
 /* The order in which shared work is served. */
 enum sfr__shared_rank {
+	SFR__IN_CALL, /* its maker waits for it: no thread of low priority takes a part */
 	SFR__AT_ONCE, /* it never waits for blocks */
 	SFR__IN_TURN, /* behind older work that may have the blocks */
 };
 
-/* Work that several threads do in portions: the lane, the threads that wait for it, and writers
- * without a task while somebody waits. */
+/* Work that several threads do in portions: the lane, the threads that wait for it, and copiers
+ * while somebody waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
@@ -35,11 +36,14 @@ struct sfr__flight {
 	uint32_t blocks_held;
 };
 
+enum { SFR__MOST_COPIERS = 15 };
+
 /* `mu` guards all of it unless a comment says otherwise. */
 struct sfr_engine {
 	struct sfr__mutex mu;
 	pthread_cond_t cv_lane;   /* signals shared work, or stopping */
 	pthread_cond_t cv_writer; /* signals tasks for the writers, or stopping */
+	pthread_cond_t cv_copier; /* signals shared work that somebody waits for, or stopping */
 	pthread_cond_t cv_state;  /* signals a change of any ticket's facts, or a free slot */
 	atomic_uint refs;
 	uint64_t fork_generation;
@@ -52,12 +56,14 @@ struct sfr_engine {
 	pthread_t lane;
 	pthread_t *writers;
 	uint32_t nr_writers; /* running */
+	pthread_t copiers[SFR__MOST_COPIERS];
+	uint32_t nr_copiers; /* running */
 	uint64_t close_seq;  /* sequence number in the log that close waits for; 0: not looked up */
 
 	struct sfr__cuda_lanes cuda_lanes;  /* has a lock of its own */
 	SFR__QUEUE(struct sfr__task) tasks; /* the writers' */
-	struct sfr__shared *shared; /* for the lane, and for the writers while somebody waits */
-	uint32_t nr_awaiting;       /* threads that wait for shared work */
+	struct sfr__shared *shared;         /* by rank */
+	uint32_t nr_awaiting;               /* threads that wait for shared work */
 	struct sfr__flight *flights;
 	/* snapshots that have, or wait for, pool memory, which keeps the pool */
 	uint32_t nr_snapshots;
@@ -71,7 +77,10 @@ struct sfr_engine {
 /* ---- workers.c ---- */
 /* Starts the engine's threads unless they run. 0, -ENOMEM or the error of starting a thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-/* Joins the threads; nothing is queued any more. */
+/* Starts the copiers. If the system refuses a thread, the engine works with fewer: nothing depends
+ * on a copier. */
+void sfr__copiers_start_locked(struct sfr_engine *engine);
+/* Joins all threads; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);
 /* Gives the writers a task; they serve tasks in the order of their arrival. */
 void sfr__task_push_locked(struct sfr_engine *engine, struct sfr__task *task);

@@ -1,5 +1,5 @@
-/* The engine's threads: a lane for shared work, and writers for tasks. They do not know what either
- * does.
+/* The engine's threads: a lane for shared work, writers for tasks, and copiers that help with shared
+ * work while somebody waits. They do not know what any of it does.
  *
  * All run one loop over lists that the engine's mutex guards. A thread with no task makes memory for
  * the pool before it sleeps, as long as saves could use some (memory/supply.c). */
@@ -22,13 +22,32 @@ void sfr__engine_wake_idle_locked(struct sfr_engine *engine)
 	pthread_cond_broadcast(&engine->cv_writer);
 }
 
+/* ---- shared work -------------------------------------------------------------------- */
+
+static struct sfr__shared *lanes_work_locked(const struct sfr_engine *engine)
+{
+	struct sfr__shared *work = engine->shared;
+
+	while (work && work->rank == SFR__IN_CALL)
+		work = work->next;
+	return work;
+}
+
+static struct sfr__shared *copiers_work_locked(const struct sfr_engine *engine)
+{
+	struct sfr__shared *first = engine->shared;
+
+	return first && (first->rank == SFR__IN_CALL || engine->nr_awaiting != 0) ? first : NULL;
+}
+
 void sfr__shared_wake_locked(struct sfr_engine *engine)
 {
-	pthread_cond_signal(&engine->cv_lane);
-	if (engine->nr_awaiting == 0)
-		return;
-	pthread_cond_broadcast(&engine->cv_writer);
-	pthread_cond_broadcast(&engine->cv_state);
+	if (lanes_work_locked(engine))
+		pthread_cond_signal(&engine->cv_lane);
+	if (copiers_work_locked(engine))
+		pthread_cond_broadcast(&engine->cv_copier);
+	if (engine->nr_awaiting != 0)
+		pthread_cond_broadcast(&engine->cv_state);
 }
 
 void sfr__shared_push_locked(struct sfr_engine *engine, struct sfr__shared *work)
@@ -52,23 +71,31 @@ void sfr__shared_remove_locked(struct sfr_engine *engine, const struct sfr__shar
 		*at = work->next;
 }
 
+/* ---- threads ------------------------------------------------------------------------ */
+
+enum kind {
+	WRITER, /* serves tasks */
+	LANE,   /* serves shared work, and may wait for blocks */
+	COPIER, /* serves shared work that somebody waits for */
+};
+
 struct crew {
 	struct sfr_engine *engine;
-	bool writes; /* serves tasks; else it is the lane, which may wait for blocks */
+	enum kind kind;
 	pthread_cond_t *cv;
 };
 
 /* Returns the shared work for a thread without a task, or NULL. */
 static struct sfr__shared *work_locked(const struct crew *crew)
 {
-	bool helps = !crew->writes || crew->engine->nr_awaiting != 0;
-
-	return helps ? crew->engine->shared : NULL;
+	return crew->kind == LANE   ? lanes_work_locked(crew->engine) :
+	       crew->kind == COPIER ? copiers_work_locked(crew->engine) :
+				      NULL;
 }
 
 static bool is_idle_locked(const struct crew *crew)
 {
-	return !(crew->writes && crew->engine->tasks.head) && !crew->engine->stopping;
+	return !(crew->kind == WRITER && crew->engine->tasks.head) && !crew->engine->stopping;
 }
 
 static bool is_idle(void *arg)
@@ -88,7 +115,7 @@ static bool supply_locked(struct crew *crew)
 	struct sfr_engine *engine = crew->engine;
 	bool made;
 
-	if (!sfr__pool_lacks(engine->pool))
+	if (crew->kind == COPIER || !sfr__pool_lacks(engine->pool))
 		return false;
 	sfr__unlock(&engine->mu);
 	made = sfr__pool_supply(engine->pool, is_idle, crew);
@@ -102,14 +129,15 @@ static void serve(struct crew *crew)
 
 	sfr__lock(&engine->mu);
 	for (;;) {
-		struct sfr__task *task = crew->writes ? sfr__queue_pop(&engine->tasks) : NULL;
+		struct sfr__task *task =
+			crew->kind == WRITER ? sfr__queue_pop(&engine->tasks) : NULL;
 		struct sfr__shared *work = task ? NULL : work_locked(crew);
 
 		if (task) {
 			sfr__unlock(&engine->mu);
 			task->run(task);
 			sfr__lock(&engine->mu);
-		} else if (work && work->turn_locked(work, !crew->writes)) {
+		} else if (work && work->turn_locked(work, crew->kind == LANE)) {
 			continue;
 		} else if (engine->stopping && !work) {
 			break;
@@ -127,7 +155,7 @@ static void *lane_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, false, &engine->cv_lane });
+	serve(&(struct crew){ engine, LANE, &engine->cv_lane });
 	return NULL;
 }
 
@@ -135,8 +163,31 @@ static void *writer_main(void *arg)
 {
 	struct sfr_engine *engine = arg;
 
-	serve(&(struct crew){ engine, true, &engine->cv_writer });
+	serve(&(struct crew){ engine, WRITER, &engine->cv_writer });
 	return NULL;
+}
+
+static void *copier_main(void *arg)
+{
+	struct sfr_engine *engine = arg;
+
+	serve(&(struct crew){ engine, COPIER, &engine->cv_copier });
+	return NULL;
+}
+
+void sfr__copiers_start_locked(struct sfr_engine *engine)
+{
+	char name[32];
+
+	while (!engine->stopping && engine->nr_copiers < engine->opts.nr_copiers) {
+		const uint32_t i = engine->nr_copiers;
+
+		(void)snprintf(name, sizeof(name), "sfr-copier%u", i);
+		if (sfr__thread_start(&engine->copiers[i], name, SFR__AWAITED, copier_main,
+				      engine) < 0)
+			return;
+		engine->nr_copiers++;
+	}
 }
 
 int sfr__engine_start_locked(struct sfr_engine *engine)
@@ -178,12 +229,15 @@ void sfr__workers_stop(struct sfr_engine *engine)
 	lane = engine->started;
 	pthread_cond_broadcast(&engine->cv_lane);
 	pthread_cond_broadcast(&engine->cv_writer);
+	pthread_cond_broadcast(&engine->cv_copier);
 	sfr__unlock(&engine->mu);
 	/* Joining cannot fail: the threads are ours and joinable. */
 	if (lane)
 		(void)sfr_sys.thread_join(engine->lane, NULL);
 	for (uint32_t i = 0; i < engine->nr_writers; i++)
 		(void)sfr_sys.thread_join(engine->writers[i], NULL);
-	engine->nr_writers = 0;
+	for (uint32_t i = 0; i < engine->nr_copiers; i++)
+		(void)sfr_sys.thread_join(engine->copiers[i], NULL);
+	engine->nr_writers = engine->nr_copiers = 0;
 	engine->started = false;
 }

@@ -13,6 +13,7 @@ struct sfr_engine_opts {
 	uint32_t nr_writers;    /* >= 1 */
 	uint32_t max_in_flight; /* >= 1 */
 	uint32_t shared_memory; /* other processes can map the pool (sfr_snapshot_file) */
+	uint32_t nr_copiers;    /* threads that help those who wait for large copies; 0: none */
 };
 
 struct sfr_stats {

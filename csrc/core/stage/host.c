@@ -9,7 +9,17 @@
 
 #define FETCH_SLICE_NS (UINT64_C(50) * 1000 * 1000) /* a cancel is seen at the latest then */
 
-enum { PIECE = 1 << 20 };
+/* Constant but for tests. */
+static struct {
+	size_t piece;
+	uint64_t help_from; /* bytes; with fewer, a copy is over before a helper is awake */
+} tuned = { 1 << 20, 4 << 20 };
+
+void sfr__host_tune(size_t piece, uint64_t help_from)
+{
+	tuned.piece = piece ? piece : 1 << 20;
+	tuned.help_from = help_from ? help_from : 4 << 20;
+}
 
 void sfr__host_prefetch(const char *src, uint64_t nbytes)
 {
@@ -69,8 +79,8 @@ static int fetch_locked(struct sfr__host_copy *copy, uint64_t slice_ns)
 		copy->ops->leased_locked(copy, blk, block);
 		*next = (struct sfr__host_block){ .mem = block->mem, .left = need };
 	}
-	sfr__shared_wake_locked(
-		copy->engine); /* it is there, or somebody else's turn to fetch it */
+	/* It is there, or it is another thread's turn to get it. */
+	sfr__shared_wake_locked(copy->engine);
 	return rc;
 }
 
@@ -79,7 +89,7 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	const uint32_t blk = copy->blk;
 	struct sfr__host_block *block = next_block(copy);
 	size_t all = copy->ops->block_len(copy, blk);
-	size_t off = block->begun, len = all - off < PIECE ? all - off : PIECE;
+	size_t off = block->begun, len = all - off < tuned.piece ? all - off : tuned.piece;
 	bool hurried = !copy->open || copy->engine->nr_awaiting != 0;
 	int64_t torn;
 
@@ -99,6 +109,8 @@ static void copy_next_locked(struct sfr__host_copy *copy)
 	block->left -= len;
 	if (block->left == 0)
 		copy->ops->filled_locked(copy, blk);
+	if (copy->draining && copy->nr_copying == 0)
+		pthread_cond_broadcast(&copy->engine->cv_state);
 }
 
 /* Nothing will be handed out any more, and nobody has a piece in hand: sources are free. */
@@ -148,11 +160,23 @@ static bool turn_locked(struct sfr__shared *work, bool may_wait)
 	return did;
 }
 
+/* Whether it pays to wake other threads for the rest; then they are started. */
+static bool is_large_locked(struct sfr__host_copy *copy)
+{
+	uint64_t left = copy->blk < copy->nr_blocks ? copy->ops->block_len(copy, copy->blk) : 0;
+
+	left *= copy->nr_blocks - copy->blk; /* all but the last are of this length */
+	if (left >= tuned.help_from)
+		sfr__copiers_start_locked(copy->engine);
+	return left >= tuned.help_from;
+}
+
 void sfr__host_begin_locked(struct sfr__host_copy *copy, bool has_memory)
 {
 	copy->open = true;
 	copy->shared.turn_locked = turn_locked;
 	copy->shared.rank = has_memory ? SFR__AT_ONCE : SFR__IN_TURN;
+	(void)is_large_locked(copy); /* those who wait for it later may have help */
 	sfr__shared_push_locked(copy->engine, &copy->shared);
 }
 
@@ -188,16 +212,33 @@ int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 
 /* ---- in the call ------------------------------------------------------------------------- */
 
+/* Takes the copy off the list, and waits for what other threads have in hand: they do not read sources
+ * that the caller may change when it returns. */
+static void drain_locked(struct sfr__host_copy *copy)
+{
+	sfr__shared_remove_locked(copy->engine, &copy->shared);
+	copy->draining = true;
+	while (copy->nr_copying != 0)
+		(void)sfr__cond_wait(&copy->engine->cv_state, &copy->engine->mu, SFR_FOREVER);
+	copy->draining = false;
+}
+
 int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns)
 {
 	int rc = 0;
 
 	sfr__lock(&copy->engine->mu);
+	if (is_large_locked(copy)) {
+		copy->shared.turn_locked = turn_locked;
+		copy->shared.rank = SFR__IN_CALL;
+		sfr__shared_push_locked(copy->engine, &copy->shared);
+	}
 	while (rc == 0 && has_pieces_locked(copy))
 		if (next_block(copy)->mem)
 			copy_next_locked(copy);
 		else
 			rc = fetch_locked(copy, sfr__time_left(deadline_ns));
+	drain_locked(copy);
 	if (rc < 0 && rc != SFR_EAGAIN && rc != SFR_EEXHAUSTED)
 		copy->ops->fail_locked(copy, rc, -1);
 	(void)is_through_locked(copy); /* gives a block back that a cancel has left unfinished */

@@ -9,9 +9,12 @@
  *
  * Who takes pieces:
  *
- *   deferred    the lane, always, at low priority: as long as nobody waits, it is alone;
- *               every thread that waits for the copy, on itself; idle threads while somebody waits
- *   in the call the calling thread, always; it needs nobody else
+ *   deferred      the lane, at low priority: as long as nobody waits, it is alone; every thread that
+ *                 waits for the copy, and copiers while there is one
+ *   in the call   the calling thread, and copiers where the copy is large
+ *
+ * Copiers have the priority of the thread that started them, and nobody depends on them: a piece that
+ * none of them takes is taken by the thread that waits.
  *
  * Rules:
  *
@@ -19,7 +22,8 @@
  *      pool of one block is enough for all copies.
  *   2. The thread that copies the last piece of a block hands the block on. Nobody touches it later.
  *   3. A copy that fails or is given up hands out no more pieces. It is over when the pieces that
- *      threads have in hand are copied: only then are sources and memory free.
+ *      threads have in hand are copied: only then are sources and memory free. A call that copies
+ *      returns no earlier, whatever it returns.
  *   4. A deferred copy is pushed on the engine's list. Copies that need blocks are served in the order
  *      in which they came, since the older ones have the blocks. Copies that have all their memory
  *      come before them, since they never wait.
@@ -70,7 +74,8 @@ struct sfr__host_copy {
 	uint32_t blk;        /* the block whose pieces are handed out */
 	uint32_t nr_copying; /* pieces that threads have in hand */
 	bool fetching;       /* a thread gets memory for the block */
-	bool open;           /* begun, and not over */
+	bool open;           /* deferred, begun, and not over */
+	bool draining;       /* a call waits until no thread has a piece in hand */
 	uint64_t wait_ns;    /* that a call has waited for blocks */
 };
 
@@ -83,6 +88,9 @@ int sfr__host_copy_now(struct sfr__host_copy *copy, uint64_t deadline_ns);
 /* Waits until is_over(arg), and copies meanwhile what stands in the way of `copy`. 0 or SFR_EAGAIN. */
 int sfr__host_wait_locked(struct sfr__host_copy *copy, uint64_t deadline_ns,
 			  bool (*is_over)(const void *arg), const void *arg);
+/* For tests, while nothing is copied: the length of a piece, and from how many bytes on copiers help; 0:
+ * as ever. */
+void sfr__host_tune(size_t piece, uint64_t help_from);
 /* Asks for the first bytes of a source that is copied soon: a small one begins with a cache miss. */
 void sfr__host_prefetch(const char *src, uint64_t nbytes);
 

@@ -55,9 +55,9 @@ void sfr__trace_row(struct sfr__document *doc, uint64_t tid, const char *name, i
  * in which bytes pass through them. */
 static int order_of(const struct sfr__ring *ring)
 {
-	static const char *const prefixes[] = { "sfr-lane", "sfr-writer", "sfr-log" };
+	static const char *const prefixes[] = { "sfr-copier", "sfr-lane", "sfr-writer", "sfr-log" };
 
-	for (int i = 0; i < 3; i++)
+	for (int i = 0; i < 4; i++)
 		if (strncmp(ring->name, prefixes[i], strlen(prefixes[i])) == 0)
 			return 3 + i;
 	return ring->tid == (uint64_t)getpid() ? 1 : 2;

@@ -5,24 +5,27 @@
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "pool_bytes",    "block_bytes",   "writer_threads",
-				 "max_in_flight", "shared_memory", NULL };
+	static char *names[] = {
+		"pool_bytes", "block_bytes", "writer_threads", "max_in_flight", "shared_memory",
+		"copiers",    NULL
+	};
 	struct sfr_py_state *state = PyType_GetModuleState(type);
 	unsigned long long pool_bytes, block_bytes;
-	unsigned int writers, in_flight;
+	unsigned int writers, in_flight, copiers = 0;
 	int shared = 0;
 	struct sfr_engine *engine;
 	struct sfr_py_engine *self;
 	int rc;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|p:Engine", names, &pool_bytes,
-					 &block_bytes, &writers, &in_flight, &shared))
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KKII|pI:Engine", names, &pool_bytes,
+					 &block_bytes, &writers, &in_flight, &shared, &copiers))
 		return NULL;
 	const struct sfr_engine_opts opts = { .pool_bytes = pool_bytes,
 					      .block_bytes = block_bytes,
 					      .nr_writers = writers,
 					      .max_in_flight = in_flight,
-					      .shared_memory = (uint32_t)shared };
+					      .shared_memory = (uint32_t)shared,
+					      .nr_copiers = copiers };
 	/* With the interpreter lock: what it reads is the kernel's, and nothing there waits. */
 	rc = sfr_engine_new(&opts, &engine);
 	if (rc < 0)

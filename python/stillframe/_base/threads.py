@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 
+from stillframe._base.cpus import spread_thread
+
 
 def refused() -> OSError:
     """Return the error for a thread that the system refused to start."""
@@ -25,6 +27,7 @@ def start(thread: threading.Thread) -> None:
     """
     try:
         thread.start()
+        spread_thread(thread)
     except RuntimeError:
         if thread.ident is None and threading.main_thread().is_alive():
             raise refused() from None

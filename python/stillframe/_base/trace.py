@@ -17,6 +17,7 @@ import os
 import threading
 
 from stillframe import _core
+from stillframe._base import cpus
 from stillframe.errors import BusyError, StillframeError
 
 __all__ = ["trace"]
@@ -74,6 +75,7 @@ class trace:  # a context manager that reads as a verb
 
     def __enter__(self) -> trace:
         global _current
+        cpus.spread()
         try:
             _core.trace_start(os.fsencode(self.path))
         except BusyError:

@@ -144,8 +144,13 @@ def save(
     """Saves a checkpoint of all ranks and returns when it is durable.
 
     Args:
-        state_dict, checkpoint_id, process_group, planner, no_dist, durable, engine: As for
-            `async_save`.
+        state_dict: As for `async_save`.
+        checkpoint_id: As for `async_save`.
+        process_group: As for `async_save`.
+        planner: As for `async_save`.
+        no_dist: As for `async_save`.
+        durable: As for `async_save`.
+        engine: As for `async_save`.
 
     Returns:
         What this rank did and what it cost.

@@ -64,8 +64,8 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         per_thread_copy_ahead: Has no effect: the engine's copy threads copy tensors from devices
             when they are staged.
         cache_staged_state_dict: Has no effect: the pool always reuses its memory.
-        _extensions, serialization_format: PyTorch's own writer has these; anything but their
-            defaults is refused.
+        _extensions: PyTorch's own writer has it; anything but the default is refused.
+        serialization_format: Likewise.
         engine: The engine to use, `stillframe.default_engine()` by default.
 
     Raises:

@@ -148,7 +148,7 @@ class Offloader:
             tensors: As for `offload`, but on the CPU.
 
         Raises:
-            As `offload`.
+            PoolExhaustedError, TypeError, ValueError, StillframeError, ForkError: As `offload`.
         """
         with inside(), self._lock:
             self._refuse()
@@ -225,7 +225,8 @@ class Offloader:
             Whether the group is on its way.
 
         Raises:
-            As `onload`, except for missing slots or device memory.
+            StillframeError: As `onload`, except when every slot is taken.
+            TornSnapshotError, PoolExhaustedError, TypeError, ValueError, ForkError: As `onload`.
         """
         with inside(), self._lock:
             self._refuse()

@@ -27,6 +27,9 @@ _MOST_BLOCKS = 1 << 28
 _MOST_WRITERS = 256
 _MOST_IN_FLIGHT = 1 << 16
 
+# Threads that help with a large copy; with more of them memory gets no faster.
+_MOST_COPIERS = 7
+
 
 class EngineOptions(TypedDict, total=False):
     """What `Engine` takes, for `configure`."""
@@ -115,6 +118,11 @@ class Limits:
             when_busy,
             shared_memory,
         )
+
+
+def copiers() -> int:
+    """Return how many threads may help with a large copy: one for each other core."""
+    return min(len(os.sched_getaffinity(0)) - 1, _MOST_COPIERS)
 
 
 def _count(value: object, name: str, most: int) -> int:

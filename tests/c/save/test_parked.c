@@ -191,7 +191,7 @@ static bool is_its_end_taken(void)
 {
 	struct sfr_engine *engine = watched->engine;
 
-	return sfr__under(&engine->mu, watched->tail_queued && !engine->tasks[SFR__WRITERS].head);
+	return sfr__under(&engine->mu, watched->tail_queued && !engine->tasks.head);
 }
 
 static int open_once_its_end_is_taken(int at, const char *name, int flags, mode_t mode)

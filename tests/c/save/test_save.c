@@ -568,6 +568,7 @@ int main(void)
 	saving_fill(&one, 1);
 	saving_fill(&two, 2);
 	CHECK_EQ(sfr_inject_install(), 0);
+	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
 	RUN(a_save_is_whole_with_any_pool_and_any_number_of_writers);
 	RUN(what_a_save_maps_for_itself_it_unmaps);
 	RUN(two_saves_at_a_time_share_a_pool_of_one_block);

@@ -1,4 +1,4 @@
-/* A thread that waits for deferred bytes copies them, beside the lane and the idle writers. */
+/* A thread that waits for deferred bytes copies them, beside the lane and the copiers. */
 #include <pthread.h>
 #include <semaphore.h>
 #include <time.h>
@@ -244,7 +244,7 @@ static struct sfr_engine *idle_engine(void)
 	return engine;
 }
 
-static void idle_writers_copy_too_as_long_as_somebody_waits(void)
+static void copiers_copy_too_as_long_as_somebody_waits(void)
 {
 	struct sfr_engine *engine = idle_engine();
 	struct sfr_ticket *t;
@@ -396,7 +396,7 @@ int main(void)
 	}
 	RUN(who_waits_copies_all_but_what_the_lane_has_in_hand);
 	RUN(a_descriptor_at_the_end_of_a_block_waits_for_its_entrys_first_part);
-	RUN(idle_writers_copy_too_as_long_as_somebody_waits);
+	RUN(copiers_copy_too_as_long_as_somebody_waits);
 	RUN(the_lane_is_woken_though_nobody_waits_and_no_memory_is_lacking);
 	RUN(one_block_is_enough_for_all_who_copy);
 	RUN(a_cancel_while_others_copy_gives_every_block_back);

@@ -369,6 +369,7 @@ int main(void)
 	dir = saving_dir();
 	saving_fill(&one, 1);
 	CHECK_EQ(sfr_inject_install(), 0);
+	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
 	RUN(any_layout_goes_through_any_small_pool_whoever_else_saves);
 	RUN(a_wait_for_blocks_is_in_the_report_and_the_pool_is_never_larger);
 	RUN(a_nested_save_goes_through_a_pool_that_an_interrupted_one_waits_for);

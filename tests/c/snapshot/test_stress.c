@@ -159,7 +159,8 @@ static void one_round(uint64_t seed)
 	const struct sfr_engine_opts opts = { .pool_bytes = (1 + draw(&random, 6)) * BLOCK,
 					      .block_bytes = BLOCK,
 					      .nr_writers = 1 + draw(&random, 3),
-					      .max_in_flight = 1 + draw(&random, 3) };
+					      .max_in_flight = 1 + draw(&random, 3),
+					      .nr_copiers = draw(&random, 3) };
 	const struct sfr_fault fault = { .call = calls[draw(&random, 5)],
 					 .nth = 1 + draw(&random, 60),
 					 .err = EIO,
@@ -216,6 +217,7 @@ int main(void)
 	(void)saving_on_host();
 	CHECK_EQ(sfr_inject_install(), 0);
 	CHECK_EQ(pthread_create(&listener, NULL, listen, NULL), 0);
+	sfr__host_tune(4096, 8192); /* copiers take part in small copies as well */
 	RUN(everything_at_once_ends_and_leaves_nothing_behind);
 	sfr_notice_stop();
 	CHECK_EQ(pthread_join(listener, NULL), 0);

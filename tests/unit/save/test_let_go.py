@@ -56,7 +56,7 @@ def test_a_save_that_has_ended_holds_nothing(
         end(save)
         stillframe.wait_all()
     assert save.done() and is_quiet() and not completion.in_flight
-    assert save._skeleton is None and save._deferral is None
+    assert save._skeleton is None and not save._verdict.is_needed
 
 
 def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path: Path) -> None:

@@ -1,0 +1,394 @@
+/* Copies of host memory: who takes pieces, when a copy is over, what a call may leave behind. */
+#include <errno.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "stage/host.h"
+#include "check.h"
+
+enum { PIECE = 4096, NR_PIECES = 8, BLOCK = PIECE * NR_PIECES, NR_BLOCKS = 3 };
+
+/* A copy of NR_BLOCKS blocks, and what became of it. */
+static struct {
+	struct sfr__host_copy copy;
+	struct sfr__host_block blocks[NR_BLOCKS];
+	struct sfr__block *leased[NR_BLOCKS];
+	unsigned char from[NR_BLOCKS][BLOCK], to[NR_BLOCKS][BLOCK];
+	uint32_t nr_filled;
+	int64_t torn;
+	int code;
+	bool failing;
+	atomic_bool over;
+} c;
+
+/* What the threads do in their pieces. */
+static pthread_t caller;
+static atomic_int nr_by_caller, nr_by_copiers, nr_by_lane;
+static atomic_bool wait_for_copier, cancel_then, hold_copiers, hold_lane;
+static sem_t copier_stands, lane_stands;
+
+static bool is_named(const char *prefix)
+{
+	char name[16] = "";
+
+	(void)pthread_getname_np(pthread_self(), name, sizeof(name));
+	return strncmp(name, prefix, strlen(prefix)) == 0;
+}
+
+static void stand(sem_t *stands, atomic_bool *hold)
+{
+	(void)sem_post(stands);
+	while (*hold)
+		(void)usleep(100);
+}
+
+static struct sfr__host_block *block(struct sfr__host_copy *copy, uint32_t blk)
+{
+	(void)copy;
+	return &c.blocks[blk];
+}
+
+static size_t block_len(struct sfr__host_copy *copy, uint32_t blk)
+{
+	(void)copy;
+	(void)blk;
+	return BLOCK;
+}
+
+static void leased_locked(struct sfr__host_copy *copy, uint32_t blk, struct sfr__block *leased)
+{
+	(void)copy;
+	c.leased[blk] = leased;
+}
+
+static int64_t copy_piece(struct sfr__host_copy *copy, uint32_t blk, size_t off, size_t len,
+			  bool hurried)
+{
+	if (pthread_equal(pthread_self(), caller)) {
+		CHECK(hurried);
+		nr_by_caller++;
+		for (int ms = 0; wait_for_copier && nr_by_copiers == 0 && ms < 10000; ms++)
+			(void)usleep(1000);
+		if (cancel_then) {
+			sfr__lock(&copy->engine->mu);
+			c.failing = true;
+			sfr__unlock(&copy->engine->mu);
+		}
+	} else if (is_named("sfr-copier")) {
+		CHECK(hurried);
+		if (nr_by_copiers++ == 0)
+			stand(&copier_stands, &hold_copiers);
+	} else if (is_named("sfr-lane") && nr_by_lane++ == 0) {
+		stand(&lane_stands, &hold_lane);
+	}
+	memcpy(c.to[blk] + off, c.from[blk] + off, len);
+	return memcmp(c.to[blk] + off, c.from[blk] + off, len) ? 0 : -1;
+}
+
+static bool is_failing_locked(struct sfr__host_copy *copy)
+{
+	(void)copy;
+	return c.failing;
+}
+
+static void fail_locked(struct sfr__host_copy *copy, int code, int64_t source)
+{
+	(void)copy;
+	c.code = code;
+	c.torn = source;
+	c.failing = true;
+}
+
+static void filled_locked(struct sfr__host_copy *copy, uint32_t blk)
+{
+	c.nr_filled++;
+	if (c.leased[blk])
+		sfr__pool_put(copy->engine->pool, c.leased[blk]);
+	c.leased[blk] = NULL;
+}
+
+static void over(struct sfr__host_copy *copy)
+{
+	sfr__lock(&copy->engine->mu);
+	c.over = true;
+	pthread_cond_broadcast(&copy->engine->cv_state);
+	sfr__unlock(&copy->engine->mu);
+}
+
+static bool is_over(const void *arg)
+{
+	(void)arg;
+	return c.over;
+}
+
+static const struct sfr__host_ops ops = {
+	.block = block,
+	.block_len = block_len,
+	.leased_locked = leased_locked,
+	.copy = copy_piece,
+	.is_failing_locked = is_failing_locked,
+	.fail_locked = fail_locked,
+	.filled_locked = filled_locked,
+	.over = over,
+};
+
+/* An engine, and a copy that needs blocks of its pool, or (`has_memory`) none. */
+static struct sfr_engine *begin(uint32_t nr_copiers, uint32_t nr_pool_blocks, bool has_memory)
+{
+	static unsigned char memory[NR_BLOCKS][BLOCK];
+	const struct sfr_engine_opts opts = { .pool_bytes = (uint64_t)nr_pool_blocks * BLOCK,
+					      .block_bytes = BLOCK,
+					      .nr_writers = 1,
+					      .max_in_flight = 1,
+					      .nr_copiers = nr_copiers };
+	struct sfr_engine *engine = NULL;
+
+	CHECK_EQ(sfr_engine_new(&opts, &engine), 0);
+	memset(&c, 0, sizeof(c));
+	for (uint32_t i = 0; i < NR_BLOCKS; i++) {
+		for (uint32_t k = 0; k < BLOCK; k++)
+			c.from[i][k] = (unsigned char)((i * 7919 + k) * 2654435761u >> 13);
+		if (has_memory)
+			c.blocks[i] =
+				(struct sfr__host_block){ .mem = (char *)memory[i], .left = BLOCK };
+	}
+	c.torn = -1;
+	c.copy = (struct sfr__host_copy){
+		.engine = engine, .ops = &ops, .nr_blocks = NR_BLOCKS, .seq = 1
+	};
+	caller = pthread_self();
+	nr_by_caller = nr_by_copiers = nr_by_lane = 0;
+	wait_for_copier = cancel_then = hold_copiers = hold_lane = false;
+	CHECK_EQ(sem_init(&copier_stands, 0, 0), 0);
+	CHECK_EQ(sem_init(&lane_stands, 0, 0), 0);
+	sfr__host_tune(PIECE, 2 * PIECE);
+	return engine;
+}
+
+static void end(struct sfr_engine *engine)
+{
+	CHECK(engine->shared == NULL);
+	CHECK_EQ(c.copy.nr_copying, 0);
+	CHECK_EQ(sfr_engine_close(engine, SFR_FOREVER), 0);
+	sfr_engine_put(engine);
+	sfr__host_tune(0, 0);
+}
+
+static void check_copied(void)
+{
+	CHECK_EQ(c.nr_filled, NR_BLOCKS);
+	CHECK(memcmp(c.from, c.to, sizeof(c.from)) == 0);
+	CHECK_EQ(c.torn, -1);
+}
+
+/* ---- in the call ------------------------------------------------------------------- */
+
+static void copiers_take_pieces_of_a_large_copy_in_the_call(void)
+{
+	for (uint32_t nr_copiers = 1; nr_copiers <= 3; nr_copiers += 2) {
+		struct sfr_engine *engine = begin(nr_copiers, 2, nr_copiers == 1);
+
+		wait_for_copier = true;
+		CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+		CHECK(nr_by_copiers > 0);
+		CHECK_EQ(nr_by_copiers + nr_by_caller, NR_BLOCKS * NR_PIECES);
+		check_copied();
+		end(engine);
+	}
+}
+
+static void the_caller_copies_all_of_a_small_one(void)
+{
+	struct sfr_engine *engine = begin(2, 2, true);
+
+	sfr__host_tune(PIECE, NR_BLOCKS * BLOCK + 1);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	CHECK_EQ(nr_by_caller, NR_BLOCKS * NR_PIECES);
+	CHECK_EQ(engine->nr_copiers, 0); /* none was started */
+	check_copied();
+	end(engine);
+}
+
+static int no_thread(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *),
+		     void *arg)
+{
+	(void)thread;
+	(void)attr;
+	(void)start;
+	(void)arg;
+	return EAGAIN;
+}
+
+static void a_copy_needs_no_copier(void)
+{
+	const struct sfr_sys before = sfr_sys;
+	struct sfr_engine *engine = begin(2, 2, false);
+
+	sfr_sys.thread_create = no_thread;
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	CHECK_EQ(nr_by_caller, NR_BLOCKS * NR_PIECES);
+	check_copied();
+	sfr_sys = before;
+	end(engine);
+}
+
+static void the_lane_takes_nothing_of_a_copy_in_the_call(void)
+{
+	struct sfr_engine *engine = begin(0, 2, true);
+
+	sfr__lock(&engine->mu);
+	CHECK_EQ(sfr__engine_start_locked(engine), 0);
+	sfr__unlock(&engine->mu);
+	(void)usleep(20000); /* it sleeps by now, or there is nothing to see */
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	CHECK_EQ(nr_by_lane, 0);
+	CHECK_EQ(nr_by_caller, NR_BLOCKS * NR_PIECES);
+	check_copied();
+	end(engine);
+}
+
+static atomic_bool returned;
+
+static void *let_the_copier_go_later(void *arg)
+{
+	(void)arg;
+	CHECK_EQ(sem_wait(&copier_stands), 0);
+	(void)usleep(50000);
+	CHECK(!returned);
+	hold_copiers = false;
+	return NULL;
+}
+
+/* Its caller may change the sources then. */
+static void no_copier_reads_a_source_when_the_call_has_returned(void)
+{
+	struct sfr_engine *engine = begin(1, 2, true);
+	pthread_t other;
+
+	returned = false;
+	wait_for_copier = hold_copiers = true;
+	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	returned = true;
+	CHECK_EQ(pthread_join(other, NULL), 0);
+	CHECK_EQ(nr_by_copiers, 1);
+	check_copied();
+	end(engine);
+}
+
+/* Between two calls as well: the caller may give the copy up. */
+static void a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later(void)
+{
+	struct sfr_engine *engine = begin(2, 1, false);
+	struct sfr__block *taken;
+
+	wait_for_copier = true;
+	CHECK_EQ(sfr__pool_get(engine->pool, 0, BLOCK, 0, &taken), 0);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, sfr__deadline(1000 * 1000)), SFR_EAGAIN);
+	CHECK_EQ(c.copy.nr_copying, 0);
+	CHECK(engine->shared == NULL);
+	CHECK(c.copy.wait_ns > 0);
+	sfr__pool_put(engine->pool, taken);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	check_copied();
+	end(engine);
+}
+
+static void a_cancel_in_the_call_gives_the_unfinished_block_back(void)
+{
+	struct sfr_engine *engine = begin(1, 2, false);
+	struct sfr_stats stats;
+	pthread_t other;
+
+	returned = false;
+	/* The copier has one piece and the caller another, and there are more in the block. */
+	wait_for_copier = cancel_then = hold_copiers = true;
+	CHECK_EQ(pthread_create(&other, NULL, let_the_copier_go_later, NULL), 0);
+	CHECK_EQ(sfr__host_copy_now(&c.copy, SFR_FOREVER), 0);
+	returned = true;
+	CHECK_EQ(pthread_join(other, NULL), 0);
+	CHECK_EQ(nr_by_caller + nr_by_copiers, 2);
+	CHECK_EQ(c.nr_filled, 1);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	end(engine);
+}
+
+/* ---- deferred ------------------------------------------------------------------------ */
+
+static void defer(struct sfr_engine *engine, bool has_memory)
+{
+	sfr__lock(&engine->mu);
+	CHECK_EQ(sfr__engine_start_locked(engine), 0);
+	sfr__host_begin_locked(&c.copy, has_memory);
+	sfr__unlock(&engine->mu);
+}
+
+static int wait_for_it(struct sfr_engine *engine, uint64_t slice_ns)
+{
+	int rc;
+
+	sfr__lock(&engine->mu);
+	rc = sfr__host_wait_locked(&c.copy, sfr__deadline(slice_ns), is_over, NULL);
+	sfr__unlock(&engine->mu);
+	return rc;
+}
+
+static void who_waits_copies_and_copiers_help(void)
+{
+	struct sfr_engine *engine = begin(1, NR_BLOCKS, true);
+
+	hold_lane = true;
+	defer(engine, true);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	(void)usleep(20000);
+	CHECK_EQ(nr_by_copiers, 0); /* nobody waits yet */
+	wait_for_copier = true;
+	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	while (nr_by_caller + nr_by_copiers < NR_BLOCKS * NR_PIECES - 1)
+		CHECK_EQ(wait_for_it(engine, 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(nr_by_lane, 1);
+	CHECK(nr_by_copiers > 0 && nr_by_caller > 0);
+	hold_lane = false;
+	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	check_copied();
+	end(engine);
+}
+
+static void a_copy_that_fails_is_over_when_the_last_piece_in_hand_is(void)
+{
+	struct sfr_engine *engine = begin(0, 2, false);
+	struct sfr_stats stats;
+
+	hold_lane = true;
+	defer(engine, false);
+	CHECK_EQ(sem_wait(&lane_stands), 0);
+	sfr__lock(&engine->mu);
+	c.failing = true;
+	sfr__unlock(&engine->mu);
+	CHECK_EQ(wait_for_it(engine, 20 * 1000 * 1000), SFR_EAGAIN);
+	CHECK_EQ(nr_by_caller, 0);
+	hold_lane = false;
+	CHECK_EQ(wait_for_it(engine, SFR_FOREVER), 0);
+	CHECK_EQ(nr_by_lane, 1);
+	CHECK_EQ(sfr_engine_stats(engine, &stats), 0);
+	CHECK_EQ(stats.leased_bytes, 0);
+	end(engine);
+}
+
+int main(void)
+{
+	RUN(copiers_take_pieces_of_a_large_copy_in_the_call);
+	RUN(the_caller_copies_all_of_a_small_one);
+	RUN(a_copy_needs_no_copier);
+	RUN(the_lane_takes_nothing_of_a_copy_in_the_call);
+	RUN(no_copier_reads_a_source_when_the_call_has_returned);
+	RUN(a_call_that_finds_no_block_leaves_nobody_at_work_and_goes_on_later);
+	RUN(a_cancel_in_the_call_gives_the_unfinished_block_back);
+	RUN(who_waits_copies_and_copiers_help);
+	RUN(a_copy_that_fails_is_over_when_the_last_piece_in_hand_is);
+	return check_done();
+}
