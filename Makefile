@@ -1,7 +1,7 @@
 # make demo   train a small model, save it with Lightning's plugin and with ours, show the difference
 # make test   C tests under sanitizers, then the Python tests
 # make build  .venv in which `import stillframe` works
-# make lint   ruff, mypy, clang-format (make format applies what ruff and clang-format ask for)
+# make lint   ruff, mypy, clang-format, sentences (make format applies what ruff and clang-format ask for)
 # make bench  what a save costs beside its peers, and what the machine could do at best
 # make tsan, make valgrind   the C tests under those (make tsan-daily: six programs, others every day)
 # make crash  every state a power failure can leave (its short form is part of make test)
@@ -22,6 +22,7 @@
 # make pictures   draws the pictures of README and docs from benchmarks/results/*.json (make tables: the tables)
 # make recording  records the demo in a terminal, as docs/assets/demo.svg
 # make docs   the documentation, into build/site: needs no network once its requirements are there
+# make optimizers   the newest packages of third_party.toml: their optimizers, beside saves
 # make gpu    the tests and the benchmark that need a GPU, with a Python that has torch already
 # make wheel-check      a wheel from a source distribution, looked over by auditwheel and abi3audit
 # make wheel-versions   that wheel beside torch 2.10, 2.11, 2.13 and the newest, as far as there are CPU builds
@@ -47,7 +48,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants soak gpu \
+.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants optimizers soak gpu \
 	lightning-suite lightning-versions lightning-theirs dcp-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -133,7 +134,7 @@ $(VENV)/.bench: benchmarks/requirements.txt $(VENV)/.requirements
 
 # The pages ask nobody else for scripts, styles or fonts.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean
 	@! grep -rhoE '(src|href)="(https?:)?//[^"]*[.](js|css|woff2?|png|svg)"' build/site --include='*.html'
 	@echo "build/site/index.html"
 
@@ -148,6 +149,7 @@ lint: $(VENV)/.requirements
 	MYPYPATH=python $(PY) -m mypy --strict examples
 	@echo "clang-format: $(words $(C_FORMATTED)) files"
 	@$(VENV)/bin/clang-format --dry-run --Werror $(C_FORMATTED)
+	@$(PY) tests/lint_prose.py
 
 format: $(VENV)/.requirements
 	$(PY) -m ruff check --fix-only .
@@ -306,6 +308,14 @@ lightning-theirs: build
 
 dcp-theirs: build
 	$(PY) tests/dcp/theirs_dcp.py $(PYTORCH) $(ARGS)
+
+# ---- optimizers of other packages ---------------------------------------------------------------
+
+OPTIMIZERS = $(shell sed -n 's/^distribution = "\(.*\)"/\1/p' python/stillframe/*/third_party.toml)
+
+optimizers: build
+	$(PIP) install --quiet --no-deps --upgrade --target build/optimizers $(OPTIMIZERS)
+	PYTHONPATH=$(CURDIR)/build/optimizers:$$PYTHONPATH $(PY) -m pytest tests/oracle/test_third_party.py $(ARGS)
 
 # ---- what needs a GPU -------------------------------------------------------------------------
 

@@ -26,6 +26,25 @@ def _trainer_being_made():
     return None
 
 
+def _adds_later(trainer, companion):
+    """Have Lightning put `companion` into the new list that it makes when all callbacks are known.
+
+    What a factory returns goes into the list that the user gave, and so into a Trainer that is
+    made with the same list later. False where this Lightning makes its list in another way.
+    """
+    connector = trainer._callback_connector
+    reorder = getattr(connector, "_reorder_callbacks", None)
+    if reorder is None:
+        return False
+
+    def reorder_once(callbacks):
+        vars(connector).pop("_reorder_callbacks", None)
+        return reorder([*callbacks, companion])
+
+    connector._reorder_callbacks = reorder_once
+    return True
+
+
 def _companions(module: str) -> list[object]:
     plugins = sys.modules.get("stillframe._lightning.plugin")
     if plugins is None or not len(getattr(plugins, "live", ())):
@@ -34,6 +53,8 @@ def _companions(module: str) -> list[object]:
         companion = importlib.import_module(module).StillframeCompanion()
         trainer = _trainer_being_made()
         if trainer is not None and not plugins.register(trainer):
+            return []
+        if trainer is not None and _adds_later(trainer, companion):
             return []
         return [companion]
     except Exception:

@@ -99,6 +99,7 @@ static PyModuleDef_Slot slots[] = {
 	{ Py_mod_exec, sfr_py_add_onload },
 	{ Py_mod_exec, sfr_py_add_look },
 	{ Py_mod_exec, sfr_py_add_steps },
+	{ Py_mod_exec, sfr_py_add_cpus },
 	{ Py_mod_exec, sfr_py_add_log },
 	{ Py_mod_exec, sfr_py_add_work },
 	{ Py_mod_exec, sfr_py_add_inject },

@@ -20,7 +20,7 @@ With Lightning, swap one import:
 from stillframe._base.support import VERSION as _VERSION
 from stillframe._base.support import refuse_elsewhere as _refuse_elsewhere
 
-_refuse_elsewhere()  # before anything that would fail in more words
+_refuse_elsewhere()  # first, because the other imports would fail with less clear errors
 # isort: on
 
 from stillframe._base.trace import trace
@@ -40,6 +40,7 @@ from stillframe._save.handle import SaveHandle
 from stillframe._save.load import load
 from stillframe._save.moves import install as _install_moves
 from stillframe._save.report import SaveReport
+from stillframe._save.step_hooks import install as _install_step_hooks
 from stillframe._snapshot.snapshot import Snapshot, snapshot
 from stillframe.errors import (
     BusyError,
@@ -78,5 +79,6 @@ __all__ = [
     "wait_all",
 ]
 
+_install_step_hooks()
 _install_exit()
 _install_moves()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StillframeError(Exception):
-    """Base of every error that stillframe raises of its own."""
+    """The base of all errors that stillframe itself raises."""
 
 
 class SaveError(StillframeError, OSError):
@@ -16,8 +16,8 @@ class SaveError(StillframeError, OSError):
         errno: The system's error number.
         filename: The path as it was given.
         phase: What was being done: "open", "lock", "allocate", "write", "sync", "rename", "sync
-            directory", "stage", and "link" for a `last.ckpt` that is one. After "sync directory"
-            the new file is complete and in place, but not known to be durable.
+            directory", "stage", or "link" for a `last.ckpt` that is a link. After "sync directory"
+            the new file is complete and in place, but may not be durable.
     """
 
     def __init__(self, errno: int, strerror: str, filename: str, phase: str) -> None:
@@ -32,8 +32,8 @@ class SaveError(StillframeError, OSError):
 
 
 class TornSnapshotError(StillframeError):
-    """A tensor changed between the call and its copy, outside the optimizer's step: the copy would
-    be inconsistent, part of it from before the change and part from after (torn, as databases say).
+    """A tensor changed between the call and its copy, outside the optimizer's step. The copy would
+    be inconsistent (databases call it *torn*): part of it from before the change, part from after.
     The old file is untouched.
 
     Attributes:
@@ -49,7 +49,7 @@ class TornSnapshotError(StillframeError):
 
 
 class PoolExhaustedError(StillframeError):
-    """Only the caller could end the wait for pool memory: snapshots it holds take up the pool."""
+    """Snapshots that the caller holds take up the pool, so only the caller could end the wait."""
 
 
 class BusyError(StillframeError):

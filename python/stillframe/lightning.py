@@ -38,9 +38,9 @@ class CPUOffloadCallback(OffloadHooks, Callback):
 
 
 class StillframeCompanion(CompanionHooks, Callback):
-    """Waits for the saves in flight wherever Lightning lets others write.
+    """Waits for the saves in flight wherever Lightning lets other code write.
 
-    The package's entry point adds it to every Trainer made while a plugin of ours is alive.
+    The package's entry point adds it to every Trainer that is made while one of our plugins exists.
     """
 
 

@@ -1,4 +1,4 @@
-"""CPU memory and a device, both ways, beside what the device computes.
+"""Moves tensors between a device and CPU memory, both ways, while the device computes.
 
 from stillframe.offload import Offloader
 

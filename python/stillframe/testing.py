@@ -1,24 +1,25 @@
-"""Helpers for tests: make the system calls under a save fail, fall short, wait, or take their time.
+"""Helpers for tests: make the system calls under a save fail, fall short, wait or be slow.
 
 The C core makes every call for files, memory, threads and time through one table. Inside a
 ``with fault(...)``, ``held(...)`` or ``slow(...)`` block, wrappers in that table count the calls
-and do to them what the block says; outside they pass everything on.
+and change them as the block says; outside they only forward them.
 
     with fault("fdatasync", err=errno.EIO) as injected:
         with pytest.raises(stillframe.SaveError):
             stillframe.save(state, path)
     assert injected.hits == 1
 
-Calls are named as in ``csrc/core/base/sys.h``: "open", "close", "pread", "pwrite", "fdatasync",
-"fsync", "fallocate", "flock", "set_flags", "fstat", "lstat", "realpath", "faccessat", "rename",
-"unlink", "rmdir",
-"opendir", "mmap", "munmap", "mprotect", "madvise", "mincore", "malloc", "calloc", "realloc",
-"thread_create", "set_nice", "get_affinity", "set_affinity", and "*" for any of these. "readdir",
-"closedir", "free", "thread_join", "clock_gettime" and the copies of tensor bytes, "capture_copy"
-(during the call) and "lane_copy" (after it), can only be held or slow.
+Calls are named as in ``csrc/core/base/sys.h``, and "*" means any of them:
 
-Faults belong to the process, not to a thread. Blocks nest; up to 16 faults act at a time. Enter
-the first one while no save is in flight: it exchanges the table.
+    open close pread pwrite fdatasync fsync fallocate flock set_flags fstat lstat realpath faccessat
+    rename unlink rmdir opendir mmap munmap mprotect madvise mincore malloc calloc realloc
+    thread_create set_nice get_affinity set_affinity
+
+"readdir", "closedir", "free", "thread_join" and "clock_gettime" can only be held or slow. The same
+holds for the copies of tensor bytes, "capture_copy" (during the call) and "lane_copy" (after it).
+
+Faults apply to the process, not to a thread. Blocks nest; up to 16 faults exist at a time. Enter
+the first one while no save is in flight, because it replaces the table.
 """
 
 import ctypes
@@ -44,15 +45,15 @@ _depth = 0
 
 
 class Injected:
-    """What has happened since the outermost block was entered."""
+    """Counts since the outermost block was entered."""
 
     @property
     def hits(self) -> int:
-        """How often a fault, of any block, has acted."""
+        """Return how often a fault, of any block, has acted."""
         return _core.inject_hits()
 
     def calls(self, call: str = "*") -> int:
-        """How often a call was made, failed ones included; "*" counts all that can fail.
+        """Return how often a call was made, including failed ones; "*" counts all that can fail.
 
         An unknown name counts 0.
         """
@@ -87,20 +88,20 @@ def fault(
     err: int = _errno.EIO,
     limit: int | str | None = None,
 ) -> Iterator[Injected]:
-    """Inside the block, makes the `nth` call (counted from 1 at its entry) fail with `err`.
+    """Make the `nth` call (counted from 1 at the block's entry) fail with `err`.
 
     Args:
-        call: which call, see the module.
-        nth: which of its calls from now on.
-        sticky: also every later one.
-        err: the errno it fails with. A failed call has done nothing, but for "close".
-        limit: instead of failing, "pread" and "pwrite" transfer at most that many bytes, or
-            "half", or "all but one" of those asked for; `err` is then not used. 0 transfers none
-            and reports no error.
+        call: The name of the call; the module lists them.
+        nth: Which of its calls, from now on.
+        sticky: Make every later call fail too.
+        err: The errno of the failure. A failed call has done nothing, except "close".
+        limit: Instead of failing, "pread" and "pwrite" transfer at most that many bytes, or "half",
+            or "all but one" of those requested; `err` is then not used. 0 transfers none and
+            reports no error.
 
     Raises:
-        ValueError: an unknown call, one that cannot fail, `nth` below 1 or a `limit` that is none.
-        RuntimeError: more than 16 faults at a time.
+        ValueError: The call is unknown or cannot fail, `nth` is below 1, or `limit` is invalid.
+        RuntimeError: There are more than 16 faults.
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
@@ -124,17 +125,17 @@ def fault(
 
 @contextmanager
 def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
-    """Inside the block, the `nth` call and (with `sticky`) every later one sleeps first.
+    """Make the `nth` call and (with `sticky`) every later one sleep first.
 
     Args:
-        call: which call, see the module; here all of them will do.
-        seconds: how long each sleeps. Leaving the block does not cut short a sleep that has begun.
-        nth: which of its calls from now on, counted from 1.
-        sticky: also every later one.
+        call: The name of the call; the module lists them, and any of them can be slow.
+        seconds: How long each call sleeps. Leaving the block does not end a sleep that has begun.
+        nth: Which of its calls, from now on, counted from 1.
+        sticky: Make every later call sleep too.
 
     Raises:
-        ValueError: an unknown call, `nth` below 1, or `seconds` below 0.
-        RuntimeError: more than 16 faults at a time.
+        ValueError: The call is unknown, `nth` is below 1, or `seconds` is below 0.
+        RuntimeError: There are more than 16 faults.
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
@@ -146,19 +147,19 @@ def slow(call: str, seconds: float, *, nth: int = 1, sticky: bool = True) -> Ite
 
 @contextmanager
 def held(call: str, *, nth: int = 1, sticky: bool = True) -> Iterator[Injected]:
-    """Inside the block, the `nth` call and (with `sticky`) every later one stands still.
+    """Hold the `nth` call and (with `sticky`) every later one until the block is left.
 
-    So what a save does meanwhile can be looked at without a race: it goes on when the block is
-    left. A block that waits for the save itself never ends.
+    So a test can look at a save in the middle without a race. A block that waits for the save
+    itself never ends.
 
     Args:
-        call: which call, see the module; here all of them will do.
-        nth: which of its calls from now on, counted from 1.
-        sticky: also every later one.
+        call: The name of the call; the module lists them, and any of them can be held.
+        nth: Which of its calls, from now on, counted from 1.
+        sticky: Hold every later call too.
 
     Raises:
-        ValueError: an unknown call, or `nth` below 1.
-        RuntimeError: more than 16 faults at a time.
+        ValueError: The call is unknown, or `nth` is below 1.
+        RuntimeError: There are more than 16 faults.
     """
     if nth < 1:
         raise ValueError(f"nth counts from 1, got {nth}")
@@ -175,7 +176,7 @@ _capturing = False
 
 
 class FakeDriver:
-    """The controls of the fake CUDA driver (`tests/c/cuda/fake_cuda.h` has the list).
+    """The controls of the fake CUDA driver (`tests/c/cuda/fake_cuda.h` lists them).
 
     Raises:
         RuntimeError: `STILLFRAME_LIBCUDA` does not name it.
@@ -197,79 +198,79 @@ class FakeDriver:
             getattr(self._library, f"fake_cuda_{name}").restype = ctypes.c_int64
 
     def reset(self) -> None:
-        """No faults, violations, delays and counts; a dead device lives again."""
+        """Clear faults, violations, delays and counts; revive a dead device."""
         self._library.fake_cuda_reset()
 
     def fail(self, call: str, *, nth: int = 1, sticky: bool = False, code: int) -> None:
-        """Has the `nth` call of that name (its exact symbol, or "*") return a CUDA error `code`;
-        with `sticky` every later one too. One after which a context is lost kills the device."""
+        """Make the `nth` call of that name (its exact symbol, or "*") return the CUDA error `code`;
+        with `sticky` every later one too. An error that loses the context kills the device."""
         self._library.fake_cuda_fail(call.encode(), ctypes.c_uint64(nth), int(sticky), code)
 
     def fail_copy(self, nth: int, code: int) -> None:
-        """Has the device die of `code` when the `nth` copy from now on lands."""
+        """Make the device die with `code` when the `nth` copy from now on completes."""
         self._library.fake_cuda_fail_copy(ctypes.c_uint64(nth), code)
 
     def delay(self, max_ns: int, seed: int = 1) -> None:
-        """Pauses of random length before each thing that a stream does."""
+        """Pause for a random time before each operation of a stream."""
         self._library.fake_cuda_delay(ctypes.c_uint64(max_ns), ctypes.c_uint64(seed))
 
     def segments(self, nbytes: int) -> None:
-        """Has memory of the device consist of segments that long, as an allocator that expands them
-        has it: batches refuse a copy across the edge of one. 0: of none."""
+        """Divide the device's memory into segments of that length, like an allocator with
+        expandable segments: batches refuse a copy across two of them. 0: no segments."""
         self._library.fake_cuda_segments(ctypes.c_uint64(nbytes))
 
     def hold(self, yes: bool) -> None:
-        """Whether the streams stand still."""
+        """Stop the streams, or let them run."""
         self._library.fake_cuda_hold(int(yes))
 
     def capture(self, yes: bool) -> None:
-        """Whether the current stream is said to capture a graph."""
+        """Say whether the current stream is capturing a graph."""
         global _capturing
         _capturing = yes
         self._library.fake_cuda_capture(None, int(yes))
 
     def stream(self) -> int:
-        """The handle of a new stream on device 0, such as `torch.cuda.current_stream()` has one."""
+        """Return the handle of a new stream on device 0, like that of `torch.cuda.Stream`."""
         return int(self._library.fake_cuda_stream(0))
 
     def freed(self, address: int, nbytes: int) -> None:
-        """Says that memory of the device is freed: a violation while a copy is to read from it."""
+        """Report device memory as freed: a violation if a queued copy still reads it."""
         self._library.fake_cuda_freed(ctypes.c_void_p(address), ctypes.c_uint64(nbytes))
 
     def allow_pageable(self, yes: bool) -> None:
-        """Whether a copy to memory that is not registered is no violation."""
+        """Allow copies to unregistered memory, or count them as violations."""
         self._library.fake_cuda_allow_pageable(int(yes))
 
     def calls(self, name: str = "*") -> int:
-        """How often a call was made; "sync" counts those that wait for the device."""
+        """Return how often a call was made; "sync" counts those that wait for the device."""
         return int(self._library.fake_cuda_calls(name.encode()))
 
     def calls_here(self, name: str = "*") -> int:
-        """How often this thread has made a call since it began."""
+        """Return how often this thread has made a call since it began."""
         return int(self._library.fake_cuda_calls_here(name.encode()))
 
     def live(self, what: str) -> int:
-        """How many "streams", "events", "registered", "allocated" or "contexts" there are."""
+        """Return how many "streams", "events", "registered", "allocated" or "contexts" exist."""
         return int(self._library.fake_cuda_live(what.encode()))
 
     @property
     def hits(self) -> int:
-        """How many faults have acted."""
+        """Return how many faults have acted."""
         return int(self._library.fake_cuda_hits())
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that have landed."""
+        """Return the bytes copied so far."""
         return int(self._library.fake_cuda_copied_bytes())
 
     @property
     def violations(self) -> list[str]:
-        """What broke a rule of the driver's, as sentences."""
+        """Return a sentence for each broken rule of the driver."""
         nr = min(int(self._library.fake_cuda_nr_violations()), 64)
         return [self._library.fake_cuda_violation(ctypes.c_uint64(i)).decode() for i in range(nr)]
 
 
-_DEVICE = 1 << 54  # FAKE_CUDA_DEVICE: no process has memory so far up
+_DEVICE = 1 << 54  # FAKE_CUDA_DEVICE: above the address space of any process
 _real_address_of = torch.UntypedStorage.data_ptr
 
 
@@ -278,21 +279,20 @@ def _place_on_device(device: torch.device) -> int:
 
 
 def _device_address(storage: torch.UntypedStorage) -> int:
-    """Where the driver finds the storage, and the host nothing."""
+    """Return an address at which the driver finds the storage and the host has no memory."""
     address = _real_address_of(storage)
     return address and address | _DEVICE
 
 
 @contextmanager
 def host_as_device() -> Iterator[FakeDriver]:
-    """Inside the block, saves, snapshots and loads take host tensors for ones on CUDA device 0.
+    """Make saves, snapshots and loads treat host tensors as tensors on CUDA device 0.
 
-    `STILLFRAME_LIBCUDA` has to name the fake driver (`build/libfake_cuda.so`, left by `make
-    build`), whose "current stream" is the calling thread: that is where torch runs CPU work.
-    Whoever asks hears what torch says of CUDA tensors, and addresses where the host has no memory:
-    to read there kills the process. What is saved says in the file that it lives on the CPU, as it
-    does. Everything else is the path that tensors of a GPU take. Blocks nest; saves that begin in
-    other threads are meant too.
+    `STILLFRAME_LIBCUDA` must name the fake driver (`build/libfake_cuda.so`, made by `make build`),
+    whose "current stream" is the calling thread, where torch runs CPU work. Questions about a
+    tensor get the answers of CUDA tensors, with addresses at which the host has no memory, so
+    reading there kills the process. Saved files say that the tensors live on the CPU, as they do.
+    Everything else is the path of GPU tensors. Blocks nest, and include saves of other threads.
 
     Yields:
         The driver's controls.
@@ -319,7 +319,7 @@ def host_as_device() -> Iterator[FakeDriver]:
 
 
 def _said() -> dict[str, Any]:
-    """What a skeleton asks of torch."""
+    """Return the answers to a skeleton's questions to torch."""
     return {
         "place": lambda tensor: 1 if skeleton._place(tensor) == 0 else -1,
         "device_index": lambda tensor: 0,
@@ -349,7 +349,7 @@ def _show_on_device() -> None:
         _core.Observer.present(name, answer)
 
 
-# What an observer asks of torch, and hears of a tensor on a device and of its storage.
+# The observer's questions to torch, with the answers for a tensor on a device and its storage.
 _SEEN: dict[str, Callable[[Any], Any]] = {
     "is_cpu": lambda tensor: False,
     "device_index": lambda tensor: 0,

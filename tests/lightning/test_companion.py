@@ -410,3 +410,40 @@ def test_what_others_put_over_our_methods_stays_and_reaches_the_original_when_ou
     assert owner.name() == ["theirs", "ours", "others"]
     wraps.restore()
     assert owner.name() == ["theirs", "others"]
+
+
+def test_factory_leaves_the_list_of_the_user_alone(pkg, tmp_path):
+    """The list may be given to another Trainer; Lightning itself adds its own callbacks to it."""
+    given = [every_steps(pkg, tmp_path / "c", 4)]
+    plugin = pkg.AsyncCheckpointIO()
+    for _ in range(2):
+        run = trainer(pkg, tmp_path, plugin=plugin, callbacks=given)
+        assert not any(type(each) is pkg.Companion for each in given)
+        assert companions(run) == 1
+    run.fit(pkg.Model(), loader())
+    assert not any(type(each) is pkg.Companion for each in given)
+
+
+def test_hooks_at_the_end_of_training_read_the_best_checkpoint(pkg, tmp_path):
+    seen = {}
+
+    def read(name, trainer):
+        seen[name] = load(trainer.checkpoint_callback.best_model_path)["global_step"]
+
+    class Reads(pkg.Callback):
+        def on_train_end(self, trainer, module):
+            read("callback", trainer)
+
+    class Model(pkg.Model):
+        def on_train_end(self):
+            read("module", self.trainer)
+
+    run = trainer(
+        pkg,
+        tmp_path,
+        plugin=pkg.AsyncCheckpointIO(),
+        callbacks=[Reads(), every_steps(pkg, tmp_path / "c", 8)],
+    )
+    with slow("fdatasync", 0.5):
+        run.fit(Model(), loader())
+    assert seen == {"callback": 8, "module": 8}

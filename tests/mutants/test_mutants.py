@@ -10,6 +10,7 @@ from pathlib import Path
 import changed
 import mistakes
 import pytest
+from tree import TreeCopy
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -163,6 +164,12 @@ def test_changed_and_new_lines_are_mutated(tree: Path) -> None:
     (tree / "tests/unit/test_double.py").write_text("")
     expected = {C_FILE: {2, 3, 4}, "python/new.py": {1, 2}}
     assert changed.Changes(tree, "HEAD").lines() == expected
+
+
+def test_a_folder_of_tests_is_run_by_pytest(tree: Path) -> None:
+    copy = TreeCopy(tree, tree / "build/copy")
+    assert copy.command(["tests/unit/base"])[1:3] == ["-m", "pytest"]
+    assert copy.command(["still/test_half"]) == ["./build/still/test_half"]
 
 
 def test_every_file_of_the_package_has_tests_for_its_mutants() -> None:

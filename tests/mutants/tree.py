@@ -157,7 +157,7 @@ class TreeCopy:
 
 def is_pytest(test: str) -> bool:
     """Tell whether pytest runs a test, which is a C program otherwise."""
-    return ".py" in test
+    return test.startswith("tests/")
 
 
 def together(tests: tuple[str, ...]) -> list[list[str]]:

@@ -139,7 +139,7 @@ def test_fullgraph_step_is_refused_where_something_has_to_wait_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An offloaded state comes back before a step writes it: no graph may go without that."""
-    monkeypatch.setattr(gate, "_readers", [lambda _: None])
+    monkeypatch.setattr(gate, "readers", [lambda _: None])
     model, optimizer = training(torch.optim.Muon)
     backward(model)
     with pytest.raises(RuntimeError, match="_step_begins"):

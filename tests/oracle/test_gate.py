@@ -17,7 +17,7 @@ import pytest
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps, skeleton_of
 from stillframe._base import device as _device
-from stillframe._save import gate, ownership
+from stillframe._save import gate, ownership, step_hooks
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.optimizer import (
@@ -261,8 +261,8 @@ def test_our_hook_puts_itself_before_older_ones() -> None:
         "from torch.optim.optimizer import register_optimizer_step_pre_hook as r\n"
         "from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks\n"
         "r(lambda *a: None)\n"
-        "from stillframe._save import gate\n"
-        "assert next(iter(hooks.values())) is gate._before_step, hooks\n"
+        "from stillframe._save import step_hooks\n"
+        "assert next(iter(hooks.values())) is step_hooks._before_step, hooks\n"
     )
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]) == 0
 
@@ -410,7 +410,7 @@ def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[st
     assert stepped.wait(60)
     thread.join()
     assert order == ["launched", "gate"]
-    assert deferral._overtaken is False
+    assert deferral.overtaken is False
 
 
 def test_a_call_that_failed_lets_other_threads_go_on() -> None:
@@ -455,9 +455,9 @@ def test_closing_ends_a_deferral_that_has_no_save() -> None:
     opt = Adam([p])
     run_steps(opt, 4)
     gate.defer(skeleton_of([p]), overlap=True).close()
-    assert not gate._calls
+    assert not gate.calls
     gate.defer(skeleton_of([torch.zeros(4096)]), overlap=True)
-    assert not gate._calls
+    assert not gate.calls
 
 
 # ---- fork -------------------------------------------------------------------------------------
@@ -496,8 +496,8 @@ def test_a_decided_optimizer_pays_microseconds_a_step() -> None:
     for _ in range(20):
         start = time.thread_time()
         for _ in range(100):
-            gate._before_step(opt, (opt,), {})
-            gate._after_step(opt, (opt,), {})
+            step_hooks._before_step(opt, (opt,), {})
+            step_hooks._after_step(opt, (opt,), {})
         best = min(best, (time.thread_time() - start) / 100)
     assert best < 50e-6  # 4 us on an idle machine
 

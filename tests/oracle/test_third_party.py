@@ -1,12 +1,12 @@
 """The list of other packages' classes: how they are recognised, and, where the packages are there,
 whether each entry still is what was read.
 
-``pip install --no-deps --target DIR pytorch_optimizer schedulefree lion-pytorch torchao
-bitsandbytes`` and ``PYTHONPATH=DIR`` bring them.
+`make optimizers` brings their newest versions, and runs this file with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -133,6 +133,30 @@ def test_only_versions_that_were_tried_count(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert is_deferred(package.Listed) == known
+
+
+def unknown_versions(installed: dict[str, str]) -> list[str]:
+    """What to say of installed packages whose version is not in the list."""
+    return [
+        f"{package.distribution} {version} is none of {', '.join(package.versions)}: read what it"
+        " changed, run this file with it, and add the version to third_party.toml"
+        for package in PACKAGES.values()
+        if (version := installed.get(package.distribution)) and not package.is_tried(version)
+    ]
+
+
+def test_a_version_that_nobody_has_read_is_named() -> None:
+    assert unknown_versions({"schedulefree": "1.4.3", "torch": "9.9"}) == []
+    (told,) = unknown_versions({"schedulefree": "1.5"})
+    assert told.startswith("schedulefree 1.5 is none of 1.4")
+
+
+def test_every_installed_version_is_known() -> None:
+    installed = {}
+    for package in PACKAGES.values():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package.distribution] = importlib.metadata.version(package.distribution)
+    assert not (unknown := unknown_versions(installed)), "\n".join(unknown)
 
 
 def test_a_class_of_no_installed_package_is_not_known(

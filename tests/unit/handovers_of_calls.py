@@ -16,7 +16,7 @@ import torch
 from fix_handovers import Counter
 from stillframe import _core
 from stillframe._lightning.offload import OffloadHooks
-from stillframe._save import gate
+from stillframe._save import gate, step_hooks
 
 MANY_RANKS = "save of many ranks, beside the call"
 LOAD, TORCHS_LOAD = "load", "torch's load"
@@ -107,10 +107,10 @@ def main(tensors: int, directory: Path) -> dict[str, int]:
     counts["state"], _ = counter.count(lambda: handle.state)
 
     hooks = ((optimizer,), {})
-    counts["before a step"], _ = counter.count(lambda: gate._before_step(optimizer, *hooks))
-    counts["after a step"], _ = counter.count(lambda: gate._after_step(optimizer, *hooks))
+    counts["before a step"], _ = counter.count(lambda: step_hooks._before_step(optimizer, *hooks))
+    counts["after a step"], _ = counter.count(lambda: step_hooks._after_step(optimizer, *hooks))
     optimizer.load_state_dict(optimizer.state_dict())
-    counts["enrolment"], _ = counter.count(lambda: gate._after_step(optimizer, *hooks))
+    counts["enrolment"], _ = counter.count(lambda: step_hooks._after_step(optimizer, *hooks))
 
     state = tree()
     counts["snapshot"], taken = counter.count(lambda: stillframe.snapshot(state))

@@ -116,3 +116,12 @@ def test_every_internal_link_leads_to_a_file_and_a_heading(page):
         assert target.is_relative_to(DOCS), f"{link} is not part of the site"
         if anchor:
             assert anchor in _anchors(target), link
+
+
+def test_a_broken_link_fails_the_build_of_the_site():
+    makefile, site = (ROOT / "Makefile").read_text(), (ROOT / "mkdocs.yml").read_text()
+    (build,) = [line for line in makefile.splitlines() if "-m mkdocs" in line]
+    assert "--strict" in build
+    assert "--quiet" not in build, "it hides the warnings from --strict too"
+    for what in ("not_found", "anchors", "absolute_links", "unrecognized_links"):
+        assert f"{what}: warn" in site

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def test_the_version_is_that_of_the_metadata():
 def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").exists()
     assert (PACKAGE / "_core.pyi").exists()
+
+
+def test_every_file_beside_the_modules_is_package_data():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    data = tomllib.loads(pyproject)["tool"]["setuptools"]["package-data"]
+    patterns = [pattern for of in ("stillframe", "*") for pattern in data[of]]
+    beside = [each for each in PACKAGE.rglob("*") if each.is_file() and each.suffix != ".py"]
+    for path in beside:
+        if path.suffix not in (".pyc", ".so"):
+            assert any(path.match(pattern) for pattern in patterns), path
 
 
 def test_torch_is_needed_to_run_and_no_build_requirement():

@@ -48,6 +48,14 @@ def complaints_of_binary(binary: bytes) -> list[str]:
     return wrong
 
 
+def data_files() -> list[str]:
+    """What the package reads beside its modules."""
+    python = HERE.parents[1] / "python"
+    return [str(each.relative_to(python)) for each in python.rglob("*.toml")] + [
+        "stillframe/py.typed"
+    ]
+
+
 def glibc_of(binary: bytes) -> tuple[int, int]:
     """The newest glibc that its symbols are of."""
     versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", sections(binary)[".dynstr"])
@@ -81,7 +89,7 @@ def check(wheel: Path) -> bool:
             print(f"  {name}: {len(binary) / 1e3:.0f} kB, glibc {glibc[0]}.{glibc[1]}")
             if "manylinux" in wheel.name and glibc > MOST_GLIBC:
                 wrong.append(f"{name} wants a newer glibc than 2.28")
-        wrong += [f"has no {each}" for each in ("stillframe/py.typed",) if each not in names]
+        wrong += [f"has no {each}" for each in data_files() if each not in names]
     content = audit("auditwheel", wheel, "show")
     content = audit("abi3audit", wheel, "--strict") and content
     for each in wrong:

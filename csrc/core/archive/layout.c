@@ -1,45 +1,45 @@
 /* The layout of a file, made before a byte of it moves.
  *
- * A file is a zip archive as torch.save writes it: stored entries, each with
+ * A file is a zip archive as written by torch.save: stored entries, each with
  *
  *     local header | name | extra field | data | descriptor
  *
  * then a central directory that repeats names, sizes, CRCs and offsets, and the end records.
- * Everything but the CRCs follows from the sizes, so sfr__image_init gives each entry its place
- * and from then on the image is only read: the staging buffers are pieces of the file, copies
- * go straight to where the file wants them, and nothing is moved twice.
+ * Everything but the CRCs follows from the sizes. So sfr__image_init gives each entry its offset,
+ * and from then on the image is only read. Staging buffers are sections of the file, copies go
+ * directly to their final offset, and nothing is moved twice.
  *
- *     0        run 0            run 1                tail
+ *     0        extent 0         extent 1             tail
  *     |--------------------|----------------|------------------------------------|
  *      data.pkl, .format_   storages of       zeros | .data/serialization_id |
  *      version, ..., and    the first lane    central directory | end records
  *      captured storages
- *     |------|------|------|------|------|--|   blocks: each run has blocks of its own
+ *     |------|------|------|------|------|--|   blocks: each extent has its own
  *
- * Sources make runs by when they are copied and where they live: captured ones of the host, those
- * of each device, then deferred ones of the host and of each device.
+ * Sources are grouped into extents (struct sfr__run) by when they are copied and where they live:
+ * captured ones of the host, those of each device, then deferred ones of the host and of each
+ * device.
  *
- * Runs begin and end on 4096, filled up with zeros, and so does the file: the tail's zeros stand
- * in front of its entry, because what follows the directory has to end the file.
+ * Extents start and end at multiples of 4096, padded with zeros, and so does the file. The tail's
+ * zeros come before its entry, because the records behind the directory must end the file.
  *
- * Besides the storages a file has the records that torch puts there. .format_version is 0: from
- * 1 on torch computes where a storage is from the order of the pickle instead of asking the
- * directory, and our order is another one. archive/write.c says how each record looks.
+ * Besides the storages a file has the records that torch writes. .format_version is 0: from 1 on
+ * torch computes a storage's offset from the order of the pickle instead of the directory, and our
+ * order differs. archive/write.c describes each record.
  *
- * Blocks are walked by segments (sfr__seg_next); a header or descriptor may straddle two blocks.
+ * Blocks are walked by segments (sfr__seg_next); a header or descriptor may span two blocks.
  *
- * Thread rules: init and fini belong to one thread. In between everything but entry->crc and
- * entry->crc_len is constant.
+ * Threads: one thread calls init and fini. In between everything but entry->crc and entry->crc_len
+ * is constant.
  *
  * The zip64 end record is always written, as torch does; the last record's 40 bytes are the only
- * ones that are not 64-aligned.
- */
+ * ones that are not 64-aligned. */
 #include <errno.h>
 #include <string.h>
 
 #include "archive/write.h"
 
-/* No file system holds a longer file, and sums below it cannot overflow. */
+/* No file system has a longer file, and sums below it cannot overflow. */
 #define LEN_MAX (UINT64_C(1) << 62)
 
 static const struct {
@@ -55,7 +55,7 @@ static const struct {
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "storages are written as they are");
 _Static_assert(SFR_ALIGN == 64, "the record .storage_alignment says 64");
 
-/* Gives an entry its place at `off`; returns the offset behind it. */
+/* Places an entry at `off`; returns the offset behind it. */
 static uint64_t place(struct sfr__entry *e, uint64_t off)
 {
 	e->hdr_off = off;
@@ -93,7 +93,7 @@ static void add(struct sfr__image *img, const char *name, const char *src, uint6
 	memcpy(e->name, name, strlen(name) + 1);
 }
 
-/* What sets sources of one run apart from those of another, in the order of the runs. */
+/* Returns what distinguishes sources of different extents, in the order of the extents. */
 static uint64_t run_key(uint32_t lane, uint32_t device)
 {
 	return (uint64_t)lane << 32 | device;
@@ -114,7 +114,7 @@ static void add_storages(struct sfr__image *img, const struct sfr_save_desc *des
 	}
 }
 
-/* The lowest key above `key` that has a source; `key` itself when there is none. */
+/* Returns the lowest key above `key` that has a source, or `key` itself. */
 static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 {
 	uint64_t next = key;
@@ -128,7 +128,7 @@ static uint64_t next_key(const struct sfr_save_desc *desc, uint64_t key)
 	return next;
 }
 
-/* Closes the run whose entries are those from first_entry to the last one added. */
+/* Closes the extent whose entries are those from first_entry to the last one added. */
 static int end_run(struct sfr__image *img, struct sfr__run *run)
 {
 	uint64_t off = run->off, nr_blocks;
@@ -201,7 +201,7 @@ int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, ui
 		run->off = img->len;
 		run->lane = (uint32_t)(key >> 32);
 		run->device = (uint32_t)key;
-		if (key != 0) /* the first run has the records already */
+		if (key != 0) /* the first extent already has the records */
 			run->first_entry = img->nr_entries;
 		add_storages(img, desc, key);
 		rc = end_run(img, run);
@@ -252,8 +252,8 @@ size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run 
 	return (size_t)(left < img->block_bytes ? left : img->block_bytes);
 }
 
-/* The run's last entry that begins at or before `off`. Entries follow one another without a gap,
- * so `off` stands in it, or in the zeros at the run's end. */
+/* Returns the extent's last entry that begins at or before `off`. Entries follow each other without
+ * a gap, so `off` is in it, or in the zeros at the extent's end. */
 static uint32_t entry_at(const struct sfr__image *img, const struct sfr__run *run, uint64_t off)
 {
 	const uint32_t first = run->first_entry;

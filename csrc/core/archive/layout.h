@@ -1,4 +1,5 @@
-/* The image of a file: where everything stands, and the bytes between the tensors. See layout.c. */
+/* The image of a file: the offset of everything, and the bytes between the tensors. layout.c
+ * implements it. */
 #ifndef SFR_LAYOUT_H
 #define SFR_LAYOUT_H
 
@@ -8,38 +9,39 @@
 
 /* The layout of one file: torch's zip format, stored entries with data descriptors.
  *
- *   run 0 (captured): data.pkl, .format_version "0", .storage_alignment "64", byteorder,
+ *   extent 0 (captured): data.pkl, .format_version "0", .storage_alignment "64", byteorder,
  *                     version "3\n", then captured storages
- *   run 1.. (one a device, then one a lane): captured storages of the device, deferred
+ *   extent 1.. (one a device, then one a lane): captured storages of the device, deferred
  *                     storages of the lane
  *   tail: padding, .data/serialization_id, central directory, zip64 end record and its
  *         locator, end record; the file's length is a multiple of 4096
  *
- * Every run starts on a 4096 boundary in a block of its own and its length is a multiple of
- * 4096, so no block has two producers and every block is one aligned write. Sizes are known
- * before a byte moves; only descriptors and the tail need CRCs. */
+ * Every extent (struct sfr__run) starts at a multiple of 4096, in a block of its own, and its
+ * length is a multiple of 4096. So no block has two producers, and every block is one aligned
+ * write. Sizes are known before a byte moves; only descriptors and the tail need CRCs. */
 struct sfr__entry {
 	const char *src; /* its bytes */
 	uint64_t nbytes;
-	uint64_t hdr_off;  /* of its local header in the file */
+	uint64_t hdr_off;  /* of its local header, in the file */
 	uint64_t data_off; /* a multiple of SFR_ALIGN */
 	int64_t source;    /* index in sfr_save_desc.sources, or -1 */
 	uint32_t crc;      /* of the first crc_len bytes; guarded by the engine's mutex */
 	uint32_t desc_len; /* 16, or 24 with zip64 */
 	uint64_t crc_len;
 	char name[32];    /* "archive/data/4294967295" at the longest */
-	uint64_t glue_at; /* of parts: where in the glue is what stands before the data */
+	uint64_t glue_at; /* parts: offset in the glue of the bytes before the data */
 };
 
 struct sfr__run {
 	uint64_t off, len;
 	uint32_t lane, device; /* of struct sfr_source */
 	uint32_t first_entry, nr_entries;
-	uint32_t first_block, nr_blocks; /* among the blocks of the image */
-	const char *direct;              /* of parts: it is in memory as it is in the file, here */
+	uint32_t first_block, nr_blocks; /* index among the blocks of the image */
+	/* parts: memory that equals this extent, written in place */
+	const char *direct;
 };
 
-/* Of parts: four bytes of the file that hold an entry's CRC. */
+/* For parts: four bytes of the file that hold an entry's CRC. */
 struct sfr__crc_field {
 	uint64_t off;
 	uint32_t entry;
@@ -51,39 +53,40 @@ struct sfr__image {
 	uint32_t nr_entries, nr_runs;
 	uint64_t block_bytes;
 	uint64_t tail_off, tail_len, len;
-	/* of parts, see parts.c: no tail, entries without descriptors and names */
-	char *glue; /* the bytes between the sources; NULL: torch's file, as above */
+	/* for parts, see parts.c: no tail, and entries without descriptors and names */
+	char *glue; /* the bytes between the sources; NULL: torch's format, as above */
 	struct sfr__crc_field *fields; /* ascending */
 	uint32_t nr_fields;
-	uint64_t captured_nbytes, deferred_nbytes; /* of storages and skeleton; of storages */
+	uint64_t captured_nbytes, deferred_nbytes; /* storages and skeleton; storages */
 };
 
-/* Lays the image out. -ENOMEM; -EINVAL for a null source with bytes or a bad block size; -EFBIG
- * for what no file can hold (2^62 bytes, 2^32 blocks a run). Runs without entries are
- * left out, but run 0 is always there. */
+/* Lays the image out. -ENOMEM; -EINVAL: a null source with bytes, or a bad block size; -EFBIG: more
+ * than any file can hold (2^62 bytes, 2^32 blocks an extent). Extents without entries are left out,
+ * except extent 0. */
 int sfr__image_init(struct sfr__image *img, const struct sfr_save_desc *desc, uint64_t block_bytes);
-/* The image of parts, which are empty afterwards, and its own. What stands in them that failed;
- * -ENOMEM, -EFBIG: the parts are as they were. */
+/* Makes the image of parts, which are empty afterwards. Returns an error that the parts keep; or
+ * -ENOMEM, -EFBIG, and the parts are unchanged. */
 int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *parts, uint64_t block_bytes);
-/* Frees the tables; the figures stay. Twice is fine. */
+/* Frees the tables and keeps the sizes. Idempotent. */
 void sfr__image_fini(struct sfr__image *img);
-/* The run of these sources, NULL when there is none. */
+/* Returns the extent of these sources, or NULL. */
 const struct sfr__run *sfr__image_run(const struct sfr__image *img, uint32_t lane, uint32_t device);
-/* Bytes of block `blk` of a run that belong to the file: block_bytes, less for the last. */
+/* Returns the bytes of block `blk` of an extent that belong to the file: block_bytes, or less for
+ * the last. */
 size_t sfr__image_block_len(const struct sfr__image *img, const struct sfr__run *run, uint32_t blk);
 uint64_t sfr__image_block_off(const struct sfr__image *img, const struct sfr__run *run,
 			      uint32_t blk);
 
-/* A block is a sequence of segments, each a part of one of these. */
+/* A block is a sequence of segments, each a portion of one of these. */
 enum sfr__seg_kind { SFR__SEG_HEADER, SFR__SEG_DATA, SFR__SEG_DESC, SFR__SEG_PAD };
 struct sfr__seg {
 	enum sfr__seg_kind kind;
-	uint32_t entry; /* whose header, data or descriptor; not for PAD */
-	uint64_t off;   /* of this part in the whole header, data or descriptor */
-	size_t pos;     /* where it stands in the block */
+	uint32_t entry; /* the entry of this header, data or descriptor; unused for PAD */
+	uint64_t off;   /* offset of the segment in the whole header, data or descriptor */
+	size_t pos;     /* offset in the block */
 	size_t len;     /* > 0 */
 };
-/* Walks a block's segments in ascending order: start with *it zeroed. Returns false at the end. */
+/* Walks a block's segments in ascending order. Returns false at the end. */
 struct sfr__seg_iter {
 	const struct sfr__image *img;
 	const struct sfr__run *run;
@@ -93,16 +96,17 @@ struct sfr__seg_iter {
 void sfr__seg_iter_init(struct sfr__seg_iter *it, const struct sfr__image *img,
 			const struct sfr__run *run, uint32_t blk);
 bool sfr__seg_next(struct sfr__seg_iter *it, struct sfr__seg *seg);
-/* Bytes [off, off + len) of an entry's local header, or of its descriptor (entry->crc final). */
+/* Write bytes [off, off + len) of an entry's local header, or of its descriptor (entry->crc must be
+ * final). */
 void sfr__image_put_header(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			   void *dst);
 void sfr__image_put_desc(const struct sfr__image *img, uint32_t entry, uint64_t off, size_t len,
 			 void *dst);
-/* Of parts: whether every CRC is known that has a field in [off, off + len) (the CRCs' lock held); and
- * those fields, whose parts in the range go to `dst`, where `off` stands. */
+/* For parts: whether every CRC with a field in [off, off + len) is known (the CRCs' lock is held);
+ * and writes the portions of those fields in the range to `dst`, which is at offset `off`. */
 bool sfr__image_fields_known(const struct sfr__image *img, uint64_t off, size_t len);
 void sfr__image_put_fields(const struct sfr__image *img, uint64_t off, size_t len, char *dst);
-/* The whole tail, img->tail_len bytes, once every entry's crc is final. */
+/* Writes the whole tail, img->tail_len bytes, once every entry's crc is final. */
 void sfr__image_put_tail(const struct sfr__image *img, void *dst);
 
 #endif

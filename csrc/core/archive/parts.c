@@ -1,22 +1,22 @@
-/* A file made of parts: bytes, sources, and fields that hold a source's CRC, in the order of the file.
+/* A file made of parts: bytes, sources, and fields that hold a source's CRC, in the order of the
+ * file.
  *
- *     glue     source 0   glue    source 1   glue        a list of parts: the bytes and the fields
+ *     glue     source 0   glue    source 1   glue        a list of parts: the bytes and fields
  *     |------|----------|------|-----------|------|      between two sources are one piece of glue
  *     entry 0            entry 1             entry 2
  *
- * So it is an image as torch's file is, with glue for a header and no descriptor; the last entry has
- * no data. Nothing of the sources is copied before it is written: they stay as they are until the
- * save has ended. That allows to write from where they are.
+ * So it is an image like torch's file, with glue as the header and no descriptor; the last entry
+ * has no data. Sources are not copied before they are written, because they do not change until the
+ * save has ended. So they can be written in place.
  *
- *     run 0    run 1             run 2   run 3           through buffers, direct, ...
+ *     extent 0 extent 1        extent 2 extent 3         buffered, direct, ...
  *     |-------|-----------------|-------|-----------|
  *             ^ 4096 in the file and in memory
  *
- * A source that stands in the file where it stands in memory, modulo 4096, is cut out as a run of its
- * own, but for its first and last bytes; what is shorter than DIRECT_MIN is not worth a write of its
- * own. Runs begin and end on 4096, the last one is filled up with zeros, and what it has too many
- * is cut off the file.
- */
+ * If a source has the same offset modulo 4096 in the file and in memory, it becomes an extent of
+ * its own, without its first and last bytes. A shorter one than DIRECT_MIN is not worth a write of
+ * its own. Extents start and end at multiples of 4096; the last one is padded with zeros, which are
+ * cut off the file. */
 #include <errno.h>
 #include <string.h>
 
@@ -27,15 +27,15 @@
 #define DIRECT_MIN ((UINT64_C(1) << 20) - 2 * SFR_PAGE)
 
 struct sfr_parts {
-	struct sfr__entry *entries; /* the last one is open: its data are still to come */
+	struct sfr__entry *entries; /* the last one is open: its data are added later */
 	struct sfr__crc_field *fields;
 	char *glue;
 	size_t nr_entries, room_entries, nr_fields, room_fields, glue_len, glue_room;
 	uint64_t len;
-	int rc; /* the first failure */
+	int rc; /* the first error */
 };
 
-/* Makes room for one more. */
+/* Makes room for `more` items. */
 static void *grown(void *items, size_t nr, size_t *room, size_t more, size_t size)
 {
 	size_t want = *room == 0 ? 64 : *room;
@@ -58,7 +58,7 @@ int sfr__parts_fail(struct sfr_parts *p, int rc)
 	return p->rc;
 }
 
-/* Begins the entry that the next glue belongs to. */
+/* Opens the entry that the next glue belongs to. */
 static int open_entry(struct sfr_parts *p)
 {
 	struct sfr__entry *entries =
@@ -108,7 +108,7 @@ uint32_t sfr__parts_nr_sources(const struct sfr_parts *p)
 	return (uint32_t)p->nr_entries - 1;
 }
 
-/* `len` more bytes of glue, to be filled by the caller; NULL where the parts have failed. */
+/* Adds `len` bytes of glue, which the caller fills; NULL if the parts have failed. */
 static char *add_glue(struct sfr_parts *p, size_t len)
 {
 	char *glue, *at;
@@ -183,13 +183,13 @@ int sfr_parts_crc(struct sfr_parts *p, uint32_t source)
 	uint64_t off = p->len;
 
 	if (sfr__parts_field(p, off, source) == 0)
-		(void)sfr_parts_bytes(p, unknown, sizeof(unknown)); /* p->rc has it */
+		(void)sfr_parts_bytes(p, unknown, sizeof(unknown)); /* p->rc keeps the error */
 	return p->rc;
 }
 
 /* ---- the image ------------------------------------------------------------ */
 
-/* The part of an entry's data that can be written from where it is: [*from, *to) of the file. */
+/* Finds the portion of an entry's data that can be written in place: [*from, *to) of the file. */
 static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 {
 	uint64_t end = e->data_off + e->nbytes;
@@ -200,7 +200,7 @@ static bool is_direct(const struct sfr__entry *e, uint64_t *from, uint64_t *to)
 	       *to - *from >= DIRECT_MIN;
 }
 
-/* Adds the run [off, end), which has parts of the entries from `first` to `last`. */
+/* Adds the extent [off, end), which contains portions of the entries from `first` to `last`. */
 static int add_run(struct sfr__image *img, uint64_t end, uint32_t first, uint32_t last,
 		   const char *direct)
 {
@@ -226,7 +226,7 @@ static int add_run(struct sfr__image *img, uint64_t end, uint32_t first, uint32_
 static int add_runs(struct sfr__image *img)
 {
 	uint64_t off = 0, from, to;
-	uint32_t first = 0; /* the entry that `off` stands in */
+	uint32_t first = 0; /* the entry that contains `off` */
 	int rc = 0;
 
 	for (uint32_t i = 0; rc == 0 && i < img->nr_entries; i++) {
@@ -241,7 +241,7 @@ static int add_runs(struct sfr__image *img)
 		off = to;
 		first = i;
 	}
-	/* There is always a run. */
+	/* There is always an extent. */
 	if (rc == 0 && (off < img->len || img->nr_runs == 0))
 		rc = add_run(img, sfr__round_up(img->len, SFR_PAGE), first, img->nr_entries - 1,
 			     NULL);
@@ -255,7 +255,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 	int rc = p->rc;
 
 	*img = (struct sfr__image){ .block_bytes = block_bytes };
-	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there is always some */
+	if (rc == 0 && add_glue(p, 1) == NULL) /* so that there always is some glue */
 		rc = p->rc;
 	if (rc != 0)
 		return rc;
@@ -285,7 +285,7 @@ int sfr__image_init_parts(struct sfr__image *img, struct sfr_parts *p, uint64_t 
 
 /* ---- fields ---------------------------------------------------------------- */
 
-/* The first field that ends behind `off`. */
+/* Returns the first field that ends behind `off`. */
 static uint32_t field_at(const struct sfr__image *img, uint64_t off)
 {
 	return (uint32_t)sfr__lower_bound(i, 0, img->nr_fields,

@@ -1,4 +1,4 @@
-/* Private to parts.c and tensor.c. */
+/* Shared by parts.c and tensor.c only. */
 #ifndef SFR_PARTS_LIST_H
 #define SFR_PARTS_LIST_H
 
@@ -7,11 +7,12 @@
 
 #define SFR__FIELD_LEN 4u
 
-/* Keeps the first failure, and returns it. */
+/* Keeps the first error, and returns it. */
 int sfr__parts_fail(struct sfr_parts *parts, int rc);
-/* Sources so far: the number that the next one gets. */
+/* Returns the number of sources so far, which is the next one's number. */
 uint32_t sfr__parts_nr_sources(const struct sfr_parts *parts);
-/* Has a source's CRC put over bytes of glue at `off` of the file; ascending. 0, or what failed. */
+/* Adds a field for a source's CRC over bytes of glue at offset `off` of the file; offsets ascend.
+ * 0, or the kept error. */
 int sfr__parts_field(struct sfr_parts *parts, uint64_t off, uint32_t source);
 
 #endif

@@ -1,15 +1,14 @@
-/* One tensor as an archive of its own, within a file of many: what torch.save(tensor) writes.
+/* One tensor as an archive of its own within a larger file: what torch.save(tensor) writes.
  *
- *     data.pkl | byteorder | version | header of data/0 | the tensor's bytes | descriptor | directory
- *     -------------------- glue --------------------------  -- source --  -------- glue --------
+ *     data.pkl | byteorder | version | header of data/0 | tensor's bytes | descriptor | directory
+ *     ---------------------- glue ----------------------  --- source ---  -------- glue --------
  *
- * torch.distributed.checkpoint keeps tensors so, and loads each through torch.load, of a part of the
- * file. Offsets in the directory count from the archive's beginning. The pickle is, to the byte,
- * the one that torch's own pickler writes of such a tensor, at protocol 2.
+ * torch.distributed.checkpoint stores tensors this way, and loads each with torch.load from a
+ * section of the file. Offsets in the directory count from the archive's start. The pickle equals,
+ * byte for byte, what torch's own pickler writes for such a tensor at protocol 2.
  *
- * The data stand in the file where they stand in memory, modulo 4096, so that they can be written
- * from there; small ones, which are not, on a multiple of 64 from the file's beginning.
- */
+ * The data have the same offset modulo 4096 in the file and in memory, so that they can be written
+ * in place. Small data, which are not, start at a multiple of 64 in the file. */
 #include <errno.h>
 #include <string.h>
 
@@ -18,8 +17,8 @@
 #include "archive/write.h"
 
 #define ALIGN_MIN (UINT64_C(1) << 20) /* shorter data go through a buffer anyway */
-#define MAX_DIMS 64u                  /* more than torch has */
-#define STORAGE_MAX 64u               /* of the name of a storage's type */
+#define MAX_DIMS 64u                  /* more than torch supports */
+#define STORAGE_MAX 64u               /* length of the name of a storage type */
 #define PICKLE_MAX (512u + 24u * MAX_DIMS)
 
 static const struct {
@@ -76,7 +75,7 @@ static void put_global(struct pickle *p, const char *module, const char *name)
 	memoize(p);
 }
 
-/* The shortest form, as the pickler chooses it. */
+/* Writes the shortest form, like the pickler. */
 static void put_int(struct pickle *p, int64_t value)
 {
 	uint64_t bits = (uint64_t)value;
@@ -92,7 +91,7 @@ static void put_int(struct pickle *p, int64_t value)
 		op(p, 'J');
 		put(p, &bits, 4);
 	} else {
-		/* As many bytes as tell it from its negative. */
+		/* The fewest bytes that keep the sign. */
 		while (len > 1 && ((value >> (8 * (len - 1) - 1)) == 0 ||
 				   (value >> (8 * (len - 1) - 1)) == -1))
 			len--;
@@ -115,7 +114,8 @@ static void put_ints(struct pickle *p, const int64_t *values, uint32_t nr)
 		memoize(p);
 }
 
-/* _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()). Returns its length. */
+/* Writes _rebuild_tensor_v2(storage, 0, sizes, strides, False, OrderedDict()). Returns its
+ * length. */
 static size_t make_pickle(char *dst, const struct sfr_tensor *tensor)
 {
 	struct pickle p = { .at = dst };
@@ -155,7 +155,7 @@ struct archive {
 	uint32_t crc[NR_RECORDS + 1];
 };
 
-/* Writes a record; `used` is what of the archive is there already. */
+/* Writes a record behind the first `used` bytes of the archive. */
 static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 {
 	char *at = dst + used;
@@ -169,7 +169,7 @@ static size_t put_record(struct archive *a, char *dst, size_t used, uint32_t i)
 	return (size_t)(at - dst);
 }
 
-/* How much the data's header is to be longer, so that they stand where they should. */
+/* Returns how much longer the data's header must be to align them. */
 static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
 {
 	if (tensor->nbytes >= ALIGN_MIN)
@@ -177,7 +177,7 @@ static size_t padding(uint64_t off, const struct sfr_tensor *tensor)
 	return (size_t)(sfr__round_up(off, SFR_ALIGN) - off);
 }
 
-/* What stands before the data. Returns its length. */
+/* Writes everything before the data. Returns its length. */
 static size_t make_head(struct archive *a, char *dst, uint64_t off, const struct sfr_tensor *tensor)
 {
 	char probe[SFR__ZIP_LOCAL_MAX];
@@ -202,7 +202,8 @@ static int add_tail(struct sfr_parts *parts, const struct archive *a, uint64_t b
 	for (uint32_t i = 0; i < NR_RECORDS; i++)
 		used += sfr__zip_put_central(tail + used, records[i].name, a->crc[i], a->nbytes[i],
 					     a->hdr_off[i]);
-	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source); /* kept, as the next */
+	/* the parts keep an error, here and in the next call */
+	(void)sfr__parts_field(parts, off + SFR__ZIP_DESC_CRC, source);
 	(void)sfr__parts_field(parts, off + used + SFR__ZIP_CENTRAL_CRC, source);
 	used += sfr__zip_put_central(tail + used, DATA_NAME, 0, a->nbytes[NR_RECORDS],
 				     a->hdr_off[NR_RECORDS]);

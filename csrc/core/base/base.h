@@ -72,6 +72,10 @@ enum sfr__thread_kind {
 int sfr__thread_start(pthread_t *thread, const char *name, enum sfr__thread_kind kind,
 		      void *(*main)(void *), void *arg);
 
+/* ---- cpus.c ---- */
+
+void sfr__cpus_take(void);
+
 /* ---- err.c ---- */
 
 /* Sets *err unless it already has an error (the first error wins). `note` may be NULL. */

@@ -1,14 +1,14 @@
-/* What a forked child inherits from the core, and what it must not keep.
+/* The core in a forked child: what it inherits, and what it must not keep.
  *
  * A child has the parent's memory and descriptors, but only the thread that forked. The core's
  * other threads do not exist there, and any of its locks may have been held. So the child starts
  * anew: it increments the generation counter, by which every older object is recognised
  * (SFR_EFORK), and calls the fork hooks, with which files forget their process-wide state.
  *
- * Descriptors cannot just be forgotten. flock locks a temporary for as long as any descriptor of
- * the same open file exists, so a child that kept one would make a dead parent's temporary look
- * alive. Therefore a table lists these descriptors, and the child closes them. It never unlocks,
- * because that would unlock the parent's file too.
+ * Descriptors cannot just be forgotten. A temporary is locked by flock for as long as any
+ * descriptor of the same open file exists. A child that kept one would make a dead parent's
+ * temporary look alive. Therefore a table lists these descriptors, and the child closes them. It
+ * never unlocks, because that would unlock the parent's file too.
  *
  *   parent                                    child
  *   before: takes fork_mu when no file        (has fork_mu: it is the same thread)

@@ -129,7 +129,7 @@ static _Atomic uint64_t counts[NR_CALLS], hits, nr_faults;
 static struct sfr_sys real; /* the former table; valid while installed */
 static bool installed;
 
-/* What is to happen to one call. */
+/* The effect of the faults on one call. */
 struct fate {
 	int err;       /* 0: the call goes through */
 	int64_t limit; /* -1: the whole length */

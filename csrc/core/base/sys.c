@@ -1,8 +1,8 @@
 /* The plain system-call table, and helpers directly above it.
  *
- * Most entries are the C library's functions. A wrapper exists only where the library's function is
- * variadic (open, fcntl), where the bare call means something else (setpriority names a process,
- * but with a Linux thread id acts on one thread), or where a copy needs the table's signature.
+ * Most entries are the C library's functions. There are three reasons for a wrapper: the library's
+ * function is variadic (open, fcntl); the bare call means something else (setpriority names a
+ * process, but with a Linux thread id acts on one thread); a copy needs the table's signature.
  *
  * The table is a plain variable, not atomic: it is written before threads exist, or by a test while
  * nobody is inside the core (see sys.h). */
@@ -214,13 +214,14 @@ struct start {
 	enum sfr__thread_kind kind;
 };
 
-/* The thread sets its own name and priority, so that both hold before it does any work. */
+/* The thread sets its own name, CPUs and priority, so that they hold before it does any work. */
 static void *thread_main(void *arg)
 {
 	struct start start = *(struct start *)arg;
 
 	sfr_sys.free(arg);
 	(void)pthread_setname_np(pthread_self(), start.name); /* only a label for debuggers */
+	sfr__cpus_take();
 	/* A sandbox may forbid the call. Then the thread competes with the training thread at the
 	 * same priority, which is slower but not wrong. */
 	if (start.kind == SFR__BACKGROUND)

@@ -1,9 +1,9 @@
 /* The system-call table: the core's only way to the operating system.
  *
- * Every file, memory, thread and clock call of the core goes through `sfr_sys`, so that a test can
- * make any of them fail, fall short or be slow (inject.c has the wrappers). Entries keep the
- * calling convention of what they replace: -1 and errno, NULL, or an error number for threads.
- * Waits on conditions are not in the table. */
+ * Every file, memory, thread and clock call of the core goes through `sfr_sys`. So a test can make
+ * any of them fail, fall short or be slow (inject.c has the wrappers). Entries keep the calling
+ * convention of what they replace: -1 and errno, NULL, or an error number for threads. Waits on
+ * conditions are not in the table. */
 #ifndef SFR_SYS_H
 #define SFR_SYS_H
 

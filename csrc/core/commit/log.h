@@ -9,7 +9,7 @@
 
 struct sfr__log_entry;
 
-/* What an entry does: a save, a remove, or external work. The log knows no more about it. */
+/* The kind of an entry: a save, a remove, or external work. The log knows no more about it. */
 struct sfr__log_ops {
 	bool creates;     /* it makes its name (a save, a link) rather than removing it */
 	bool is_save;     /* a remove behind it depends on its result */

@@ -2,8 +2,8 @@
  *
  * With the toolkit's cuda.h they come from there. A build without that header (a CPU build of
  * torch, no toolkit) declares the few it needs here. They are part of the driver's binary interface
- * and cannot change, so the same library serves both kinds of machines. cuda/driver.c compares the
- * two at compile time if the header is there. */
+ * and cannot change, so the same library serves both kinds of machines. If the header is there,
+ * cuda/driver.c compares the two at compile time. */
 #ifndef SFR_CUDA_TYPES_H
 #define SFR_CUDA_TYPES_H
 

@@ -2,12 +2,11 @@
  *
  *   wanted ──a slot is free, or the save is nested──▶ in the call ──launched──▶ in flight ──▶ left
  *
- * A ticket has its slot in itself. Whoever makes a save without a ticket (another CheckpointIO, on
- * a thread of Python's) takes a struct sfr_slot (engine.c). Both count against max_in_flight, and
- * close waits for both.
+ * A ticket embeds its slot. A save without a ticket (by another CheckpointIO, on a Python thread)
+ * takes a struct sfr_slot (engine.c). Both count towards max_in_flight, and close waits for both.
  *
- * Unordered saves have slots of their own: they do not wait behind those that wait in the log,
- * perhaps for them.
+ * Unordered saves have slots of their own, so that they never wait behind saves in the log that may
+ * be waiting for them.
  */
 #include "engine/engine.h"
 #include "sfr/save.h"

@@ -1,9 +1,9 @@
 /* Where a path leads: all the file system calls that a save needs before it begins.
  *
  * The caller's thread makes these calls inside its own call, and a network file system may take any
- * time for each. So the binding releases the interpreter lock once around all of them. What exists
- * is reported here. What is missing or refused the caller examines itself, because then the message
- * matters more than the time. */
+ * time for each. So the binding releases the interpreter lock once around all of them. This code
+ * only reports what exists. If something is missing or refused, the caller examines the path again
+ * itself, because then the message matters more than the time. */
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>

@@ -252,7 +252,8 @@ static uint64_t budget(void)
 	return (least + counter_bytes(&held)) / 2 / local_ranks();
 }
 
-/* What the default caps share, and the address space left to this process. */
+/* Both limits of a cap: the budget that default caps share, and the address space left to this
+ * process. */
 struct left {
 	uint64_t budget, space;
 };

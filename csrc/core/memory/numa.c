@@ -1,9 +1,9 @@
 /* Memory near a device: on the device's NUMA node.
  *
- * A page is on the node of the thread that first touches it. mbind would set the node directly, but
- * containers often refuse that call, while a thread may always choose among its CPUs. So a thread
- * that makes memory for device copies moves to a CPU of the node, and afterwards returns to the
- * CPUs it was allowed before.
+ * A page is on the node of the thread that first touches it. The call mbind would set the node
+ * directly, but containers often refuse that call, while a thread may always choose among its CPUs.
+ * So a thread that makes memory for device copies moves to a CPU of the node, and afterwards
+ * returns to the CPUs it was allowed before.
  *
  * This only affects speed. Where it is impossible (a single node, a node outside the process's
  * CPUs, a sandbox without sysfs), memory comes from the thread's own node. */

@@ -37,11 +37,11 @@
  * Leases of contiguous blocks (lease.c) use the same arrows as get and put. warm_up and trim are in
  * grow.c; supply.c makes memory ahead of use.
  *
- * pool->mu guards the lists, states and counters. No system call is made under it: a block that is
+ * pool->mu guards the lists, states and counters. No system call is made under it. A block that is
  * to gain or lose memory first leaves the lists (GROWING, SHRINKING) and belongs to that thread
- * alone. (In supply.c a thread may have lost its block to another one and not know yet.) Owned
- * blocks (GROWING, LEASED, SHRINKING) are counted, because a thread that found the system without
- * memory may wait for them.
+ * alone; in supply.c the thread may have lost it to another one and not know yet. Owned blocks
+ * (GROWING, LEASED, SHRINKING) are counted, because a thread that found the system without memory
+ * may wait for them.
  *
  * Order: threads wait in a queue sorted by `seq`, and only its head may take a block. So a small
  * pool serves the oldest save until it has all it needs, instead of being divided until no save can

@@ -6,7 +6,7 @@
  * E is recorded on the caller's stream before anything is queued: earlier work on that stream may
  * still use the destinations, which a stream-ordered allocator has already reused. D is recorded
  * behind the copies, and a stream that needs the bytes waits for it. If the sources are still being
- * copied from the device (a snapshot's memory), the lane's stream also waits for that event, so
+ * copied from the device (a snapshot's memory), the lane's stream also waits for that event. So
  * bytes can come back without a wait of the host.
  *
  * The copies of one group are queued together. Ranges adjacent on both sides become one copy, and a

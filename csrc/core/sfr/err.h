@@ -29,7 +29,7 @@ enum sfr_code {
 #undef X
 };
 
-/* What a save was doing when it failed. SaveError.phase is the text. */
+/* The phase in which a save failed. SaveError.phase is the text. */
 #define SFR_PHASE_LIST(X)                                                                          \
 	X(SFR_PHASE_NONE, "")                                                                      \
 	X(SFR_PHASE_STAGE, "stage")                                                                \

@@ -1,4 +1,4 @@
-/* What fork() means to the core. base/fork.c implements it. */
+/* Forks of the process. base/fork.c implements it. */
 #ifndef SFR_FORK_PUBLIC_H
 #define SFR_FORK_PUBLIC_H
 

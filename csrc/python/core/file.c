@@ -1,9 +1,9 @@
-/* _core.File: an open file as torch.load wants it, with seek, tell, read and readinto.
+/* _core.File: an open file for torch.load, with seek, tell, read and readinto.
  *
- * torch reads a record in two or three small pieces and one of its own length, and moves with
- * seek before each. Python's buffered file turns each move into a system call and forgets what it
- * has; this one only notes the place, answers small reads from a window that it keeps, and reads
- * large ones where they belong. The descriptor stays its owner's. */
+ * torch reads a record in two or three small reads and a long one, and seeks before each. Python's
+ * buffered file turns each seek into a system call and drops its buffer. This one only notes the
+ * position, serves small reads from a window that it keeps, and reads long ones directly into their
+ * destination. The descriptor stays its owner's. */
 #include <errno.h>
 #include <string.h>
 
@@ -12,13 +12,13 @@
 #include "core/objects.h"
 
 #define WINDOW (128u << 10)
-#define SLICE (64u << 20) /* between two looks for signals */
+#define SLICE (64u << 20) /* between two checks for signals */
 
 struct sfr_py_file {
 	PyObject_HEAD
 	int fd;
 	uint64_t len, at;
-	uint64_t win_off; /* what the window holds: [win_off, win_off + win_len) of the file */
+	uint64_t win_off; /* the window contains [win_off, win_off + win_len) of the file */
 	size_t win_len;
 	char *win;
 };
@@ -54,11 +54,11 @@ static void file_dealloc(PyObject *object)
 static int raise_io(int64_t code)
 {
 	errno = (int)-code;
-	(void)PyErr_SetFromErrno(PyExc_OSError); /* returns NULL, always */
+	(void)PyErr_SetFromErrno(PyExc_OSError); /* always NULL */
 	return -1;
 }
 
-/* Bytes of [at, at + len) that the file has. */
+/* Returns how many of the `len` bytes at the position the file has. */
 static size_t clip(const struct sfr_py_file *self, size_t len)
 {
 	uint64_t left = self->at < self->len ? self->len - self->at : 0;
@@ -66,14 +66,14 @@ static size_t clip(const struct sfr_py_file *self, size_t len)
 	return len < left ? len : (size_t)left;
 }
 
-/* Fills the window from the place on. -1: an exception. */
+/* Fills the window from the position on. -1: an exception. */
 static int fill_window(struct sfr_py_file *self)
 {
 	uint64_t at = self->at;
 	size_t want = clip(self, WINDOW);
 	int64_t got;
 
-	self->win_len = 0; /* whoever else reads meanwhile finds nothing in it */
+	self->win_len = 0; /* another thread that reads meanwhile finds it empty */
 	got = sfr_py_unlocked(sfr_fill(self->fd, self->win, want, at));
 	if (got < 0)
 		return raise_io(got);
@@ -82,7 +82,7 @@ static int fill_window(struct sfr_py_file *self)
 	return 0;
 }
 
-/* Reads `len` bytes at the place into `to`, all of them; the place moves on. -1: an exception. */
+/* Reads exactly `len` bytes at the position into `to` and advances it. -1: an exception. */
 static int take(struct sfr_py_file *self, char *to, size_t len)
 {
 	int64_t got;

@@ -1,8 +1,7 @@
-/* The core's call table, for tests: stillframe.testing stands on these functions.
+/* The core's call table for tests: stillframe.testing uses these functions.
  *
- * They only set numbers that the core's wrappers read; none waits, so none gives the interpreter
- * lock up.
- */
+ * They only set numbers that the core's wrappers read. None of them waits, so none releases the
+ * interpreter lock. */
 #include "module.h"
 
 #include <errno.h>
@@ -18,12 +17,12 @@ PyDoc_STRVAR(install_doc, "inject_install()\n--\n\n"
 
 static PyObject *install(PyObject *self, PyObject *unused)
 {
-	(void)sfr_inject_install(); /* has no way to fail */
+	(void)sfr_inject_install(); /* cannot fail */
 	Py_RETURN_NONE;
 }
 
-/* The six fields of a fault, as inject_set and inject_drop take them. 0, or -1 with an exception;
- * the name belongs to the arguments. */
+/* Reads the six fields of a fault, for inject_set and inject_drop. 0, or -1 with an exception; the
+ * arguments own the name. */
 static int get_fault(PyObject *args, struct sfr_fault *fault)
 {
 	unsigned long long nth, delay_ns;

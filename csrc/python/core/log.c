@@ -1,4 +1,4 @@
-/* The process's log, the core's notices and fork, as functions; _core.LogLoad. */
+/* The process's log, the core's notices and forks as functions; _core.LogLoad. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/fork.h"
@@ -75,8 +75,8 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 	PyObject *sentence, *told = NULL;
 	int rc;
 
-	/* Called on a daemon thread of the package, which no signal is delivered to. The package
-	 * keeps everything in flight by its number: the references are only the notice's. */
+	/* Called on a daemon thread of the package, which gets no signals. The package finds
+	 * everything in flight by its number, so the notice's references can be dropped here. */
 	Py_BEGIN_ALLOW_THREADS
 	rc = sfr_notice_wait(&notice, SFR_FOREVER);
 	sfr_ticket_put(notice.ticket);
@@ -89,7 +89,7 @@ static PyObject *notice_wait(PyObject *module, PyObject *unused)
 		told = Py_BuildValue("(IKN)", notice.what, (unsigned long long)notice.number,
 				     sentence);
 	if (!told) {
-		/* Somebody waits for what it says, if it is no more than the process's exit. */
+		/* Somebody waits for this notice, even if it is only the exit of the process. */
 		notice.ticket = NULL;
 		notice.snapshot = NULL;
 		sfr_notice_again(&notice);
@@ -113,7 +113,7 @@ static PyObject *fork_generation(PyObject *module, PyObject *unused)
 struct sfr_py_load {
 	PyObject_HEAD
 	struct sfr_log_load *load;
-	int fd; /* what was opened, -1: nothing (any more) */
+	int fd; /* the opened descriptor; -1: none (any more) */
 };
 
 static PyObject *load_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

@@ -1,9 +1,10 @@
-/* _core.look: where a path leads. */
+/* _core.look resolves a path. */
 #include "module.h"
 #include "sfr/place.h"
 
-/* look(path, follow_link) -> (real path of the parent, last component, mode of what is there or 0,
- * whether the parent may be read, its st_dev), or None where something of the path is missing or cannot be looked at. */
+/* look(path, follow_link) -> (parent, name, mode, readable, st_dev): the real path of the parent,
+ * the last component, the mode of what exists or 0, whether the parent is readable, and its st_dev.
+ * None if a component is missing or cannot be examined. */
 static PyObject *look(PyObject *module, PyObject *args)
 {
 	struct sfr_place place;

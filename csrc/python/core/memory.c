@@ -1,9 +1,8 @@
-/* _core.SnapshotMemory: the bytes of a snapshot.
+/* _core.SnapshotMemory: the memory of a snapshot.
  *
- * It exports the memory as a buffer. torch.frombuffer gives the buffer back at once and keeps the
- * object, so the memory's view ends with the object and not with the buffer: tensors, and whatever
- * else refers to the object, keep the memory from going back to the pool.
- */
+ * It exports the memory as a buffer. But torch.frombuffer releases the buffer at once and keeps the
+ * object, so the view of the memory ends with the object rather than the buffer. Tensors and
+ * anything else that refers to the object keep the memory from returning to the pool. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/snapshot.h"

@@ -1,4 +1,4 @@
-/* What the binding's own files share: the objects' layouts. */
+/* Object layouts shared by the files of the binding. */
 #ifndef SFR_PY_OBJECTS_H
 #define SFR_PY_OBJECTS_H
 
@@ -22,15 +22,16 @@ struct sfr_py_snapshot {
 	uint32_t nr_sources;
 };
 
-/* memory.c: an object that takes over the caller's view of a snapshot. NULL with an exception set. */
+/* memory.c: makes an object that takes over the caller's view of a snapshot. NULL with an exception
+ * set. */
 PyObject *sfr_py_memory(struct sfr_py_state *state, struct sfr_snapshot *snapshot);
 
 #define SFR_PY_MAX_STREAMS 64
 
-/* Reads a tuple of (device, handle of its current stream). Their number, or -1. */
+/* Reads a tuple of (device, handle of its current stream). Returns their number, or -1. */
 int sfr_py_streams(PyObject *tuple, struct sfr_stream streams[SFR_PY_MAX_STREAMS]);
 
-/* A new dict; NULL with an exception set. */
+/* Makes a dict of a report; NULL with an exception set. */
 PyObject *sfr_py_report(const struct sfr_report *report);
 
 #endif

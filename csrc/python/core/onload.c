@@ -8,7 +8,7 @@ struct sfr_py_onload {
 	struct sfr_onload *onload;
 };
 
-/* Starts it; where the host has to wait for the sources first, it does so in slices. */
+/* Starts the onload. If the host must wait for the sources first, it waits in slices. */
 static int start(struct sfr_engine *engine, uint32_t device, uint64_t stream, const Py_buffer *rows,
 		 struct sfr_snapshot *from, struct sfr_onload **out)
 {
@@ -20,7 +20,8 @@ static int start(struct sfr_engine *engine, uint32_t device, uint64_t stream, co
 		Py_BEGIN_ALLOW_THREADS
 		w.rc = sfr_onload_start(engine, device, stream, rows->buf, nr, from, out);
 		if (w.rc == SFR_EAGAIN)
-			(void)sfr_snapshot_wait(from, w.slice_ns, &torn); /* the next start tells */
+			/* the next start reports the result */
+			(void)sfr_snapshot_wait(from, w.slice_ns, &torn);
 		Py_END_ALLOW_THREADS
 	}
 	return w.rc;

@@ -1,4 +1,4 @@
-/* _core.Parts: a file in the making, part by part. See archive/parts.c. */
+/* _core.Parts: a file that is described part by part. archive/parts.c implements it. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/parts.h"
@@ -31,7 +31,7 @@ static void parts_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* Reads a tuple of ints. Their number, or -1 with an exception set. */
+/* Reads a tuple of ints. Returns their number, or -1 with an exception set. */
 static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 {
 	Py_ssize_t nr = PyTuple_Size(tuple);
@@ -48,7 +48,8 @@ static int read_ints(PyObject *tuple, int64_t out[MAX_DIMS])
 	return (int)nr;
 }
 
-/* Adds (storage, numel, sizes, strides, address, nbytes). 0, -1 with an exception set, or a code. */
+/* Adds (storage, numel, sizes, strides, address, nbytes). 0, -1 with an exception set, or another
+ * code. */
 static int add_tensor(struct sfr_parts *parts, PyObject *item)
 {
 	int64_t sizes[MAX_DIMS], strides[MAX_DIMS];

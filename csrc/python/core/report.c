@@ -1,8 +1,8 @@
-/* What the core reports of a save, as a dict. */
+/* Converts the core's report of a save to a dict. */
 #include "module.h"
 #include "core/objects.h"
 
-/* Nanoseconds between the ticket's making and a later moment; -1 when that has not come. */
+/* Returns the nanoseconds from the ticket's creation to a later time; -1 if that has not come. */
 static long long since(const struct sfr_report *report, uint64_t then_ns)
 {
 	return then_ns ? (long long)(then_ns - report->created_ns) : -1;

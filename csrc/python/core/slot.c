@@ -7,7 +7,7 @@ struct sfr_py_slot {
 	struct sfr_slot *slot;
 };
 
-/* The object is made first: an exception of a signal handler loses no slot. */
+/* The object is made first, so that an exception in a signal handler loses no slot. */
 static PyObject *slot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "engine", "flags", NULL };
@@ -39,7 +39,8 @@ static struct sfr_slot *get(PyObject *object)
 
 static void slot_dealloc(PyObject *object)
 {
-	/* The last reference to an engine joins idle threads, none of which ever wants the lock. */
+	/* Dropping the last reference to an engine joins idle threads, which never take the
+	 * interpreter lock. */
 	Py_BEGIN_ALLOW_THREADS
 	sfr_slot_put(get(object));
 	Py_END_ALLOW_THREADS

@@ -52,8 +52,7 @@ static struct sfr_snapshot *get(PyObject *object)
 	return ((struct sfr_py_snapshot *)object)->snapshot;
 }
 
-/* Nothing is held while it waits. To one that does not wait, a pool that is busy is a pool that is
- * exhausted. */
+/* Holds nothing while it waits. Without a wait, a busy pool counts as an exhausted one. */
 static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = get(object);
@@ -72,8 +71,8 @@ static PyObject *snapshot_lease(PyObject *object, PyObject *args)
 	return sfr_py_none(object, w.rc == SFR_EAGAIN ? SFR_EEXHAUSTED : w.rc);
 }
 
-/* What a device failed with is error()'s to say, and only the end of the copy makes it final; so it
- * is not raised here. */
+/* error() reports a device's error, which is final only when the copy has ended. So it is not
+ * raised here. */
 static PyObject *snapshot_start(PyObject *object, PyObject *args)
 {
 	struct sfr_snapshot *s = get(object);
@@ -125,7 +124,7 @@ static PyObject *snapshot_error(PyObject *object, PyObject *unused)
 
 	if (sfr_snapshot_wait(s, 0, &torn) == 0) {
 		sfr_snapshot_error(s, &err);
-	} else { /* which waits for the engine's lock */
+	} else { /* takes the engine's lock */
 		Py_BEGIN_ALLOW_THREADS
 		sfr_snapshot_error(s, &err);
 		Py_END_ALLOW_THREADS
@@ -141,7 +140,7 @@ static PyObject *snapshot_offsets(PyObject *object, PyObject *unused)
 	for (uint32_t i = 0; list && i < self->nr_sources; i++) {
 		PyObject *off = PyLong_FromUnsignedLongLong(sfr_snapshot_offset(self->snapshot, i));
 
-		if (!off || PyList_SetItem(list, (Py_ssize_t)i, off) < 0) /* takes it over */
+		if (!off || PyList_SetItem(list, (Py_ssize_t)i, off) < 0) /* takes the reference */
 			Py_CLEAR(list);
 	}
 	return list;

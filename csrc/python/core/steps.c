@@ -1,11 +1,11 @@
-/* _core.take_steps and _core.names: changes of directories that Python has planned, and what stands
- * in one, with the interpreter lock let go of once. */
+/* _core.take_steps and _core.names: directory changes that Python has planned, and the names in a
+ * directory, with one release of the interpreter lock. */
 #include "module.h"
 #include "sfr/steps.h"
 
 #include <string.h>
 
-/* Reads a step. What it refers to lives as long as `item`. -1: an exception. */
+/* Reads a step, which refers to data of `item`. -1: an exception. */
 static int read_step(PyObject *item, struct sfr_step *step)
 {
 	Py_ssize_t len;
@@ -19,7 +19,7 @@ static int read_step(PyObject *item, struct sfr_step *step)
 		return -1;
 	step->kind = (enum sfr_step_kind)kind;
 	step->len = (size_t)len;
-	/* bytes have a zero behind them; no name has one inside */
+	/* a zero follows the bytes; a name contains none */
 	if (step->kind == SFR_STEP_RENAME && strlen(step->bytes) != step->len) {
 		PyErr_SetString(PyExc_ValueError, "embedded null byte");
 		return -1;
@@ -39,7 +39,7 @@ static PyObject *take_steps(PyObject *module, PyObject *args)
 	(void)module;
 	if (!PyArg_ParseTuple(args, "O:take_steps", &list))
 		return NULL;
-	list = PySequence_Tuple(list); /* nobody changes it meanwhile */
+	list = PySequence_Tuple(list); /* a tuple, so that nobody changes it meanwhile */
 	if (!list)
 		return NULL;
 	nr = PyTuple_Size(list);
@@ -59,7 +59,7 @@ out:
 	return result;
 }
 
-/* names(directory) -> (bytes with a zero behind each name, errno or 0). */
+/* names(directory) -> (names, each with a zero behind it, errno or 0). */
 static PyObject *names(PyObject *module, PyObject *args)
 {
 	const char *path;

@@ -1,4 +1,4 @@
-/* Streams that Python names. */
+/* Reads streams from Python. */
 #include "module.h"
 #include "core/objects.h"
 

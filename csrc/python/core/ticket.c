@@ -9,7 +9,7 @@ struct sfr_py_ticket {
 	PyObject *skeleton; /* the core reads its bytes until the save is staged or has ended */
 };
 
-/* A new object, which takes the ticket over; `skeleton` may be NULL. */
+/* Makes an object that owns the ticket; `skeleton` may be NULL. */
 static PyObject *ticket_wrap(PyTypeObject *type, struct sfr_ticket *ticket, PyObject *skeleton)
 {
 	struct sfr_py_ticket *self = (struct sfr_py_ticket *)sfr_py_alloc(type);
@@ -95,7 +95,7 @@ static void ticket_dealloc(PyObject *object)
 	sfr_py_free(object);
 }
 
-/* From a laid out save to one in flight. */
+/* The stages from a laid-out save to one in flight. */
 enum stage { BEGIN, ADMIT, CAPTURE, LAUNCH };
 
 struct submission {
@@ -105,8 +105,8 @@ struct submission {
 	enum stage stage; /* the next one, or the one that waits */
 };
 
-/* Goes as far as `slice` lets it, without the interpreter lock: so a save that waits for nothing
- * lets go of it once. */
+/* Goes as far as possible within `slice`. It runs without the interpreter lock, so a save that
+ * waits for nothing releases it once. */
 static int submit_on(struct submission *s, uint64_t slice)
 {
 	for (;; s->stage++) {
@@ -166,13 +166,14 @@ static PyObject *ticket_wait(PyObject *object, PyObject *args)
 		return NULL;
 	}
 	w = sfr_py_wait(timeout);
-	/* Mostly it is known, and the lock need not be let go of to see that. */
+	/* Mostly the answer is known, and needs no release of the interpreter lock. */
 	if (w.rc != SFR_PY_RAISED && (sfr_save_reached(t, (enum sfr_wait_for)what) ||
 				      (what == SFR_WAIT_ENDED && w.left_ns == 0)))
 		w.rc = sfr_save_wait(t, (enum sfr_wait_for)what, 0);
 	while (sfr_py_goes_on(&w))
 		w.rc = sfr_py_unlocked(sfr_save_wait(t, (enum sfr_wait_for)what, w.slice_ns));
-	if (w.rc == 0 && what == SFR_WAIT_ENDED) /* the core reads it no more; handles are kept */
+	/* the core no longer reads it, and users keep handles */
+	if (w.rc == 0 && what == SFR_WAIT_ENDED)
 		Py_CLEAR(((struct sfr_py_ticket *)object)->skeleton);
 	return sfr_py_unless(object, w.rc, SFR_EAGAIN);
 }
@@ -246,7 +247,7 @@ static PyObject *ticket_report(PyObject *object, PyObject *unused)
 
 	if (sfr_save_wait(t, SFR_WAIT_ENDED, 0) == 0) {
 		rc = sfr_save_report(t, &r);
-	} else { /* which waits for the engine's lock */
+	} else { /* takes the engine's lock */
 		rc = sfr_py_unlocked(sfr_save_report(t, &r));
 	}
 	return rc < 0 ? sfr_py_none(object, rc) : sfr_py_report(&r);

@@ -1,4 +1,5 @@
-/* _core's side of the timeline: a trace begins and ends, and spans that only Python sees. */
+/* The timeline's functions in _core: starting and stopping a trace, and spans that only Python
+ * sees. */
 #include "module.h"
 
 #include "trace/trace.h"
@@ -62,7 +63,7 @@ static PyObject *trace_end(PyObject *module, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* Called twice a step: an object's address is its number, and nothing is parsed. */
+/* Called twice a step: an optimizer's address is its number, so nothing is parsed. */
 static PyObject *trace_step_begins(PyObject *module, PyObject *optimizer)
 {
 	sfr_trace_step((uint64_t)(uintptr_t)optimizer, false);

@@ -1,4 +1,4 @@
-/* _core.LogWork and log_work_next: work that Python does in the log's order. */
+/* _core.LogWork and log_work_next: external work that Python does in the log's order. */
 #include "module.h"
 #include "core/objects.h"
 #include "sfr/log.h"
@@ -84,7 +84,7 @@ static PyObject *log_work_next(PyObject *module, PyObject *unused)
 	uint64_t number;
 	int rc, after_good;
 
-	/* Called on a daemon thread of the package, which no signal is delivered to. */
+	/* Called on a daemon thread of the package, which gets no signals. */
 	rc = sfr_py_unlocked(sfr_log_work_next(SFR_FOREVER, &number, &after_good));
 	if (rc == SFR_ECLOSED)
 		Py_RETURN_NONE;

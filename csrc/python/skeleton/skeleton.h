@@ -110,9 +110,9 @@ struct sfr_py_found {
 	bool plain, parameter, requires_grad, on_host;
 };
 
-/* Fills `found` for an exact Tensor or Parameter. found->plain says whether the splice can write
- * it, except for its dtype and storage, which sfr_py_describe checks. 0, or -1 with an exception
- * that must propagate. */
+/* Fills `found` for an exact Tensor or Parameter. The field found->plain says whether the splice
+ * can write it, except for its dtype and storage, which sfr_py_describe checks. 0, or -1 with an
+ * exception that must propagate. */
 int sfr_py_examine(struct sfr_py_torch_types *torch, struct sfr_py_found *found);
 /* Clears the exception of a failed question, because the tensor's __reduce_ex__ will raise its own.
  * 0, or -1 if the exception must propagate. */
@@ -147,7 +147,7 @@ struct sfr_py_rows {
 	int64_t words[];
 };
 
-/* What one save found. */
+/* The results of one save's search. */
 struct sfr_py_collector {
 	PyObject_HEAD
 	struct sfr_py_torch_types *torch;

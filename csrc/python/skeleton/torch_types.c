@@ -10,8 +10,8 @@
  *   _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict())
  *
  * wrapped in _rebuild_parameter(.., requires_grad, OrderedDict()) for a Parameter. That is true for
- * an exact Tensor or Parameter on the CPU or a CUDA device that is strided and not nested, whose
- * dtype has a legacy storage class, and which has memory (storages.c). It must not have Python
+ * an exact Tensor or Parameter on the CPU or a CUDA device. It must be strided and not nested, with
+ * a dtype that has a legacy storage class, and have memory (storages.c). It must not have Python
  * attributes, hooks that torch warns about, metadata (the conj and neg bits) or names. Everything
  * else, including errors, is left to the tensor's own __reduce_ex__.
  *

@@ -1,1 +1,1 @@
-"""What everything else stands on: paths, calls, devices, the timeline."""
+"""Helpers for all other packages: paths, calls, devices, the timeline."""

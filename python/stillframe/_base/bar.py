@@ -1,4 +1,4 @@
-"""A bar on the terminal for what takes its time; nothing where there is no terminal."""
+"""A progress bar on the terminal for slow work; nothing if there is no terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 Update = Callable[[int, int], object]  # bytes done, and of how many
 
-_QUIET_S = 1.0  # what ends sooner is not worth a bar
+_QUIET_S = 1.0  # shorter work shows no bar
 _EVERY_S = 0.1
 
 
@@ -19,7 +19,7 @@ def on_terminal() -> bool:
 
 
 def printable(text: str) -> str:
-    """Text that any terminal can take: no control characters, no half characters."""
+    """Return text that any terminal can show: no control characters, no lone surrogates."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else "?" for letter in text)
@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def bar(path: str, nbytes: int) -> Iterator[Update]:
-    """A bar for `nbytes` bytes of a file."""
+    """Show a bar for `nbytes` bytes of a file."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -45,9 +45,9 @@ def bar(path: str, nbytes: int) -> Iterator[Update]:
 
 @contextmanager
 def watched(done: Callable[[], int], path: str, nbytes: int) -> Iterator[None]:
-    """Inside the block, once it has lasted a second, a bar shows how far `done()` is.
+    """Show a bar of the progress `done()` once the block has lasted a second.
 
-    `done` is called by another thread, and ends the bar with a ValueError.
+    Another thread calls `done`, which ends the bar by raising ValueError.
     """
     if not on_terminal():
         yield

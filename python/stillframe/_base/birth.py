@@ -1,4 +1,4 @@
-"""Which process an object belongs to: the one that made it, and none that was forked later."""
+"""The process that an object belongs to: the one that made it, and no forked child."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from stillframe.errors import ForkError
 
 
 class Birth:
-    """Kept by whatever has threads or memory behind it that a forked child does not have.
+    """The origin of an object with threads or memory that a forked child does not have.
 
     Args:
-        what: Names the object in the error, as in "this Engine".
+        what: The object's name in the error, as in "this Engine".
     """
 
     __slots__ = ("_generation", "_what")
@@ -20,13 +20,14 @@ class Birth:
         self._generation = _core.fork_generation()
 
     def foreign(self) -> bool:
-        """Whether this process is a forked child of the one that made the object."""
+        """Return whether this process is a forked child of the one that made the object."""
         return self._generation != _core.fork_generation()
 
     def refuse_child(self) -> None:
-        """
+        """Raise an error in a forked child.
+
         Raises:
-            ForkError: In a forked child.
+            ForkError: The process that made the object is a parent of this one.
         """
         if self.foreign():
             raise ForkError(

@@ -1,11 +1,11 @@
-"""What holds for the length of one of our calls: the thread is inside, garbage is not collected.
+"""State for the duration of a call: the thread is inside one, and garbage collection is off.
 
 A signal handler may save in the middle of another of our calls on its thread. Such a save must not
-wait for what only the interrupted call could give back, so it is told that it is nested.
+wait for anything that only the interrupted call could release, so it is told that it is nested.
 
-Ctrl-C may come before any line, also between a context manager's work and the block it guards. So
-each keeps the frame that entered it, and one whose frame is gone from the stack counts no more.
-(Until then that frame's variables live on.)
+Ctrl-C may come before any line, even between a context manager's work and its block. So each entry
+is the frame that made it, and an entry no longer counts when its frame has left the stack. (Until
+then that frame's variables stay alive.)
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _frames = _Frames()
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, the one that called it, and so on."""
+    """Yield a frame, its caller, and so on."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _drop_ended(frames: list[FrameType]) -> bool:
-    """Takes out frames that this thread is not in any more; whether there was one."""
+    """Remove frames that have left this thread's stack. Return whether there was one."""
     living = set(stack(sys._getframe(1)))
     ended = [each for each in frames if each not in living]
     for each in ended:
@@ -43,13 +43,13 @@ def _drop_ended(frames: list[FrameType]) -> bool:
 
 
 def _leave(frames: list[FrameType], frame: FrameType) -> None:
-    if frame in frames:  # not where an interrupt came before it was noted
+    if frame in frames:  # not if an interrupt came before it was added
         frames.remove(frame)
 
 
 class inside:  # a context manager that reads as a verb
-    """`with inside() as nested:` — nested is True when the thread was inside one of our calls
-    before."""
+    """Mark the thread as inside a call: `with inside() as nested:`, where `nested` is True if it
+    already was."""
 
     __slots__ = ()
 
@@ -66,11 +66,10 @@ class inside:  # a context manager that reads as a verb
 
 
 class no_collection:  # likewise
-    """No garbage collection inside.
+    """Turn garbage collection off inside the block.
 
-    Planning a save, loading and making a tree again make many thousand objects that all stay, so
-    collections of them find nothing; and each looks through much of the process, which takes longer
-    than all else.
+    Planning a save, loading and rebuilding a tree make many thousand objects that all stay alive.
+    Collections would find nothing and scan much of the process, which takes longer than the rest.
     """
 
     __slots__ = ("_enabled",)

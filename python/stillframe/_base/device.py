@@ -1,10 +1,10 @@
-"""What the package asks torch about CUDA: where a tensor lives, and the stream it is worked on.
+"""Questions to torch about CUDA: where a tensor lives, and the current stream.
 
-Nothing here starts CUDA in a process that has not used it: a forked child of such a process could
-never use it again.
+Nothing here initialises CUDA in a process that has not used it, because its forked children could
+then never use it.
 
-Streams are asked of Python: `torch.cuda.current_stream`'s handle costs 0.2 us there, and the
-function of torch's ABI is missing from its CPU builds.
+The stream comes from Python, where the handle of `torch.cuda.current_stream` costs 0.2 us; the
+function in torch's ABI is missing from CPU builds.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-# A build of torch for AMD's devices calls them "cuda" too; the driver behind is another one.
+# A build of torch for AMD also calls its devices "cuda", but uses another driver.
 _is_cuda = torch.version.cuda is not None
 
 index_of: Callable[[torch.Tensor], int] = (
     torch._C.TensorBase.get_device if _is_cuda else lambda tensor: -1
 )
-"""The number of the device that a tensor not in host memory lives on, -1 when it is not CUDA's."""
+"""The number of the device of a tensor outside host memory, -1 if it is not a CUDA device."""
 
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def place_of(device: torch.device) -> int:
-    """0 for host memory, n for CUDA device n - 1, -1 for any other."""
+    """Return 0 for host memory, n for CUDA device n - 1, -1 for any other device."""
     if device.type == "cpu":
         return 0
     if device.type == "cuda" and _is_cuda and device.index is not None:
@@ -39,22 +39,22 @@ on_host: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_cpu.__get__  # 
 
 
 def place_of_tensor(tensor: torch.Tensor) -> int:
-    """As `place_of`, for the device that a tensor lives on."""
+    """Return `place_of` for a tensor's device."""
     return 0 if on_host(tensor) else place_of(tensor.device)
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Where a storage's memory is, as the driver is told."""
+    """Return the address of a storage, as given to the driver."""
     return storage.data_ptr()
 
 
 def may_be_loaded_to() -> bool:
-    """Whether there is a device that tensors can be loaded to."""
+    """Return whether there is a device that tensors can be loaded to."""
     return _is_cuda and torch.cuda.is_available()
 
 
 def of_location(location: str) -> torch.device | None:
-    """The CUDA device that torch means by the name of a place; None where it means none."""
+    """Return the CUDA device for a location tag of torch, or None."""
     kind, _, number = location.partition(":")
     if kind != "cuda" or not may_be_loaded_to() or not (number.isdecimal() or location == kind):
         return None
@@ -63,24 +63,24 @@ def of_location(location: str) -> torch.device | None:
 
 
 def current_stream(device: int) -> int:
-    """The driver's handle of the calling thread's current stream on a device."""
+    """Return the driver's handle of the calling thread's current stream on a device."""
     return int(_raw_stream(device))
 
 
 def streams(devices: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The current streams of these devices: (device, handle)."""
+    """Return the current streams of these devices as (device, handle)."""
     return tuple((device, current_stream(device)) for device in devices)
 
 
 def capturing() -> bool:
-    """Whether the calling thread's current stream is capturing a CUDA graph."""
+    """Return whether the calling thread's current stream is capturing a CUDA graph."""
     if not _is_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()
 
 
 def in_use() -> list[int]:
-    """Devices that this process has used, the current one first."""
+    """Return the devices that this process has used, the current one first."""
     if not _is_cuda or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]

@@ -8,14 +8,14 @@ import torch.distributed
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group, be it of one rank."""
+    """Return whether there is a process group, even of one rank."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
 
 def may_have_ranks_beside() -> bool:
-    """Whether other ranks may run on this machine. Nobody is asked: one that has died, or that
-    never comes, would be waited for."""
+    """Return whether other ranks may run on this machine. It asks none of them, because a dead or
+    missing rank would never answer."""
     if not is_initialized() or torch.distributed.get_world_size() == 1:
         return False
-    return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun says it, others say nothing
+    return os.environ.get("LOCAL_WORLD_SIZE") != "1"  # torchrun sets it, other launchers may not

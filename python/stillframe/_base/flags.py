@@ -1,12 +1,13 @@
-"""Switches, as every call that has one takes them."""
+"""The check of boolean arguments, for every call that has one."""
 
 from __future__ import annotations
 
 
 def refuse_unclear(**switches: object) -> None:
-    """
+    """Refuse unclear values of boolean arguments.
+
     Raises:
-        TypeError: One is None or a string, which do not say what is meant.
+        TypeError: An argument is None or a string.
     """
     for name, value in switches.items():
         if value is None or isinstance(value, str):

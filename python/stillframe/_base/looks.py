@@ -1,6 +1,6 @@
-"""What a file that is no checkpoint looks like, in words that go behind "it looks like".
+"""Guesses what a file is that is not a checkpoint, in words that complete "it looks like".
 
-Only its first bytes, its type and its name are looked at.
+It uses only the file's first bytes, type and name.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 _METADATA = re.compile(r"(__\d+)?\.metadata")  # of all ranks, or of one that saved for itself
-_HEAD = 4096  # bytes that are looked at
-_FIRST_NAME = 512  # within so many bytes: torch's directory is called as the file
-_LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # a pickled number of torch's own
+_HEAD = 4096  # bytes that are read
+_FIRST_NAME = 512  # the first name is within these bytes: torch names its directory like the file
+_LEGACY = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # torch's magic number, pickled
 
 _TYPES = (
     (stat.S_ISFIFO, "a named pipe"),
@@ -52,24 +52,24 @@ def is_shard(path: str) -> bool:
 
 
 def is_sharded(names: Iterable[str]) -> bool:
-    """Whether a directory with these names is a checkpoint of torch.distributed.checkpoint."""
+    """Return whether a directory with these names is a torch.distributed.checkpoint."""
     return any(_METADATA.fullmatch(name) for name in names)
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether a file or directory is there; of a directory with shards, whether it is a whole
-    checkpoint: the metadata comes last into it, and goes first."""
+    """Return whether a file or directory exists. A directory with shards counts only as a complete
+    checkpoint: the metadata is written last and removed first."""
     if not os.path.isdir(path):
         return os.path.exists(path)
     try:
         names = os.listdir(path)
     except OSError:
-        return True  # whatever it is
+        return True  # it exists, whatever it is
     return is_sharded(names) or not any(map(is_shard, names))
 
 
 def directory(path: str) -> str:
-    """What a directory is and who reads it, for messages."""
+    """Return what a directory is and what reads it, for messages."""
     try:
         sharded = is_sharded(os.listdir(path))
     except OSError:
@@ -78,7 +78,7 @@ def directory(path: str) -> str:
 
 
 def like(fd: int, path: str) -> str | None:
-    """What an open file looks like; None where nothing else than a checkpoint comes to mind.
+    """Return what an open file looks like, or None if nothing but a checkpoint fits.
 
     Raises:
         OSError: It cannot be read.
@@ -90,7 +90,7 @@ def like(fd: int, path: str) -> str | None:
     head = os.pread(fd, _HEAD, 0)
     if is_shard(path) and head.startswith(b"PK\3\4"):
         return SHARD
-    # What is empty or full of zeros was a checkpoint whose bytes never reached the disk.
+    # An empty file, or one of zeros, was a checkpoint whose bytes never reached the disk.
     if not head.strip(b"\0") or head.startswith(b"PK") or _LEGACY in head[:32]:
         return None
     if _is_safetensors(head, found.st_size):
@@ -104,15 +104,15 @@ def like(fd: int, path: str) -> str | None:
 
 
 def no_checkpoint(fd: int, path: str, found: dict[str, Any]) -> str | None:
-    """Why a file that is not whole (`found`: what the core's check says) is no checkpoint at all,
-    rather than a damaged one; None when it is one."""
+    """Return why a file that failed the core's check (`found`) is not a checkpoint at all, or None
+    if it is a damaged one."""
     if (words := like(fd, path)) is not None:
         return f"it is not a PyTorch checkpoint; it looks like {words}"
     no_checkpoint = found["num_bad"] == 0 and "no record" in found["error"]
     elsewhere = found["num_bad"] > 0 and is_another_zip(fd)  # its directory could be read
     if found["format"] == "archive" and (no_checkpoint or elsewhere):
         return "it is not a PyTorch checkpoint; it looks like a zip archive of something else"
-    # Nobody's, and neither empty nor zeros: bytes that no checkpoint begins with.
+    # Unknown, and neither empty nor zeros: bytes that no checkpoint begins with.
     if found["format"] == "foreign" and os.pread(fd, _HEAD, 0).strip(b"\0"):
         return "it is not a PyTorch checkpoint"
     return None
@@ -123,9 +123,9 @@ def _is_safetensors(head: bytes, nbytes: int) -> bool:
 
 
 def is_another_zip(fd: int) -> bool:
-    """Whether an archive's first record lies in no directory, which is so in no file of torch (but
-    in an .npz, and most zips).
-    A file of torch whose first name was altered still says ``data.pkl`` there."""
+    """Return whether an archive's first record is in no directory, which is true for an .npz and
+    most zips but for no file of torch. A file of torch whose first name was damaged still contains
+    ``data.pkl`` there."""
     head = os.pread(fd, _HEAD, 0)
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return b"/" not in name and b"data.pkl" not in head[:_FIRST_NAME]
@@ -135,7 +135,7 @@ def _is_text(head: bytes) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # not only a letter that was cut
+        if error.start < len(head) - 3:  # more than one truncated letter
             return False
         text = head[: error.start].decode()
     return all(letter.isprintable() or letter in "\t\r\n\f" for letter in text)

@@ -1,5 +1,4 @@
-"""Where a file goes: from a user's path to a directory, a name in it, and the key of the process's
-log."""
+"""The target of a save: from a user's path to a directory, a name in it, and the key in the log."""
 
 from __future__ import annotations
 
@@ -78,11 +77,11 @@ def _is_remote(text: str) -> bool:
 
 
 def as_text(path: object) -> str:
-    """The path as a string.
+    """Return the path as a string.
 
     Raises:
         TypeError: It is neither a string nor an `os.PathLike` of one.
-        ValueError: It is empty, holds a null byte, or names a remote place.
+        ValueError: It is empty, contains a null byte, or is remote.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
@@ -97,8 +96,8 @@ def as_text(path: object) -> str:
 
 
 def _split(text: str, follow_link: bool) -> tuple[str, str]:
-    """Real path of the parent, last component. A link in the last component is resolved with
-    `follow_link`."""
+    """Return the real path of the parent and the last component. `follow_link` resolves a link in
+    the last component."""
     if follow_link and os.path.islink(text):
         text = os.path.realpath(text)
     parent, name = os.path.split(text)
@@ -108,7 +107,7 @@ def _split(text: str, follow_link: bool) -> tuple[str, str]:
 
 
 def key(path: object, *, follow_link: bool) -> bytes:
-    """The path's name in the log: real path of the parent, a slash, the last component."""
+    """Return the path's key in the log: real path of the parent, a slash, the last component."""
     text = as_text(path)
     place = _core.look(os.fsencode(text), follow_link)
     if place is not None:
@@ -118,22 +117,22 @@ def key(path: object, *, follow_link: bool) -> bytes:
 
 
 def target(path: object, *, follow_link: bool, create_parents: bool, durable: bool) -> Target:
-    """Checks that a regular file can stand at `path`.
+    """Check that `path` can be a regular file, and return it as a target.
 
     Args:
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        durable: The file's directory will be synced, and the parent of each directory that is made.
+        durable: The file's directory will be synced, and so will the parent of each new directory.
 
     Raises:
         TypeError, ValueError: See `as_text`.
-        SaveError: (phase "open") A missing parent, a directory, no regular file, or a directory
-            that cannot be synced.
+        SaveError: (phase "open") The parent is missing, the path is a directory or not a regular
+            file, or the directory cannot be synced.
     """
     text = as_text(path)
     if os.path.basename(text) in ("", ".", "..") and not create_parents:  # no file's name
         raise SaveError(errno.EISDIR, os.strerror(errno.EISDIR), text, "open")
-    # Everything at once, with the interpreter lock let go of once: mostly all is well.
+    # One call for everything, with one release of the interpreter lock; it is usually enough.
     place = _core.look(os.fsencode(text), follow_link)
     well = place is not None and place[1] and (place[3] or not durable)
     if place is not None and well and _can_stand(place[2], follow_link):
@@ -160,12 +159,12 @@ def target(path: object, *, follow_link: bool, create_parents: bool, durable: bo
 
 
 def hint(text: str) -> str:
-    """What more to say of a path that leads nowhere, if a shell was meant to see it."""
+    """Return a hint for a missing path that was written for a shell."""
     return " ('~' is not expanded: give os.path.expanduser(path))" if text.startswith("~") else ""
 
 
 def _can_stand(mode: int, follow_link: bool) -> bool:
-    """Whether a file can take the place of what has this mode (0: nothing)."""
+    """Return whether a file can replace something with this mode (0: nothing)."""
     return not mode or stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not follow_link)
 
 
@@ -180,7 +179,7 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
     if _can_stand(mode, follow_link):
         return
     if _core.log_exists(os.fsencode(full)) == 0:
-        return  # a remove of it stands in the log before this save
+        return  # a remove of it is in the log before this save
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if stat.S_ISLNK(mode):
@@ -189,8 +188,8 @@ def _check_name(parent: str, name: str, follow_link: bool) -> None:
 
 
 def make_directories(directory: str, durable: bool) -> None:
-    """Makes what is missing of `directory`; a directory's entry is durable once its parent is
-    synced."""
+    """Make the missing directories of `directory`; with `durable`, sync the parent of each, which
+    makes its entry durable."""
     missing = []
     while not os.path.isdir(directory):
         missing.append(directory)
@@ -210,7 +209,7 @@ def make_directories(directory: str, durable: bool) -> None:
 
 
 def sync_directory(directory: str) -> None:
-    """Makes the entries of a directory durable, where its file system knows how."""
+    """Make the entries of a directory durable, if its file system can."""
     try:
         _sync(directory, os.O_DIRECTORY)
     except OSError as error:

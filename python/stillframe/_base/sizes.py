@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: the one parser and the two ways of showing."""
+"""Sizes as people write and read them: one parser and two formatters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import operator
 import re
 from collections.abc import Callable
 
-# Beyond it is a slip of the keyboard, and would wrap in the core: half of the address space that
-# Linux gives a process.
+# Half of the address space that Linux gives a process. A larger size is a typing error and would
+# overflow in the core.
 MOST_BYTES = 1 << 46
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgt])(i?))?b?", re.IGNORECASE)
@@ -16,22 +16,22 @@ _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse(value: object, name: str, *, least: int = 1) -> int:
-    """A number of bytes: an int, or a string such as "300MB" (1000²) or "4GiB" (1024³).
+    """Return a number of bytes from an int or a string such as "300MB" (1000²) or "4GiB" (1024³).
 
     Args:
-        name: What the messages call it.
-        least: In bytes.
+        name: The argument's name, for messages.
+        least: The smallest valid number of bytes.
 
     Raises:
         TypeError: It is neither an int nor a string.
-        ValueError: It is no size, or out of bounds.
+        ValueError: It is not a size, or out of bounds.
     """
     nbytes = _from_text(value, name) if isinstance(value, str) else whole_number(value, name)
     return bounded(nbytes, name, least, MOST_BYTES, shown=value)
 
 
 def argument(*, least: int = 1) -> Callable[[str], int]:
-    """The same as a `type=` of argparse."""
+    """Return a parser for the `type=` of argparse."""
 
     def size(text: str) -> int:
         try:
@@ -55,7 +55,7 @@ def _from_text(text: str, name: str) -> int:
 
 
 def whole_number(value: object, name: str) -> int:
-    """What is an int and no bool; NumPy's ints are taken too."""
+    """Return an int that is not a bool; NumPy's ints are accepted."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -74,12 +74,12 @@ def bounded(number: int, name: str, least: int, most: int, *, shown: object = No
 
 
 def decimal(nbytes: float) -> str:
-    """For people, in units of 1000: "300 MB", "1.52 GB"."""
+    """Format bytes in units of 1000: "300 MB", "1.52 GB"."""
     return _show(nbytes, 1000, ("B", "kB", "MB", "GB", "TB"))
 
 
 def binary(nbytes: float) -> str:
-    """For people, in units of 1024, as pools and blocks are measured: "16 MiB", "1.5 GiB"."""
+    """Format bytes in units of 1024, as for pools and blocks: "16 MiB", "1.5 GiB"."""
     return _show(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 

@@ -1,5 +1,5 @@
-"""Changes of directories as lists of steps, which the core takes with the interpreter lock let go
-of once: beside a thread that computes, each call of the system costs 5 ms from here."""
+"""Directory changes as lists of steps. The core takes a list with one release of the interpreter
+lock: beside a thread that computes, each system call made from Python costs 5 ms."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Step = tuple[int, bytes, bytes]
 
 
 def write(path: str, content: bytes, *, durable: bool) -> Step:
-    """A new file, synced where it is to be durable."""
+    """Return a step that creates a file, and syncs it if `durable`."""
     return _core.STEP_WRITE_SYNCED if durable else _core.STEP_WRITE, os.fsencode(path), content
 
 
 def sync(directory: str) -> Step:
-    """Makes the entries of a directory durable, where its file system knows how."""
+    """Return a step that makes a directory's entries durable, if its file system can."""
     return _core.STEP_SYNC, os.fsencode(directory), b""
 
 
@@ -26,15 +26,15 @@ def rename(old: str, new: str) -> Step:
 
 
 def unlink(path: str) -> Step:
-    """A missing name is no error."""
+    """Return a step that removes a name; a missing one is no error."""
     return _core.STEP_UNLINK, os.fsencode(path), b""
 
 
 def take(steps: Sequence[Step]) -> None:
-    """Takes them in their order.
+    """Take the steps in order.
 
     Raises:
-        OSError: Of the first that fails; those behind it are not taken.
+        OSError: A step failed; later ones were not taken.
     """
     done, code = _core.take_steps(steps)
     if code:
@@ -42,7 +42,7 @@ def take(steps: Sequence[Step]) -> None:
 
 
 def take_each(steps: Sequence[Step]) -> list[OSError]:
-    """Takes them all, also those behind one that fails. Returns the errors."""
+    """Take all steps, even after one that fails. Return the errors."""
     errors = []
     while steps:
         done, code = _core.take_steps(steps)
@@ -57,7 +57,7 @@ def _error(code: int, step: Step) -> OSError:
 
 
 def names(directory: str) -> list[str]:
-    """What stands in a directory.
+    """Return the names in a directory.
 
     Raises:
         OSError: It cannot be listed.

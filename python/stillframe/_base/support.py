@@ -1,6 +1,6 @@
-"""What stillframe runs with, told in one sentence where something else is there.
+"""The requirements of stillframe, and one sentence for each that is not met.
 
-`setup.py` runs this file by its path before it builds, so it imports nothing of the package.
+`setup.py` runs this file by its path before it builds, so it imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LIGHTNING = (2, 4)
 
 
 def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
-    """What is wrong with the system and its Python; None where nothing is."""
+    """Return what is wrong with the system and its Python, or None."""
     if not platform.startswith("linux"):
         name = {"darwin": "macOS", "win32": "Windows"}.get(platform, platform)
         return f"stillframe runs on Linux only, and this is {name}"
@@ -28,7 +28,7 @@ def complaint_of_python(platform: str, free_threaded: bool) -> str | None:
 
 
 def complaint_of_torch(version: str | None) -> str | None:
-    """The same of torch; `version` is None where there is none."""
+    """Return what is wrong with torch, or None; `version` is None if it is not installed."""
     if version is None:
         return "stillframe needs torch 2.10 or later, and there is none here: pip install torch"
     if parsed(version) < TORCH:
@@ -37,7 +37,7 @@ def complaint_of_torch(version: str | None) -> str | None:
 
 
 def complaint_of_lightning(package: str, version: str | None) -> str | None:
-    """The same of a package of Lightning's: "lightning", or "pytorch_lightning"."""
+    """Return what is wrong with "lightning" or "pytorch_lightning", or None."""
     name = package.replace("_", "-")
     needs = f"stillframe.{package} needs {name} 2.4 or later"
     if version is None:
@@ -48,13 +48,13 @@ def complaint_of_lightning(package: str, version: str | None) -> str | None:
 
 
 def parsed(version: str) -> tuple[int, int]:
-    """(2, 10) of "2.10.0a0+git1"."""
+    """Return (2, 10) for "2.10.0a0+git1"."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where there is none. What it raises itself comes through."""
+    """Return the version of a package, or None. Errors of the package itself propagate."""
     try:
         return str(importlib.import_module(package).__version__)
     except ModuleNotFoundError as error:
@@ -68,7 +68,7 @@ def is_free_threaded() -> bool:
 
 
 def refuse_elsewhere() -> None:
-    """When the package is imported.
+    """Check the requirements when the package is imported.
 
     Raises:
         ImportError: It cannot run here.
@@ -89,10 +89,10 @@ def refuse_elsewhere() -> None:
 
 
 def refuse_lightning(package: str) -> None:
-    """When the plugin for `package` is imported.
+    """Check the requirements when the plugin for `package` is imported.
 
     Raises:
-        ImportError: That is missing, or too old.
+        ImportError: The package is missing or too old.
     """
     complaint = complaint_of_lightning(package, installed(package))
     if complaint is not None:

@@ -1,4 +1,4 @@
-"""Timeouts, as every call that waits takes them."""
+"""The check of timeouts, for every call that waits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numbers
 
 
 def seconds(timeout: object) -> float | None:
-    """A timeout, looked at before anything is waited for: None waits for ever.
+    """Return a timeout in seconds, checked before the wait begins; None waits for ever.
 
     Raises:
         TypeError: It is neither a number nor None.
-        ValueError: It is no number of seconds (NaN).
+        ValueError: It is NaN.
     """
     if timeout is None:
         return None

@@ -1,12 +1,12 @@
 """`stillframe.trace(path)`: a timeline of saves and training steps that opens in Perfetto.
 
-The core records spans in buffers of its threads' own and writes them on a thread of its own
-(csrc/core/trace); what only Python sees (the call, planning, the gate, steps) is
-added by `_core.trace_*` where it happens. This module begins and ends.
+The core records spans in a buffer per thread, and a thread of its own writes them
+(csrc/core/trace). `_core.trace_*` adds what only Python sees: the call, planning, the gate, steps.
+This module starts and ends traces.
 
-One trace at a time: two would need two rings a thread, and nobody has two files to look at. The
-file is a whole JSON document after every write, so nothing has to happen when the process dies;
-spans under way at the end of a block are left out.
+There is one trace at a time, because two would need two buffers per thread. The file is a complete
+JSON document after every write, so nothing has to happen when the process dies. Spans that have not
+ended with the block are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import threading
 
 from stillframe import _core
+from stillframe._base import cpus
 from stillframe.errors import BusyError, StillframeError
 
 __all__ = ["trace"]
@@ -25,7 +26,7 @@ log = logging.getLogger("stillframe")
 
 
 class trace:  # a context manager that reads as a verb
-    """Writes a timeline of every save and optimizer step of this process while the block runs.
+    """Write a timeline of every save and optimizer step of this process while the block runs.
 
         with stillframe.trace("timeline.json"):
             train()
@@ -33,29 +34,29 @@ class trace:  # a context manager that reads as a verb
     The file is Trace Event JSON: open it at https://ui.perfetto.dev or in chrome://tracing. The
     topmost row shows training steps (from the end of one optimizer step to the end of the next,
     the optimizer's part inside it). Below it each thread has a row: the call with planning and the
-    copies made in it (`capture`), the wait before the step (`gate`), later copies, checksums,
+    copies made in it (`capture`); the wait before the step (`gate`); later copies, checksums,
     writes, syncs and commits, each with the number of its save and its bytes. Once a save has
     ended, it is a slice of its own (`save`, with file name and outcome), from the call to the end.
 
-    It is cheap enough to leave on: about 0.1 µs a span, written by a thread of its own ten times a
-    second. Spans that come faster than that thread empties the buffers (8,192 a thread) are
-    dropped, counted, and reported: in the timeline, in `dropped`, and as a warning in the log.
+    It is cheap enough to leave on: about 0.1 µs a span, written by a separate thread ten times a
+    second. If spans come faster than that thread empties the buffers (8,192 a thread), some are
+    dropped, counted and reported: in the timeline, in `dropped`, and as a warning in the log.
 
-    After each write the file is a complete document, so that a process that dies inside the block
-    leaves a valid one, at most 0.1 s short. Saves still in flight when the block ends have only
-    their spans so far in it: call `wait_all()` inside the block to have them whole. There is one
-    trace at a time in a process; blocks cannot be nested. A forked child writes nothing into its
-    parent's trace and may begin its own.
+    After each write the file is a complete document, so a process that dies inside the block leaves
+    a valid one that lacks at most the last 0.1 s. Of saves in flight at the end of the block, it
+    has only the spans so far: call `wait_all()` inside the block to have all. A process has one
+    trace at a time; blocks cannot be nested. A forked child writes nothing into its parent's trace
+    and may begin its own.
 
     Args:
-        path: The file to write; one that is there is replaced.
+        path: The file to write; an existing one is replaced.
 
     Attributes:
         path: The same, as a string.
         events: Spans written, known when the block has ended; 0 before.
         dropped: Spans lost, known when the block has ended; 0 before.
-        error: The OSError that ended the writing, if any. It is logged and not raised, since a
-            timeline must not end a training. The file holds what was written before.
+        error: The OSError that ended the writing, if any. It is logged and not raised, because a
+            timeline must not end a training. The file holds what was written before it.
 
     Raises:
         TypeError, ValueError: `path` is not a path.
@@ -74,6 +75,7 @@ class trace:  # a context manager that reads as a verb
 
     def __enter__(self) -> trace:
         global _current
+        cpus.spread()
         try:
             _core.trace_start(os.fsencode(self.path))
         except BusyError:
@@ -95,7 +97,7 @@ class trace:  # a context manager that reads as a verb
         self._end()
 
     def _end(self) -> None:
-        """Ends the trace, once. In a forked child it is the parent's to end."""
+        """End the trace, once. In a forked child, only the parent ends it."""
         global _current
         generation, self._generation = self._generation, -1
         if generation != _core.fork_generation():

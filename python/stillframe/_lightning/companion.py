@@ -6,6 +6,9 @@ as well: weight averaging swaps the weights for validation, a callback loads old
 callback waits, at every hook where Lightning lets others act, until the saves in flight have
 copied their state. It stands first in the Trainer's list then, hence before whoever writes.
 
+At `on_train_end` it waits until checkpoints are durable, links made and loggers told: the hooks
+behind it read the best checkpoint.
+
 It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
 `on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
 `on_train_batch_end`: the forward and backward between those are what the copy hides under. Who
@@ -95,7 +98,11 @@ class CompanionHooks:
         checkpoints = checkpoints_of(trainer)
         if checkpoints is not None:
             checkpoints.trainers.ends(trainer)
-            self._wait(trainer, pl_module)
+            gate.wait()
+            # Hooks of the user come next, and read `best_model_path`.
+            checkpoints.settle()
+            if _ranks.several(trainer):
+                trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # Callbacks are not torn down after an exception, and loggers are finalised next. What is

@@ -1,7 +1,7 @@
 """A save that stillframe makes: the Python side of a ticket of the core.
 
 The ticket knows everything that changes; here is only what Python has to add: the verdict on tensor
-versions, and the sentences of a report or an error.
+versions (`verdict.py`), and the sentences of a report or an error.
 
 After Ctrl-C in the call, a save that was launched goes on in the hands of its handle. One that
 was not is given up there and then, and not when the traceback goes, since whoever handles the
@@ -22,6 +22,7 @@ from stillframe._save import completion, gate, ordered
 from stillframe._save.handle import Deadline, SaveHandle, State
 from stillframe._save.options import OnDurable
 from stillframe._save.report import Interval, SaveReport
+from stillframe._save.verdict import Verdict
 from stillframe._tree.skeleton import Skeleton
 from stillframe.errors import (
     PoolExhaustedError,
@@ -56,20 +57,19 @@ class CoreSave(SaveHandle):
         super().__init__(path, given, on_durable)
         self._ticket = ticket
         self._skeleton: Skeleton | None = skeleton
-        self._deferral: gate.Deferral | None = deferral if deferral.indices else None
+        self._verdict = Verdict(deferral)
         self._devices = skeleton.devices
         self._num_tensors = skeleton.num_tensors
         self._fallbacks = [*skeleton.fallbacks, *deferral.fallbacks]
         self._confirmed = False
-        self._copied = False
         self._entered_to_ticket_s = time.perf_counter() - entered
         self._call = Interval(entered)
         self._gates: list[Interval] = []
 
     # ---- the call ----
 
-    def launch(self, deferral: gate.Deferral) -> None:
-        """Takes a slot, captures, and hands the rest over; `deferral` is closed.
+    def launch(self) -> None:
+        """Takes a slot, captures, and hands the rest over.
 
         Raises:
             BusyError, PoolExhaustedError, StillframeError: The save is refused.
@@ -82,30 +82,25 @@ class CoreSave(SaveHandle):
             if self._ticket.report()["launched_after_ns"] >= 0:
                 # Ctrl-C came just after. The save goes on; its verdict and its sources are its
                 # own business, and later saves stand behind it.
-                self._go_on(deferral)
+                self._go_on()
             else:
                 completion.in_flight.pop(number, None)
-                deferral.close()
+                self._verdict.end(self)
             raise
-        self._go_on(deferral)
+        self._go_on()
 
-    def _go_on(self, deferral: gate.Deferral) -> None:
+    def _go_on(self) -> None:
         """Steps wait for what is still to be copied; what is not is let go of. The call ends."""
-        if deferral.indices:
-            gate.track(self)
-            if self._copied:  # the completion thread said so before this line
-                gate.untrack(self)
-        else:
-            deferral.close()
-            if not self._devices:  # those are still being copied
-                self._release_sources()
+        self._verdict.launched(self)
+        if not self._verdict.is_needed and not self._devices:  # those are still being copied
+            self._release_sources()
         self._call.end()
 
     # ---- what the completion thread and the gate call ----
 
     def after_copy(self) -> None:
         """The verdict; then the sources are nobody's business any more."""
-        self._verdict()
+        self._confirm()
         self._release_sources()
         if self._is_staged():
             self._outcome.notify_staged()
@@ -128,29 +123,25 @@ class CoreSave(SaveHandle):
                     copied = self._ticket.gate(device.streams(self._devices))
                 else:
                     copied = self._ticket.wait(_core.WAIT_COPIED, None)
-                self._verdict(copied)
+                self._confirm(copied)
         finally:
             wait.end()
         _core.trace_end(_core.TRACE_GATE, began, self._ticket.number, 0)
         return copied
 
-    def _verdict(self, copied: bool = True) -> None:
-        """The version detector. Whoever comes first decides: the core ignores every later
-        verdict. `copied`: no step needs to wait for this save any more."""
-        deferral = self._deferral
-        if deferral is not None and not self._confirmed:
-            self._ticket.confirm(deferral.torn())
+    def _confirm(self, copied: bool = True) -> None:
+        """Gives the core the verdict. `copied`: no step needs to wait for this save any more."""
+        if self._verdict.is_needed and not self._confirmed:
+            self._ticket.confirm(self._verdict.look())
             self._confirmed = True
-        if copied and not self._copied:
-            self._copied = True
-            gate.untrack(self)
+        if copied:
+            self._verdict.over(self)
 
     def _release_sources(self) -> None:
-        skeleton, deferral = self._skeleton, self._deferral
+        skeleton = self._skeleton
         if skeleton is not None:
             skeleton.storages = []  # `data` stays: names for an error are read from it
-        if deferral is not None:
-            deferral.release()
+        self._verdict.release()
 
     # ---- what users call ----
 
@@ -178,7 +169,7 @@ class CoreSave(SaveHandle):
         if self._outcome.settled:
             return self._outcome.error is None
         self._wait(_core.WAIT_COPIED, deadline, "staged")
-        self._verdict()
+        self._confirm()
         self._wait(_core.WAIT_STAGED, deadline, "staged")
         return self._ticket.is_staged()
 
@@ -186,7 +177,7 @@ class CoreSave(SaveHandle):
         self._birth.refuse_child()
         if not self._outcome.settled:
             self._wait(_core.WAIT_COPIED, deadline, "durable")
-            self._verdict()
+            self._confirm()
             if not self._has_ended():
                 ordered.refuse_inside()  # what has not ended stands behind that work in the log
             self._wait(_core.WAIT_ENDED, deadline, "durable")
@@ -208,9 +199,8 @@ class CoreSave(SaveHandle):
                     self._outcome.settle(None, self._error_of(facts))
                 else:
                     self._outcome.settle(self._report_of(facts), None)
-        gate.untrack(self)
+        self._verdict.end(self)
         self._skeleton = None
-        self._deferral = None
         completion.in_flight.pop(self._ticket.number, None)
         self._outcome.notify()
 
@@ -257,9 +247,7 @@ class CoreSave(SaveHandle):
 
     def _torn_error(self, index: int) -> TornSnapshotError:
         names = self._skeleton.names(index) if self._skeleton is not None else []
-        if self._deferral is not None:
-            self._deferral.distrust(index)
-        what = ", ".join(names) if names else f"storage {index}"
+        what = self._verdict.blame(index, names)
         return TornSnapshotError(
             f"{self._path}: {what} changed outside the optimizer's step while it was still being"
             " copied. The old file is untouched. Call handle.wait_staged() before such a change, or"

@@ -17,7 +17,7 @@ import time
 from typing import Any, cast
 
 from stillframe import _core
-from stillframe._base import device, paths, sizes
+from stillframe._base import cpus, device, paths, sizes
 from stillframe._base.birth import Birth
 from stillframe._base.calls import inside, no_collection
 from stillframe._save import completion, gate, ordered
@@ -85,6 +85,7 @@ class Engine:
         self._limits = limits
         self._closed = False
         self._used = False
+        cpus.spread()
         try:
             self._core = _core.Engine(
                 limits.pool_bytes,
@@ -324,7 +325,7 @@ def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> Sav
         )
         _core.trace_end(_core.TRACE_PLAN, began, ticket.number, tree.num_tensors)
         try:
-            save.launch(deferral)
+            save.launch()
         except BusyError:
             if engine._limits.when_busy == "skip":
                 return SkippedSave(target.shown)

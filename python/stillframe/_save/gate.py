@@ -1,51 +1,27 @@
-"""The gate: no optimizer steps before the saves that left storages to be copied have them.
+"""The gate: no optimizer step writes before the saves that deferred its storages have copied them.
 
-Hooks around every optimizer's step, process-wide, do three things: they hold a step back until
-the saves in flight are staged, they look at what only steps change (`ownership.py`), and
-they know whether a step is going on. `defer` decides with that which storages of a save may be
-copied after the call.
+`defer` decides which storages of a save may be copied after the call. `track` has steps wait for
+that save until it is staged, and `hold_back` is that wait. `step_hooks.py` calls it in every
+optimizer's step.
 
-Where a step gets a closure, forward and backward run inside it, and that is the very time under
-which storages are to be copied. So for optimizers whose step is known to call the closure before
-it writes, the gate stands behind the closure:
-
-    step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
-    step()        -> pre-hook: GATE --------------------------------> update -> post-hook
-
-A step that is compiled as one graph (fullgraph=True) has no place where Python could wait, so the
-hooks leave it alone. They run once, while it is traced, and have that optimizer's storages captured
-from then on. A graph that may break is left at each hook.
-
-Between deciding what to defer and tracking the save, a step in another thread waits (at most 30
-s): otherwise it could slip through before there is anything to wait for.
+Between deciding what to defer and tracking the save, a step in another thread waits for at most
+30 s. Otherwise it could slip through before there is anything to wait for.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from stillframe import _core
-from stillframe._base import device as _device
-from stillframe._save import keepers, ownership, steps
-from stillframe._save.keepers import Keeper, Marks
-from stillframe._save.ownership import Owner, bookkeeping
+from stillframe._save import ownership
+from stillframe._save.deferral import Deferral, Sources, calls
 from stillframe._save.steps import register_optimizer
 
 __all__ = [
@@ -74,114 +50,13 @@ class Pending(Protocol):
         a signal handler does. False: a later step has to ask again, on streams of its own."""
 
 
-class Sources(Protocol):
-    """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
-
-    numbers: _core.Numbers
-    rows: bytearray
-
-
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
-_calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
-_readers: list[Callable[[Optimizer], object]] = []  # these wait for who else reads what it writes
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _eager(function: _F) -> _F:
-    """Keeps a function out of compiled steps: it runs between their graphs, at every step."""
-    # The private twin imports torch._dynamo (1.4 s) at the first call, not at import.
-    lazy = getattr(torch, "_disable_dynamo", None)
-    disable: Callable[[_F], _F] = torch.compiler.disable if lazy is None else lazy
-    return disable(function)
-
-
-class Deferral:
-    """Which storages of one save are copied after the call, and what they were at the call.
-
-    Attributes:
-        indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
-        fallbacks: Sentences for the report: whose storages are not among them, and why.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_late",
-        "_numbers",
-        "_overtaken",
-        "_parts",
-        "_storages",
-        "_tensors",
-        "_versions",
-        "fallbacks",
-        "indices",
-    )
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.fallbacks: list[str] = []
-        self._storages: _core.Numbers | None = None  # all of the save's
-        self._late: set[int] | None = None  # numbers of those copied after the call, once asked for
-        self._numbers: list[int] = []  # of the storage under the tensor at the same place
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner | Keeper]] = []  # end in `indices`, whose they are
-        self._overtaken = False
-
-    def torn(self) -> int:
-        """The number of a storage whose tensors counted a write since the call, or -1.
-
-        All versions are read in one piece: no other thread of Python runs in between.
-        """
-        if self._overtaken and self.indices:
-            return self.indices[0]
-        tensors = self._tensors
-        if not tensors:
-            return -1  # the verdict was given in the meantime
-        with torch._C.DisableTorchFunction():
-            place = _core.Observer.changed(tensors, self._versions)
-        return -1 if place < 0 else self._numbers[place]
-
-    def distrust(self, index: int) -> None:
-        """Has everything captured from now on of the optimizer that owns storage ``index``."""
-        place = self.indices.index(index) if index in self.indices else len(self.indices)
-        for end, owner in self._parts:
-            if place < end:
-                owner.distrust("something beside its step changed it while it was copied")
-                return
-
-    def holds(self, identity: int) -> bool:
-        """Whether the storage with this StorageImpl is copied after the call."""
-        if self._late is None:
-            self._late = set(self.indices)
-        return self._storages is not None and self._storages.get(identity) in self._late
-
-    def release(self) -> None:
-        """Lets go of the tensors once the verdict is given; `distrust` still works."""
-        self._tensors = []
-
-    def close(self) -> None:
-        """The call is over: its save is tracked, or there is none. Idempotent."""
-        _calls.pop(id(self), None)
-
-    def _ask(self, sources: Sources) -> None:
-        """Asks everybody what of the save may be copied late, and why nothing is."""
-        lists = self.indices, self._numbers, self._tensors, self._versions
-        marks = Marks(sources.numbers, sources.rows, *lists)
-        owners = list(ownership.living())
-        for owner in (*owners, *keepers.known):
-            before = len(self.indices)
-            owner.defer(marks)
-            if len(self.indices) > before:
-                self._parts.append((len(self.indices), owner))
-        self._storages = sources.numbers
-        for sentence in (owner.captured(marks) for owner in owners):
-            if sentence is not None and sentence not in self.fallbacks:
-                self.fallbacks.append(sentence)
+readers: list[Callable[[Optimizer], object]] = []  # these wait for who else reads what it writes
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
-    """Decides which storages of a save are copied after the call, and writes their lanes.
+    """Decide which storages of a save are copied after the call, and write their lanes.
 
     Call it in ``async_save`` on the caller's thread. A step that another thread begins from now
     on waits until `track` is called for the save (or ``Deferral.close``, if there is none).
@@ -194,12 +69,12 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     if not overlap:
         return deferral
     key = id(deferral)
-    _calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: _calls.pop(key, None)))
+    calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
     # Only now: a step that began before is active, one that begins later sees the call.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
-                deferral._ask(skeleton)
+                deferral.ask(skeleton)
     except BaseException:
         deferral.close()
         raise
@@ -220,7 +95,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
     _pendings[id(pending)] = pending
     if deferral is None:
         mine = threading.get_ident()
-        for thread, ref in reversed(_calls.copy().values()):
+        for thread, ref in reversed(calls.copy().values()):
             if thread == mine:
                 deferral = ref()
                 break
@@ -252,13 +127,13 @@ def wait() -> None:
 
 def anything_copied() -> bool:
     """Whether a storage may be being copied behind a call, or is about to be."""
-    return bool(_late or _calls)
+    return bool(_late or calls)
 
 
 def wait_for_storage(identity: int) -> None:
     """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
     the calling thread's current stream wait. Raises as `wait` does."""
-    for key, (thread, _) in _calls.copy().items():
+    for key, (thread, _) in calls.copy().items():
         _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for key, deferral in _late.copy().items():
         pending = _pendings.get(key)
@@ -269,220 +144,52 @@ def wait_for_storage(identity: int) -> None:
 def _is_over(key: int, thread: int, end: float) -> bool:
     """Whether a call is over, waiting for it unless it is this thread's own."""
     mine = threading.get_ident()
-    while thread != mine and key in _calls and time.monotonic() < end:
+    while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
-    return key not in _calls
+    return key not in calls
 
 
 def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
     end = time.monotonic() + _CALL_TIMEOUT_S
-    for key, (thread, ref) in _calls.copy().items():
+    for key, (thread, ref) in calls.copy().items():
         if not _is_over(key, thread, end):
             # A step inside this thread's own call, or a call that never ends: that save cannot
             # hold what it promised.
             deferral = ref()
             if deferral is not None:
-                deferral._overtaken = True
+                deferral.overtaken = True
                 deferral.close()
 
 
-def _hold_back(optimizer: Optimizer) -> None:
-    """The last moment before an optimizer's step writes. It waits whatever became of the
-    bookkeeping, and raises only what a signal handler does, and what `_readers` do."""
-    if _calls:
+def hold_back(optimizer: Optimizer) -> None:
+    """Wait for saves, at the last moment before an optimizer's step writes.
+
+    It waits even where the bookkeeping has failed, and raises only what a signal handler or one
+    of `readers` raises.
+    """
+    if calls:
         _wait_for_calls()
     if _pendings:
         wait()
-    for wait_for_reader in _readers:
+    for wait_for_reader in readers:
         wait_for_reader(optimizer)
 
 
 def before_steps_write(wait_for_reader: Callable[[Optimizer], object]) -> None:
-    """Has every step call it with its optimizer at that moment, for good. A pre-hook of torch's
-    would run before the closure, and have the gate stand there too, since it may write."""
-    _readers.append(wait_for_reader)
+    """Have every step call a function with its optimizer right before it writes, from now on.
 
-
-@_eager
-def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
-    owner.gated = True
-    owner.compare()
-    _hold_back(optimizer)
-
-
-def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
-    """The closure, with the gate behind each call of it."""
-
-    @functools.wraps(closure)
-    def gated(*args: Any, **kwargs: Any) -> Any:
-        value = closure(*args, **kwargs)
-        _behind_closure(optimizer, owner)
-        return value
-
-    owner.gated = False
-    return gated
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@bookkeeping
-def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """A step begins: its arguments with a closure that gates, where the gate may stand behind it;
-    None where the gate is here."""
-    owner = ownership.find(optimizer)
-    if owner is None:
-        owner = ownership.find_or_make(optimizer)
-        _gate_writers(type(optimizer))
-    owner.begin(optimizer)
-    if _device.capturing():
-        # The graph's replays will change everything with no hook to say so.
-        owner.distrust("its step was captured in a CUDA graph")
-    known = owner.qualifies(optimizer) and not owner.ungated
-    if known and (len(args) > 1 or kwargs):
-        passed_on = _passed_on(optimizer, owner, args, kwargs)
-        if passed_on is not None:
-            return passed_on
-    owner.compare()
-    return None
-
-
-def _passed_on(
-    optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments | None:
-    # Another pre-hook may write, and runs before the closure does.
-    if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
-        return None
-    closure, place = kwargs.get("closure"), owner.closure_place
-    if callable(closure):
-        return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
-    if place is not None and len(args) > place and callable(args[place]):
-        return (*args[:place], _behind(args[place], optimizer, owner), *args[place + 1 :]), kwargs
-    return None
-
-
-@bookkeeping
-def _end(optimizer: Optimizer) -> bool:
-    """False inside another step of the optimizer."""
-    owner = ownership.find(optimizer)
-    return owner is None or owner.end(optimizer)
-
-
-@_eager
-def _before_writing(optimizer: Optimizer) -> None:
-    ownership.enter(optimizer)
-    _begin(optimizer, (), {})
-    _hold_back(optimizer)
-
-
-def _gate_writers(kind: type[Any]) -> None:
-    """Makes steps of the methods in which listed classes write beside `step`."""
-    for each in kind.__mro__:
-        for name in steps.writers(each):
-            method = each.__dict__.get(name)
-            if isinstance(method, FunctionType) and method.__code__ not in ownership.step_codes:
-                setattr(each, name, _as_step(method))
-
-
-def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _before_writing(self)
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            if _end(self) is not False:
-                ownership.leave(self)
-
-    ownership.step_codes.add(writing.__code__)
-    return functools.wraps(method)(writing)
-
-
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments | None:
-    """The pre-hook: gates at once, or passes on a closure that gates."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
-        return None
-    return _step_begins(optimizer, args, kwargs)
-
-
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The post-hook."""
-    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
-        return
-    _step_ends(optimizer)
-
-
-@_eager
-def _step_begins(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Arguments | None:
-    _core.trace_step_begins(optimizer)
-    ownership.enter(optimizer)
-    passed_on = _begin(optimizer, args, kwargs)
-    if passed_on is None:
-        _hold_back(optimizer)
-    return passed_on
-
-
-@_eager
-def _step_ends(optimizer: Optimizer) -> None:
-    if _end(optimizer) is not False:
-        ownership.leave(optimizer)
-    _core.trace_step_ends(optimizer)
-
-
-def _is_one_graph(optimizer: Optimizer) -> bool:
-    """Return whether a step that is being traced has to become one graph, without hooks.
-
-    The compiler calls this function while it traces, takes the answer for a constant and guards on
-    the optimizer's identity. So nothing of the optimizer is copied behind a call from now on, and
-    no copy of it is under way, when the graph runs for the first time.
+    A pre-hook of torch's would run before the closure, and since it may write, the gate would have
+    to stand before the closure as well.
     """
-    if _readers or keepers.known or not _has_to_be_whole():
-        return False
-    _capture_all_of(optimizer)
-    wait()
-    return True
-
-
-# As torch.compiler.assume_constant_result does, which imports torch._dynamo (1.4 s).
-_is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _has_to_be_whole() -> bool:
-    """Return whether torch.compile traces at this moment, with fullgraph=True."""
-    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
-    try:
-        tracer = compiler.InstructionTranslator.current_tx()  # type: ignore[union-attr]
-        return bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
-    except AttributeError:  # torch.export, or another torch: the graph breaks at the hook
-        return False
-
-
-@bookkeeping
-def _capture_all_of(optimizer: Optimizer) -> None:
-    ownership.find_or_make(optimizer).distrust(
-        "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
-    )
+    readers.append(wait_for_reader)
 
 
 def forked() -> None:
     """Runs in a forked child: the parent's saves are not waited for here."""
     _pendings.clear()
     _late.clear()
-    _calls.clear()
+    calls.clear()
 
 
-def _install() -> None:
-    handle = register_optimizer_step_pre_hook(_before_step)
-    # First of the pre-hooks, so that what the others write comes after the gate.
-    hooks = handle.hooks_dict_ref()
-    if isinstance(hooks, OrderedDict):
-        hooks.move_to_end(handle.id, last=False)
-    register_optimizer_step_post_hook(_after_step)
-    os.register_at_fork(after_in_child=forked)
-
-
-_install()
+os.register_at_fork(after_in_child=forked)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from stillframe import _core
-from stillframe._base import bar, looks, paths, records
+from stillframe._base import bar, cpus, looks, paths, records
 from stillframe._base.calls import no_collection
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.records import Failure, RestoreFailed
 from stillframe._save import gate, ordered, placement, restore
-from stillframe._save.into import WAS_FREED, Fill, Plan, copy, match
+from stillframe._save.fill import Fill
+from stillframe._save.into import WAS_FREED, Plan, copy, match
 from stillframe._tree import keypaths
 from stillframe.errors import CorruptCheckpointError, StillframeError
 
@@ -84,14 +86,25 @@ def load(
         map_location: As for `torch.load`.
         weights_only: As for `torch.load`; `False` runs whatever code the file's pickle names.
         verify: Compare the CRC of every record. With False, damaged bytes are loaded as they are.
-        into: A tensor, or dictionaries, lists and tuples of tensors (a state dict). The file's
-            bytes go straight into these tensors, on any device and with any strides; other values
-            in its dictionaries and lists are replaced by the file's. Everything in `into` must be
-            in the file, with the same shapes and types; the rest of the file is ignored. Saves
-            under way copy what they need first. Where tensors wrap others (quantized ones,
-            DTensors), or the file has tensors in place of other values, all of it is loaded into
-            memory first, and copied. An optimizer's `state_dict()` is made at each call, and has
-            state only after a step: hand it to its `load_state_dict` afterwards.
+        into: What to fill in place of returning a new object: a tensor, an object with `state_dict`
+            and `load_state_dict`, or dictionaries, lists and tuples of them at any depth. All of it
+            must be in the file; the rest of the file is ignored. Nothing is written until all of it
+            is known to fit. Saves under way copy what they need first.
+
+            - Tensors get the file's bytes straight into their memory, on any device and with any
+              strides. Shapes and types must be the file's.
+            - Modules are filled in their parameters and buffers, without a second copy. Keys must
+              be the file's. Where `load_state_dict` would do more than copy (hooks, methods of
+              a subclass, other types), it is called with the loaded dictionary.
+            - Optimizers are filled in the tensors of their state. One that has none yet gets new
+              memory for it. Its `load_state_dict` is called in both cases.
+            - Other objects (schedulers, scalers, your own) have `load_state_dict` called with their
+              part of the file, on the CPU and in new memory.
+            - Other values in dictionaries and lists are replaced by the file's. Values in a tuple
+              that also holds tensors stay.
+
+            Where the file has tensors that wrap others (quantized ones, DTensors), all of it is
+            loaded into memory first, and copied.
         mmap: As for `torch.load`: storages on the CPU are the file's pages, read when used and
             copied when written to. The file may be replaced or removed (as saves do), but must not
             be modified. With `verify`, every byte is read and checked first, which leaves the file
@@ -109,14 +122,17 @@ def load(
         CorruptCheckpointError: The file is empty, truncated, damaged or not a checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
         TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`); `into` does
-            not fit (checked before anything is written to it), or is given together with
-            `map_location` or `mmap`; `mmap` of a file that another program packed.
+            not fit or holds what cannot be filled (told by its place in the tree, before anything
+            is written to it), or is given together with `map_location` or `mmap`; `mmap` of a file
+            that another program packed.
         StillframeError: The bytes could not be copied to a device.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
-        Exception: Whatever else `torch.load` raises, unchanged.
+        Exception: Whatever else `torch.load` raises, unchanged. Likewise what a `load_state_dict`
+            raises, with a note that `into` is partly filled.
     """
     text = paths.as_text(path)
     refuse_unclear(verify=verify, shared=shared)
+    cpus.spread()
     if into is not None and map_location is not None:
         raise ValueError("with into= the tensors are where they are: leave map_location out")
     if into is not None and mmap:
@@ -202,14 +218,13 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     found, core = how.open(fd)
     _refuse_damaged(found, how.path)
     core, why = _able(core, None, "it is no archive of torch's")
-    plan = None
     if core is not None:
-        plan, why = _plan_ahead(core, into, how)
-    if plan is not None:
-        gate.wait()  # for saves that still copy out of these tensors
-        if _fill(plan, fd, how, found["nbytes"]):
-            return into
-        why = _PACKED
+        ahead = _plan_ahead(core, into, how)
+        if ahead is not None:
+            gate.wait()  # for saves that still copy out of these tensors
+            if _fill(*ahead, fd, how, found["nbytes"]):
+                return into
+        why = "its pickle or its layout is for torch to read"
     _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
     plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
     plan.refuse_problems()
@@ -218,7 +233,7 @@ def _load_into(fd: int, into: Any, how: _How) -> Any:
     return into
 
 
-def _fill(plan: Plan, fd: int, how: _How, nbytes: int) -> bool:
+def _fill(plan: Plan, new: list[Tensor], fd: int, how: _How, nbytes: int) -> bool:
     """Reads the records of a file of so many bytes straight to their targets.
 
     Returns:
@@ -229,7 +244,7 @@ def _fill(plan: Plan, fd: int, how: _How, nbytes: int) -> bool:
         CorruptCheckpointError, OSError, StillframeError: The targets are half written.
     """
     core = how.open_again(fd)
-    fill = Fill(core, plan)
+    fill = Fill(core, plan, new)
     try:
         with bar.watched(core.done, how.path, nbytes):
             fill.run()
@@ -240,9 +255,12 @@ def _fill(plan: Plan, fd: int, how: _How, nbytes: int) -> bool:
     return True
 
 
-def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan | None, str]:
-    """What goes where, by the shapes in the file, of whose tensors no byte is read; None and why
-    where they do not tell.
+def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan, list[Tensor]] | None:
+    """Find what goes where by the shapes in the file, of whose tensors no byte is read.
+
+    Returns:
+        The plan and its `new_tensors`. None where the pickle cannot be read ahead (the general road
+        says what is wrong with it), or does not tell where the bytes are.
 
     Raises:
         ValueError: Something does not fit.
@@ -250,11 +268,13 @@ def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan | None,
     shapes = restore.Shapes(core)
     try:
         found = shapes.load(not how.runs_code)
-    except Exception as error:  # the general way says what is wrong
-        return None, f"its pickle cannot be read ahead: {error!r}"
+    except Exception as error:
+        _logger.debug("the pickle of %s cannot be read ahead: %r", how.path, error)
+        return None
     plan = match(into, found)
     plan.refuse_short(shapes.sizes)
-    return (plan, "") if plan.is_of_records() else (None, "tensors in it wrap others")
+    new = plan.new_tensors(shapes.sizes)
+    return None if new is None else (plan, new)
 
 
 def _load_mapped(fd: int, how: _How) -> Any:

@@ -79,8 +79,8 @@ def is_dense(tensor: Tensor) -> bool:
 class PartsSave(CoreSave):
     """A save whose sources are read until it has ended."""
 
-    def _go_on(self, deferral: gate.Deferral) -> None:
-        deferral.close()  # and the sources stay: `_settle` lets go of them
+    def _go_on(self) -> None:
+        self._verdict.launched(self)  # and the sources stay: `_settle` lets go of them
 
     def after_copy(self) -> None:
         pass
@@ -122,16 +122,15 @@ def submit_parts(
             core, target.directory, target.name, parts, flags, target.file_system
         )
         sources = Skeleton(b"", list(owners), _core.Numbers([]), bytearray(), len(owners), [])
-        deferral = gate.Deferral()
         save = PartsSave(
             ticket,
             sources,
-            deferral,
+            gate.Deferral(),
             path=target.shown,
             given=path,
             on_durable=None,
             entered=entered,
         )
-        save.launch(deferral)
+        save.launch()
         note_use(engine)
         return save

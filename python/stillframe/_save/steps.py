@@ -129,7 +129,7 @@ def _is_tried(package: Package) -> bool:
         version = importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
-    return any(f"{version}.".startswith(f"{tried}.") for tried in package.versions)
+    return package.is_tried(version)
 
 
 def closure_place(step: Any) -> int | None:

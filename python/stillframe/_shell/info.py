@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -50,9 +51,14 @@ def _processor() -> str:
 
 
 def _machine() -> dict[str, Any]:
+    from stillframe._base import cpus  # needs the core
+
+    found = cpus.look()
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(found.ours),
+        "cpus": sorted(found.ours),
+        "main_thread_cpus": sorted(found.main),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "free_memory_bytes": raw.free_memory(),
     }
@@ -101,6 +107,23 @@ def look(directory: str) -> dict[str, Any]:
     }
 
 
+def _threads(machine: dict[str, Any]) -> str:
+    """Where stillframe's threads run, and the main thread where that differs."""
+    ours, main = _ranges(machine["cpus"]), _ranges(machine["main_thread_cpus"])
+    if ours == main:
+        return f"on CPUs {ours}"
+    return f"on CPUs {ours}; OpenMP binds the main thread to {main}"
+
+
+def _ranges(cpus: list[int]) -> str:
+    """Return "0-2,5" for [0, 1, 2, 5]."""
+    told: list[str] = []
+    for _, group in itertools.groupby(enumerate(cpus), lambda pair: pair[1] - pair[0]):
+        numbers = [cpu for _, cpu in group]
+        told.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    return ",".join(told)
+
+
 def lines(found: dict[str, Any]) -> list[str]:
     """The same for people."""
     machine, engine, disk = found["machine"], found["engine"], found["disk"]
@@ -109,6 +132,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"machine: {machine['processor']}, {machine['cores']} cores,"
         f" {decimal(machine['memory_bytes'])} of memory,"
         f" {decimal(machine['free_memory_bytes'])} free",
+        f"threads: {_threads(machine)}",
         f"pool: at most {binary(engine['pool_bytes'])}, blocks of {binary(engine['block_bytes'])}",
         f"driver: {engine['driver']}",
     ]

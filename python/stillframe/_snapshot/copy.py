@@ -19,8 +19,9 @@ from typing import Protocol
 from stillframe import _core
 from stillframe._base import device as _device
 from stillframe._base.calls import inside
-from stillframe._save import completion, gate
+from stillframe._save import completion
 from stillframe._save.gate import Deferral
+from stillframe._save.verdict import Verdict
 from stillframe._tree.walk import Tree
 from stillframe.errors import StillframeError, TornSnapshotError
 
@@ -42,7 +43,7 @@ class Copy:
     ) -> None:
         self.core = core
         self.sources = tree.storages  # the lane reads them
-        self.deferral: Deferral | None = deferral
+        self.verdict = Verdict(deferral)
         self.devices = tree.devices
         self.shared = shared
         self.error: StillframeError | None = None
@@ -50,16 +51,13 @@ class Copy:
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
         self._told: list[Callable[[], object]] = []  # once it is settled
-        self._torn: int | None = None  # what the versions said before a step that did not wait
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def start(self) -> None:
         """Copies what has to be copied now, and has the lane and the devices copy the rest."""
-        deferral = self.deferral
-        assert deferral is not None
-        later = bool(deferral.indices or self.devices)
+        later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
             completion.copying[self.core.number] = self
@@ -70,12 +68,7 @@ class Copy:
             # Where there are no bytes to copy, nobody tells the end.
             if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
-        if deferral.indices:
-            gate.track(self, deferral)
-            if self.is_settled():  # by the completion thread, before this line
-                gate.untrack(self)
-        else:
-            deferral.close()
+        self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
@@ -91,15 +84,9 @@ class Copy:
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
-            else:
-                self._look()
+            else:  # a step that waits on the device changes versions before the end
+                self.verdict.look()
         return copied
-
-    def _look(self) -> None:
-        """Asks for versions now: a step that waits on the device changes them before the end."""
-        with self._lock:
-            if self._torn is None and self.deferral is not None and not self.is_settled():
-                self._torn = self.deferral.torn()
 
     def finish(self) -> None:
         """Waits for the end where no completion thread will come."""
@@ -114,25 +101,24 @@ class Copy:
     def settle(self) -> None:
         """The verdict, where the copy has ended: whoever comes first gives it."""
         with self._lock:
-            deferral = self.deferral
-            if self.is_settled() or deferral is None:
+            if self.is_settled():
                 return
             ended, torn = self.core.wait(0)
             if not ended:
                 return
             failed = self.core.error()
             if torn < 0 and not failed:
-                torn = deferral.torn() if self._torn is None else self._torn
+                torn = self.verdict.look()
             # A signal handler may have settled it in between.
             settled, self._settled = self._settled, True
             if settled:
                 return
-            gate.untrack(self)
+            self.verdict.over(self)
             if failed:
                 self.error = StillframeError(f"the snapshot could not be copied: {failed}")
             elif torn >= 0:
-                self._tear(torn, deferral)
-            deferral.release()
+                self._tear(torn)
+            self.verdict.release()
             self.sources = []
             for function in self._told:
                 completion.callbacks.put(function)
@@ -149,11 +135,10 @@ class Copy:
     def is_settled(self) -> bool:
         return self._settled
 
-    def _tear(self, index: int, deferral: Deferral) -> None:
-        deferral.distrust(index)
+    def _tear(self, index: int) -> None:
         owner = self.owner() if self.owner is not None else None
         names = owner._names(index) if owner is not None else []
-        what = ", ".join(names) if names else f"storage {index}"
+        what = self.verdict.blame(index, names)
         self.error = TornSnapshotError(
             f"{what} changed outside the optimizer's step while a snapshot was still being copied."
             " Call wait() before such a change, or take the snapshot with overlap=False. This"

@@ -1,7 +1,8 @@
-"""Where in a tree the object sits that cannot be pickled: for a note on the error that says so.
+"""The key path of an object that cannot be pickled, for a note on the pickler's error.
 
-Only after an error, so the search may cost as much again: of the parts of a container, the first
-that fails alone is gone into. Tensors are not looked at: they have a road of their own.
+The search runs only after an error, so it may cost as much as the pickling. It descends into the
+first part of each container that cannot be pickled alone. Tensors are skipped, because they are
+saved in another way.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _PROTOCOL = 2
 
 
 def note(error: BaseException, root: object) -> None:
-    """Adds the key path of what cannot be pickled to `error`; nothing where it is not found, or is
-    the whole object."""
+    """Add the key path of the object that cannot be pickled to `error`, unless it is not found or
+    is the whole object."""
     try:
         path, node = _find(root)
-    except Exception:  # an object that fails in another way when it is asked again
+    except Exception:  # an object that fails in another way the second time
         return
     if path:
         error.add_note(f"stillframe: that is the {type(node).__name__} at {path!r} of the object")
@@ -43,7 +44,7 @@ def _find(root: object) -> tuple[str, object]:
 
 
 def _parts(node: Any) -> Iterator[tuple[str, Any]]:
-    """What a node is made of, as `keypaths` names it."""
+    """Yield the parts of a node, named as in `keypaths`."""
     if isinstance(node, dict):
         yield from ((f".{key}", value) for key, value in node.items())
     elif isinstance(node, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Which tensors of a pickle live in a storage, as key paths.
+"""Key paths of the tensors in a pickle that use a given storage.
 
-The pickle is read with an unpickler that imports nothing and calls nothing of the object's:
-each class or function becomes a stub that keeps what it is given. So it is safe on any data,
-works without the classes, and costs no more than reading.
+The pickle is read with an unpickler that imports nothing and calls none of the object's code: each
+class or function becomes a stub that keeps its arguments. So it is safe on any data, works without
+the classes, and costs no more than reading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, Any
 
 
 class Storage:
-    """Stands for a storage: the record ``data/<key>``."""
+    """A storage: the record ``data/<key>``."""
 
     __slots__ = ("key", "kind", "location", "numel")
 
@@ -27,7 +27,7 @@ class Storage:
 
 
 class Stub:
-    """Stands for an instance of any class, or for what any function returned."""
+    """A stub for an instance of any class, or for the result of any function."""
 
     _name = ""
 
@@ -38,7 +38,7 @@ class Stub:
 
     args: tuple[Any, ...]
     state: Any = None
-    # Most stay empty, and a checkpoint has two of these for each tensor.
+    # Shared defaults: most stay empty, and a checkpoint has two stubs for each tensor.
     items: Mapping[Any, Any] = MappingProxyType({})
     elements: Sequence[Any] = ()
 
@@ -63,7 +63,7 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 def _get_attribute(_owner: Any, name: Any) -> type[Stub]:
-    """Stands for getattr, which protocol 2 uses for nested classes."""
+    """Replace getattr, which protocol 2 uses for nested classes."""
     return _stub_class(str(name))
 
 
@@ -86,7 +86,7 @@ class Reader(pickle.Unpickler):
 
 
 def children(node: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a node with their path relative to it."""
+    """Yield the parts of a node with their paths relative to it."""
     if isinstance(node, dict):
         yield from ((f".{_key(key)}", value) for key, value in node.items())
         yield from (("", key) for key in node)
@@ -103,7 +103,7 @@ def children(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _flat(arg: Any) -> Iterator[Any]:
-    """A call's argument, or what is in it where it is a tuple: places in it tell nothing."""
+    """Yield a call's argument, or the items of a tuple, whose indices would tell nothing."""
     stack = [arg]
     while stack:
         part = stack.pop()
@@ -124,10 +124,10 @@ def _key(key: Any) -> str:
 
 
 def of_storage(data: bytes, key: str) -> list[str]:
-    """Paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
+    """Return the paths of the tensors (or storage objects) in pickle ``data`` over storage ``key``.
 
-    A path joins dictionary keys, positions and attribute names with dots; the root is ``""``.
-    Each is given once, in the order of the tree; a shared object only at its first place.
+    A path joins dictionary keys, indices and attribute names with dots; the root is ``""``. Paths
+    are unique and in the order of the tree; a shared object counts where it is first met.
     """
     paths: dict[str, None] = {}
     seen: set[int] = set()

@@ -1,7 +1,7 @@
-"""Makes a tree again over other storages: see `_tree`, which has found what is in it.
+"""Rebuilds a tree over other storages; `walk.Tree` has found its contents.
 
-`Builder.build` walks the tree as `Tree` did, and makes each container and each tensor anew, once.
-Most of the tensors of a checkpoint are plain ones: these are made already, and only put in place.
+`Builder.build` walks the tree as `Tree` did and makes each container and each tensor once. Most
+tensors of a checkpoint are plain: these exist already and are only inserted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from stillframe import _core
 
-# Objects nothing can change, or that nobody would call custom: they are not even mentioned.
+# Immutable objects, and common ones that need no log line when they are left whole.
 ATOMS: frozenset[type[Any]] = frozenset(
     {
         *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...)),
@@ -63,7 +63,7 @@ def attributes_of(node: object) -> dict[str, Any]:
 
 
 def dict_of(state: Any) -> dict[str, Any]:
-    """What somebody has hung onto a plain tensor, out of its state."""
+    """Return the attributes that users have set on a plain tensor, from its state."""
     return state if isinstance(state, dict) else {}
 
 
@@ -77,14 +77,14 @@ def _slots_of(node: object) -> list[Any]:
 
 
 def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
-    """An object among `parts`, or in containers there, that the walk leaves whole although it has
-    tensors in its attributes, at any depth; None where there is none.
+    """Return an object among `parts`, or in containers there, that the walk leaves whole although
+    it has tensors in its attributes, at any depth; None if there is none.
 
     Args:
-        parts: What a tensor is made from.
-        holder: Given where the walk looks at none of them: returned where there is a tensor.
+        parts: The parts of a tensor.
+        holder: Returned if there is any tensor; given when the walk enters none of the parts.
     """
-    # Each with the object left whole that led to it.
+    # Each node with the object left whole that led to it.
     stack: list[tuple[Any, Any]] = [(part, holder) for part in parts]
     seen: set[int] = set()
     while stack:
@@ -107,7 +107,7 @@ def holder_of_tensors(parts: list[Any], holder: Any = None) -> object | None:
 
 
 def reach(tensor: Tensor) -> int:
-    """How many bytes a strided tensor needs its storage to have."""
+    """Return how many bytes long the storage of a strided tensor must be."""
     if not tensor.numel():
         return 0
     steps = zip(tensor.size(), tensor.stride(), strict=True)
@@ -116,7 +116,7 @@ def reach(tensor: Tensor) -> int:
 
 
 class Reduced:
-    """A tensor that is made by calling a function, as pickle would."""
+    """A tensor that is made by calling a function, as in a pickle."""
 
     __slots__ = ("args", "function", "state")
 
@@ -128,7 +128,7 @@ class Reduced:
 
 
 class Flattened:
-    """A wrapper subclass, as its inner tensors and what it needs to be put together again."""
+    """A wrapper subclass, as its inner tensors and the context to reassemble it."""
 
     __slots__ = ("context", "inner", "size", "stride", "tensor")
 
@@ -140,14 +140,14 @@ class Flattened:
 
 
 class Builder:
-    """Makes one tree again.
+    """Rebuilds one tree.
 
     Args:
         made: New tensors, by id of the old ones.
-        firsts: By number of the storage, a new tensor over the new one; None where there is none.
+        firsts: By number of the storage, a new tensor over the new storage, or None.
         others: By id of every other tensor: the number of its storage, or what it is made from.
-        numbers: Of the old storages.
-        memory, offsets, nbytes: Where the new storages' bytes are.
+        numbers: Numbers of the old storages.
+        memory, offsets, nbytes: The bytes of the new storages.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Builder:
         return self.storage(number)
 
     def fetch(self, number: int, storage: UntypedStorage) -> None:
-        """Copies a storage of another device."""
+        """Copy a storage of another device."""
         source = torch.empty(0, dtype=torch.uint8, device=storage.device)
         source.set_(storage)
         target = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -197,7 +197,7 @@ class Builder:
         target.copy_(source)
 
     def address(self) -> int:
-        """Of the memory; 0 where no tensor is over bytes of it."""
+        """Return the address of the memory; 0 if no tensor uses bytes of it."""
         for first, offset, nbytes in zip(self._firsts, self._offsets, self._nbytes, strict=True):
             if first is not None and nbytes:
                 return first.untyped_storage().data_ptr() - offset
@@ -218,7 +218,7 @@ class Builder:
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(self.storage(found), tensor.storage_offset(), tensor.size(), tensor.stride())
         if not nbytes:
-            # Its memory was freed, as FSDP does with what it has gathered, and has come back here.
+            # Its memory was freed, as FSDP does with gathered parameters, but set_ has made some.
             new.untyped_storage().resize_(0)
         if tensor.dtype.is_complex and tensor.is_conj():
             torch._C._set_conj(new, True)
@@ -229,14 +229,14 @@ class Builder:
         elif tensor.requires_grad:
             new.requires_grad_(True)
         self._memo[id(tensor)] = new
-        state = getstate(tensor)  # asking for __dict__ would make one
+        state = getstate(tensor)  # reading __dict__ would create one
         if state is not None:
             hanging = dict_of(state).items()
             new.__dict__.update({name: self.build(value) for name, value in hanging})
         return new
 
     def _other(self, tensor: Tensor, found: Any) -> Tensor:
-        """A tensor that is not simply a view of one storage."""
+        """Return the new tensor for one that is not simply a view of one storage."""
         if found is None:
             raise RuntimeError("a tensor came into the tree while it was copied")
         if type(found) is Flattened:
@@ -265,10 +265,10 @@ class Builder:
         wrapped: dict[int, tuple[Any, Tensor]],
         hanging: list[tuple[Any, dict[str, Any]]],
     ) -> None:
-        """Makes DTensors over the new local tensors. The specification is the old one: nobody
-        changes one that a tensor has."""
+        """Make DTensors over the new local tensors. They share the old specification, which nobody
+        changes once a tensor has it."""
         memo = self._memo
-        # Its __init__ does nothing, behind a wrapper that costs more than all the rest.
+        # Skip __init__: it does nothing, in a wrapper that costs more than all the rest.
         make: Any = getattr(kind, "__new__", None)
         for key, (old, local) in wrapped.items():
             new_local = memo.get(id(local))
@@ -295,7 +295,7 @@ class Builder:
     # ---- the rest of the tree ----
 
     def build(self, node: Any) -> Any:
-        """What stands in a node's place. Plain dicts and lists are made in C."""
+        """Return the replacement of a node. C code makes plain dicts and lists."""
         return _core.rebuilt(node, self._memo, self._build_other)
 
     def _build_other(self, node: Any) -> Any:
@@ -339,8 +339,7 @@ class Builder:
         return new
 
     def _container(self, node: Any) -> Any:
-        """A container other than a plain dict, list or tuple: emptied of the old parts, filled with
-        new ones."""
+        """Return a copy, with new parts, of a container that is not a plain dict, list or tuple."""
         kind = type(node)
         if kind is OrderedDict:
             new: Any = OrderedDict()

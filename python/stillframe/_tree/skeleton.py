@@ -1,10 +1,10 @@
-"""The skeleton of an object: its pickle, and the storages that its tensors live in.
+"""The skeleton of an object: its pickle, and the storages of its tensors.
 
-``torch.save`` pickles an object with every storage replaced by an id, then writes the storages
-one by one. `build` does the first half and says where the bytes of the second are. What comes
-out loads with ``torch.load`` to the same graph as a file of ``torch.save``: the C pickler does
-the work in both, and this module only answers for storages and plain tensors (see
-``csrc/python/skeleton/skeleton.c`` for how plain tensors get into the pickle).
+``torch.save`` pickles an object with every storage replaced by an id, then writes the storages one
+by one. `build` does the first half and says where the bytes for the second half are. The result
+loads with ``torch.load`` to the same graph as a file of ``torch.save``: the C pickler does the work
+in both, and this module only answers for storages and plain tensors
+(``csrc/python/skeleton/skeleton.c`` explains how plain tensors get into the pickle).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _REAL, _COMPLEX = torch.float32, torch.complex64
 _MOST_ITEMSIZE = 16  # of a dtype
 SOURCE = struct.Struct("=QQII")  # struct sfr_source: addr, nbytes, lane, device
 
-# The pickle of a plain tensor is written without asking the tensor, which is right as long as
-# these are torch's own.
+# The pickle of a plain tensor is written without asking the tensor. That is correct as long as
+# these are torch's own functions.
 _REDUCERS = (
     (Tensor, "__reduce_ex__", Tensor.__reduce_ex__),
     (Tensor, "_reduce_ex_internal", Tensor._reduce_ex_internal),
@@ -46,14 +46,14 @@ _taggers = [tagger for _, tagger, _ in torch.serialization._package_registry]
 _cuda_tagger = [tagger for tagger in _taggers if getattr(tagger, "args", ()) == ("cuda",)]
 _TAGGERS = [torch.serialization._cpu_tag, *_cuda_tagger]
 
-# Tensors to handles of torch's C shim, in capsules; and back, which takes the handles over.
+# Convert tensors to handles of torch's C shim, in capsules, and back, which consumes the handles.
 _to_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
 _from_handles = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
 
 @dataclass(slots=True)
 class Skeleton:
-    """What a save has to write.
+    """The records of a save.
 
     Attributes:
         data: The record ``data.pkl``, pickle protocol 2.
@@ -61,11 +61,11 @@ class Skeleton:
             ``data/i``. Their bytes stay where ``rows`` says as long as this list lives and nobody
             resizes them.
         numbers: The storages' numbers, by the addresses of the StorageImpls in the caller's tree.
-            These differ from those of ``storages`` where a storage was copied to the host.
+            These differ from those of ``storages`` if a storage was copied to the host.
         rows: One ``struct sfr_source`` (24 bytes) for each storage, every lane 0.
         num_tensors: Distinct tensor objects.
         fallbacks: Sentences for the report.
-        devices: Numbers of the CUDA devices that storages live on.
+        devices: Numbers of the CUDA devices that have storages.
     """
 
     data: bytes
@@ -77,24 +77,26 @@ class Skeleton:
     devices: tuple[int, ...] = ()
 
     def names(self, index: int) -> list[str]:
-        """Key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage ``index``.
+        """Return key paths, such as ``optim.state.0.exp_avg``, of the tensors over storage
+        ``index``.
 
-        Slow, and meant for error messages: it reads ``data`` and never looks at the live
-        tree. The tree's root is the path ``""``.
+        Slow, and meant for error messages: it parses ``data`` and never touches the live tree. The
+        tree's root is the path ``""``.
         """
         return _keypaths.of_storage(self.data, str(index))
 
 
 class _Pickler(_pickle.Pickler):
-    """The C pickler with a ``__dict__``, for a persistent_id that is no method of it.
+    """The C pickler with a ``__dict__``, so that persistent_id can be an attribute.
 
-    As a method it would be bound to the pickler and leak the whole graph until the next
-    collection; as an attribute it is bound to the collector, which knows no pickler.
+    A method would be bound to the pickler, a cycle that keeps the whole graph until the next
+    garbage collection. The attribute is bound to the collector, which does not refer to the
+    pickler.
     """
 
 
 def _storage_tuple(collector: _core.Collector, obj: Any) -> tuple[str, Any, str, str, int]:
-    """The persistent id of a storage object, as ``torch.save`` gives it."""
+    """Return the persistent id of a storage object, as ``torch.save`` makes it."""
     if isinstance(obj, TypedStorage):
         storage = obj._untyped_storage
         dtype = obj.dtype
@@ -121,8 +123,8 @@ def _location(storage: UntypedStorage) -> str:
 
 
 def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
-    """Tensors of several kinds, with what torch says of each: where its TensorImpl is, its dispatch
-    keys, where its StorageImpl is, and a handle of torch's C shim."""
+    """Return tensors of several kinds, each with the address of its TensorImpl, its dispatch keys,
+    the address of its StorageImpl, and a handle of torch's C shim."""
     real, other = (torch.empty(1, device="cpu", dtype=dtype) for dtype in (_REAL, _COMPLEX))
     tensors = [real, torch._neg_view(real), other.conj(), torch.empty(1, device="meta")]
     return [
@@ -138,16 +140,16 @@ def _samples() -> list[tuple[Tensor, int, int, int, Any]]:
 
 
 def _learn_words() -> bool:
-    """Has the C side find out where torch keeps what it has to know of every tensor."""
+    """Have the C code find where torch keeps the words that it reads from every tensor."""
     samples = _samples()
     try:
         return _core.learn_words(samples)
     finally:
-        _from_handles([sample[-1] for sample in samples])  # which takes them over
+        _from_handles([sample[-1] for sample in samples])  # releases the handles
 
 
 def _keys(*names: str) -> int:
-    """The bits of some dispatch keys."""
+    """Return the bits of some dispatch keys."""
     sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
     return functools.reduce(operator.or_, (each.raw_repr() for each in sets))
 
@@ -159,16 +161,16 @@ _USUAL_KEYS = _keys(
 
 
 def _place(tensor: Tensor) -> int:
-    """Where tensors with the dispatch keys of this one live: 0 for host memory, 1 for CUDA devices;
-    -1 for any other place, and where a key says that they are more than bytes with a shape: sparse,
-    nested, quantized, conjugated, negated, named, wrapped, nothing but zeros."""
+    """Return where tensors with the dispatch keys of this one live: 0 for host memory, 1 for CUDA
+    devices. -1 for any other device, and for tensors that are more than bytes with a shape: sparse,
+    nested, quantized, conjugated, negated, named, wrapped or all zeros without memory."""
     if torch._C._dispatch_keys(tensor).raw_repr() & ~_USUAL_KEYS:
         return -1
     return 0 if tensor.is_cpu else 1 if tensor.is_cuda else -1
 
 
 def _make_types(**other: Any) -> _core.TorchTypes:
-    """Collects the parts of torch that the C side needs; `other` ones take their place."""
+    """Collect the parts of torch that the C code needs; `other` replaces some of them."""
     attributes = torch._C.TensorBase.__dict__
     dtypes = [
         (dtype, name)
@@ -202,7 +204,7 @@ def _make_types(**other: Any) -> _core.TorchTypes:
 
 
 def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
-    """Dtypes whose elements are some bytes and nothing else, as `_make_types` takes them."""
+    """Return the dtypes whose elements are plain bytes, in the form of `_make_types`."""
     names = "bool bfloat16 float16 float32 float64 complex32 complex64 complex128"
     names += " int8 int16 int32 int64 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz"
     names += " float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
@@ -211,9 +213,9 @@ def _whole_dtypes() -> list[tuple[torch.dtype, str]]:
 
 
 make_tensors = True
-"""Whether the bridge makes the tensors of a snapshot, where torch has a function for it (2.11)."""
+"""Whether the bridge makes the tensors of a snapshot, if torch has a function for it (2.11)."""
 
-# Whatever is in force where this is imported for the first time, the tensors here are plain ones.
+# The tensors here are plain, whatever modes are active at the first import.
 with (
     torch._C.DisableTorchFunction(),
     torch._C._DisableTorchDispatch(),
@@ -221,7 +223,7 @@ with (
 ):
     _sees_words = _learn_words()
     _types = _make_types()
-    # Trees have a trail of their own, and may have tensors of any dtype.
+    # Trees have their own prefetch order, and may have tensors of any dtype.
     _tree_types = _make_types(dtypes=_whole_dtypes())
 _UNSEEN = (
     "This torch keeps its tensors in a way that is not known here, so each was asked to describe"
@@ -230,7 +232,7 @@ _UNSEEN = (
 
 
 def _transformed() -> bool:
-    """Whether dispatch modes or function transforms see (and may change) what a tensor is."""
+    """Return whether dispatch modes or function transforms see (and may change) tensors."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -238,9 +240,9 @@ def _transformed() -> bool:
 
 
 def _plain_road() -> bool:
-    """Whether plain tensors may be written without asking them.
+    """Return whether plain tensors may be written without asking them.
 
-    Not so under torch's modes and function transforms, nor where somebody else has taken over how
+    They may not under torch's modes and function transforms, nor when other code has changed how
     tensors are pickled.
     """
     if torch._C._len_torch_function_stack() or _transformed():
@@ -255,22 +257,22 @@ def _plain_road() -> bool:
 
 
 def _plain_tags() -> tuple[bool, bool]:
-    """Whether storages of the host, and those of CUDA devices, have torch's own location tags:
-    "cpu", and one for each device."""
+    """Return whether host storages and CUDA storages have torch's own location tags: "cpu", and one
+    for each device."""
     taggers = [tagger for _, tagger, _ in torch.serialization._package_registry[:2]]
     return taggers[:1] == _TAGGERS[:1], taggers == _TAGGERS
 
 
 def tree_collector() -> _core.Collector:
-    """A collector for `stillframe._tree.walk`, which has a walk of its own, saves nothing, and lets
-    no function mode interfere."""
+    """Return a collector for `stillframe._tree.walk`, which walks itself, saves nothing, and
+    excludes function modes."""
     return _core.Collector(
         _tree_types, plain_road=not _transformed(), plain_cpu=True, plain_cuda=True, any_dtypes=True
     )
 
 
 def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
-    """The pickle of ``obj`` with a number for each plain tensor; the pickler ends here."""
+    """Return the pickle of ``obj`` with a number for each plain tensor; frees the pickler."""
     buffer = io.BytesIO()
     pickler = _Pickler.__new__(_Pickler)
     pickler.persistent_id = collector.persistent_id  # type: ignore[method-assign]
@@ -280,13 +282,13 @@ def _pickle_object(obj: object, collector: _core.Collector) -> bytes:
 
 
 def build(obj: object) -> Skeleton:
-    """Pickles ``obj`` as ``torch.save`` does, all but the bytes of its storages.
+    """Pickle ``obj`` as ``torch.save`` does, except the bytes of its storages.
 
-    Storages that are neither on the CPU nor on a CUDA device are copied to host memory inside the
-    call, with a sentence in ``fallbacks``.
+    Storages that are neither on the CPU nor on a CUDA device are copied to host memory in the call,
+    with a sentence in ``fallbacks``.
 
     Raises:
-        Whatever ``torch.save`` raises for ``obj``.
+        Exception: The same as ``torch.save`` for ``obj``.
     """
     plain_cpu, plain_cuda = _plain_tags()
     collector = _core.Collector(
@@ -308,7 +310,7 @@ def build(obj: object) -> Skeleton:
 
 
 def _fetch(storages: list[UntypedStorage], rows: bytearray, elsewhere: list[int]) -> list[str]:
-    """Replaces the storages numbered ``elsewhere`` by copies in host memory."""
+    """Replace the storages numbered ``elsewhere`` by copies in host memory."""
     counts: dict[str, int] = {}
     for index in elsewhere:
         device = str(storages[index].device)

@@ -1,26 +1,25 @@
-"""A tree of containers and tensors: which storages are under it, and the same tree over others.
+"""A tree of containers and tensors: finds its storages, and rebuilds it over other storages.
 
-`Tree(root)` walks the tree once and numbers its storages; `rebuild` walks it again and puts tensors
-over new storages into new containers. In between somebody copies the bytes. What belongs together
-stays together: a storage is copied once, tensors over one storage are so again, a container or
-tensor that stands at two places does so again.
+`Tree(root)` walks the tree once and numbers its storages. Its caller copies their bytes, and then
+`rebuild` walks the tree again and puts tensors over the new storages into new containers. Sharing
+is kept: a storage is copied once, tensors over one storage share the new one, and a container or
+tensor that occurs twice is one object again.
 
-What is walked into: dicts, lists, tuples and their subclasses (namedtuple, OrderedDict with its
-attributes, defaultdict), deques, sets; tensors of every kind, storages, attributes of tensors.
-NumPy arrays are copied. Every other object is left whole: the very same object is in the new tree.
+The walk enters dicts, lists, tuples and their subclasses (namedtuple, OrderedDict with its
+attributes, defaultdict), deques and sets; tensors of every kind, storages, and attributes of
+tensors. NumPy arrays are copied. Every other object is left whole: the new tree has the same one.
 
-Plain tensors are found and made again in C, all of them in one call (skeleton/copies.c). So are the
-local tensors of DTensors, which are put under new DTensors of the same specification. Other
-strided ones are described by offset, size and stride. All the rest (sparse, quantized, nested,
-subclasses) reduce themselves as they do for `torch.save`, and the storages in what they reduce to
-are exchanged; other wrapper subclasses that can be flattened are flattened. A tensor that
-reduces itself to objects with tensors of their own (ShardedTensor does) is refused: such an object
-is left whole, and the new tensor would have the old one's memory.
+C code finds and makes all plain tensors in one call (skeleton/copies.c), including the local
+tensors of DTensors, around which DTensors with the same specification are made. Other strided
+tensors are described by offset, size and stride. Wrapper subclasses that can be flattened are.
+The rest (sparse, quantized, nested, other subclasses) reduce themselves as for `torch.save`, and
+the storages in the result are replaced. A tensor that reduces to objects with tensors of their own
+(ShardedTensor does) is refused: such an object is left whole, so the new tensor would have the old
+memory.
 
-A tree is walked and not pickled, so objects that cannot be pickled (process groups among them)
-may be in what DCP or a callback hands over. The collector of garbage is paused meanwhile: many
-thousand new objects made it look through the whole process again and again, which took as long as
-the rest.
+A tree is walked rather than pickled, so it may contain objects that cannot be pickled, such as the
+process groups in what DCP or a callback passes. Garbage collection is paused meanwhile: many
+thousand new objects made it scan the whole process repeatedly, which doubled the time.
 """
 
 from __future__ import annotations
@@ -61,19 +60,19 @@ def _can_be_flattened(tensor: Tensor) -> bool:
 
 
 class Tree:
-    """The storages under a tree, and a way to make the tree again over others.
+    """The storages under a tree, and a way to rebuild the tree over others.
 
     Attributes:
-        storages: The storages, each once; they are alive as long as this object.
+        storages: The storages, each once; this object keeps them alive.
         numbers: Their numbers, by the addresses of their StorageImpls.
-        rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 where a storage is
+        rows: One ``struct sfr_source`` for each, every lane 0. The address is 0 if a storage is
             neither in host memory nor on a CUDA device.
-        elsewhere: Numbers of those.
-        devices: Numbers of the CUDA devices that storages live on.
-        reads_bytes: Whether making the tree anew looks at the copied bytes: what reduces itself
-            may check them.
+        elsewhere: Numbers of those storages.
+        devices: Numbers of the CUDA devices that have storages.
+        reads_bytes: Whether rebuilding reads the copied bytes, as tensors that reduce themselves
+            may do.
         left_whole: Objects that are neither containers nor tensors nor plain values, in the order
-            in which they were met.
+            of the walk.
     """
 
     def __init__(self, root: object, *, lanes: bool = True) -> None:
@@ -83,12 +82,12 @@ class Tree:
         self.reads_bytes = False
         self.left_whole: list[object] = []
         self._collector: _core.Collector | None = skeleton.tree_collector()
-        # By id of each tensor that is not a plain one: the number of its storage, or what it is
-        # made from.
+        # By id of each tensor that is not plain: the number of its storage, or what it is made
+        # from.
         self._others: dict[int, Any] = {}
-        self._held: list[Tensor] = []  # an id is a tensor's as long as that lives
+        self._held: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
         self._dtensor = dtensor()
-        # By id, DTensors with their local tensors, and what somebody has hung onto them.
+        # By id, DTensors with their local tensors, and attributes that users have set on them.
         self._wrapped: dict[int, tuple[Any, Tensor]] = {}
         self._hanging: list[tuple[Any, dict[str, Any]]] = []
         with torch._C.DisableTorchFunction(), no_collection():
@@ -101,7 +100,7 @@ class Tree:
             self._forgo_lanes()
 
     def _find(self, root: object, collector: _core.Collector) -> None:
-        """The collector walks into plain containers and takes the plain tensors out."""
+        """Walk the tree; the collector walks plain containers and takes out plain tensors."""
         seen: set[int] = set()
         stack = self._rest((root,), seen, collector)
         while stack:
@@ -115,8 +114,8 @@ class Tree:
     def _rest(
         self, nodes: list[Any] | tuple[Any, ...], seen: set[int], collector: _core.Collector
     ) -> list[Any]:
-        """What is left of the nodes to be looked at, the last one first: in the order of the tree,
-        in which what was made so is copied so."""
+        """Return the nodes that the collector leaves, last one first. The walk follows the tree's
+        order, in which the storages were probably allocated."""
         rest = collector.walk(nodes, seen)
         if self._dtensor is not None and rest:
             rest = self._see_through(rest, collector)
@@ -124,8 +123,8 @@ class Tree:
         return rest
 
     def _see_through(self, nodes: list[Any], collector: _core.Collector) -> list[Any]:
-        """Enters the DTensors among the nodes; returns the other nodes, and what DTensors lead to
-        but for local tensors that are plain."""
+        """Enter the DTensors among the nodes. Return the other nodes, and the objects that DTensors
+        lead to, except plain local tensors."""
         kind, known = self._dtensor, self._wrapped
         inner, locals_ = [], []
         for node in nodes:
@@ -159,7 +158,7 @@ class Tree:
         return []
 
     def _meet_other(self, tensor: Tensor, collector: _core.Collector) -> list[Any]:
-        """Enters a tensor that is not a plain one, and returns what else it leads to."""
+        """Enter a tensor that is not plain, and return the objects it leads to."""
         key = id(tensor)
         if key in self._others:
             return []
@@ -181,7 +180,7 @@ class Tree:
             if holder is not None:
                 raise TypeError(self._refusal(tensor, holder))
             self._others[key] = flattened
-            # DTensor's mesh is among them: it stands for processes, nobody changes it.
+            # DTensor's mesh is among them: it describes processes, and nobody changes it.
             inner = [part for part in flattened.inner.values() if isinstance(part, Tensor)]
             return [*inner, *attributes_of(tensor).values()]
         reduced = Reduced(tensor)
@@ -202,13 +201,13 @@ class Tree:
         )
 
     def _enter(self, storage: UntypedStorage, place: int, collector: _core.Collector) -> int:
-        """The number of a storage, new or known; `place` as `_device.place_of` says it."""
+        """Return the number of a storage, new or known; `place` is as in `_device.place_of`."""
         if place > 0 and not self._lanes:
             place = -1
         return collector.add_storage(storage, storage._cdata, place, 0, torch.uint8)
 
     def _forgo_lanes(self) -> None:
-        """Has torch copy what lives on CUDA devices."""
+        """Leave the storages on CUDA devices for torch to copy."""
         words = memoryview(self.rows).cast("Q")
         for number in range(len(self.storages)):
             if words[3 * number + 2]:  # the lane is 0, so this is the device
@@ -217,8 +216,8 @@ class Tree:
         self.devices = ()
 
     def own_objects(self) -> dict[int, Any]:
-        """Deep copies of the objects that are left whole, by id; what they share stays shared. One
-        that cannot be copied is left: it cannot be pickled either, and whoever tries says so."""
+        """Return deep copies of the objects left whole, by id, with sharing kept. One that cannot
+        be copied is skipped: it cannot be pickled either, and pickling reports that."""
         memo: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         for node in self.left_whole:
@@ -227,11 +226,11 @@ class Tree:
         return copies
 
     def nbytes(self) -> int:
-        """Bytes of all storages."""
+        """Return the bytes of all storages."""
         return sum(nbytes for _, nbytes in self.sources())
 
     def sources(self) -> Iterator[tuple[int, int]]:
-        """Address (0 where it is not in host memory) and bytes of each storage."""
+        """Yield the address (0 if it is not in host memory) and the bytes of each storage."""
         words = memoryview(self.rows).cast("Q")
         return zip(words[::3], words[1::3], strict=True)
 
@@ -242,13 +241,13 @@ class Tree:
         *,
         objects: dict[int, Any] | None = None,
     ) -> tuple[Any, int]:
-        """The tree over new host storages, and the address of the memory, 0 where there are no
-        bytes. Once: what is known of the old tensors goes with it.
+        """Return the tree over new host storages, and the address of the memory, 0 if there are no
+        bytes. Works once, because it consumes what is known about the old tensors.
 
         Args:
-            memory: An object with the buffer protocol that holds their bytes.
-            offsets: Where each begins.
-            objects: By id of objects that are left whole, what stands in their place.
+            memory: An object with the buffer protocol that holds the storages' bytes.
+            offsets: The offset of each storage in it.
+            objects: Replacements of objects left whole, by id.
 
         Storages elsewhere are copied here, by torch.
         """
@@ -271,16 +270,16 @@ class Tree:
             builder.wrap(self._dtensor, self._wrapped, self._hanging)
             built = builder.build(self._root)
             if self.reads_bytes:
-                # torch lists sparse tensors that were made anew, which would keep the memory.
+                # torch keeps a list of rebuilt sparse tensors, which would keep the memory.
                 torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
             return built, builder.address()
 
     def num_tensors(self) -> int:
-        """Distinct tensors of the tree; those inside others count too."""
+        """Return the number of distinct tensors in the tree, including those inside others."""
         return self._num_tensors
 
     def forget(self) -> None:
-        """Lets go of the tree's tensors; the storages stay."""
+        """Release the tree's tensors; the storages stay."""
         self._root = None
         self._collector = None
         self._others = {}
@@ -290,8 +289,8 @@ class Tree:
 
 
 def paths(root: object, wanted: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    """Key paths (``optimizer_states.0.state``) of the objects in a tree that are `wanted`, each at
-    its first place, with the object. Containers are walked as `Tree` does."""
+    """Yield the key paths (``optimizer_states.0.state``) of the objects in a tree that are
+    `wanted`, each where it is first met, with the object. Containers are walked as in `Tree`."""
     seen: set[int] = set()
     stack: list[tuple[str, Any]] = [("", root)]
     while stack:

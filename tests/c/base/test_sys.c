@@ -178,6 +178,40 @@ static void a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_ti
 	CHECK_EQ(prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0), own_slack_ns);
 }
 
+static void *note_cpus(void *cpus)
+{
+	CHECK_EQ(sched_getaffinity(0, sizeof(cpu_set_t), cpus), 0);
+	return NULL;
+}
+
+static void cpus_of_a_new_thread(cpu_set_t *cpus)
+{
+	pthread_t thread;
+
+	CHECK_EQ(sfr__thread_start(&thread, "sfr-test", SFR__AWAITED, note_cpus, cpus), 0);
+	CHECK_EQ(pthread_join(thread, NULL), 0);
+}
+
+static void a_thread_runs_on_the_cpus_that_were_set_or_those_of_its_maker(void)
+{
+	const int bad[] = { 0, CPU_SETSIZE };
+	cpu_set_t all, found;
+	int last = 0;
+
+	CHECK_EQ(sched_getaffinity(0, sizeof(all), &all), 0);
+	for (int i = 0; i < CPU_SETSIZE; i++)
+		if (CPU_ISSET((size_t)i, &all))
+			last = i;
+	CHECK_EQ(sfr_cpus_set(&last, 1), 0);
+	CHECK_EQ(sfr_cpus_set(bad, 2), -EINVAL); /* and changes nothing */
+	cpus_of_a_new_thread(&found);
+	CHECK_EQ(CPU_COUNT(&found), 1);
+	CHECK(CPU_ISSET((size_t)last, &found));
+	CHECK_EQ(sfr_cpus_set(NULL, 0), 0);
+	cpus_of_a_new_thread(&found);
+	CHECK(CPU_EQUAL(&found, &all));
+}
+
 static void a_thread_that_cannot_start_says_why_and_leaks_nothing(void)
 {
 	struct sfr_fault no_thread = { "thread_create", 1, 0, EAGAIN, -1, 0 };
@@ -548,6 +582,7 @@ int main(void)
 	RUN(a_wake_up_that_was_lost_is_made_up_for);
 	RUN(a_thread_is_named_nice_and_deaf_to_signals_but_its_own);
 	RUN(a_thread_that_is_waited_for_is_not_nice_and_a_prompt_one_wakes_in_time);
+	RUN(a_thread_runs_on_the_cpus_that_were_set_or_those_of_its_maker);
 	RUN(a_thread_that_cannot_start_says_why_and_leaks_nothing);
 	RUN(every_call_of_the_plain_table_works);
 	RUN(the_wrappers_pass_every_call_on_and_count_it);

@@ -173,7 +173,7 @@ def test_a_call_that_is_interrupted_behind_the_launch_has_blocked_until_then(
     monkeypatch.setattr(ticket, "submit", submit, raising=False)
     save = save_of(ticket)
     with pytest.raises(KeyboardInterrupt):
-        save.launch(gate.Deferral())
+        save.launch()
     blocked_s = save._report_of(FACTS).blocked_s
     assert blocked_s == save._report_of(FACTS).blocked_s > 0
     completion.in_flight.pop(ticket.number)

@@ -9,8 +9,8 @@ import stillframe
 import torch
 from fix_checkpoints import by_path, by_stillframe, flip, legacy
 from stillframe import CorruptCheckpointError, _core, testing
+from stillframe._save import fill as fill_module
 from stillframe._save import gate, restore
-from stillframe._save import into as into_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -120,7 +120,7 @@ def test_what_shares_a_record_gets_it_from_wherever_the_first_target_lies(tmp_pa
 def test_what_shares_a_record_is_copied_where_that_is():
     """On its device, which no host tensor can be laid over."""
     there = torch.empty(8, device="meta").untyped_storage()
-    over = into_module._over(there, 8, torch.zeros(2, 2).t())
+    over = fill_module._over(there, 8, torch.zeros(2, 2).t())
     assert (over.device.type, over.storage_offset(), over.stride()) == ("meta", 2, (1, 2))
 
 
@@ -285,9 +285,8 @@ def test_into_what_holds_no_tensors_and_with_map_location_is_refused(tmp_path):
     by_path(state(), tmp_path / "x.pt")
     with pytest.raises(ValueError, match="map_location"):
         stillframe.load(tmp_path / "x.pt", "cpu", into={})
-    for kind, words in ((3, "not <class 'int'>$"), (torch.nn.Linear(2, 2), "give its state_dict")):
-        with pytest.raises(TypeError, match=f"into= takes .*{words}"):
-            stillframe.load(tmp_path / "x.pt", into=kind)
+    with pytest.raises(TypeError, match=r"into= takes .*not <class 'int'>$"):
+        stillframe.load(tmp_path / "x.pt", into=3)
 
 
 def holding_itself(value):
@@ -337,13 +336,13 @@ def test_damage_in_what_nobody_wants_is_found_too(tmp_path):
 def test_a_disk_error_in_the_middle_says_so_too(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
     by_stillframe(state(), path)
-    run = into_module.Fill.run
+    run = fill_module.Fill.run
 
     def failing(self):
         with testing.fault("pread", nth=2, sticky=True):
             run(self)
 
-    monkeypatch.setattr(into_module.Fill, "run", failing)
+    monkeypatch.setattr(fill_module.Fill, "run", failing)
     with pytest.raises(OSError, match="half written") as error:
         stillframe.load(path, into=zeros_like(state()))
     assert error.value.filename == str(path)

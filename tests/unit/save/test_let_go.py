@@ -30,7 +30,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def is_quiet() -> bool:
     """No step of any thread has to wait for anything."""
-    return not (gate._calls or gate._pendings or gate._late or gate.anything_copied())
+    return not (gate.calls or gate._pendings or gate._late or gate.anything_copied())
 
 
 def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path: Path, trained: Any) -> None:
@@ -56,7 +56,7 @@ def test_a_save_that_has_ended_holds_nothing(
         end(save)
         stillframe.wait_all()
     assert save.done() and is_quiet() and not completion.in_flight
-    assert save._skeleton is None and save._deferral is None
+    assert save._skeleton is None and not save._verdict.is_needed
 
 
 def test_a_handle_of_a_save_that_has_ended_keeps_no_pickle(tmp_path: Path) -> None:

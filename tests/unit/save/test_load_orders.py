@@ -11,7 +11,7 @@ import pytest
 import stillframe
 import torch
 from stillframe import _core
-from stillframe._save import into, restore
+from stillframe._save import fill, restore
 from stillframe.errors import StillframeError
 
 KIB = 1 << 10
@@ -24,7 +24,7 @@ def low_thresholds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(restore, "_AHEAD_BYTES", 8 * KIB)
     monkeypatch.setattr(restore, "_BATCH_BYTES", 1 * KIB)
     monkeypatch.setattr(restore, "_DEVICE_AHEAD_BYTES", 2 * KIB)
-    monkeypatch.setattr(into, "_AHEAD_BYTES", 1 * KIB)
+    monkeypatch.setattr(fill, "_AHEAD_BYTES", 1 * KIB)
     yield
     _core._set_limits()
 

@@ -133,7 +133,7 @@ def test_the_samples_verdict_and_a_devices_failure_come_before_the_versions(
     failed.core.failed, failed.core.torn = "the device died", 0
     assert not isinstance(ended(failed).error, stillframe.TornSnapshotError)
     assert "the device died" in str(failed.error)
-    assert failed.deferral.distrusted == []
+    assert failed.verdict._deferral.distrusted == []
 
 
 def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made: Callable[..., Any]) -> None:
@@ -142,7 +142,7 @@ def test_a_settled_copy_lets_go_and_no_step_waits_for_it(made: Callable[..., Any
     assert not copy.is_settled() and copy.sources and id(copy) in gate._pendings
     ended(copy)
     copy.settle()
-    assert copy.deferral.nr_released == 1
+    assert copy.verdict._deferral.nr_released == 1
     assert copy.sources == [] and id(copy) not in gate._pendings
 
 
@@ -332,7 +332,7 @@ def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up() -> None:
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
             )
         assert refused.tb is not None
-        assert not gate._calls and not is_used(small)
+        assert not gate.calls and not is_used(small)
 
 
 def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine: stillframe.Engine) -> None:

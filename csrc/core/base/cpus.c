@@ -1,0 +1,53 @@
+/* The CPUs that threads of the core run on.
+ *
+ * A thread inherits the CPUs of the thread that starts it. An OpenMP runtime may have bound that
+ * thread to a single core (OMP_PROC_BIND, GOMP_CPU_AFFINITY). Then every thread of the core would
+ * share that core with the training. Python finds the CPUs of the process (_base/cpus.py) and sets
+ * them here.
+ *
+ * Each word is atomic, but not the set: a thread that starts during a change may get CPUs of both
+ * sets. The process may use all of them.
+ */
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#include "base/base.h"
+#include "sfr/cpus.h"
+
+#define WORD_BITS 64
+#define NR_WORDS (CPU_SETSIZE / WORD_BITS)
+
+static _Atomic uint64_t words[NR_WORDS]; /* all zero: threads inherit their CPUs */
+
+int sfr_cpus_set(const int *cpus, size_t nr)
+{
+	uint64_t wanted[NR_WORDS] = { 0 };
+
+	for (size_t i = 0; i < nr; i++) {
+		if (cpus[i] < 0 || cpus[i] >= CPU_SETSIZE)
+			return -EINVAL;
+		wanted[cpus[i] / WORD_BITS] |= UINT64_C(1) << (cpus[i] % WORD_BITS);
+	}
+	for (size_t i = 0; i < NR_WORDS; i++)
+		atomic_store(&words[i], wanted[i]);
+	return 0;
+}
+
+/* Moves the calling thread to these CPUs. If the system refuses, the thread stays where it is, which
+ * only costs time. */
+void sfr__cpus_take(void)
+{
+	cpu_set_t cpus;
+	bool any = false;
+
+	CPU_ZERO(&cpus);
+	for (size_t i = 0; i < CPU_SETSIZE; i++) {
+		if (atomic_load(&words[i / WORD_BITS]) >> (i % WORD_BITS) & 1) {
+			CPU_SET(i, &cpus);
+			any = true;
+		}
+	}
+	if (any)
+		(void)sfr_sys.set_affinity(&cpus);
+}

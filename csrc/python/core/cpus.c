@@ -1,0 +1,54 @@
+/* _core.set_cpus: where the core's threads run. */
+#include "module.h"
+#include "sfr/cpus.h"
+
+#include <limits.h>
+
+/* Writes the numbers of a tuple. -1: an exception. */
+static int read_cpus(PyObject *tuple, int *cpus, Py_ssize_t nr)
+{
+	for (Py_ssize_t i = 0; i < nr; i++) {
+		long cpu = PyLong_AsLong(PyTuple_GetItem(tuple, i));
+
+		if (cpu == -1 && PyErr_Occurred())
+			return -1;
+		cpus[i] = cpu < 0 || cpu > INT_MAX ? -1 : (int)cpu;
+	}
+	return 0;
+}
+
+/* set_cpus(tuple of numbers). */
+static PyObject *set_cpus(PyObject *module, PyObject *args)
+{
+	PyObject *tuple;
+	Py_ssize_t nr;
+	int *cpus, rc;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "O!:set_cpus", &PyTuple_Type, &tuple))
+		return NULL;
+	nr = PyTuple_Size(tuple);
+	cpus = PyMem_Calloc((size_t)nr + 1, sizeof(*cpus));
+	if (!cpus)
+		return PyErr_NoMemory();
+	rc = read_cpus(tuple, cpus, nr);
+	if (rc == 0 && sfr_cpus_set(cpus, (size_t)nr) < 0) {
+		PyErr_SetString(PyExc_ValueError, "no CPU has this number");
+		rc = -1;
+	}
+	PyMem_Free(cpus);
+	if (rc < 0)
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "set_cpus", set_cpus, METH_VARARGS,
+	  "set_cpus(numbers): threads start there from now on; () starts them where their maker is." },
+	{ NULL, NULL, 0, NULL },
+};
+
+int sfr_py_add_cpus(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}

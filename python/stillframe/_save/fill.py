@@ -1,0 +1,170 @@
+"""Filling the targets of `load(into=)` straight from the file's records, with no second copy.
+
+The records are read in the file's order. One that is a tensor's whole memory goes straight there;
+any other goes by way of memory that lives until it is copied (strided views, parts of a storage).
+What the file has in place of a value, or for an object that loads its state itself, gets memory of
+its own: the plan's tensors, which had none, are given it where they stand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._base.records import Failure, RestoreFailed
+from stillframe._save import restore
+from stillframe._save.into import Plan, copy_tensor
+
+_AHEAD_BYTES = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Fill:
+    """Reads a file's records to their targets.
+
+    Args:
+        core: A restore of the file that has not begun.
+        plan: Its tensors are of `restore.Shapes`.
+        new: Those of the plan's `new_tensors`.
+    """
+
+    def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor]) -> None:
+        self.failure: Failure | None = None
+        self._core = core
+        self._plan = plan
+        self._sizes = core.sizes(0, restore.EVERYTHING)
+        self._wanted: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for _, target, found in plan.tensors:
+            index = restore.record_of(found)
+            if index is not None and found.numel():
+                self._wanted.setdefault(index, []).append((target, found))
+        self._new = [(restore.record_of(found), found) for found in new]
+        self._kept = {index for index, found in self._new if index is not None and found.numel()}
+        self._straight = {
+            index: target
+            for index, pairs in self._wanted.items()
+            for target, found in pairs[:1]
+            if index not in self._kept and _is_all_of_it(target, found, self._sizes[index])
+        }
+        places = {i: _device.place_of_tensor(target) for i, target in self._straight.items()}
+        self._devices = {index: place for index, place in places.items() if place > 0}
+        self._on_their_way: dict[int, torch.UntypedStorage] = {}
+        self._made: dict[int, torch.UntypedStorage] = {}  # by record: memory of the new tensors
+        self._placed = 0
+
+    def run(self) -> None:
+        """
+        Raises:
+            RestoreFailed: `failure` says why. The targets are half written.
+        """
+        try:
+            restore.open_devices(self._core, {place - 1 for place in self._devices.values()})
+            for index in sorted(self._wanted):
+                self._place(self._core.reach(index))
+                self._wait(index)
+                self._hand_over(index)
+            self._place(self._core.nr)
+            self._wait(self._core.nr)
+        finally:
+            self.failure = Failure(*self._core.failure())
+            # First the threads, then the memory that they write to.
+            self._core.close()
+        self._give_memory()
+        self._plan.finish()
+
+    def _wait(self, index: int) -> None:
+        if not self._core.wait(index):
+            raise RestoreFailed
+
+    def _place(self, least: int) -> None:
+        """Gives records their places: `least` of all, and those that may be read ahead."""
+        first, addresses = self._placed, []
+        ahead = sum(storage.nbytes() for storage in self._on_their_way.values())
+        while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
+            index = self._placed
+            address = 0  # of what nobody wants the bytes are only checked
+            if index in self._straight and index not in self._devices:
+                address = self._straight[index].data_ptr()
+            elif index in self._kept:
+                storage = self._made[index] = restore.new_storage(self._sizes[index])
+                address = storage.data_ptr()
+            elif index in self._wanted and index not in self._straight:
+                storage = self._on_their_way[index] = restore.new_storage(self._sizes[index])
+                address = storage.data_ptr()
+                ahead += self._sizes[index]
+            addresses.append(address)
+            self._placed += 1
+        self._core.into(first, addresses)
+        for index in range(first, self._placed):
+            if index in self._devices:
+                there = _address(self._straight[index])
+                self._core.into_device(index, self._devices[index] - 1, there)
+        self._core.go(self._placed)
+
+    def _hand_over(self, index: int) -> None:
+        """The record is there: its targets that it did not go to get copies."""
+        pairs = self._wanted[index]
+        if index in self._straight:
+            target = pairs[0][0]
+            torch.autograd.graph.increment_version(target)  # nothing else notices such a write
+            storage, start, pairs = target.untyped_storage(), _start(target), pairs[1:]
+        elif index in self._made:
+            storage, start = self._made[index], 0
+        else:
+            storage, start = self._on_their_way.pop(index), 0
+        for target, found in pairs:
+            copy_tensor(target, _over(storage, start, found))
+
+    def _give_memory(self) -> None:
+        """Has the new tensors lie over what was read; they stay the objects that they are."""
+        none = restore.new_storage(0)
+        for index, found in self._new:
+            storage = self._made.get(index, none) if index is not None else none
+            new = _over(storage, 0, found)
+            if type(found) is torch.nn.Parameter:
+                new = torch.nn.Parameter(new, found.requires_grad)
+            else:
+                new.requires_grad_(found.requires_grad)
+            new.__dict__.update(found.__dict__)
+            torch.utils.swap_tensors(found, new)  # type: ignore[no-untyped-call]
+
+
+def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
+    """Whether the record's bytes are the target's memory as they are."""
+    return (
+        type(target) in _PLAIN
+        and _device.place_of_tensor(target) >= 0
+        and target.data_ptr() != 0
+        and target.is_contiguous()
+        and found.is_contiguous()
+        and found.storage_offset() == 0
+        and found.numel() * found.element_size() == nbytes
+        and not (target.is_conj() or target.is_neg() or found.is_conj() or found.is_neg())
+    )
+
+
+def _address(target: Tensor) -> int:
+    """Of its first byte, as the driver is told."""
+    return _device.address_of(target.untyped_storage()) + _start(target)
+
+
+def _start(target: Tensor) -> int:
+    """Where its first byte lies in its storage."""
+    return int(target.storage_offset()) * target.element_size()
+
+
+def _over(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
+    """The tensor as the file has it, over its record's bytes, which begin at `start`."""
+    if start % found.element_size():
+        # Its elements are larger than the target's, and would begin elsewhere.
+        record = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        record.set_(storage, start, (storage.nbytes() - start,), (1,))
+        storage, start = record.clone().untyped_storage(), 0
+    first = start // found.element_size() + found.storage_offset()
+    view = torch.empty(0, dtype=found.dtype, device=storage.device)
+    view.set_(storage, first, found.size(), found.stride())
+    if found.is_conj():
+        view = torch._conj(view)
+    return torch._neg_view(view) if found.is_neg() else view

@@ -1,0 +1,265 @@
+"""How `load(into=)` fills what has a state_dict: modules, optimizers, and users' own objects.
+
+An object whose `state_dict()` gives tensors that are its own memory is filled there, with no second
+copy of its state:
+
+    plain module   tensors in place; extra state by `set_extra_state`
+    optimizer      tensors in place, then `load_state_dict` with these very tensors: it keeps them
+    anything else  its part of the file is loaded into new memory, then `load_state_dict`
+
+"Plain" means that torch's own `load_state_dict` would do nothing but copy tensors. A module with
+hooks or methods of its own, an optimizer without state (a fresh process), a scheduler, a scaler and
+a user's object are "anything else". torch.distributed.checkpoint and Fabric treat such objects in
+the same way: they hand them the loaded dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, strided
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from stillframe._save import restore
+
+_EXTRA_STATE = "_extra_state"
+_PLAIN_TENSORS = (Tensor, Parameter)
+_MODULE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+# Those that may put other tensors in place of the optimizer's own.
+_OPTIMIZER_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is called when all bytes are there.
+
+    Attributes:
+        path: Of the object in the tree.
+        function: `load_state_dict`, or `set_extra_state`.
+        argument: What it is given.
+        trees: Those parts of the argument that come from the file.
+    """
+
+    path: str
+    function: Callable[[Any], object]
+    argument: Any
+    trees: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """How one object is filled; it cannot be where there are problems."""
+
+    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # path, in place, as the file has it
+    calls: tuple[Call, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def is_stateful(node: object) -> bool:
+    """Whether the node can give and take a state_dict."""
+    return _has(node, "state_dict") and _has(node, "load_state_dict")
+
+
+def half_stateful(node: object) -> str:
+    """The one of the two methods that the node lacks, "" when it has both or none."""
+    has = {name: _has(node, name) for name in ("state_dict", "load_state_dict")}
+    return next(name for name in has if not has[name]) if sum(has.values()) == 1 else ""
+
+
+def _has(node: object, name: str) -> bool:
+    return not isinstance(node, (type, Tensor)) and callable(getattr(node, name, None))
+
+
+def filling(path: str, node: Any, found: Any) -> Filling:
+    """Find how to fill a node with `found`, what the file has in its place."""
+    if not isinstance(node, (Module, Optimizer)):
+        return _by_load_state_dict(path, node, found)
+    if not isinstance(found, dict):
+        kind = type(node).__name__
+        return Filling(problems=(f"{path} is a {kind}, and {type(found).__name__} in the file",))
+    if isinstance(node, Module):
+        return _of_module(path, node, found)
+    return _of_optimizer(path, node, found)
+
+
+def _by_load_state_dict(path: str, node: Any, found: Any) -> Filling:
+    return Filling(calls=(Call(path, node.load_state_dict, found, (found,)),))
+
+
+def _below(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+# ---- modules ----
+
+
+def _of_module(path: str, module: Module, found: dict[str, Any]) -> Filling:
+    if not _is_plain(module):
+        return _by_load_state_dict(path, module, found)
+    live = module.state_dict()
+    missing = [name for name in live if name not in found]
+    unexpected = [name for name in found if name not in live]
+    if missing or unexpected:
+        if _takes_other_keys(module):
+            return _by_load_state_dict(path, module, found)
+        where = path or "the object itself"
+        said = (
+            f"{where}: {kind} key(s) in state_dict: {', '.join(map(_quoted, names))}"
+            for kind, names in (("Missing", missing), ("Unexpected", unexpected))
+            if names
+        )
+        return Filling(problems=tuple(said))
+    extra = [name for name in live if name.rpartition(".")[2] == _EXTRA_STATE]
+    names = [name for name in live if name not in extra]
+    pairs = [(_below(path, name), live[name], found[name]) for name in names]
+    if not all(_is_copied(target, its) for _, target, its in pairs):
+        return _by_load_state_dict(path, module, found)
+    both = [pair for pair in pairs if _is_memory(pair[1]) and _is_memory(pair[2])]
+    if _is_tied_anew(both):
+        return _by_load_state_dict(path, module, found)
+    calls = (_set_extra_state(path, module, name, found[name]) for name in extra)
+    return Filling(tuple(pairs), tuple(calls))
+
+
+def _quoted(name: Any) -> str:
+    return f'"{name}"'
+
+
+def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return Call(_below(path, name), owner.set_extra_state, value, (value,))
+
+
+def _is_plain(module: Module) -> bool:
+    """Whether load_state_dict would do no more than copy, as far as the kinds of modules tell."""
+    return all(
+        type(each).state_dict is Module.state_dict
+        and type(each).load_state_dict is Module.load_state_dict
+        and type(each)._save_to_state_dict is Module._save_to_state_dict
+        and type(each)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        and not any(getattr(each, hooks) for hooks in _MODULE_HOOKS)
+        and not {"state_dict", "load_state_dict"} & vars(each).keys()
+        for each in module.modules()
+    )
+
+
+def _takes_other_keys(module: Module) -> bool:
+    """Whether a part of it knows what to do with keys of another version, as BatchNorm does."""
+    plain = Module._load_from_state_dict
+    return any(type(each)._load_from_state_dict is not plain for each in module.modules())
+
+
+def _is_copied(target: Any, found: Any) -> bool:
+    """Whether the bytes are the target's as they are, or do not fit and are refused by shape."""
+    if not isinstance(target, Tensor) or not isinstance(found, Tensor):
+        return isinstance(target, Tensor)  # the file has no tensor: that is refused
+    return type(target) in _PLAIN_TENSORS and (
+        target.dtype == found.dtype or target.shape != found.shape
+    )
+
+
+def _is_memory(value: Any) -> bool:
+    """Whether it is a tensor over bytes; what has none is tied to nothing."""
+    return isinstance(value, Tensor) and value.layout is strided and value.numel() > 0
+
+
+def _is_tied_anew(pairs: list[tuple[str, Tensor, Tensor]]) -> bool:
+    """Whether tensors share memory here and not in the file: the last one counts, by its name."""
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    for _, target, found in pairs:
+        record = restore.record_of(found)  # each tensor has a storage of its own, where it has one
+        there = found.untyped_storage()._cdata if record is None else record
+        here = (target.untyped_storage()._cdata, int(target.storage_offset()))
+        if places.setdefault(here, place := (there, int(found.storage_offset()))) != place:
+            return True
+    return False
+
+
+# ---- optimizers ----
+
+
+def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Filling:
+    plain = (
+        type(optimizer).state_dict is Optimizer.state_dict
+        and type(optimizer).load_state_dict is Optimizer.load_state_dict
+        and not any(getattr(optimizer, hooks) for hooks in _OPTIMIZER_HOOKS)
+    )
+    if not plain:
+        return _by_load_state_dict(path, optimizer, found)
+    if problem := _other_groups(optimizer, found):
+        return Filling(problems=(f"{path or 'the object itself'}: {problem}",))
+    state = _filled_in_place(optimizer.state_dict()["state"], found["state"])
+    if state is None:
+        return _by_load_state_dict(path, optimizer, found)
+    pairs = tuple(
+        (_below(path, f"state.{number}.{name}"), value, found["state"][number][name])
+        for number, entry in state.items()
+        for name, value in entry.items()
+        if isinstance(value, Tensor)
+    )
+    rest = {name: value for name, value in found.items() if name != "state"}
+    call = Call(path, optimizer.load_state_dict, {**rest, "state": state}, (rest,))
+    return Filling(pairs, (call,))
+
+
+def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
+    """What load_state_dict would refuse the groups for; "" where it would not."""
+    try:
+        theirs = [len(group["params"]) for group in found["param_groups"]]
+        if not isinstance(found["state"], dict):
+            raise TypeError
+    except (KeyError, TypeError):
+        return "the file has no state_dict of an optimizer in its place"
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if len(theirs) != len(ours):
+        return "loaded state dict has a different number of parameter groups"
+    if theirs != ours:
+        return (
+            "loaded state dict contains a parameter group that doesn't match the size of"
+            " optimizer's group"
+        )
+    return ""
+
+
+def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
+    """The file's state with the optimizer's own tensors in it; None where the two differ in more
+    than values, as for an optimizer that has made no step."""
+    if not live or live.keys() != found.keys():
+        return None
+    state: dict[Any, Any] = {}
+    for number, entry in live.items():
+        theirs = found[number]
+        if not (isinstance(entry, dict) and isinstance(theirs, dict)):
+            return None
+        if entry.keys() != theirs.keys():
+            return None
+        state[number] = {}
+        for name, value in entry.items():
+            if not _is_alike(value, theirs[name]):
+                return None
+            state[number][name] = value if isinstance(value, Tensor) else theirs[name]
+    return state
+
+
+def _is_alike(value: Any, found: Any) -> bool:
+    """Whether both are tensors of one kind, or values without tensors in them."""
+    if isinstance(value, Tensor) and isinstance(found, Tensor):
+        return (
+            type(value) in _PLAIN_TENSORS
+            and value.shape == found.shape
+            and value.dtype == found.dtype
+        )
+    atoms = (type(None), bool, int, float, str)
+    return isinstance(value, atoms) and isinstance(found, atoms)

@@ -1,0 +1,222 @@
+"""The hooks around every optimizer's step, process-wide.
+
+They hold a step back until the saves in flight are staged (`gate.py`), observe what only steps
+change (`ownership.py`), and know whether a step is running.
+
+Where a step gets a closure, forward and backward run inside it, which is the time under which
+storages are to be copied. For optimizers whose step is known to call the closure before it writes,
+the gate therefore stands behind the closure:
+
+    step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
+    step()        -> pre-hook: GATE --------------------------------> update -> post-hook
+
+A step that is compiled as one graph (fullgraph=True) has no place where Python could wait, so the
+hooks leave it alone. They run once, while it is traced, and have that optimizer's storages captured
+from then on. A graph that may break is left at each hook.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from stillframe import _core
+from stillframe._base import device as _device
+from stillframe._save import gate, keepers, ownership, steps
+from stillframe._save.ownership import Owner, bookkeeping
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _eager(function: _F) -> _F:
+    """Keeps a function out of compiled steps: it runs between their graphs, at every step."""
+    # The private twin imports torch._dynamo (1.4 s) at the first call, not at import.
+    lazy = getattr(torch, "_disable_dynamo", None)
+    disable: Callable[[_F], _F] = torch.compiler.disable if lazy is None else lazy
+    return disable(function)
+
+
+@_eager
+def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
+    owner.gated = True
+    owner.compare()
+    gate.hold_back(optimizer)
+
+
+def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
+    """The closure, with the gate behind each call of it."""
+
+    @functools.wraps(closure)
+    def gated(*args: Any, **kwargs: Any) -> Any:
+        value = closure(*args, **kwargs)
+        _behind_closure(optimizer, owner)
+        return value
+
+    owner.gated = False
+    return gated
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@bookkeeping
+def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """A step begins: its arguments with a closure that gates, where the gate may stand behind it;
+    None where the gate is here."""
+    owner = ownership.find(optimizer)
+    if owner is None:
+        owner = ownership.find_or_make(optimizer)
+        _gate_writers(type(optimizer))
+    owner.begin(optimizer)
+    if _device.capturing():
+        # The graph's replays will change everything with no hook to say so.
+        owner.distrust("its step was captured in a CUDA graph")
+    known = owner.qualifies(optimizer) and not owner.ungated
+    if known and (len(args) > 1 or kwargs):
+        passed_on = _passed_on(optimizer, owner, args, kwargs)
+        if passed_on is not None:
+            return passed_on
+    owner.compare()
+    return None
+
+
+def _passed_on(
+    optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    # Another pre-hook may write, and runs before the closure does.
+    if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
+        return None
+    closure, place = kwargs.get("closure"), owner.closure_place
+    if callable(closure):
+        return args, {**kwargs, "closure": _behind(closure, optimizer, owner)}
+    if place is not None and len(args) > place and callable(args[place]):
+        return (*args[:place], _behind(args[place], optimizer, owner), *args[place + 1 :]), kwargs
+    return None
+
+
+@bookkeeping
+def _end(optimizer: Optimizer) -> bool:
+    """False inside another step of the optimizer."""
+    owner = ownership.find(optimizer)
+    return owner is None or owner.end(optimizer)
+
+
+@_eager
+def _before_writing(optimizer: Optimizer) -> None:
+    ownership.enter(optimizer)
+    _begin(optimizer, (), {})
+    gate.hold_back(optimizer)
+
+
+def _gate_writers(kind: type[Any]) -> None:
+    """Makes steps of the methods in which listed classes write beside `step`."""
+    for each in kind.__mro__:
+        for name in steps.writers(each):
+            method = each.__dict__.get(name)
+            if isinstance(method, FunctionType) and method.__code__ not in ownership.step_codes:
+                setattr(each, name, _as_step(method))
+
+
+def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _before_writing(self)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            if _end(self) is not False:
+                ownership.leave(self)
+
+    ownership.step_codes.add(writing.__code__)
+    return functools.wraps(method)(writing)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    """The pre-hook: gates at once, or passes on a closure that gates."""
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+        return None
+    return _step_begins(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The post-hook."""
+    if torch.compiler.is_compiling() and _is_one_graph(optimizer):
+        return
+    _step_ends(optimizer)
+
+
+@_eager
+def _step_begins(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Arguments | None:
+    _core.trace_step_begins(optimizer)
+    ownership.enter(optimizer)
+    passed_on = _begin(optimizer, args, kwargs)
+    if passed_on is None:
+        gate.hold_back(optimizer)
+    return passed_on
+
+
+@_eager
+def _step_ends(optimizer: Optimizer) -> None:
+    if _end(optimizer) is not False:
+        ownership.leave(optimizer)
+    _core.trace_step_ends(optimizer)
+
+
+def _is_one_graph(optimizer: Optimizer) -> bool:
+    """Return whether a step that is being traced has to become one graph, without hooks.
+
+    The compiler calls this function while it traces, takes the answer for a constant and guards on
+    the optimizer's identity. So nothing of the optimizer is copied behind a call from now on, and
+    no copy of it is under way, when the graph runs for the first time.
+    """
+    if gate.readers or keepers.known or not _has_to_be_whole():
+        return False
+    _capture_all_of(optimizer)
+    gate.wait()
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo (1.4 s).
+_is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _has_to_be_whole() -> bool:
+    """Return whether torch.compile traces at this moment, with fullgraph=True."""
+    compiler = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        tracer = compiler.InstructionTranslator.current_tx()  # type: ignore[union-attr]
+        return bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
+    except AttributeError:  # torch.export, or another torch: the graph breaks at the hook
+        return False
+
+
+@bookkeeping
+def _capture_all_of(optimizer: Optimizer) -> None:
+    ownership.find_or_make(optimizer).distrust(
+        "its step is compiled with fullgraph=True, so that nothing in it can wait for a copy"
+    )
+
+
+def install() -> None:
+    """Register the hooks; once, when the package is imported."""
+    handle = register_optimizer_step_pre_hook(_before_step)
+    # First of the pre-hooks, so that what the others write comes after the gate.
+    hooks = handle.hooks_dict_ref()
+    if isinstance(hooks, OrderedDict):
+        hooks.move_to_end(handle.id, last=False)
+    register_optimizer_step_post_hook(_after_step)

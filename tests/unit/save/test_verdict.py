@@ -1,0 +1,105 @@
+"""The verdict on a copy that goes on behind its call, asked by more than one thread."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from stillframe._save import gate
+from stillframe._save.verdict import Verdict
+
+
+class Deferral(gate.Deferral):
+    """Gives one answer after the other."""
+
+    def __init__(self, *answers: int) -> None:
+        super().__init__()
+        self.indices, self.answers = [0], list(answers)
+        self.distrusted: list[int] = []
+
+    def torn(self) -> int:
+        return self.answers.pop(0)
+
+    def distrust(self, index: int) -> None:
+        self.distrusted.append(index)
+
+
+class Pending:
+    def gate(self) -> bool:
+        return True
+
+
+def is_waited_for(pending: Pending) -> bool:
+    return id(pending) in gate._pendings
+
+
+def test_versions_are_compared_once() -> None:
+    verdict = Verdict(Deferral(-1, 0))
+    assert [verdict.look(), verdict.look()] == [-1, -1]
+
+
+def test_first_answer_counts_when_a_signal_handler_looks_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deferral = Deferral(-1, 0)
+    verdict = Verdict(deferral)
+    answer, inner = deferral.torn, []
+
+    def torn() -> int:
+        if not inner:
+            inner.append(None)
+            inner.append(verdict.look())
+        return answer()
+
+    monkeypatch.setattr(deferral, "torn", torn, raising=False)
+    assert verdict.look() == -1 and inner == [None, -1]
+
+
+def test_step_waits_from_the_launch_until_the_copy_is_over() -> None:
+    pending, verdict = Pending(), Verdict(Deferral(-1))
+    assert not is_waited_for(pending)
+    verdict.launched(pending)
+    assert is_waited_for(pending)
+    verdict.over(pending)
+    verdict.over(pending)
+    assert not is_waited_for(pending)
+
+
+def test_no_step_waits_for_a_copy_that_is_over_before_its_launch() -> None:
+    pending, verdict = Pending(), Verdict(Deferral(-1))
+    verdict.over(pending)
+    verdict.launched(pending)
+    assert not is_waited_for(pending)
+
+
+def test_no_step_waits_for_a_copy_that_is_over_while_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pending, verdict, track = Pending(), Verdict(Deferral(-1)), gate.track
+
+    def late(*given: Any) -> None:
+        verdict.over(pending)  # as the completion thread does
+        track(*given)
+
+    monkeypatch.setattr(gate, "track", late)
+    verdict.launched(pending)
+    assert not is_waited_for(pending)
+
+
+def test_storage_without_names_is_called_by_its_number_and_its_owner_is_distrusted() -> None:
+    deferral = Deferral()
+    verdict = Verdict(deferral)
+    assert verdict.blame(3, []) == "storage 3"
+    assert verdict.blame(4, ["a", "b"]) == "a, b"
+    assert deferral.distrusted == [3, 4]
+
+
+def test_ended_verdict_keeps_nothing() -> None:
+    deferral = Deferral(-1)
+    gone, verdict = weakref.ref(deferral), Verdict(deferral)
+    verdict.end(Pending())
+    del deferral
+    gc.collect()
+    assert gone() is None and not verdict.is_needed

@@ -1,0 +1,53 @@
+"""The language check of `make lint` finds what it is for, and nothing in good sentences."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+LINT = runpy.run_path(str(Path(__file__).parents[1] / "lint_prose.py"))
+LONG = "The gate waits " + "and waits " * 15 + "until every byte is copied."
+
+
+def _found(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    file = tmp_path / name
+    file.write_text(text)
+    complaints = LINT["complaints"]
+    monkeypatch.setitem(complaints.__globals__, "ROOT", tmp_path)
+    return list(complaints(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "frame"),
+    [
+        ("page.md", "# A page\n\n{}\n"),
+        ("module.py", '"""{}"""\n'),
+        ("module.py", "# {}\nx = 1\n"),
+        ("file.c", "/* {} */\n"),
+    ],
+)
+def test_relative_openings_and_long_sentences_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, frame: str
+) -> None:
+    def found(sentence: str) -> list[str]:
+        return _found(tmp_path, name, frame.format(sentence), monkeypatch)
+
+    assert len(found("Who waits for a run holds nothing.")) == 1
+    assert len(found("A run is a row. What it holds comes back.")) == 1
+    assert len(found(LONG)) == 1
+    assert not found("A snapshot that waits for blocks holds none.")
+    assert not found("What is copied?")
+
+
+def test_code_and_generated_tables_are_not_prose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = f"```sh\n{LONG}\n```\n\n<!-- table x -->\n{LONG}\n<!-- end of table -->\n"
+    assert not _found(tmp_path, "page.md", page, monkeypatch)
+
+
+def test_accepted_sentences_still_exist() -> None:
+    pages = " ".join((Path(LINT["ROOT"]) / "docs").joinpath("comparison.md").read_text().split())
+    assert all(accepted in pages for accepted in LINT["ACCEPTED"])
