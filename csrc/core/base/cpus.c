@@ -1,11 +1,12 @@
 /* The CPUs that threads of the core run on.
  *
- * A thread inherits the CPUs of the one that starts it. An OpenMP runtime may have bound that one
- * to a single core (OMP_PROC_BIND, GOMP_CPU_AFFINITY), and then every thread of the core would
- * share that core with the training. Python knows better (_base/cpus.py) and says so here.
+ * A thread inherits the CPUs of the thread that starts it. An OpenMP runtime may have bound that
+ * thread to a single core (OMP_PROC_BIND, GOMP_CPU_AFFINITY). Then every thread of the core would
+ * share that core with the training. Python finds the CPUs of the process (_base/cpus.py) and sets
+ * them here.
  *
- * The words are atomic one by one. A thread that starts while they change may get CPUs of both
- * sets, all of which the process may use.
+ * Each word is atomic, but not the set: a thread that starts during a change may get CPUs of both
+ * sets. The process may use all of them.
  */
 #include <errno.h>
 #include <stdatomic.h>
@@ -17,7 +18,7 @@
 #define WORD_BITS 64
 #define NR_WORDS (CPU_SETSIZE / WORD_BITS)
 
-static _Atomic uint64_t words[NR_WORDS]; /* all zero: as the thread that starts others */
+static _Atomic uint64_t words[NR_WORDS]; /* all zero: threads inherit their CPUs */
 
 int sfr_cpus_set(const int *cpus, size_t nr)
 {
@@ -33,8 +34,8 @@ int sfr_cpus_set(const int *cpus, size_t nr)
 	return 0;
 }
 
-/* Moves the calling thread to them. Where the system refuses, it stays where it was: slower, and
- * nothing worse. */
+/* Moves the calling thread to these CPUs. If the system refuses, the thread stays where it is, which
+ * only costs time. */
 void sfr__cpus_take(void)
 {
 	cpu_set_t cpus;

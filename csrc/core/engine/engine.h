@@ -16,8 +16,8 @@ enum sfr__shared_rank {
 	SFR__IN_TURN, /* behind older work that may have the blocks */
 };
 
-/* Work that several threads do in portions: the lane, the threads that wait for it, and copiers while
- * somebody waits. */
+/* Work that several threads do in portions: the lane, the threads that wait for it, and copiers
+ * while somebody waits. */
 struct sfr__shared {
 	struct sfr__shared *next;
 	enum sfr__shared_rank rank;
@@ -77,8 +77,8 @@ struct sfr_engine {
 /* ---- workers.c ---- */
 /* Starts the engine's threads unless they run. 0, -ENOMEM or the error of starting a thread. */
 int sfr__engine_start_locked(struct sfr_engine *engine);
-/* Starts the threads that help others with shared work, as many as the system lets us: nobody depends
- * on one of them. */
+/* Starts the copiers. If the system refuses a thread, the engine works with fewer: nothing depends
+ * on a copier. */
 void sfr__copiers_start_locked(struct sfr_engine *engine);
 /* Joins all threads; nothing is queued any more. */
 void sfr__workers_stop(struct sfr_engine *engine);

@@ -4,9 +4,9 @@
 
 #include <stddef.h>
 
-/* Threads that the core starts from now on run on these CPUs. With nr == 0 each runs where the
- * thread that starts it may. -EINVAL for a number that is no CPU's: nothing changes then. Any
- * thread may call it. */
+/* Sets the CPUs of threads that the core starts from now on. With nr == 0 each thread inherits the
+ * CPUs of the thread that starts it. Returns -EINVAL, and changes nothing, if a number is not a
+ * CPU's. Any thread may call it. */
 int sfr_cpus_set(const int *cpus, size_t nr);
 
 #endif

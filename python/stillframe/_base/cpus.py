@@ -30,10 +30,10 @@ _RUNTIME = re.compile(r"/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 class Runtime(NamedTuple):
-    """What an OpenMP runtime says.
+    """The answers of an OpenMP runtime.
 
     Attributes:
-        places: The sets of CPUs that it binds threads to; none where it binds nothing.
+        places: The sets of CPUs that it binds threads to; empty if it binds none.
         number: How many CPUs the process had when the runtime was loaded.
     """
 

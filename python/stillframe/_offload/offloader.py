@@ -225,7 +225,7 @@ class Offloader:
             Whether the group is on its way.
 
         Raises:
-            StillframeError: As `onload`, but not when every slot is taken.
+            StillframeError: As `onload`, except when every slot is taken.
             TornSnapshotError, PoolExhaustedError, TypeError, ValueError, ForkError: As `onload`.
         """
         with inside(), self._lock:
