@@ -59,8 +59,9 @@ from stillframe._lightning.sharded_save import Parts
 from stillframe._lightning.trainers import Trainers, is_trainer, swaps_weights
 from stillframe._lightning.waiting import WaitingLine
 from stillframe._lightning.writers import Writers
-from stillframe._save import gate, ordered
+from stillframe._save import ordered
 from stillframe._save.handle import SaveHandle, SkippedSave
+from stillframe._watch import gate
 
 if TYPE_CHECKING:
     from stillframe._lightning.wrapped import Inner
