@@ -17,7 +17,7 @@ import pytest
 import torch
 from fix_gate import FakePending, deferred, give_gradients, param, run_steps, skeleton_of
 from stillframe._base import device as _device
-from stillframe._save import gate, ownership, step_hooks
+from stillframe._watch import gate, ownership, step_hooks
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.optimizer import (

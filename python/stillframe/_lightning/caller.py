@@ -29,7 +29,7 @@ from types import CodeType
 from typing import Any
 
 from stillframe._base.calls import stack
-from stillframe._save.guard import code_of
+from stillframe._watch.guard import code_of
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 _MAX_WRAPPERS = 16  # of one plugin; more is a cycle
