@@ -142,6 +142,23 @@ def test_tensors_that_are_there_are_filled_on_their_device(
     assert fake.copied_bytes == sum(state[name].nbytes for name in ("t1", "t2", "t3", "t4"))
 
 
+def test_module_is_filled_on_its_device_and_an_empty_optimizer_gets_its_state(
+    tmp_path: Path, fake: FakeDriver
+) -> None:
+    model, target = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():  # a step would have its storages observed
+        moment = torch.randn_like(parameter)
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": moment}
+    torch.save({"m": model.state_dict(), "o": optimizer.state_dict()}, tmp_path / "x.pt")
+    fresh = torch.optim.AdamW(target.parameters())
+    stillframe.load(tmp_path / "x.pt", into={"m": target, "o": fresh})
+    assert fake.copied_bytes == sum(each.nbytes for each in model.parameters())
+    for one, other in zip(model.parameters(), target.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(optimizer.state[one]["exp_avg"], fresh.state[other]["exp_avg"])
+
+
 def test_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path, fake: FakeDriver) -> None:
     path = tmp_path / "small.pt"
     state = {"a": torch.arange(40.0), "b": torch.arange(3)}

@@ -242,7 +242,7 @@ def test_the_metadata_names_the_save(tmp_path):
     theirs = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
     assert dcp.FileSystemReader(tmp_path).read_metadata().version == theirs.version
     found = dcp.FileSystemReader(tmp_path).read_metadata().storage_meta
-    assert found.save_id == writer.storage_meta().save_id
+    assert found.save_id == writer.storage_meta().save_id == writer.save_id
     again = {"storage_writer": writer, "checkpoint_id": tmp_path}
     dcp.save({"a": torch.zeros(3)}, no_dist=True, **again)
     assert found.save_id != dcp.FileSystemReader(tmp_path).read_metadata().storage_meta.save_id

@@ -208,6 +208,18 @@ def test_storage_options_are_refused_in_lightnings_words(pkg, tmp_path):
     assert not (tmp_path / "a.ckpt").exists()
 
 
+@pytest.mark.parametrize("ours", [stillframe.save, stillframe.async_save])
+def test_plugin_writes_where_torch_save_is_our_own(lit, tmp_path, monkeypatch, caplog, ours):
+    monkeypatch.setattr(torch, "save", ours)
+    monkeypatch.setattr(torch, "load", stillframe.load)
+    plugin = lit.AsyncCheckpointIO()
+    plugin.save_checkpoint(STATE, tmp_path / "a.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt")["n"] == STATE["n"]
+    plugin.teardown()
+    assert stillframe.load(tmp_path / "a.ckpt", weights_only=False)["n"] == STATE["n"]
+    assert "torch.save is not torch's own" not in caplog.text
+
+
 def test_a_replaced_torch_save_is_called(lit, tmp_path, monkeypatch, caplog):
     """Somebody who put a layer over torch.save expects that checkpoints go through it."""
     heard, own = queue.SimpleQueue(), torch.save

@@ -410,7 +410,7 @@ def test_a_step_of_another_thread_waits_until_the_save_is_tracked(order: list[st
     assert stepped.wait(60)
     thread.join()
     assert order == ["launched", "gate"]
-    assert deferral._overtaken is False
+    assert deferral.overtaken is False
 
 
 def test_a_call_that_failed_lets_other_threads_go_on() -> None:
@@ -455,9 +455,9 @@ def test_closing_ends_a_deferral_that_has_no_save() -> None:
     opt = Adam([p])
     run_steps(opt, 4)
     gate.defer(skeleton_of([p]), overlap=True).close()
-    assert not gate._calls
+    assert not gate.calls
     gate.defer(skeleton_of([torch.zeros(4096)]), overlap=True)
-    assert not gate._calls
+    assert not gate.calls
 
 
 # ---- fork -------------------------------------------------------------------------------------

@@ -19,6 +19,10 @@
  *   others    (zip -0, Python's zipfile) no bit 3, true numbers in the local header, a zip64
  *             field with {size, size} where it is 0xffffffff, no zip64 end records.
  *
+ * Behind the end record there may be a comment, or padding of any bytes: torch's reader takes the
+ * last end record that begins within SFR__UNZIP_END_REACH of the file's end, and so does this one. Of
+ * what stands there nothing is known but how long it is.
+ *
  * All of these are accepted. What has no second copy and steers no reader is not looked at:
  * versions needed and made by, attributes but for the directory bit, contents of extra fields other than zip64's, comments
  * of records, bytes in the gaps.
@@ -66,6 +70,16 @@ static uint64_t le64(const unsigned char *p)
 
 /* ---- end of the file ------------------------------------------------------- */
 
+size_t sfr__unzip_behind(const unsigned char *tail, size_t len)
+{
+	const size_t reach = len < SFR__UNZIP_END_REACH ? len : SFR__UNZIP_END_REACH;
+
+	for (size_t back = END_LEN; back <= reach; back++)
+		if (le32(tail + len - back) == SIG_END)
+			return back - END_LEN;
+	return SIZE_MAX;
+}
+
 /* Whether a short field says what the long one does, or leaves it to that one. */
 static bool says16(uint16_t shorter, uint64_t value)
 {
@@ -77,15 +91,14 @@ static bool says32(uint32_t shorter, uint64_t value)
 	return shorter == value || shorter == MAX32;
 }
 
-static const char *read_end64(const unsigned char *end64, uint64_t file_len,
-			      struct sfr__unzip_end *end)
+static const char *read_end64(const unsigned char *end64, struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its zip64 end record is damaged";
 	const unsigned char *locator = end64 + END64_LEN;
 
 	if (le32(locator + 4) != 0 || le32(locator + 16) != 1)
 		return damaged;
-	if (le64(locator + 8) != file_len - SFR__UNZIP_TAIL || le32(end64) != SIG_END64 ||
+	if (le64(locator + 8) != end->len - SFR__UNZIP_TAIL || le32(end64) != SIG_END64 ||
 	    le64(end64 + 4) != END64_LEN - 12)
 		return damaged;
 	if (le32(end64 + 16) != 0 || le32(end64 + 20) != 0 || le64(end64 + 24) != le64(end64 + 32))
@@ -100,20 +113,23 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 			   struct sfr__unzip_end *end)
 {
 	static const char damaged[] = "its end record is damaged";
+	const size_t behind = sfr__unzip_behind(tail, len);
 	const unsigned char *last;
 	uint64_t dir_end;
 
-	if (len < END_LEN || le32(tail + len - END_LEN) != SIG_END)
+	if (behind == SIZE_MAX)
 		return "it is truncated: it does not end in a zip end record";
+	len -= behind;
 	last = tail + len - END_LEN;
-	/* A comment would make the record longer than what is left of the file. */
-	if (le16(last + 20) != 0 || le16(last + 4) != 0 || le16(last + 6) != 0)
+	end->len = file_len - behind;
+	/* torch's reader does not ask for the comment; of one that is cut off, the file is truncated. */
+	if (le16(last + 20) > behind || le16(last + 4) != 0 || le16(last + 6) != 0)
 		return damaged;
 	if (le16(last + 8) != le16(last + 10))
 		return damaged;
 
 	if (len >= SFR__UNZIP_TAIL && le32(last - LOCATOR_LEN) == SIG_LOCATOR) {
-		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL, file_len, end);
+		const char *wrong = read_end64(tail + len - SFR__UNZIP_TAIL, end);
 
 		if (wrong != NULL)
 			return wrong;
@@ -121,14 +137,14 @@ const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_
 		    !says32(le32(last + 12), end->dir_len) ||
 		    !says32(le32(last + 16), end->dir_off))
 			return "its two end records disagree";
-		dir_end = file_len - SFR__UNZIP_TAIL;
+		dir_end = end->len - SFR__UNZIP_TAIL;
 	} else {
 		end->nr_records = le16(last + 10);
 		end->dir_len = le32(last + 12);
 		end->dir_off = le32(last + 16);
 		if (end->nr_records == MAX16 || end->dir_len == MAX32 || end->dir_off == MAX32)
 			return "its zip64 end record is missing";
-		dir_end = file_len - END_LEN;
+		dir_end = end->len - END_LEN;
 	}
 	if (end->dir_off > dir_end || end->dir_len != dir_end - end->dir_off)
 		return "its directory is not where its end record says";

@@ -6,7 +6,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SFR__UNZIP_TAIL 98u    /* zip64 end record, its locator, end record */
+#define SFR__UNZIP_TAIL 98u /* zip64 end record, its locator, end record */
+/* torch's reader (miniz) looks for the end record that far from the file's end: in buffers of 4096
+ * bytes, each 4093 before the last, until it has gone back 65,557. */
+#define SFR__UNZIP_END_REACH (4096u + 16u * 4093u)
+#define SFR__UNZIP_TAIL_MAX (SFR__UNZIP_END_REACH + SFR__UNZIP_TAIL)
 #define SFR__UNZIP_CENTRAL 46u /* fixed part of a directory record */
 #define SFR__UNZIP_LOCAL 30u   /* fixed part of a local header */
 #define SFR__UNZIP_DESC 24u    /* longest descriptor */
@@ -21,6 +25,8 @@
  * words are constants. */
 
 struct sfr__unzip_end {
+	uint64_t
+		len; /* of the archive: the file's length, less what stands behind the end record */
 	uint64_t nr_records;
 	uint64_t dir_off, dir_len; /* the directory: inside the file, up to its end records */
 };
@@ -37,7 +43,11 @@ struct sfr__unzip_record {
 		comment_len; /* what follows in the directory, in this order */
 };
 
-/* `tail`: the file's last `len` bytes, SFR__UNZIP_TAIL or the whole file if that is shorter. */
+/* How many bytes stand behind the last end record in a file's last `len` bytes: a comment, padding.
+ * SIZE_MAX: there is none where torch's reader looks for it. */
+size_t sfr__unzip_behind(const unsigned char *tail, size_t len);
+/* `tail`: the file's last `len` bytes, SFR__UNZIP_TAIL and what stands behind the end record or more,
+ * or the whole file if that is shorter. */
 const char *sfr__unzip_end(const unsigned char *tail, size_t len, uint64_t file_len,
 			   struct sfr__unzip_end *end);
 /* A directory record's fixed part. Sizes and offset are final only after

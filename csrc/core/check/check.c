@@ -49,6 +49,7 @@
 #define MOST_ALIKE 64u /* different names with one hash of 64 bits: by chance there is none */
 /* A local header whole, or a directory record whole, at any offset in a page. */
 #define WINDOW (3u << 16)
+_Static_assert(SFR__UNZIP_TAIL_MAX + SFR_PAGE <= WINDOW, "the file's tail fits the window");
 _Static_assert(SFR__UNZIP_CENTRAL + SFR__UNZIP_NAME_MAX + 2 * 0xffffu + SFR_PAGE <= WINDOW,
 	       "a directory record fits the window");
 
@@ -103,6 +104,29 @@ static void read_ahead(struct sfr_check *c)
 				       &c->body.ahead);
 }
 
+/* Finds the end of the archive. What stands behind its end record is short, if there is anything. */
+static int find_end(struct sfr_check *c, const char **wrong)
+{
+	static const uint32_t tails[] = { SFR__UNZIP_TAIL, SFR__UNZIP_TAIL_MAX };
+	struct sfr_check_result *r = &c->result;
+	const unsigned char *bytes;
+	size_t len = 0;
+
+	for (size_t i = 0; i < 2; i++) {
+		int rc;
+
+		len = r->nbytes < tails[i] ? (size_t)r->nbytes : tails[i];
+		rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
+		if (rc != 0)
+			return sfr__check_unreadable(c, rc);
+		if (sfr__unzip_behind(bytes, len) == 0)
+			break;
+	}
+	*wrong = sfr__unzip_end(bytes, len, r->nbytes, &c->end);
+	r->nr_behind = *wrong == NULL ? r->nbytes - c->end.len : 0;
+	return 0;
+}
+
 static int start_check(struct sfr_check *c)
 {
 	struct sfr_check_result *r = &c->result;
@@ -141,11 +165,9 @@ static int start_check(struct sfr_check *c)
 		return sfr__check_fatal(c, foreign(bytes, len));
 	r->format = SFR_FORMAT_ARCHIVE;
 
-	len = r->nbytes < SFR__UNZIP_TAIL ? (size_t)r->nbytes : SFR__UNZIP_TAIL;
-	rc = sfr__window_get(&c->dir, r->nbytes - len, len, r->nbytes, &bytes, NULL);
-	if (rc != 0)
-		return sfr__check_unreadable(c, rc);
-	wrong = sfr__unzip_end(bytes, len, r->nbytes, &c->end);
+	rc = find_end(c, &wrong);
+	if (rc != 0 || c->state == SFR__CHECK_DONE)
+		return rc;
 	if (wrong != NULL)
 		return sfr__check_fatal(c, wrong);
 	r->nr_records = c->end.nr_records;

@@ -44,9 +44,11 @@ struct sfr_check_result {
 	uint64_t nr_records; /* that the directory names; 0 when it cannot be found */
 	uint64_t
 		nr_unchecked; /* written without a CRC, or deflated: only their structure is known */
-	uint64_t nr_bad;      /* records with damage of their own; the first ones are listed */
-	bool headers;         /* of the records were looked at, too */
-	uint32_t nr_listed;   /* at most SFR_CHECK_MAX_LISTED */
+	uint64_t nr_compressed; /* of these: deflated, with a CRC that nobody compared */
+	uint64_t nr_behind;     /* bytes behind the archive's end record, which nobody looked at */
+	uint64_t nr_bad;        /* records with damage of their own; the first ones are listed */
+	bool headers;           /* of the records were looked at, too */
+	uint32_t nr_listed;     /* at most SFR_CHECK_MAX_LISTED */
 	const struct sfr_bad_record *bad;
 	char error[512]; /* "" when ok; otherwise what is wrong, said of the file ("it is
 				  truncated: ..."), or of its first bad record */

@@ -42,11 +42,6 @@ static const char *take_name(struct sfr_check *c, const unsigned char *name)
 
 	/* No zero byte is inside the name, so it is a string from here on. */
 	bare = c->name + c->prefix_len;
-	if (c->rec.method != SFR__UNZIP_STORED &&
-	    (strcmp(bare, "data.pkl") == 0 || strcmp(bare, "version") == 0 ||
-	     strcmp(bare, "byteorder") == 0 || strncmp(bare, "data/", 5) == 0 ||
-	     strncmp(bare, ".data/", 6) == 0))
-		return "it is compressed, which torch never does to it";
 	if (strcmp(bare, "data.pkl") == 0)
 		c->has_pickle = true;
 	if (strcmp(bare, "version") == 0 || strcmp(bare, ".data/version") == 0)
@@ -210,6 +205,8 @@ int sfr__check_next_record(struct sfr_check *c)
 			return rc;
 	}
 	c->body_pos = c->rec_end;
+	if (c->rec.method != SFR__UNZIP_STORED)
+		c->result.nr_compressed++;
 	if (c->rec.method != SFR__UNZIP_STORED || (c->rec.crc == 0 && c->rec.clen != 0))
 		c->result.nr_unchecked++;
 	return 0;

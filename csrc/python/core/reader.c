@@ -36,12 +36,14 @@ static PyObject *result_as_dict(const struct sfr_check_result *result)
 	PyObject *error = result->error[0] ? sfr_py_text(result->error) : Py_NewRef(Py_None);
 
 	/* Of a NULL among them it makes NULL, and lets go of the others. */
-	return Py_BuildValue("{s:O,s:O,s:N,s:s,s:K,s:K,s:K,s:K,s:N}", "ok",
+	return Py_BuildValue("{s:O,s:O,s:N,s:s,s:K,s:K,s:K,s:K,s:K,s:K,s:N}", "ok",
 			     result->ok ? Py_True : Py_False, "headers",
 			     result->headers ? Py_True : Py_False, "error", error, "format",
 			     formats[result->format], "nbytes", (unsigned long long)result->nbytes,
 			     "num_records", (unsigned long long)result->nr_records, "num_unchecked",
-			     (unsigned long long)result->nr_unchecked, "num_bad",
+			     (unsigned long long)result->nr_unchecked, "num_compressed",
+			     (unsigned long long)result->nr_compressed, "num_behind",
+			     (unsigned long long)result->nr_behind, "num_bad",
 			     (unsigned long long)result->nr_bad, "bad_records",
 			     records_as_list(result));
 }
@@ -92,7 +94,8 @@ PyDoc_STRVAR(check_doc,
 "The file's position is neither used nor moved. `progress(bytes_done, nbytes)` is called now and\n"
 "then. Returns a dict: `ok`; `error`, None or what is wrong as a sentence about the file; `format`,\n"
 "\"archive\", \"legacy\" (torch's old format: nothing to check) or \"foreign\"; `nbytes`;\n"
-"`num_records`; `num_unchecked`, records without a CRC; `num_bad`; `bad_records`, pairs of name and\n"
+"`num_records`; `num_unchecked`, records without a CRC or compressed; `num_compressed`, those that\n"
+"are compressed; `num_behind`, bytes behind the archive's end; `num_bad`; `bad_records`, pairs of name and\n"
 "reason, at most 1000. Raises OSError where the file cannot be read.");
 
 static PyObject *check(PyObject *module, PyObject *args, PyObject *kwargs)

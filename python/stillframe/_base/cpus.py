@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from stillframe import _core
 
-_RUNTIME = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
+_RUNTIME = re.compile(r"/.*/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
 
 class Runtime(NamedTuple):
@@ -34,11 +34,11 @@ class Runtime(NamedTuple):
 
     Attributes:
         places: The sets of CPUs that it binds threads to; none where it binds nothing.
-        count: How many CPUs the process had when the runtime was loaded.
+        number: How many CPUs the process had when the runtime was loaded.
     """
 
     places: list[set[int]]
-    count: int
+    number: int
 
 
 class Cpus(NamedTuple):
@@ -78,15 +78,15 @@ def before_binding(
     if main != first:
         return first if main < first else None  # the program set another mask
     # A runtime that was loaded later counted the one place that it found.
-    runtime = max(binding, key=lambda each: each.count)
+    runtime = max(binding, key=lambda each: each.number)
     listed = set().union(*runtime.places)
-    if runtime.count <= len(main):
+    if runtime.number <= len(main):
         return None
-    if len(listed) == runtime.count:
+    if len(listed) == runtime.number:
         return listed
-    if len(found := granted()) == runtime.count:
+    if len(found := granted()) == runtime.number:
         return found
-    return listed if len(listed) < runtime.count else None
+    return listed if len(listed) < runtime.number else None
 
 
 def look() -> Cpus:
@@ -122,9 +122,8 @@ def _runtimes() -> list[Runtime]:
     paths = set()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[5:]
-            if path and _RUNTIME.search(path[0]):
-                paths.add(path[0])
+            if match := _RUNTIME.search(line):
+                paths.add(match[0])
     found = []
     for path in sorted(paths):
         with contextlib.suppress(OSError, AttributeError):  # not a runtime, or an old one

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 
 from stillframe._base.cpus import spread_thread
+from stillframe.errors import StillframeError
 
 
 def refused() -> OSError:
@@ -17,14 +19,38 @@ def refused() -> OSError:
     )
 
 
+def refuse_greenlets() -> None:
+    """Refuse to work where threads are greenlets.
+
+    A greenlet that waits in the core would stop all others for ever.
+
+    Raises:
+        StillframeError: gevent or eventlet has replaced threads by greenlets.
+    """
+    gevent = sys.modules.get("gevent.monkey")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        raise StillframeError(
+            "gevent has replaced Python's threads by greenlets, and stillframe needs real ones:"
+            " call gevent.monkey.patch_all(thread=False, queue=False)"
+        )
+    eventlet = sys.modules.get("eventlet.patcher")
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        raise StillframeError(
+            "eventlet has replaced Python's threads by greenlets, and stillframe needs real ones:"
+            " call eventlet.monkey_patch(thread=False)"
+        )
+
+
 def start(thread: threading.Thread) -> None:
     """Start a thread.
 
     Raises:
         OSError: The system refused to start it.
+        StillframeError: It would be a greenlet.
         RuntimeError: The thread was started before, or the interpreter is exiting: Python 3.12 and
             later then start no threads.
     """
+    refuse_greenlets()
     try:
         thread.start()
         spread_thread(thread)

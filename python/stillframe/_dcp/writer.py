@@ -68,6 +68,9 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         serialization_format: Likewise.
         engine: The engine to use, `stillframe.default_engine()` by default.
 
+    Attributes:
+        save_id: What the metadata calls the save, a new one each time; as PyTorch's writer has it.
+
     Raises:
         TypeError, ValueError: An invalid argument, or one that only PyTorch's writer supports.
     """
@@ -107,7 +110,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._overwrite = overwrite
         self._engine = engine
         self._stager: PinnedStager | None = None
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self.files_id = commit.new_id()
         self._rank: int | None = None  # where each rank saves for itself
         self._is_begun = False
@@ -158,10 +161,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """
         if checkpoint_id:
             self._go_to(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         alone = not kwargs.get("use_collectives", True)
@@ -283,7 +286,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
                 put_in_place()
             else:
                 directory = self.directory
-                self.beside.commit(directory, self._save_id, put_in_place, durable=self._durable)
+                self.beside.commit(directory, self.save_id, put_in_place, durable=self._durable)
         except BaseException:
             commit.discard(new)
             raise

@@ -42,7 +42,9 @@ def _arguments(
     if not isinstance(path, (str, os.PathLike)) or place.remote or str(path).startswith("~"):
         return None
     # A layer that decrypts, a test that counts: they expect that theirs is called.
-    if torch.load is not torch.serialization.load or any(name in os.environ for name in _FORCED):
+    if torch.load not in (torch.serialization.load, load):
+        return None
+    if any(name in os.environ for name in _FORCED):
         return None
     try:
         given = inspect.signature(reader).bind(path, *args, **kwargs)

@@ -8,7 +8,8 @@
 The two in the middle are not what stillframe promises, so they are logged once each and stand in
 the report of every save. Whoever writes a path also removes it.
 
-A replaced `torch.save` is called because whoever put a layer over it (or a test that counts)
+A replaced `torch.save` (by other than stillframe's own functions) is called because whoever put a
+layer over it (or a test that counts)
 expects so. Remote paths are taken, where the functions refuse them, so that a run on `s3://` goes
 on to work when the import is swapped.
 """
@@ -26,7 +27,7 @@ from stillframe._lightning.options import PluginOptions, refuse_skipping
 from stillframe._lightning.pending import Work
 from stillframe._lightning.reading import read
 from stillframe._lightning.wrapped import Inner
-from stillframe._save.api import engine_or_default
+from stillframe._save.api import async_save, engine_or_default, save
 from stillframe._save.engine import Engine, limits_of, submit
 from stillframe._save.handle import SaveHandle
 from stillframe._save.report import IoMode
@@ -107,7 +108,7 @@ class Writers:
             self._tell_once(_REMOTE, place)
             return self._lightnings(_REMOTE, "fsspec")
         # A layer that encrypts, a test that counts: they expect that theirs is called.
-        if torch.save is not torch.serialization.save:
+        if torch.save not in (torch.serialization.save, save, async_save):
             self._tell_once(_REPLACED, place)
             return self._lightnings(_REPLACED, "wrapped")
         return None

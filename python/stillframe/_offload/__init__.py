@@ -1,1 +1,1 @@
-"""Tensors that leave a device for the pool's memory, and come back."""
+"""Moves tensors from a device into the pool's memory and back."""

@@ -1,10 +1,11 @@
-"""`offload_activations`: what autograd saves for backward waits in the pool.
+"""Implements `offload_activations`: tensors that autograd saves for backward wait in the pool.
 
-    forward    saved: a_1 leaves   a_2 leaves   ...                   a_n stays (`keep_last`)
-    backward   a_n is there, a_(n-1) was sent for   a_(n-2) is sent for ...
+    forward    saved: a_1 is copied out   a_2 is copied out   ...   a_n stays (`keep_last`)
+    backward   a_n is there, a_(n-1) is prefetched   then a_(n-2) is prefetched   ...
 
-A storage goes once, however many views of it are saved; parameters stay where they are. What is
-small, what another device has, and what the caller does not want away is left to the hooks around.
+A storage is copied once, however many views of it are saved, and parameters stay where they are.
+Small tensors, tensors of other devices and tensors that the caller excludes are passed to the
+saved-tensor hooks around.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from stillframe._offload.ticket import Ticket
 from stillframe._save.engine import Engine
 from stillframe.errors import StillframeError
 
-_AHEAD = 4  # groups sent for before backward asks
+_AHEAD = 4  # groups that are prefetched ahead of backward
 _SLOTS = 2 * _AHEAD
 
 
 class _Saved:
-    """The bytes of one storage, or of a small part of a large one.
+    """The bytes of one storage, or of a small range of a large one.
 
-    HERE   `tensor`: on the device, as it was saved
-    AWAY   `ticket`: in the pool
-    BACK   both: on the device again, until every view that was saved has been asked for
+    HERE   has `tensor`: on the device, as it was saved
+    AWAY   has `ticket`: in the pool
+    BACK   has both: on the device again, until every saved view has been asked for
     """
 
     def __init__(self, tensor: Tensor, number: int) -> None:
@@ -57,14 +58,14 @@ class _Saved:
             check_version(self.tensor, self._version, what)
 
     def count(self) -> None:
-        """One of its views has been asked for."""
+        """Count that backward has asked for one of the views."""
         self._asked = (self._asked + 1) % self.nr_views
         if self._asked == 0 and self.ticket is not None:
             self.tensor = None
 
 
 class _SavedView(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd keeps in place of a tensor."""
 
     owner: OffloadedActivations
     saved: _Saved
@@ -77,19 +78,20 @@ class _SavedView(NamedTuple):
 
 
 class _Traffic:
-    """The groups of one device, in the order in which they were saved."""
+    """The groups of one device, in the order in which autograd saved them."""
 
     def __init__(self, offloader: Offloader, keep_last: int) -> None:
         self.offloader = offloader
         self._keep_last = keep_last
         self._staying: deque[weakref.ref[_Saved]] = deque()
         self._all: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
-        # By address, which no other storage is given while the weak reference to it is here.
+        # The key holds the storage's address, which is not given to another storage while the
+        # weak reference here exists.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
         self._next = 0
 
     def save(self, tensor: Tensor) -> tuple[_Saved, View]:
-        """Has the bytes of a tensor saved, unless they are."""
+        """Register the bytes of a tensor unless they are registered; return them and the view."""
         whole, begin = _whole(tensor)
         storage = tensor.untyped_storage()
         key = (storage._cdata, whole.storage_offset(), whole.shape, whole.dtype, tensor._version)
@@ -109,7 +111,7 @@ class _Traffic:
     def _send_early(self) -> None:
         while len(self._staying) > self._keep_last:
             saved = self._staying.popleft()()
-            # One that was written to since stays, and backward says so when it comes to it.
+            # A tensor that was written to since stays, so that backward reports the write.
             if saved is not None and saved.tensor is not None and not saved.changed():
                 saved.ticket = self.offloader.offload([saved.tensor])
                 saved.tensor = None
@@ -118,12 +120,12 @@ class _Traffic:
             self._known = alive
 
     def bring(self, saved: _Saved) -> Tensor:
-        """The bytes on the device. Sends for those that were saved before."""
+        """Return the bytes on the device, and prefetch those that were saved before them."""
         saved.check()
         if saved.tensor is None:
             assert saved.ticket is not None
             [saved.tensor] = self.offloader.onload(saved.ticket)
-            # Its memory is whoever's asks for it now, for as long as they want.
+            # The slot is freed now; the memory stays for as long as its users keep tensors over it.
             self.offloader.release([saved.tensor])
         sent = 0
         for number in range(saved.number - 1, max(saved.number - 4 * _AHEAD, -1), -1):
@@ -137,7 +139,7 @@ class _Traffic:
 
 
 class OffloadedActivations:
-    """Made by `offload_activations`. A context manager that may be entered again, and in itself."""
+    """The context manager that `offload_activations` returns; it can be reused and nested."""
 
     def __init__(
         self,
@@ -167,14 +169,14 @@ class OffloadedActivations:
         self._entered.pop().leave()
 
     def stats(self) -> dict[torch.device, OffloadStats]:
-        """What went each way so far, by device; see `Offloader.stats`."""
+        """Return what was copied in each direction so far, by device; see `Offloader.stats`."""
         return {device: each.offloader.stats() for device, each in self._traffic.items()}
 
     def _take(self, tensor: Tensor) -> Any:
         if not self._is_wanted(tensor):
             return None
         if graph.task() != graph.NO_TASK:
-            # A checkpoint runs this again: what it saves now is used at once.
+            # A checkpoint repeats this forward, and backward uses what it saves at once.
             return Kept(tensor.detach(), tensor._version)
         traffic = self._traffic.get(tensor.device)
         if traffic is None:
@@ -185,7 +187,7 @@ class OffloadedActivations:
 
     def _is_wanted(self, tensor: Tensor) -> bool:
         if tensor.layout is not torch.strided or type(tensor) is not Tensor:
-            return False  # parameters are not, and nor are subclasses
+            return False  # neither parameters nor other subclasses
         if tensor.numel() * tensor.itemsize < max(self._min_bytes, 1):
             return False
         if _device.on_host(tensor) if self._device is None else tensor.device != self._device:
@@ -208,8 +210,11 @@ class OffloadedActivations:
 
 
 def _whole(tensor: Tensor) -> tuple[Tensor, int]:
-    """What is to be brought away for a tensor, and where in it the tensor begins, in bytes: its
-    whole storage, or, of a large one, the part that it spans."""
+    """Return what to copy out for a tensor, and the tensor's offset in it in bytes.
+
+    That is the tensor's whole storage or, if the tensor spans less than half of it, the range
+    that it spans.
+    """
     tensor = tensor.detach()
     length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.itemsize)
     first = int(tensor.storage_offset())
@@ -227,29 +232,30 @@ def offload_activations(
     device: torch.device | str | None = None,
     engine: Engine | None = None,
 ) -> OffloadedActivations:
-    """Has what autograd saves inside the `with` block wait in the pool until backward needs it.
+    """Keep what autograd saves inside the `with` block in the pool until backward needs it.
 
         with stillframe.offload.offload_activations():
             loss = model(batch)
         loss.backward()
 
     Args:
-        min_bytes: What is smaller stays on the device.
-        keep_last: So many of the tensors saved last stay there: backward needs them first.
-        predicate: Called with every tensor that would leave; where it says False, the tensor stays.
-        device: Only what is saved on this device leaves; by default, what is on any CUDA device.
-        engine: Whose pool is used, `default_engine()` by default.
+        min_bytes: Smaller tensors stay on the device.
+        keep_last: How many of the tensors saved last stay on the device: backward needs them first.
+        predicate: Called with every tensor that would be copied out; if it returns False, the
+            tensor stays.
+        device: Copy out only tensors on this device; by default, those on any CUDA device.
+        engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
         A context manager, which may be entered again at every step.
 
     Raises:
-        TypeError: `min_bytes` or `keep_last` is no number; `predicate` cannot be called.
+        TypeError: `min_bytes` or `keep_last` is not an integer, or `predicate` cannot be called.
         ValueError: `min_bytes` or `keep_last` is negative.
 
-    Inside the block, `StillframeError` and `PoolExhaustedError` are raised by the operation that
-    saves the tensor. What is written to after it was saved is told by backward, as ever, or by
-    `TornSnapshotError` where it was just leaving.
+    Inside the block, the operation that saves a tensor raises `StillframeError` and
+    `PoolExhaustedError`. If a saved tensor is written to, backward raises autograd's error as
+    usual, or `TornSnapshotError` if the write came during the copy.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -1,9 +1,10 @@
-"""In which order layers are used: forward as they were given, backward as the last one went.
+"""Predicts the layer order, so that the next layer can be prefetched.
 
-What comes ahead of need is a guess, and a wrong one costs a copy. Backward goes back through the
-layers that had gradients in forward. A checkpoint makes it another way: a part of forward runs
-again, in its own order, and a reentrant one has told nothing of its layers before. But a training
-does the same at every step, so the way of the last backward is that of the next.
+Forward uses the layers in the order given; a backward uses them as the last backward did. A wrong
+prediction costs a copy. Without checkpointing, backward visits the layers that had gradients in
+forward, in reverse. A checkpoint changes that order: it runs a part of forward again, and a
+reentrant one has shown none of its layers to autograd before. But every training step does the
+same work, so the order of the last backward predicts the next.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ from stillframe._offload.layer import Layer
 
 
 class Course:
-    """Where in the order of the layers a training is."""
+    """Follows a training through the order of its layers."""
 
     def __init__(self, order: list[Layer]) -> None:
         self._order = order
-        self._place = 0  # of the layer used last in a forward
-        self._known: list[Layer] = []  # where the last backward came, and
-        self._seen: list[Layer] = []  # this one so far
-        self._is_known = True  # up to here it went the same way
+        self._place = 0  # index of the layer that a forward used last
+        self._known: list[Layer] = []  # layers of the last backward, in its order
+        self._seen: list[Layer] = []  # layers of the current backward so far
+        self._is_known = True  # _seen is a prefix of _known
         self._next: Layer | None = None
 
     def is_last(self, layer: Layer) -> bool:
         return layer is self._order[-1]
 
     def forward(self, layer: Layer) -> bool:
-        """Notes that forward has come to a layer. Returns whether another pass begins with it."""
+        """Record that forward has reached a layer; return whether a new pass begins with it."""
         order, before = self._order, self._place
         for step in range(1, len(order) + 1):
             place = (before + step) % len(order)
@@ -36,20 +37,21 @@ class Course:
         return self._place <= before
 
     def follower(self) -> Layer | None:
-        """The layer that forward comes to next."""
+        """Return the layer that forward reaches next."""
         return next(iter(self._order[self._place + 1 :]), None)
 
     def preceder(self, layer: Layer) -> Layer | None:
-        """The layer that stands before another one, where that stands last."""
+        """Return the layer before the last occurrence of a layer in the order."""
         place = max(i for i, each in enumerate(self._order) if each is layer)
         return self._order[place - 1] if place else None
 
     def backward(self, layer: Layer, otherwise: Layer | None) -> Layer | None:
-        """Notes that backward has come to a layer, or that a checkpoint runs it again. Returns the
-        one that it comes to next.
+        """Record that backward has reached a layer, or that a checkpoint runs it again.
+
+        Returns the layer that is predicted to be next.
 
         Args:
-            otherwise: That one, where this backward goes another way than the last one.
+            otherwise: The prediction if this backward has left the order of the last one.
         """
         if self._seen[-1:] != [layer]:
             place = len(self._seen)

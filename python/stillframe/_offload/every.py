@@ -1,4 +1,4 @@
-"""Several things that all have to happen, whatever becomes of each."""
+"""Runs several steps that must all be attempted, even if some of them fail."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 
 
 def every(steps: Iterable[Callable[[], object]], error: BaseException | None = None) -> None:
-    """Takes each step, whatever those before it have raised. Then raises the first error: what the
-    later ones were stands in its notes.
+    """Run each step, whatever the steps before it raised; then raise the first error.
+
+    The later errors are added to it as notes.
 
     Args:
-        error: One that came before them all.
+        error: An error from before the first step; it counts as the first.
     """
     errors = [] if error is None else [error]
     for step in steps:
@@ -26,4 +27,4 @@ def every(steps: Iterable[Callable[[], object]], error: BaseException | None = N
                 errors[0].add_note(f"and then: {other}")
         raise errors[0]
     finally:
-        errors.clear()  # they refer to this frame
+        errors.clear()  # their tracebacks refer to this frame

@@ -1,4 +1,4 @@
-"""What `offload_layers` is given: whether it can be served, and what its layers have in common."""
+"""Checks the arguments of `offload_layers` and finds what its layers share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from stillframe.errors import StillframeError
 
 offloaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-# Each reduces gradients as autograd adds them on the device, which it does to no offloaded weight.
+# Each of these reduces gradients when autograd adds them on the device. Gradients of offloaded
+# weights are added on the CPU, so the reduction would never run.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 def check(modules: object, keep: object, dtype: object) -> list[nn.Module]:
-    """The layers, in the order given.
+    """Check the arguments and return the modules in the order given.
 
     Raises:
         TypeError, ValueError: As `offload_layers`.
@@ -82,10 +83,10 @@ def _refuse_wrapper(module: nn.Module) -> None:
 
 
 def refuse_reduction(layer: Layer) -> None:
-    """A `DistributedDataParallel` would wait for gradients that never come.
+    """Refuse a forward under `DistributedDataParallel`, which would wait for gradients forever.
 
     Raises:
-        StillframeError: Its forward comes to a layer that is trained.
+        StillframeError: Such a forward has reached a layer that requires gradients.
     """
     parallel = nn.parallel.DistributedDataParallel
     if getattr(parallel, "_active_ddp_module", None) is None or not torch.is_grad_enabled():
@@ -99,8 +100,11 @@ def refuse_reduction(layer: Layer) -> None:
 
 
 def mark_shared(layers: list[Layer]) -> None:
-    """Makes partners of the layers that have a buffer or a module in common: of the one that stands
-    still, something changes, or is on the device, while the other computes."""
+    """Find each layer's partners and relatives (see `Layer`).
+
+    Partners share a buffer or a module: while one of them computes, something of the other
+    changes or is on the device.
+    """
     _mark(layers, _changing, "partners")
     _mark(layers, lambda layer: set(map(id, layer.tensors)), "relatives")
 

@@ -1,13 +1,13 @@
-"""Gradients of weights that live on the CPU: they leave the device while backward goes on.
+"""Copies gradients of weights that live on the CPU from the device while backward continues.
 
-A layer's gradients are offloaded in one go, and a thread adds them to the parameters' `grad` when
-they have come. Where there is none yet, what has come becomes it: nothing is copied a second time.
-The additions are those that autograd makes, in its order: what one backward gives a parameter that
-several layers use is summed up first, and the sum is added to what was there.
+A layer's gradients are offloaded together, and a thread adds them to the parameters' `grad` when
+their copies have completed. If a parameter has no `grad` yet, the offloaded tensor becomes it
+without another copy. The additions are those of autograd, in its order: the gradients that one
+backward gives to a parameter used by several layers are summed first, and the sum is added to the
+existing `grad`.
 
-The end of a backward waits for all this, so afterwards every `grad` is what it would have been.
-The host has to: whoever reads a `grad` next, such as `clip_grad_norm_`, asks nobody, so there is
-nothing of theirs that could wait instead.
+The end of a backward waits on the host for all of this, so every `grad` is then complete. The host
+must wait: code that reads a `grad` next, such as `clip_grad_norm_`, calls nothing here that could.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from stillframe._offload.ticket import Ticket
 class Gradient(NamedTuple):
     parameter: Tensor
     value: Tensor
-    last: bool  # nothing more is to come for the parameter in this backward
+    last: bool  # this backward adds nothing more to the parameter's gradient
 
 
 class Gradients:
-    """The way of gradients from the device to the CPU.
+    """Sends gradients from the device to the CPU.
 
     Args:
-        most: how many layers' gradients may be on their way before a backward waits for the first.
+        most: How many layers' gradients may be in flight before a backward waits for the first.
     """
 
     def __init__(self, offloader: Offloader, most: int) -> None:
@@ -45,14 +45,14 @@ class Gradients:
         self._most = most
         self._threads: ThreadPoolExecutor | None = None
         self._under_way: deque[Future[None]] = deque()
-        self._ending: list[Future[None]] = []  # of backwards inside another one
-        self._sums: dict[int, dict[Tensor, Tensor]] = {}  # of each backward
+        self._ending: list[Future[None]] = []  # ends of backwards that ran inside another
+        self._sums: dict[int, dict[Tensor, Tensor]] = {}  # by backward: incomplete sums
 
     def send(self, task: int, gradients: Sequence[Gradient]) -> None:
-        """Starts the way of a layer's gradients, behind the current stream's work.
+        """Start to copy a layer's gradients, after the work queued on the current stream.
 
         Args:
-            task: The backward that they are of.
+            task: The backward that computed them.
         """
         if not gradients:
             return
@@ -74,7 +74,7 @@ class Gradients:
         first.result()
 
     def fetch(self, gradients: Sequence[Gradient]) -> list[Tensor]:
-        """The gradients on the CPU, waited for."""
+        """Copy gradients to the CPU and wait for them."""
         if not gradients:
             return []
         ticket = self._offloader.offload(
@@ -86,8 +86,10 @@ class Gradients:
         ]
 
     def join(self, task: int, succeeded: bool = True) -> None:
-        """Returns when all gradients of a backward have been added. Raises what has gone wrong on
-        the way. Of one that failed, sums that were not complete are dropped, as autograd does."""
+        """Wait until all gradients of a backward have been added; raise the first error of that.
+
+        The incomplete sums of a failed backward are dropped, as autograd drops them.
+        """
         ending = [*self._under_way, *self._ending]
         self._under_way, self._ending = deque(), []
         whole = False
@@ -98,8 +100,10 @@ class Gradients:
             self._end(task, succeeded and whole)
 
     def finish(self, task: int, succeeded: bool) -> None:
-        """Ends a backward inside another one, behind all that it has sent. Nobody waits: `join` of
-        the one around does."""
+        """End a backward that ran inside another one, after everything it has sent.
+
+        Does not wait: `join` of the outer backward does.
+        """
         if self._threads is not None:
             self._ending.append(self._threads.submit(self._end, task, succeeded))
 
@@ -111,11 +115,11 @@ class Gradients:
                     _add(parameter, total)
 
     def join_all(self) -> None:
-        """Returns when everything sent has been added."""
+        """Wait until everything that was sent has been added."""
         every(functools.partial(self.join, task) for task in [graph.NO_TASK, *self._sums])
 
     def close(self) -> None:
-        """Ends the thread; what is under way is waited for."""
+        """End the thread after the gradients that are in flight."""
         if self._threads is not None:
             self._threads.shutdown(wait=True)
             self._threads = None
@@ -135,7 +139,7 @@ class Gradients:
 
 
 def fitting(value: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient laid out as its parameter is, which is how autograd lays out what it keeps."""
+    """Return the gradient with its parameter's strides, as autograd keeps gradients."""
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,9 +1,8 @@
-"""What is asked of autograd's engine in the middle of a backward.
+"""Asks autograd's engine about a running backward, and learns when it ends.
 
-A backward pass is a *task* with a number. What has to happen at its end is queued with the engine,
-which runs it when the backward has succeeded. When it fails nothing is called, but what was
-queued is dropped before the error reaches the caller. That is noticed: so one that failed
-leaves nothing of ours half done.
+The engine calls a backward pass a *task* and numbers it. It runs a queued callback when the
+backward succeeds. When the backward fails, the engine drops the callback uncalled before the error
+reaches the caller. The callback's destructor detects that, so a failed backward is cleaned up too.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ NO_TASK = -1
 
 
 def task() -> int:
-    """The number of the backward that the calling thread is in; -1 outside one."""
+    """Return the number of the backward that the calling thread runs; -1 outside one."""
     return torch._C._current_graph_task_id()
 
 
 class _AtEnd:
-    """What is queued with the engine: runs once, at the end or when it is dropped."""
+    """A callback for the engine that runs once: at the end, or when it is dropped."""
 
     def __init__(self, function: Callable[[bool], None]) -> None:
         self._function: Callable[[bool], None] | None = function
@@ -39,12 +38,12 @@ class _AtEnd:
     def __del__(self) -> None:
         try:
             self(False)
-        except Exception as error:  # the caller gets the one that the backward has failed with
+        except Exception as error:  # the caller gets the error of the backward itself
             log.error("stillframe: a backward has failed, and so has its end: %r", error)
 
 
 class Ends:
-    """Calls `function(task, succeeded)` at the end of every backward that was joined."""
+    """Calls `function(task, succeeded)` at the end of every backward that has called `join`."""
 
     def __init__(self, function: Callable[[int, bool], None]) -> None:
         self._function = function
@@ -52,15 +51,16 @@ class Ends:
         self._lock = threading.Lock()
 
     def is_inside(self) -> bool:
-        """Whether another backward that was joined is still to end: the one that ends is inside it,
-        as a checkpoint's is."""
+        """Return whether the backward that ends now ran inside another one, as a checkpoint's
+        does: whether another joined backward is still to end."""
         return bool(self._joined)
 
     def join(self) -> int:
-        """Has the end of this backward told. Returns its number.
+        """Register the current backward, and return its number.
+
 
         Raises:
-            RuntimeError: The calling thread is in no backward.
+            RuntimeError: The calling thread runs no backward.
         """
         number = task()
         with self._lock:
@@ -77,17 +77,20 @@ class Ends:
 
 
 def comes(node: torch.autograd.graph.Node | None) -> bool:
-    """Whether this backward goes through a node, or has done so."""
+    """Return whether the current backward runs a node, or has run it."""
     return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def accumulates(parameter: Tensor) -> bool | None:
-    """Whether this backward adds to the `grad` of a parameter; None where it wants to be handed the
-    gradient instead (`torch.autograd.grad`), or a hook of the parameter does."""
+    """Return whether the current backward adds to the `grad` of a parameter.
+
+    None means that the gradient has to be returned to autograd instead: for
+    `torch.autograd.grad`, or because the parameter has hooks.
+    """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return None
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # said of leaves that autograd.grad was given
+    except RuntimeError:  # raised for leaves that were given to autograd.grad
         return None

@@ -1,8 +1,8 @@
-"""One layer whose parameters and buffers live on the CPU, and go to the device for a moment.
+"""Manages one layer whose parameters and buffers live on the CPU and visit the device.
 
-While a forward runs, the module's parameters are tensors on the device, made from the CPU's by a
-node of autograd (`Onload`). So the parameters themselves stay leaves on the CPU, which is where
-optimizers, hooks and saves find them, whatever goes wrong on the way.
+While a forward runs, the module's parameters are replaced by tensors on the device, which an
+autograd node (`Onload`) makes from the CPU's. The parameters themselves stay leaves on the CPU.
+Optimizers, hooks and saves find them there, even after an error.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from stillframe.errors import StillframeError
 
 
 class Place(NamedTuple):
-    """Where a module refers to a tensor."""
+    """A module's reference to a tensor."""
 
     module: nn.Module
-    entries: dict[str, Any]  # the module's parameters, or its buffers
+    entries: dict[str, Any]  # the module's _parameters or _buffers
     name: str
-    number: int  # among the layer's tensors
+    number: int  # index of the tensor in Layer.tensors
 
 
 Former = list[tuple[Place, Any]]
 
-# Of tensors that a forward has written to on the device, how often, until that has come back.
+# For each tensor that forwards have written to on the device: the number of writes that are not yet
+# copied back.
 _written: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
 
 
-# Said by torch where a layer is compiled with fullgraph=True.
+# torch reports this if a layer is compiled with fullgraph=True.
 _WHY = (
     "offloaded layers get their weights between compiled graphs: compile them before"
     " offload_layers, or without fullgraph=True"
@@ -48,17 +49,19 @@ _WHY = (
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to, as a training without offloading would count it: what a forward
-    writes counts when that forward ends, not when it comes back."""
+    """Return the tensor's version as a training without offloading would count it.
+
+    A write by a forward on the device counts when that forward ends, not when it is copied back.
+    """
     return tensor._version + _written.get(tensor, 0)
 
 
 class _Write(NamedTuple):
-    """What a forward has changed, on its way back."""
+    """Tensors that a forward has changed on the device, on their way back to the CPU."""
 
     ticket: Ticket
     targets: list[Tensor]
-    nr_counted: int  # of them, the first: whose versions tell of it
+    nr_counted: int  # the first so many targets count the write in their version
 
     def land(self) -> None:
         came = self.ticket.tensors()
@@ -69,14 +72,14 @@ class _Write(NamedTuple):
 
 
 class Layer:
-    """One module of those given, with the tensors under it.
+    """One of the modules given, with its tensors.
 
     Attributes:
         tensors: Its parameters, then its buffers, each once.
         nr_parameters: How many of them are parameters.
-        partners: Layers that have buffers or modules of this one's. Whichever runs changes what is
-            there, so they come when it is their turn: such a layer is neither prefetched nor kept.
-        relatives: Layers that have any tensors of this one's.
+        partners: Layers that share buffers or modules with this one. Each of them changes what is
+            shared when it runs, so a layer with partners is neither prefetched nor kept.
+        relatives: Layers that share any tensor with this one.
     """
 
     def __init__(self, module: nn.Module, name: str, dtype: torch.dtype | None) -> None:
@@ -87,18 +90,18 @@ class Layer:
         self._dtype = dtype
         self._sources: list[Tensor] | None = None
         self._writes: list[_Write] = []
-        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward is to come
+        self.uses: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards whose backward may still run
         self.look()
 
-    # ---- what there is ----
+    # ---- the layer's tensors ----
 
     def look(self) -> None:
-        """Finds the tensors: again where somebody has put others in their place."""
+        """Find the tensors; called again after somebody has replaced one of them."""
         self._sources = None
         indices: dict[int, int] = {}
         self.tensors: list[Tensor] = []
         self.places: list[Place] = []
-        self.changing: set[int] = set()  # by training forwards, and no version tells
+        self.changing: set[int] = set()  # changed by training forwards, without a change of version
         modules = list(self.module.modules())
         for module in modules:
             self._look_at(module, module._parameters, indices)
@@ -144,7 +147,7 @@ class Layer:
         return ".".join(part for part in (self.name, inner, place.name) if part)
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
-        """What goes up: the tensors, or their copies of low precision."""
+        """Return what is copied to the device: the tensors, or low-precision copies of them."""
         self.settle()
         if any(
             place.entries.get(place.name) is not self.tensors[place.number] for place in self.places
@@ -159,20 +162,20 @@ class Layer:
         return self._sources
 
     def stamp(self) -> Stamp:
-        """Of what stands in the places of its tensors now."""
+        """Return a fingerprint of the tensors that the modules refer to now."""
         self.settle()
         return Stamp([place.entries[place.name] for place in self.places])
 
     def lowered(self, index: int, tensor: Tensor) -> Tensor:
-        """What of a tensor goes up."""
+        """Return what is copied to the device for a tensor."""
         if self._dtype is None or index >= self.nr_parameters or not tensor.is_floating_point():
             return tensor.detach()
         return tensor.detach().to(self._dtype)
 
-    # ---- the device's tensors in the place of the CPU's ----
+    # ---- replacing the CPU's tensors by the device's ----
 
     def swap(self, values: Sequence[Tensor]) -> Former:
-        """Puts tensors in the places of the layer's. Returns what stood there."""
+        """Replace the layer's tensors in its modules; return what was replaced."""
         former: Former = []
         for place in self.places:
             former.append((place, place.entries[place.name]))
@@ -181,7 +184,7 @@ class Layer:
         return former
 
     def swap_back(self, former: Former, values: Sequence[Tensor]) -> Former:
-        """Puts back what stood there. Returns what is found there that was not put there."""
+        """Undo `swap`; return the references that no longer held the tensors put there."""
         moved: Former = []
         for place, tensor in former:
             found = place.entries.get(place.name)
@@ -192,20 +195,20 @@ class Layer:
         return moved
 
     def _flatten(self) -> None:
-        """RNNs keep a list of their weights besides."""
+        """Rebuild the list of weights that RNNs keep beside their parameters."""
         for place in self.places:
             if isinstance(place.module, nn.RNNBase):
                 place.module._flat_weights = [
                     getattr(place.module, name, None) for name in place.module._flat_weights_names
                 ]
 
-    # ---- what a forward has changed ----
+    # ---- copying changes of a forward back ----
 
     def write_back(self, group: Group, offloader: Offloader, *, stays: bool) -> None:
-        """Starts the way back of what a forward has changed on the device.
+        """Start to copy back what a forward has changed on the device.
 
         Args:
-            stays: The group may be written to again, by a checkpoint that runs a forward once more.
+            stays: The group may be written to again, by a checkpoint that repeats the forward.
         """
         counted = [index for index in range(len(self.tensors)) if group.changed(index)]
         silent = [
@@ -232,7 +235,7 @@ class Layer:
         group.note_versions()
 
     def settle(self) -> None:
-        """Returns when the CPU has what forwards have changed of its tensors."""
+        """Wait until the CPU's tensors hold everything that forwards have changed."""
         for layer in (self, *self.relatives):
             if layer is self or layer._writes_to(self.tensors):
                 layer._settle()
@@ -250,16 +253,16 @@ class Layer:
                     del _written[target]
             write.land()
 
-    # ---- the pool ----
+    # ---- moving to the pool and back ----
 
     def to_pool(self, offloader: Offloader) -> None:
-        """Moves the tensors into the pool, which is where copy engines read without a detour."""
+        """Move the tensors into the pool, which copy engines can read directly."""
         own = [tensor for tensor in self.tensors if _has_memory_of_its_own(tensor)]
         for tensor, copy in zip(own, offloader.adopt(own).tensors(), strict=True):
             tensor.data = copy
 
     def to_ordinary(self) -> None:
-        """Moves the tensors out of the pool, which nothing is brought from any more."""
+        """Move the tensors out of the pool into ordinary memory."""
         self._sources = None
         for tensor in self.tensors:
             if _has_memory_of_its_own(tensor):
@@ -267,7 +270,7 @@ class Layer:
 
 
 class Hook:
-    """A hook of a module. A copy of the module has none: it does nothing there."""
+    """A hook of a module; in a copy of the module it does nothing."""
 
     def __init__(self, function: Any, layer: Layer) -> None:
         self._function = torch.compiler.disable(function, reason=_WHY)  # type: ignore[no-untyped-call]
@@ -284,8 +287,10 @@ class Hook:
 
 
 class Stay:
-    """In the place of an offloaded module's `_apply`: a model that is moved leaves its offloaded
-    layers where they are. A copy of the module has its own."""
+    """Replaces `_apply` of an offloaded module, so that moving the model leaves the layer alone.
+
+    A copy of the module gets its own `_apply` back.
+    """
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -311,12 +316,13 @@ def _no_hook() -> Any:
 
 
 def _nothing(*args: Any) -> None:
-    """What a copy of a module has in place of its hooks."""
+    """Do nothing: a copy of a module has this in place of its hooks."""
 
 
 def _has_memory_of_its_own(tensor: Tensor) -> bool:
-    """Whether nothing else is seen to lie in the tensor's memory: then it may be another."""
+    """Return whether no other tensor is known to share the tensor's memory, so that it can be
+    replaced."""
     storage = tensor.untyped_storage()
     nbytes = tensor.numel() * tensor.element_size()
-    # The tensor's reference, and that of the object asked.
+    # Two references: the tensor's, and that of the storage object made here.
     return storage.nbytes() == nbytes > 0 and torch._C._storage_Use_Count(storage._cdata) <= 2

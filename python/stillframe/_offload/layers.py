@@ -1,14 +1,14 @@
-"""`offload_layers`: layers that live on the CPU and compute on a device, one after the other.
+"""Implements `offload_layers`: layers live on the CPU and compute on a device, one at a time.
 
-    forward    l comes in (it was prefetched)   computes, while l+1 comes in     goes
-    backward   l comes in (it was prefetched)   computes, while l-1 comes in and the gradients of
-               l+1 leave                                                         goes
+    forward    l arrives (prefetched)   l computes, l+1 is copied in      l is released
+    backward   l arrives (prefetched)   l computes, l-1 is copied in,
+                                        gradients of l+1 are copied out   l is released
 
-What a layer's forward saves of its weights is where to find them (`saved`), so between forward and
-backward the device holds none. Backward comes to a layer when the node that made one of its outputs
-is about to run, or when something asks for one of its weights; until it has come to another, the
-module has its weights on the device, since a checkpoint inside the layer may run parts of its
-forward again.
+A layer's forward saves references to its weights instead of the weights (`saved`), so between
+forward and backward the device holds none. Backward reaches a layer when the node that made one of
+its outputs is about to run, or when something asks for one of its weights. Until it reaches another
+layer, the module keeps its weights on the device, because a checkpoint inside the layer may repeat
+parts of its forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stillframe.errors import StillframeError
 
 
 class _Onload(torch.autograd.Function, Onloading):
-    """From parameters on the CPU to what stands for them on the device, and gradients back."""
+    """Maps parameters on the CPU to their copies on the device, and gradients back."""
 
     @staticmethod
     def forward(
@@ -54,7 +54,10 @@ class _Onload(torch.autograd.Function, Onloading):
 
 
 class OffloadedLayers:
-    """Made by `offload_layers`. A context manager: leaving it calls `remove()`."""
+    """The handle that `offload_layers` returns.
+
+    As a context manager it calls `remove()` on exit.
+    """
 
     def __init__(
         self, layers: list[Layer], order: list[Layer], keep: int, offloader: Offloader, slots: int
@@ -66,10 +69,10 @@ class OffloadedLayers:
         self._residents = Residents(offloader, layers, slots)
         self._gradients = Gradients(offloader, slots)
         self._ends = graph.Ends(self._backward_ended)
-        self._open: list[Use] = []  # forwards that run
-        self._current: Use | None = None  # where backward is, and
-        self._current_task = graph.NO_TASK  # which
-        self._last: Layer | None = None  # used with gradients
+        self._open: list[Use] = []  # forwards that are running
+        self._current: Use | None = None  # the use that backward has reached
+        self._current_task = graph.NO_TASK  # the backward that has reached it
+        self._last: Layer | None = None  # the last layer used with gradients
         self._users: dict[Tensor, list[Layer]] = {}
         self._handles: list[Any] = []
         self._removed = False
@@ -86,7 +89,7 @@ class OffloadedLayers:
         self.remove()
 
     def remove(self) -> None:
-        """Gives the modules back as they were, on the CPU, with what training has made of them.
+        """Restore the modules to ordinary ones on the CPU, with their trained values.
 
         Gradients stay. May be called again.
         """
@@ -108,17 +111,20 @@ class OffloadedLayers:
         given.offloaded.difference_update(layer.module.modules())
 
     def wait(self) -> None:
-        """Returns when nothing reads the weights on the CPU any more. A backward has waited for
-        that when it ends, a whole forward without gradients too, and an optimizer's step waits
-        before it begins. Call it before you write to them by hand behind any other forward."""
+        """Wait until nothing reads the weights on the CPU any more.
+
+        A backward waits for that before it ends, and so does a whole forward without gradients; an
+        optimizer's step waits before it begins. Call this before you write to the weights by hand
+        after any other forward.
+        """
         self._offloader.wait_read()
 
     def stats(self) -> Any:
-        """What went each way so far; see `Offloader.stats`."""
+        """Return what was copied in each direction so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
     def resident(self) -> list[str]:
-        """The layers that are on the device, or on their way there, by their numbers."""
+        """Return the names of the layers that are on the device or on their way there."""
         return [layer.name for layer in self._layers if self._residents.has(layer)]
 
     def _watch(self, layer: Layer) -> None:
@@ -136,13 +142,13 @@ class OffloadedLayers:
 
     def _before(self, layer: Layer, module: nn.Module, args: Any) -> None:
         given.refuse_reduction(layer)
-        if any(use.layer is layer for use in self._open):  # it calls itself
+        if any(use.layer is layer for use in self._open):  # the module calls itself
             self._open.append(next(use for use in self._open if use.layer is layer))
             return
-        again = graph.task() != graph.NO_TASK  # a checkpoint runs it again
+        again = graph.task() != graph.NO_TASK  # a checkpoint repeats it
         use = Use(self._enter, layer, self._course.preceder(layer) if again else self._last)
         if again:
-            self._ends.join()  # of the backward around, if what runs again gets one of its own
+            self._ends.join()  # joins the outer backward: what is repeated may have one of its own
             inside = self._current is not None and self._current.layer is layer
             following = self._go_back(use, leave=not inside)
         else:
@@ -166,7 +172,7 @@ class OffloadedLayers:
         self._prefetch(following, anew=not again)
 
     def _on_device(self, use: Use, group: Group) -> list[Tensor]:
-        """What stands in the places of a layer's tensors in a forward."""
+        """Return what replaces a layer's tensors during a forward."""
         layer = use.layer
         values = [tensor.detach() for tensor in group.tensors]
         indices = [i for i, each in enumerate(layer.tensors) if each.requires_grad]
@@ -174,7 +180,7 @@ class OffloadedLayers:
             made = _Onload.apply(  # type: ignore[no-untyped-call]
                 self, use, indices, group.tensors, *(layer.tensors[i] for i in indices)
             )
-            use.node = weakref.ref(made[0].grad_fn)  # which refers to the use
+            use.node = weakref.ref(made[0].grad_fn)  # weak: the node refers to the use
         else:
             made = [values[i].requires_grad_() for i in indices]
         for index, value in zip(indices, made, strict=True):
@@ -193,7 +199,7 @@ class OffloadedLayers:
             self._end_use(use, output, stays)
         except BaseException as error:
             every(self._failing(layer), error)
-        if output is None and not again:  # its forward has failed; a checkpoint's ends early
+        if output is None and not again:  # the forward failed; a checkpoint's may end early
             every(self._failing(layer))
         elif not stays:
             self._residents.give_up(layer)
@@ -216,13 +222,13 @@ class OffloadedLayers:
                 self._offloader.wait_read()  # the caller may write to the weights now
 
     def _failing(self, layer: Layer) -> list[Callable[[], object]]:
-        """Nothing goes on from a forward that has failed: what it holds goes back."""
+        """Return the steps that clean up after a failed forward."""
         settle = [each.settle for each in self._layers]
         give_up = functools.partial(self._residents.give_up, layer)
         return [give_up, self._residents.end_pass, self.wait, *settle]
 
     def _adopt(self, layer: Layer, moved: Former) -> None:
-        """A forward may have put other buffers in the place of its own; never other parameters."""
+        """Take over buffers that a forward has replaced; refuse replaced parameters."""
         for place, found in moved:
             if place.entries is place.module._parameters or not isinstance(found, Tensor):
                 raise StillframeError(
@@ -241,7 +247,7 @@ class OffloadedLayers:
     # ---- backward ----
 
     def _enter(self, use: Use) -> Group:
-        """Backward has come to a layer, or somebody asks for one of its weights."""
+        """Bring a layer to the device: backward has reached it, or asks for one of its weights."""
         if self._removed:
             raise StillframeError(
                 f"the backward of {use.layer.name} comes after remove(): it needs its weights"
@@ -256,7 +262,8 @@ class OffloadedLayers:
         task = self._ends.join()
         following = self._go_back(use, leave=True)
         group = self._residents.bring(use.layer, anew=False)
-        # A checkpoint inside may run its part again, and a reentrant one take gradients of that.
+        # A checkpoint inside the layer may repeat its part of forward, and a reentrant one
+        # computes gradients of that.
         inside = Use(self._enter, use.layer, use.before)
         inside.left = group.now()
         with torch.enable_grad():
@@ -267,7 +274,10 @@ class OffloadedLayers:
         return group
 
     def _go_back(self, use: Use, leave: bool) -> Layer | None:
-        """Backward comes to a layer, or a checkpoint runs it again. Returns what comes next."""
+        """Note that backward reaches a layer, or that a checkpoint repeats it.
+
+        Returns the predicted next layer.
+        """
         following = self._course.backward(use.layer, use.before)
         staying = {use.layer, following}
         if leave:
@@ -277,7 +287,7 @@ class OffloadedLayers:
         return following
 
     def _leave(self, staying: Container[Layer | None] = ()) -> None:
-        """Backward has left the layer it was at."""
+        """End the use that backward has reached: write back its changes, release its slot."""
         use, self._current = self._current, None
         if use is None:
             return
@@ -294,7 +304,7 @@ class OffloadedLayers:
     def _gradients_out(
         self, use: Use, indices: list[int], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Sends a layer's gradients to the CPU. Returns those that autograd wants to be handed."""
+        """Send a layer's gradients to the CPU; return those that autograd expects as results."""
         use.task = self._ends.join()
         handed: list[Tensor | None] = [None] * len(grads)
         sent: list[Gradient] = []
@@ -319,7 +329,8 @@ class OffloadedLayers:
         return handed
 
     def _is_last(self, use: Use, parameter: Tensor) -> bool:
-        """Whether this backward gives nothing more to the parameter, in uses that it comes to."""
+        """Return whether no other use that this backward reaches adds to the parameter's
+        gradient."""
         return not any(
             other is not use and other.task != use.task and graph.comes(other.node())
             for layer in self._users.get(parameter, ())
@@ -329,7 +340,7 @@ class OffloadedLayers:
     def _backward_ended(self, task: int, succeeded: bool) -> None:
         inside = self._ends.is_inside()
         steps: list[Callable[[], object]] = []
-        if self._current is None or self._current_task == task:  # else it ran inside another one
+        if self._current is None or self._current_task == task:  # else: a backward inside another
             steps.append(self._leave)
             self._last = None
         if not inside:
@@ -339,7 +350,7 @@ class OffloadedLayers:
         every([*steps, functools.partial(end, task, succeeded)])
 
     def _wait_for_end(self, task: int, succeeded: bool) -> None:
-        """Waits, once, for whatever has not come and gone yet."""
+        """Wait for the gradients, the changed buffers and the copies that still read weights."""
         join = functools.partial(self._gradients.join, task, succeeded)
         settle = [layer.settle for layer in self._layers]
         with self._offloader._waiting():
@@ -347,7 +358,7 @@ class OffloadedLayers:
 
 
 def _tell_of_backward(use: Use, output: Any) -> None:
-    """Has backward come to the layer before it runs any node of it."""
+    """Register hooks that call `use.enter` before backward runs any node of the layer."""
 
     def enter(grads: Any) -> None:
         use.enter(use)
@@ -366,26 +377,25 @@ def offload_layers(
     dtype: torch.dtype | None = None,
     engine: Engine | None = None,
 ) -> OffloadedLayers:
-    """Lets layers compute on a device while their parameters and buffers live on the CPU.
+    """Let layers compute on a device while their parameters and buffers live on the CPU.
 
     Args:
-        modules: The layers, in the order in which forward goes through them; a module that is used
-            more than once may stand there more than once. Their parameters and buffers are on the
-            CPU, what they are called with is on `device`, and so is the rest of the model.
-        device: Where they compute. At most `2 + keep` of them are there at a time.
-        keep: So many of the last ones stay there between forward and backward.
-        dtype: What parameters are converted to on their way to the device, such as
-            `torch.bfloat16`. They keep their own dtype on the CPU, and their gradients get it.
-        engine: Whose pool parameters and gradients live in, `default_engine()` by default.
+        modules: The layers, in the order in which forward uses them; a module that is used more
+            than once may be listed more than once. Their parameters and buffers must be on the
+            CPU, and their inputs and the rest of the model on `device`.
+        device: Where the layers compute. At most `2 + keep` of them are there at a time.
+        keep: How many of the last layers stay on the device between forward and backward.
+        dtype: The dtype that parameters are converted to on the device, such as `torch.bfloat16`.
+            They keep their own dtype on the CPU, and gradients are converted to that.
+        engine: The engine whose pool holds parameters and gradients; `default_engine()` by default.
 
     Returns:
-        A handle: `remove()` gives the modules back as they were. It is a context manager that does
-        so.
+        A handle whose `remove()` restores the modules; as a context manager it does so on exit.
 
     Raises:
-        TypeError: What is given are no modules, or their parameters are no plain dense tensors.
-        ValueError: One is inside another, or offloaded already; `keep` is below 0 or above their
-            number.
+        TypeError: An element is not a module, or a parameter is not a plain dense tensor.
+        ValueError: A module is inside another, or offloaded already; `keep` is below 0 or above
+            the number of modules.
         StillframeError: A parameter or a buffer is not on the CPU.
         PoolExhaustedError: The pool is too small for the parameters.
     """

@@ -1,9 +1,9 @@
-"""What a group of tensors consists of: pieces of memory, and the tensors as views of them.
+"""Describes a group of tensors as ranges of memory, and the tensors as views of those ranges.
 
-A tensor goes by the bytes it spans, not by its storage: one row of a large matrix does not bring
-the matrix along. Tensors of a group that share bytes share them on the other side too, so views
-stay views, and nothing is copied twice. What spans more than it has (strides with gaps) is made
-contiguous first; an expanded dimension goes as the one row that it is.
+A tensor is copied by the bytes it spans, not by its storage: one row of a large matrix does not
+copy the matrix. Tensors of a group that share bytes share them at the destination too, so views
+stay views and nothing is copied twice. A tensor whose strides leave gaps is made contiguous first.
+An expanded dimension is copied as its single row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COPY = struct.Struct("=QQQ")  # struct sfr_onload_copy
 
 
 class Source(NamedTuple):
-    """A run of a storage's bytes."""
+    """A range of a storage's bytes."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -35,18 +35,18 @@ class Source(NamedTuple):
         return whole.set_(self.storage, self.offset, (self.nbytes,), (1,))
 
     def address(self) -> int:
-        """Where the host finds it."""
+        """Return the address for the host."""
         return self.storage.data_ptr() + self.offset
 
     def device_address(self) -> int:
-        """Where the driver finds it on its device."""
+        """Return the address for the driver of the storage's device."""
         return _device.address_of(self.storage) + self.offset
 
 
 class View(NamedTuple):
-    """A tensor of the group, as a view of one of its sources; -1: it has no bytes."""
+    """A tensor of the group, as a view of one of its sources."""
 
-    source: int
+    source: int  # -1: the tensor has no bytes
     offset: int  # in bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,14 +57,14 @@ class Layout:
     """The sources and views of a group.
 
     Args:
-        tensors: Checked by `check`.
+        tensors: Tensors that `check` has accepted.
 
     Attributes:
-        sources: Given up with `let_go`.
-        lengths: Of the sources, in bytes.
-        nbytes: The sum of them.
-        room: What they take one behind the other, each a multiple of 512 bytes apart.
-        offsets: Where each begins then.
+        sources: Ranges of memory to copy; empty after `let_go`.
+        lengths: Lengths of the sources in bytes.
+        nbytes: Sum of the lengths.
+        room: Bytes that the sources take in one buffer, each rounded up to 512 bytes.
+        offsets: Offset of each source in that buffer.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -80,7 +80,7 @@ class Layout:
             self.room += -(-nbytes // _core.APART) * _core.APART
 
     def rows(self, place: int) -> bytearray:
-        """The sources as rows that a `_core.Snapshot` takes, all to be captured."""
+        """Return the sources as rows for a `_core.Snapshot`, all of them to be captured."""
         out = bytearray()
         for source in self.sources:
             address = source.device_address() if place else source.address()
@@ -92,19 +92,19 @@ class Layout:
         self._tensors = []
 
     def versions(self) -> list[int]:
-        """What torch counts of writes to the tensors: the one whose bytes are copied."""
+        """Return the version counters of the tensors whose bytes are copied."""
         return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
 
     def changed(self, since: list[int]) -> list[int]:
-        """Which tensors were written to."""
+        """Return the indices of the tensors that were written to."""
         return [i for i, now in enumerate(self.versions()) if now != since[i]]
 
     def over(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """The tensors, over one storage that holds the sources at `offsets`."""
+        """Return the tensors as views of one storage that holds the sources at `offsets`."""
         return self._make([(storage, offset) for offset in self.offsets], storage.device)
 
     def over_each(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-        """The tensors, over a storage for each source."""
+        """Return the tensors as views of one storage for each source."""
         return self._make([(storage, 0) for storage in storages], torch.device("cpu"))
 
     def _make(
@@ -124,7 +124,7 @@ class Layout:
 
 
 def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
-    """Rows that a `_core.Onload` takes: from host memory to a device's at `base`."""
+    """Return rows for a `_core.Onload`: copies from host addresses to the device's `base`."""
     out = bytearray()
     for address, offset, nbytes in zip(addresses, layout.offsets, layout.lengths, strict=True):
         out += _COPY.pack(address, base + offset, nbytes)
@@ -132,7 +132,7 @@ def copies(addresses: Iterable[int], base: int, layout: Layout) -> bytearray:
 
 
 def leased(memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout) -> list[Source]:
-    """The sources' copies in the pool, each a storage of its own."""
+    """Return the copies of the sources in the pool, each as a storage of its own."""
     return [
         Source(
             torch.frombuffer(memory, dtype=torch.uint8, offset=at, count=nbytes).untyped_storage(),
@@ -144,14 +144,14 @@ def leased(memory: _core.SnapshotMemory, offsets: Iterable[int], layout: Layout)
 
 
 def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor]:
-    """The tensors of a call as a list.
+    """Check the tensors given to a call and return them as a list.
 
     Args:
-        device: Where they have to be.
-        what: Names the call.
+        device: The device that the tensors must be on.
+        what: The name of the call, for error messages.
 
     Raises:
-        TypeError: Something is no tensor, or none with plain memory of its own.
+        TypeError: An element is not a tensor with plain, strided memory.
         ValueError: A tensor is on another device.
     """
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
@@ -176,13 +176,15 @@ def check(tensors: object, device: torch.device, what: str) -> list[torch.Tensor
 
 
 class _Span:
-    """The bytes that a tensor spans, contiguous or not; the tensor is made so that it has no
-    others."""
+    """The range of bytes that a tensor spans.
+
+    The tensor is cloned if it would not fill the range.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach().resolve_conj().resolve_neg()
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        # One row of an expanded dimension stands for all.
+        # All rows of an expanded dimension are the same memory: copy one.
         strides = tensor.stride()
         repeated = [
             size > 1 and stride == 0 for size, stride in zip(self.shape, strides, strict=True)
@@ -201,14 +203,14 @@ class _Span:
         self.tensor = tensor
 
     def apart(self) -> None:
-        """Gets memory of its own."""
+        """Move the tensor to memory of its own."""
         self.tensor = self.tensor.clone(memory_format=torch.preserve_format)
         self.storage, self.begin = self.tensor.untyped_storage(), 0
         self.end = self.tensor.numel() * self.tensor.itemsize
 
 
 def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
-    """Puts together what shares bytes."""
+    """Merge spans that share bytes into one source each."""
     views: list[View | None] = [None] * len(spans)
     sources: list[Source] = []
     order = sorted(range(len(spans)), key=lambda i: (spans[i].storage._cdata, spans[i].begin))
@@ -229,8 +231,10 @@ def _arrange(spans: list[_Span]) -> tuple[list[Source], list[View]]:
 
 
 def _continues(span: _Span, last: Source) -> bool:
-    """Whether it begins in the bytes of the source before it. One whose elements would not be
-    aligned there gets memory of its own."""
+    """Return whether a span begins inside the source before it.
+
+    A span whose elements would not be aligned in that source is moved to memory of its own.
+    """
     if span.storage._cdata != last.storage._cdata or span.begin >= last.offset + last.nbytes:
         return False
     if (span.begin - last.offset) % span.dtype.itemsize:

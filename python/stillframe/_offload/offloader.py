@@ -1,20 +1,19 @@
-"""`Offloader`: tensors leave a device for the pool and come back, beside what the device computes.
+"""Implements `Offloader`: copies tensors between a device and the pool while the device computes.
 
     current stream   layer l+1 E ............ E' layer l ...... waits D  layer l-1
-    outward                      waits E | gradients of l+1 leave
-    inward                                        waits E' | weights of l-1 come | D
+    outward                      waits E | gradients of l+1 are copied
+    inward                                        waits E' | weights of l-1 are copied | D
 
-Each way has a stream of its own; the core queues and watches (`snapshot/device.c` outward,
-`offload/onload.c` inward). Events order them against the stream that is current at the call: E
-before the sources are read, E' before the memory that a group comes to is written, D before it is
-used. The host waits for none of them.
+Each direction has a stream of its own, on which the core queues the copies (`snapshot/device.c`
+outward, `offload/onload.c` inward). Events order the copies against the stream that is current at
+the call: E before the sources are read, E' before the destination is written, D before it is used.
+The host waits for none of them.
 
-What is brought comes into one piece of the device's memory, a slot, from torch's allocator: so it
-is freed when the last tensor over it dies, in the order of the stream it was made on, and no group
-can be written over while something can still read it. A slot that is released early counts no
-longer; its memory is the device's again once nothing refers to it. There are never more than
-`slots` groups in use or on their way, and never more than `slots` groups whose sources wait to be
-copied out.
+A group is copied into one allocation of torch's allocator, a slot. The slot is freed when the last
+tensor over it is freed, in the order of the stream it was made on. So no group is overwritten while
+something can still read it. A slot that is released early no longer counts, but its memory is freed
+only when nothing refers to it. At most `slots` groups are in use or on their way, and at most
+`slots` groups have sources that wait to be copied out.
 """
 
 from __future__ import annotations
@@ -47,17 +46,18 @@ class Offloader:
     """Moves groups of tensors between a device and the memory of a pool.
 
     Args:
-        device: A CUDA device, or the CPU: there everything works by copying, slower and right.
-        slots: How many groups may be on the device at a time, brought or being brought; and how
-            many may be leaving before the current stream waits for the first of them. Two let one
-            be computed with while the next comes.
+        device: A CUDA device, or the CPU. On the CPU everything is copied by the calling thread,
+            with the same results.
+        slots: How many groups may be on the device or on their way there at a time; and how many
+            may be on their way out before the current stream waits for the first of them. With two,
+            one group can be computed with while the next is copied.
         engine: The engine whose pool is used, `default_engine()` by default.
 
-    A context manager that closes itself. Any thread may use it. The engine stays open.
+    As a context manager it closes itself on exit, but not the engine. Any thread may use it.
 
     Raises:
-        TypeError: `slots` is no number.
-        ValueError: `slots` below 1; a device that is neither.
+        TypeError: `slots` is not an integer.
+        ValueError: `slots` is below 1, or the device is neither a CUDA device nor the CPU.
         RuntimeError: There is no such device.
         StillframeError: The device's driver cannot be used; the engine is closed.
     """
@@ -71,9 +71,9 @@ class Offloader:
             raise ValueError(f"slots counts groups on the device: 1 at least, got {slots}")
         self._place = Place(device, engine_or_default(engine), slots)
         self.device = self._place.device
-        """Where groups come from, and go to."""
+        """The device that groups are copied from and to."""
         self.engine = self._place.engine
-        """Whose pool is used."""
+        """The engine whose pool is used."""
         self._stats = self._place.stats
         self._most = slots
         self._birth = Birth("this Offloader")
@@ -81,10 +81,10 @@ class Offloader:
         # Re-entrant: a signal handler may come in the middle of another call.
         self._lock = threading.RLock()
         self._slots: list[Slot] = []
-        self._released: list[Slot] = []  # as long as their memory is referred to
-        self._coming: list[Slot] = []  # something is still copied, whatever became of them
+        self._released: list[Slot] = []  # until nothing refers to their memory
+        self._coming: list[Slot] = []  # copies still run, whatever became of the slot
         self._leaving: deque[Leaving] = deque()
-        self._sent: list[Leaving] = []  # whose time is to be counted yet
+        self._sent: list[Leaving] = []  # time not counted yet
         self._warned: set[str] = set()
 
     def __enter__(self) -> Offloader:
@@ -100,24 +100,24 @@ class Offloader:
     # ---- out -------------------------------------------------------------------------
 
     def offload(self, tensors: Sequence[torch.Tensor], *, reuse: bool = False) -> Ticket:
-        """Copies tensors of the device into the pool, behind the current stream's work so far.
+        """Copy tensors of the device into the pool, after the work queued on the current stream.
 
-        They may be dropped at once: their memory is kept until it is read. What writes to them in
-        place before that gives a torn copy; torch's version counters tell, and then the ticket
-        raises `TornSnapshotError`.
+        You may drop the tensors at once: their memory is kept until it is read. A write to them in
+        place before that makes the copy torn. torch's version counters detect it, and the ticket
+        then raises `TornSnapshotError`.
 
         Args:
-            tensors: On `device`, with plain strided memory; parameters are taken as tensors. What
-                several of them share is copied once.
-            reuse: The current stream waits for the copies, so that work put on it from now on may
-                write to the tensors.
+            tensors: Tensors or parameters on `device`, with plain strided memory. Bytes that
+                several of them share are copied once.
+            reuse: Make the current stream wait for the copies, so that work queued on it from now
+                on may write to the tensors.
 
         Returns:
-            The group. The host has not waited, unless the pool was full.
+            The group's ticket. The host has waited only if the pool was full.
 
         Raises:
             PoolExhaustedError: The group does not fit beside what tickets and snapshots hold.
-            TypeError, ValueError: Something is no such tensor.
+            TypeError, ValueError: An element is not such a tensor.
             StillframeError: The offloader or its engine is closed; the device failed; a CUDA graph
                 is being captured.
             ForkError: In a child of fork.
@@ -139,8 +139,10 @@ class Offloader:
             return ticket
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> Ticket:
-        """Copies CPU tensors into the pool: a group that is brought to the device from there, with
-        no copy in between. The copy is made in the call.
+        """Copy CPU tensors into the pool, from where the device can read them directly.
+
+        The copy is made in the call.
+
 
         Args:
             tensors: As for `offload`, but on the CPU.
@@ -163,14 +165,15 @@ class Offloader:
         return Ticket(layout, leaving, memory, self.device)
 
     def _bound(self) -> None:
-        """Lets the sources of early groups go."""
+        """Release the sources of the oldest groups, so that at most `slots` keep theirs."""
         while self._leaving and self._leaving[0].over:
             self._leaving.popleft()
         for leaving in [each for each in self._sent if each.over]:
             self._sent.remove(leaving)
             self._stats["offload_copy_s"] += leaving.copy_s
         while len(self._leaving) > self._most:
-            # One of another stream stays until it is copied: this stream's order is not its.
+            # The sources of another stream stay until they are copied: this stream's order does
+            # not cover them.
             early = self._leaving.popleft()
             if early.stream == self._place.stream():
                 early.order()
@@ -178,21 +181,21 @@ class Offloader:
     # ---- in ---------------------------------------------------------------------------
 
     def onload(self, what: Ticket | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Brings a group to the device: takes one that `prefetch` has begun to bring, or starts
-        now.
+        """Copy a group to the device, or take one that `prefetch` has started to copy.
 
-        The current stream waits for the copies, the host does not. The tensors are new, require no
-        gradient, and share one piece of memory; they take a slot until they are all gone, or given
-        to `release`.
+        The current stream waits for the copies, the host does not. The returned tensors are new,
+        require no gradient, and share one allocation. They take a slot until all of them are gone
+        or given to `release`.
 
         Args:
-            what: A ticket; or CPU tensors, whose order is kept. Those in pinned memory, or in the
-                pool, go straight to the device; others are copied into the pool first, in the call.
+            what: A ticket, or CPU tensors, whose order is kept. Tensors in pinned memory or in the
+                pool are copied directly; if others are among them, the call copies the group into
+                the pool first.
 
         Raises:
-            StillframeError: Every slot is taken by a group in use; the ticket was released; closed;
-                the device failed.
-            TornSnapshotError: A ticket whose sources were written to before they were copied.
+            StillframeError: Every slot is taken by a group in use; the ticket was released; the
+                offloader or its engine is closed; the device failed.
+            TornSnapshotError: A source of the ticket was written to before it was copied.
             torch.OutOfMemoryError: The device has no room for the group.
             PoolExhaustedError, TypeError, ValueError, ForkError: As `offload`.
         """
@@ -207,18 +210,19 @@ class Offloader:
                 tensors = slot.take()
             except BaseException:
                 slot.given_up = True
-                self._slots.remove(slot)  # its memory stays until nothing is copied there
+                self._slots.remove(slot)  # its memory stays until its copies have completed
                 raise
             self._stats["groups_onloaded"] += 1
             self._stats["bytes_onloaded"] += slot.nbytes
             return tensors
 
     def prefetch(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Begins to bring a group, if a slot is free and the device has room. Doing so again
-        changes nothing.
+        """Start to copy a group to the device, if a slot is free and the device has room.
+
+        A second call for the same group has no effect.
 
         Returns:
-            Whether it is on its way.
+            Whether the group is on its way.
 
         Raises:
             StillframeError: As `onload`, but not when every slot is taken.
@@ -238,16 +242,17 @@ class Offloader:
             return True
 
     def release(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """A group on the device is no longer used: work put on the current stream so far is the
-        last that reads it. Its slot is free, and its memory is the device's again once nothing
-        refers to it: let the tensors go (`stats()["bytes_lingering"]` tells). A group that was
-        only prefetched is given up.
+        """Free the slot of a group: work queued on the current stream so far is the last to use it.
+
+        The device's memory is freed once nothing refers to the tensors, so drop them;
+        `stats()["bytes_lingering"]` shows what is still referred to. A group that was only
+        prefetched is given up.
 
         Args:
-            what: The ticket that was brought (all of its groups), or tensors as `onload` gave them.
+            what: The ticket that was copied (for all of its groups), or tensors from `onload`.
 
         Raises:
-            StillframeError: It has no slot: it was released before, or never brought.
+            StillframeError: The group has no slot: it was released before, or never onloaded.
         """
         with inside(), self._lock:
             self._refuse()
@@ -262,8 +267,8 @@ class Offloader:
                 self._give_up(slot)
 
     def _give_up_ahead(self, what: Ticket | Sequence[torch.Tensor]) -> None:
-        """What was prefetched is not wanted any more, if it is still on its way: it may have given
-        way to what was asked for."""
+        """Give up the prefetch of a group, if it is still there: another call may have taken its
+        slot."""
         with inside(), self._lock:
             self._refuse()
             for slot in [slot for slot in self._slots if not slot.taken and slot.is_for(what)]:
@@ -275,7 +280,7 @@ class Offloader:
         self._released.append(slot)
 
     def _reap(self) -> None:
-        """Forgets groups whose tensors or tickets are gone, and sources that are copied."""
+        """Forget groups whose tensors or tickets are gone, and sources that are copied."""
         for slot in [slot for slot in self._slots if slot.is_orphan()]:
             self._give_up(slot)
         self._coming = [slot for slot in self._coming if not slot.landed()]
@@ -284,7 +289,7 @@ class Offloader:
         self._bound()
 
     def _prefetched(self, what: Ticket | Sequence[torch.Tensor]) -> Slot | None:
-        """The group that was prefetched, and is still what it would be now."""
+        """Return the slot that holds a prefetch of the group, if its sources have not changed."""
         for slot in self._slots:
             if slot.taken or not slot.is_for(what):
                 continue
@@ -300,7 +305,7 @@ class Offloader:
         return None
 
     def _bring(self, what: Ticket | Sequence[torch.Tensor]) -> Slot:
-        """Starts to bring a group into a slot."""
+        """Start to copy a group into a slot."""
         self._make_room()
         try:
             slot = Slot(self._place, what)
@@ -316,10 +321,10 @@ class Offloader:
         return slot
 
     def _make_room(self) -> None:
-        """Sees to it that a slot is free. What was only prefetched gives way, the latest first."""
+        """Free a slot if all are taken: prefetched groups give way, the latest first."""
         self._reap()
         if len(self._slots) >= self._most and all(slot.taken for slot in self._slots):
-            gc.collect()  # tensors may be gone but for a circle of references
+            gc.collect()  # tensors may be kept by reference cycles only
             self._reap()
         if len(self._released) > self._most:
             self._warn(
@@ -337,19 +342,18 @@ class Offloader:
             self._give_up(waiting[-1])
 
     def _warn(self, text: str) -> None:
-        """Once of each kind."""
+        """Log a warning, once of each kind."""
         kind = text[-30:]
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("stillframe: %s", text)
 
     def _count_stale(self) -> None:
-        """The caller has found that what it had prefetched was of another time."""
+        """Count a prefetch that its caller has found to be out of date."""
         self._stats["groups_stale"] += 1
 
     def wait_read(self) -> None:
-        """Returns when nothing that comes in is read any more: the tensors given to `onload` and
-        `prefetch` so far may be written to."""
+        """Wait until the tensors given to `onload` and `prefetch` so far may be written to."""
         with inside(), self._lock:
             self._coming = [slot for slot in self._coming if not slot.landed()]
             if self._coming:
@@ -360,17 +364,17 @@ class Offloader:
             self._coming = []
 
     def _is_reading(self) -> bool:
-        """Whether something may still be read that was given to `onload` or `prefetch`."""
+        """Return whether tensors given to `onload` or `prefetch` may still be read."""
         return bool(self._coming)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Counts what is done inside as one wait of the host's."""
+        """Count the time spent inside as one wait of the host."""
         return self._place.waiting()
 
     # ---- the rest -----------------------------------------------------------------------
 
     def stats(self) -> OffloadStats:
-        """What it has done so far."""
+        """Return what the offloader has done so far."""
         with self._lock:
             self._birth.refuse_child()
             self._reap()
@@ -380,8 +384,10 @@ class Offloader:
             return stats
 
     def close(self) -> None:
-        """Waits for the copies that still run, and gives up what was only prefetched. Tickets stay
-        as they are, and so do tensors on the device. May be called again.
+        """Wait for the copies that still run, and give up groups that were only prefetched.
+
+        Tickets and tensors on the device stay valid. May be called again.
+
 
         Raises:
             ForkError: In a child of fork.

@@ -1,14 +1,15 @@
-"""`offload_optimizer_state`: an optimizer's state lives in the pool and comes in for the step.
+"""Implements `offload_optimizer_state`: state lives in the pool and visits the device for a step.
 
-`torch.optim`'s steps take the parameter groups one after the other, and begin each by looking its
-parameters' state up. So the state is a dict that brings a group in when the first of its parameters
-is looked up: the group before it goes out then, and the one after it comes in. Outside the step
-everything is in the pool, which is what `state_dict()` gives out and saves read. What comes back
-from a step lies in new memory of the pool: nothing that somebody has from before is written over.
+Steps of `torch.optim` handle one parameter group after the other, and look up the state of a
+group's parameters first. So the state is a dict that copies a group to the device when the first
+of its parameters is looked up. At that moment the group before it is copied out, and the group
+after it is prefetched. Outside a step everything is in the pool, where `state_dict()` and saves
+find it. State that comes back from a step gets new memory of the pool, so tensors that somebody
+took earlier are not overwritten.
 
     step    look up group 0   update 0   look up group 1       update 1   ...   end
-    comes   0, then 1 .....................    2 .................
-    goes                                 0 ....                  1              all are there
+    in      0, then 1 .....................    2 .................
+    out                                  0 ....                  1              all are home
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from stillframe._offload.ticket import Ticket
 from stillframe._save import keepers, steps
 from stillframe._save.engine import Engine
 
-_MIN_BYTES = 4096  # what is smaller stays where the optimizer made it: step counts
+_MIN_BYTES = 4096  # smaller tensors, such as step counts, stay where the optimizer made them
 
 
 class _Item(NamedTuple):
-    """Where a tensor is found in the state."""
+    """The position of a tensor in the state."""
 
     entries: dict[Any, Any]
     key: Any
 
 
 class _State(defaultdict[Any, Any]):
-    """An optimizer's state that is told which parameter is looked up. Copies are ordinary."""
+    """An optimizer's state that reports lookups of parameters; copies of it are ordinary dicts."""
 
     def __init__(self, owner: OffloadedOptimizerState, state: dict[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -57,26 +58,25 @@ class _State(defaultdict[Any, Any]):
 
 
 class _Keeper:
-    """The state in the pool, which a save may copy behind its call (see `keepers.Keeper`) where
-    nobody writes to it between steps.
+    """Lets saves defer the state in the pool (see `keepers.Keeper`) if it changes only in steps.
 
-    That is found out by looking, as for what is not offloaded (`_save/ownership.py`): in two
-    intervals from the end of a step to the next one, no version has changed. One that has ends it
+    That is learned by observation, as for state that is not offloaded (`_save/ownership.py`): no
+    version may change in two intervals from the end of a step to the next one. One change ends it
     for good.
     """
 
     def __init__(self) -> None:
         self._intervals = 0
-        self._noted: list[tuple[Tensor, int]] = []  # between steps
+        self._noted: list[tuple[Tensor, int]] = []  # homes and versions since the last step
         self._ended = False
         keepers.keep(self)
 
     def note(self, homes: list[Tensor]) -> None:
-        """A step has ended."""
+        """Record the versions at the end of a step."""
         self._noted = [(home, home._version) for home in homes]
 
     def look(self) -> None:
-        """Another one begins, or the state is no more."""
+        """Compare the versions, because a step begins or offloading ends."""
         noted, self._noted = self._noted, []
         self._ended = self._ended or any(home._version != version for home, version in noted)
         self._intervals += bool(noted)
@@ -90,16 +90,19 @@ class _Keeper:
 
 
 class OffloadedOptimizerState:
-    """Made by `offload_optimizer_state`. A context manager: leaving it calls `remove()`."""
+    """The handle that `offload_optimizer_state` returns.
+
+    As a context manager it calls `remove()` on exit.
+    """
 
     def __init__(self, optimizer: Optimizer, offloader: Offloader) -> None:
         self._optimizer = optimizer
         self._offloader = offloader
-        self._homes: dict[int, list[tuple[_Item, Tensor]]] = {}  # what is in the pool, by group
+        self._homes: dict[int, list[tuple[_Item, Tensor]]] = {}  # tensors in the pool, by group
         self._group_of: dict[Any, int] = {}
         self._here: int | None = None  # the group that is on the device
-        self._brought: list[Tensor] = []  # its tensors there
-        self._ahead: list[Tensor] = []  # those of the group that was sent for
+        self._brought: list[Tensor] = []  # its tensors on the device
+        self._ahead: list[Tensor] = []  # sources of the group that is prefetched
         self._leaving: dict[int, tuple[Ticket, list[_Item]]] = {}  # by group
         self._loading: list[tuple[Tensor, Any, Tensor]] = []
         self._stepping = False
@@ -121,7 +124,7 @@ class OffloadedOptimizerState:
         self.remove()
 
     def remove(self) -> None:
-        """Brings the whole state to the device and leaves it there. May be called again."""
+        """Bring the whole state to the device and leave it there. May be called again."""
         if self._removed:
             return
         self._come_home()
@@ -132,21 +135,21 @@ class OffloadedOptimizerState:
         for number in list(self._homes):
             brought = self._bring(number)
             for item, _ in self._homes[number]:
-                # Each in memory of its own, as an optimizer makes them.
+                # Each gets memory of its own, as if the optimizer had made it.
                 item.entries[item.key] = item.entries[item.key].clone()
             self._offloader.release(brought)
         self._optimizer.state = defaultdict(dict, self._optimizer.state)
         self._offloader.close()
 
     def stats(self) -> OffloadStats:
-        """What went each way so far; see `Offloader.stats`."""
+        """Return what was copied in each direction so far; see `Offloader.stats`."""
         return self._offloader.stats()
 
     # ---- hooks of the optimizer ----
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._keeper.look()
-        self._come_home()  # a step before may have ended in an error
+        self._come_home()  # an earlier step may have ended in an error
         if type(optimizer.state) is not _State:
             self._take_over()
         self._note_groups()
@@ -160,7 +163,7 @@ class OffloadedOptimizerState:
         self._come_home()
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keeps what would all go to the device, to bring it into the pool from where it is."""
+        """Set large tensors aside, so that torch does not load them all to the device."""
         self._come_home()
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -185,7 +188,7 @@ class OffloadedOptimizerState:
             own = [each for each in loading if self._group_of[each[0]] == number]
             if not own:
                 continue
-            # As torch converts what it loads, but for the place.
+            # The same conversion as torch's, except for the device.
             cast = [
                 value.to("cpu", p.dtype if p.is_floating_point() else None) for p, _, value in own
             ]
@@ -199,7 +202,7 @@ class OffloadedOptimizerState:
     # ---- in and out ----
 
     def _take_over(self) -> None:
-        """Brings all there is into the pool, and has the state tell what is looked up."""
+        """Replace the optimizer's state by one that reports lookups, and move it into the pool."""
         self._homes = {}
         self._optimizer.state = _State(self, self._optimizer.state)
         self._note_groups()
@@ -250,7 +253,7 @@ class OffloadedOptimizerState:
             self._offloader._give_up_ahead(ahead)
 
     def _leave(self) -> None:
-        """Sends the group that is on the device home."""
+        """Send the group that is on the device back to the pool."""
         number, self._here = self._here, None
         if number is not None:
             self._send(number)
@@ -259,7 +262,7 @@ class OffloadedOptimizerState:
             self._brought = []
 
     def _send(self, number: int) -> None:
-        """Starts the way home of what is on the device of a group's state."""
+        """Start to copy the tensors of a group that are on the device into the pool."""
         at_home = {id(home) for _, home in self._homes.get(number, [])}
         state = self._optimizer.state
         items = [
@@ -283,10 +286,10 @@ class OffloadedOptimizerState:
             if (id(item.entries), item.key) not in sent
         ]
         for item in items:
-            item.entries[item.key] = None  # the device's memory is the next group's
+            item.entries[item.key] = None  # frees the device's memory for the next group
 
     def _land(self, number: int) -> None:
-        """Waits until a group that was sent is in the pool."""
+        """Wait until a group that was sent is in the pool."""
         ticket, items = self._leaving.pop(number, (None, []))
         if ticket is not None:
             for item, home in zip(items, ticket.tensors(), strict=True):
@@ -294,11 +297,11 @@ class OffloadedOptimizerState:
                 self._homes.setdefault(number, []).append((item, home))
 
     def _come_home(self) -> None:
-        """Returns when the whole state is in the pool."""
+        """End the step: wait until the whole state is in the pool."""
         self._stepping = False
         self._leave()
-        self._give_up_ahead()  # for a step that broke off: the next one is another
-        if self._leaving:  # who reads the state next asks nobody
+        self._give_up_ahead()  # of a step that broke off
+        if self._leaving:  # code that reads the state next does not wait by itself
             with self._offloader._waiting():
                 for number in list(self._leaving):
                     self._land(number)
@@ -315,25 +318,26 @@ def _is_big(value: Any) -> bool:
 def offload_optimizer_state(
     optimizer: Optimizer, *, engine: Engine | None = None
 ) -> OffloadedOptimizerState:
-    """Keeps an optimizer's state in the pool; it comes to the device for the step, one parameter
-    group after the other.
+    """Keep an optimizer's state in the pool; a step copies one parameter group after the other to
+    the device.
 
     Give the optimizer several parameter groups, such as one for each layer: two of them are on the
-    device at a time. `state_dict()` and `load_state_dict()` work as ever, on the CPU.
+    device at a time. `state_dict()` and `load_state_dict()` work as usual, on the CPU.
 
     Args:
-        optimizer: One of `torch.optim`, or of a class given to `stillframe.register_optimizer`
-            whose step takes the groups one after the other. Its parameters are on one device.
-        engine: Whose pool is used, `default_engine()` by default.
+        optimizer: An optimizer of `torch.optim`, or of a class given to
+            `stillframe.register_optimizer` whose step handles one group after the other. Its
+            parameters must be on one device.
+        engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
-        A handle: `remove()` brings the state to the device for good. It is a context manager that
-        does so.
+        A handle whose `remove()` brings the state to the device for good; as a context manager it
+        does so on exit.
 
     Raises:
-        TypeError: It is no optimizer, or one whose step may look at all groups at once.
-        ValueError: Its state is offloaded already; its parameters are on several devices.
-        PoolExhaustedError: The pool is too small for the state it has.
+        TypeError: This is not an optimizer, or its step may look at all groups at once.
+        ValueError: The state is offloaded already, or the parameters are on several devices.
+        PoolExhaustedError: The pool is too small for the state.
     """
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):

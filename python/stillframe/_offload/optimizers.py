@@ -1,11 +1,11 @@
-"""Optimizers wait for what still reads the weights that they write; and a pass ends with a step.
+"""Makes optimizer steps wait for copies that still read the weights they write.
 
-A step waits for the layers that its own parameters lie in, and for no others: theirs may wait long,
-or be of a device that has died. So one that a CUDA graph captures waits for nothing: what is
-captured writes to a device's memory, and no weight of offloaded layers lies there.
+A step waits only for the layers that its own parameters belong to: other layers may take long, or
+belong to a device that has failed. A step that a CUDA graph captures therefore waits for nothing:
+it writes to device memory, where no weight of an offloaded layer is.
 
-A pass ends, since fused steps write what no version tells of. One that steps inside a backward
-writes what that is through with: there nothing is waited for.
+A step also ends the pass, because fused steps write without a change of version. A step inside a
+backward writes weights that the backward has finished with, so it does not wait.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from stillframe._save import gate
 
 
 class Reader(Protocol):
-    """What reads weights on the CPU behind the host's back."""
+    """Something that reads weights on the CPU asynchronously."""
 
     def reads(self) -> Iterable[Tensor]:
-        """What it may be reading now, or has sent for ahead of need."""
+        """Return the tensors that it may be reading now or has prefetched."""
 
     def wait(self) -> None:
-        """Returns when it reads nothing any more."""
+        """Wait until it reads nothing any more."""
 
     def end_pass(self) -> None:
-        """What it has sent for is not used any more."""
+        """Discard what it has prefetched."""
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 def watch(reader: Reader) -> None:
-    """Has optimizers wait for it, and tell it of their steps, for as long as it lives."""
+    """Make optimizers wait for the reader and end its pass, for as long as it lives."""
     _readers.add(reader)
     _install()
 
@@ -60,7 +60,7 @@ def _storages(tensors: Iterable[object]) -> set[int]:
 
 
 def _of(optimizer: Optimizer) -> Iterator[Reader]:
-    """Those that may be reading what the optimizer writes."""
+    """Yield the readers that may be reading what the optimizer writes."""
     if graph.task() != graph.NO_TASK:
         return
     own: set[int] | None = None
@@ -84,5 +84,5 @@ def _install() -> None:
 
     gate.before_steps_write(before)
     register_optimizer_step_post_hook(after)
-    # In a forked child they are the parent's, and nothing reads their weights there.
+    # In a forked child nothing reads the weights of the parent's readers.
     os.register_at_fork(after_in_child=_readers.clear)

@@ -1,4 +1,4 @@
-"""Where groups come from and go to, out of which pool, and what is counted on the way."""
+"""Joins a device, a pool and the statistics of the groups that move between them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ HOST = torch.device("cpu")
 
 
 class OffloadStats(TypedDict):
-    """What an `Offloader` has done so far."""
+    """Counters of an `Offloader` since it was made."""
 
     groups_offloaded: int
     groups_onloaded: int
-    groups_prefetched: int  # of those onloaded: on their way before they were asked for
-    groups_stale: int  # brought in vain: written to before they were asked for
+    groups_prefetched: int  # onloaded groups whose copy had started before the call
+    groups_stale: int  # prefetched groups written to before use, so that they were copied twice
     bytes_offloaded: int
     bytes_onloaded: int
-    bytes_staged: int  # of those onloaded: copied into the pool first, by the calling thread
-    offload_copy_s: float  # that the device's outward stream was copying, and the inward one
-    onload_copy_s: float
+    bytes_staged: int  # onloaded bytes that the calling thread copied into the pool first
+    offload_copy_s: float  # time that the outward stream spent copying
+    onload_copy_s: float  # time that the inward stream spent copying
     offload_gb_per_s: float
     onload_gb_per_s: float
-    stream_waited_s: float  # current streams stood still for what they had asked for
-    share_hidden: float  # of the time of copies inward: under other work of the device
-    host_waits: int  # calls stood still: for the pool, for what has to have left or been read
-    host_waited_s: float  # when a backward or a step ends, or where a stream cannot wait by event
+    stream_waited_s: float  # time that current streams waited for groups that they asked for
+    share_hidden: float  # share of onload_copy_s that ran under other work of the device
+    # Waits of the host: for memory of the pool; at the end of a backward or a step, for copies to
+    # complete; and for copies that a stream cannot wait for by event.
+    host_waits: int
+    host_waited_s: float
     slots: int
     slots_in_use: int
-    bytes_lingering: int  # of groups that were released, and that something still refers to
+    bytes_lingering: int  # bytes of released groups that something still refers to
 
 
 def new_stats(slots: int) -> OffloadStats:
@@ -66,7 +68,7 @@ def new_stats(slots: int) -> OffloadStats:
 
 
 def summed(counted: OffloadStats) -> OffloadStats:
-    """A copy with the rates and shares that follow from what was counted."""
+    """Return a copy with the rates and shares computed from the counters."""
     stats = counted.copy()
     out_s, in_s = stats["offload_copy_s"], stats["onload_copy_s"]
     stats["offload_gb_per_s"] = stats["bytes_offloaded"] / out_s / 1e9 if out_s else 0.0
@@ -76,10 +78,10 @@ def summed(counted: OffloadStats) -> OffloadStats:
 
 
 class Place:
-    """A device beside a pool.
+    """A device, together with the pool that its groups use.
 
     Raises:
-        ValueError: A device that is neither a CUDA device nor the CPU.
+        ValueError: The device is neither a CUDA device nor the CPU.
         RuntimeError: There is no such device.
         StillframeError: The device's driver cannot be used.
     """
@@ -88,25 +90,25 @@ class Place:
         self.device = _device_of(device)
         self.engine = engine
         self.core = core_of(engine)
-        self.number = _device.place_of(self.device)  # 0: the host
+        self.number = _device.place_of(self.device)  # 0 means the host
         if self.number < 0:
             raise ValueError(f"an Offloader serves CUDA devices and the CPU, not {self.device}")
         if self.number and (why := self.core.use_device(self.number - 1)):
             raise StillframeError(f"nothing can be brought to {self.device}: {why}")
         self.stats = new_stats(slots)
-        self._waits = threading.local()  # how many waits the thread is in
+        self._waits = threading.local()  # .inside: the thread is in a wait already
         self._counting = threading.Lock()
 
     def stream(self) -> tuple[int, int]:
-        """The device's number for the driver, and the handle of its current stream."""
+        """Return the driver's number of the device and the handle of its current stream."""
         number = self.number - 1
         return number, _device.current_stream(number) if self.number else 0
 
     def lease(self, core: _core.Snapshot, nbytes: int) -> _core.SnapshotMemory:
-        """Memory of the pool; waits for what comes back by itself.
+        """Take memory from the pool, waiting for memory that is given back without a call.
 
         Raises:
-            PoolExhaustedError: The rest is in use.
+            PoolExhaustedError: The rest of the pool is held by tickets and snapshots.
         """
         note_use(self.engine)
         try:
@@ -124,8 +126,8 @@ class Place:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts what the calling thread does inside as one wait. One inside another is part of
-        it."""
+        """Count the time that the calling thread spends inside as one wait; nested uses count
+        once."""
         outermost = not getattr(self._waits, "inside", False)
         self._waits.inside = True
         began = time.perf_counter()
@@ -140,7 +142,7 @@ class Place:
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:
-    """With its number."""
+    """Return the device with its index."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return wanted

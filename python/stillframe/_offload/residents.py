@@ -1,11 +1,11 @@
-"""Which layers' weights are on the device: brought in ahead of need, given up as soon as possible.
+"""Decides which layers' weights are on the device: prefetched early, released as soon as possible.
 
-There are few slots, and each holds one layer. While a layer computes, the next one comes into the
-other.
+There are few slots, and each holds one layer: while a layer computes, the next one is copied into
+another slot.
 
-What comes ahead of need is read when it is sent for, not when it is used. So it carries the pass
-that it was sent for in, and a stamp of what was read; both are looked at when it is used, and where
-one is another by then, it comes again.
+A prefetch reads the weights before they are used. So it records the pass in which it was started
+and a fingerprint of the weights. If either has changed when the layer is used, the weights are
+copied again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from stillframe._offload.stamp import Stamp
 
 
 class Source(Protocol):
-    """What can be brought in.
+    """A layer whose tensors can be brought to the device.
 
     Attributes:
-        tensors: Its own, on the CPU: parameters, then buffers, which a forward may write to.
+        tensors: Its tensors on the CPU: parameters, then buffers, which a forward may write to.
         nr_parameters: How many of them are parameters.
     """
 
@@ -35,17 +35,18 @@ class Source(Protocol):
     nr_parameters: int
 
     def sources(self, anew: bool) -> Sequence[Tensor]:
-        """The CPU tensors; with `anew` as they are now, else as they were when last asked for."""
+        """Return the CPU tensors to copy: as they are now with `anew`, else those of the last
+        call."""
 
     def stamp(self) -> Stamp:
-        """Of the tensors as they are now."""
+        """Return a fingerprint of the tensors as they are now."""
 
 
 class _Coming(NamedTuple):
-    """A layer that was sent for ahead of need."""
+    """A layer that is being prefetched."""
 
     what: Sequence[Tensor]
-    number: int  # of the pass
+    number: int  # the pass in which it was started
     stamp: Stamp
 
 
@@ -53,8 +54,8 @@ class Group:
     """One layer's tensors on the device.
 
     Args:
-        brought: As they came, over one storage.
-        nr_parameters: How many of them are; the others are buffers.
+        brought: The tensors as copied, over one storage.
+        nr_parameters: How many of them are parameters; the others are buffers.
     """
 
     def __init__(self, brought: list[Tensor], nr_parameters: int) -> None:
@@ -69,7 +70,7 @@ class Group:
         return [tensor._version for tensor in self.tensors]
 
     def note_versions(self) -> None:
-        """What has changed so far is known."""
+        """Take the current versions as the ones that later changes are counted from."""
         self.versions = self.now()
 
 
@@ -78,37 +79,37 @@ class Residents:
         self._offloader = offloader
         self._layers = layers
         self._slots = slots
-        self._groups: dict[Source, Group] = {}  # the longest there first
+        self._groups: dict[Source, Group] = {}  # oldest first
         self._coming: dict[Source, _Coming] = {}
         self._pass = 0
 
     def end_pass(self) -> None:
-        """What is computed from now on belongs to another pass: nothing that was sent for before is
-        used in it. Any thread may call it."""
+        """Begin a new pass, in which no earlier prefetch is used. Any thread may call it."""
         self._pass += 1
 
     def reads(self) -> list[Tensor]:
-        """What may be being read, or was sent for: tensors of any layer, if there is anything."""
+        """Return the tensors of all layers if any of them may be read or prefetched now, else
+        none."""
         if not (self._coming or self._offloader._is_reading()):
             return []
         return [tensor for layer in self._layers for tensor in layer.tensors]
 
     def wait(self) -> None:
-        """Returns when nothing is read any more."""
+        """Wait until nothing is read any more."""
         self._offloader.wait_read()
 
     def get(self, layer: Source) -> Group | None:
         return self._groups.get(layer)
 
     def has(self, layer: Source) -> bool:
-        """Whether the layer is there or coming."""
+        """Return whether the layer is on the device or on its way there."""
         return layer in self._groups or layer in self._coming
 
     def bring(self, layer: Source, anew: bool) -> Group:
-        """The layer on the device: the current stream waits for it where it is still coming.
+        """Return the layer on the device; the current stream waits for copies that still run.
 
         Args:
-            anew: Ask for its tensors anew, unless they are coming already.
+            anew: Ask for its tensors anew, unless they are on their way already.
         """
         group = self._groups.get(layer)
         if group is None:
@@ -122,14 +123,14 @@ class Residents:
                 what = layer.sources(anew)
             else:
                 what = coming.what
-            # Tensors made in inference mode could never be saved for a backward.
+            # Tensors made in inference mode cannot be saved for a backward.
             with torch.inference_mode(False), torch.no_grad():
                 group = self._groups[layer] = Group(self._onload(what), layer.nr_parameters)
             self._coming.pop(layer, None)
         return group
 
     def prefetch(self, layer: Source | None, anew: bool) -> None:
-        """Has the layer come in beside what runs, if there is a slot."""
+        """Start to copy the layer to the device, if there is a slot."""
         self._give_up_earlier()
         if layer is None or self.has(layer):
             return
@@ -142,7 +143,7 @@ class Residents:
                 self._coming[layer] = _Coming(what, self._pass, stamp)
 
     def give_up(self, layer: Source) -> None:
-        """The layer is not needed on the device any more, after the current stream's work."""
+        """Release the layer's slot after the work queued on the current stream so far."""
         coming = self._coming.pop(layer, None)
         if coming is not None:
             self._offloader._give_up_ahead(coming.what)
@@ -161,11 +162,11 @@ class Residents:
         return [tensor.to(self._offloader.device, copy=True) for tensor in what]
 
     def _is_good(self, layer: Source, coming: _Coming) -> bool:
-        """Whether it is what would be sent for now."""
+        """Return whether a prefetch holds what a new one would copy now."""
         return coming.number == self._pass and coming.stamp == layer.stamp()
 
     def _give_up_earlier(self) -> None:
-        """Slots that hold what was sent for in an earlier pass are free."""
+        """Release the slots of prefetches that were started in an earlier pass."""
         for layer in [each for each, c in self._coming.items() if c.number != self._pass]:
             self.give_up(layer)
 
@@ -176,11 +177,13 @@ class Residents:
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The same memory as a storage of its own, which keeps the other: torch's compilers take no
-    tensor that is written to and shares a storage with others."""
+    """Return the same memory as a storage of its own, which keeps the original alive.
+
+    torch's compilers refuse a tensor that is written to and shares its storage with others.
+    """
     try:
         lent = dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
-    except (BufferError, RuntimeError):  # of a type that cannot be lent
+    except (BufferError, RuntimeError):  # DLPack does not support the dtype
         return tensor
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(
@@ -189,5 +192,5 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _has_bytes(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is anything to bring: an activation between layers has no tensors."""
+    """Return whether there is anything to copy: an activation layer has no tensors."""
     return any(tensor.numel() for tensor in tensors)

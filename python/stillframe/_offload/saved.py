@@ -1,11 +1,12 @@
-"""What autograd saves while parameters are on the device for a moment only.
+"""Keeps autograd from saving weights that are on the device only while their layer runs.
 
 A node that needs a weight for its backward would keep the weight's memory on the device until then.
-So what is saved of a weight is where to find it again: which one, and which view of it. Under
-autocast it is a cast of the weight, which is made again: a cast always gives the same bytes.
+So a reference is saved instead: which weight, and which view of it. Under autocast the node needs a
+cast of the weight; backward repeats the cast, which gives the same bytes.
 
-torch asks the innermost pair of saved-tensor hooks only. What is no weight goes on to the pair
-around ours, so `torch.utils.checkpoint` and others work around an offloaded layer as inside it.
+torch calls only the innermost pair of saved-tensor hooks. Tensors that are not weights are passed
+to the pair around ours, so `torch.utils.checkpoint` and others work around an offloaded layer as
+well as inside it.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ _VIEWS = frozenset(
     for name in ("T", "Transpose", "Permute", "View", "Expand", "Squeeze", "Unsqueeze", "Select")
     for number in (0, 1)
 )
-_MOST_VIEWS = 4  # between a cast weight and what is saved of it
+_MOST_VIEWS = 4  # between a cast of a weight and the tensor that is saved
 
 
 class Use(Protocol):
-    """One use of a layer, whose weights come back to the device when backward asks for them."""
+    """One forward of a layer, whose weights return to the device when backward asks for them."""
 
     def version(self, number: int) -> int:
-        """Of a weight on the device, while the forward runs."""
+        """Return the version of a weight on the device."""
 
     def check(self, number: int, version: int) -> None:
-        """Raises what autograd does of a weight that was written to since it was saved."""
+        """Raise autograd's error if a weight was written to since it was saved."""
 
     def weight(self, number: int) -> Tensor:
-        """What the CPU has of it, on the device."""
+        """Return the CPU's value of a weight, on the device."""
 
 
 class View(NamedTuple):
-    """Where a tensor lies in another's memory."""
+    """The position of a tensor in another tensor's memory."""
 
     size: torch.Size
     stride: tuple[int, ...]
-    begin: int  # in bytes, from the other's first
+    begin: int  # in bytes, from the other tensor's first
     dtype: torch.dtype
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -58,10 +59,10 @@ class View(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A view of a weight, or of a cast of one."""
+    """A reference to a view of a weight, or of a cast of a weight."""
 
     use: Use
-    number: int  # among the tensors of its layer
+    number: int  # index in its layer's tensors
     version: int
     view: View
     cast: bool
@@ -73,7 +74,10 @@ class _Weight(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What stays as it is: torch looks at versions only where there are no hooks."""
+    """A tensor that is saved as it is, with its version.
+
+    torch checks versions only of tensors that no hook has packed.
+    """
 
     tensor: Tensor
     version: int
@@ -86,7 +90,7 @@ class Kept(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What the hooks around ours have made of it."""
+    """The result of the saved-tensor hooks around ours."""
 
     packed: Any
     back: Callable[[Any], Tensor]
@@ -96,10 +100,10 @@ class _Passed(NamedTuple):
 
 
 def check_version(tensor: Tensor, version: int, what: str, now: int | None = None) -> None:
-    """Says what autograd says of a tensor that was changed before backward has used it.
+    """Raise autograd's error for a tensor that was changed before backward has used it.
 
     Args:
-        now: Its version, the tensor's own by default.
+        now: The version to check, by default the tensor's own.
     """
     now = tensor._version if now is None else now
     if now != version:
@@ -110,7 +114,7 @@ def check_version(tensor: Tensor, version: int, what: str, now: int | None = Non
 
 
 class _Held(NamedTuple):
-    """A weight on the device, by where it lies in its storage."""
+    """A weight on the device, as a range of bytes in its storage."""
 
     begin: int
     end: int
@@ -118,13 +122,13 @@ class _Held(NamedTuple):
 
 
 class Weights:
-    """The weights that are on the device, by storage, and the use they are there for."""
+    """The weights that are on the device, by storage, each with its current use."""
 
     def __init__(self) -> None:
         self._uses: dict[int, tuple[Use, list[_Held]]] = {}
 
     def add(self, use: Use, tensors: Sequence[Tensor]) -> None:
-        """Has views of the tensors saved as such."""
+        """Make views of the tensors be saved as references."""
         for index, tensor in enumerate(tensors):
             begin = int(tensor.storage_offset()) * tensor.itemsize
             end = begin + tensor.numel() * tensor.itemsize
@@ -136,11 +140,11 @@ class Weights:
             self._uses.pop(tensor.untyped_storage()._cdata, None)
 
     def find(self, tensor: Tensor) -> _Weight | None:
-        """What is to be saved for a view, or a cast, of one of them; None for any other."""
+        """Return the reference to save for a view or a cast of a weight; None for other tensors."""
         if not self._uses or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return None
         if tensor.is_conj() or tensor.is_neg():
-            return None  # a view that says more than where it lies
+            return None  # the view differs in values, not only in position
         begin = int(tensor.storage_offset()) * tensor.itemsize
         use, held = self._uses.get(tensor.untyped_storage()._cdata, (None, []))
         for each in held:
@@ -161,15 +165,17 @@ weights = Weights()
 
 
 class Onloading:
-    """The mark of a function whose outputs are weights on the device (see `layers`), and what its
-    nodes have."""
+    """Base class of the autograd function whose outputs are weights on the device (see `layers`).
+
+    Its nodes have these attributes.
+    """
 
     use: Use
     indices: list[int]
 
 
 def _cast_of(tensor: Tensor) -> tuple[Use | None, int]:
-    """The weight that a tensor is a view of a cast of, as autocast makes them, if it is one."""
+    """Return the use and index of the weight if a tensor is a view of autocast's cast of one."""
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):
         if node is None or node.name() not in _VIEWS:
@@ -178,7 +184,7 @@ def _cast_of(tensor: Tensor) -> tuple[Use | None, int]:
     if node is None or node.name() != "ToCopyBackward0":
         return None, 0
     source, output = node.next_functions[0]
-    # A node that a Python function made is of a class of its own, which names the function.
+    # The node of a Python function has a class of its own, which refers to the function's class.
     made: Any = source
     function = getattr(type(made), "_forward_cls", None)
     if function is None or not issubclass(function, Onloading):
@@ -187,18 +193,21 @@ def _cast_of(tensor: Tensor) -> tuple[Use | None, int]:
 
 
 def outer() -> Hooks | None:
-    """The saved-tensor hooks that are in force."""
+    """Return the saved-tensor hooks that are in force."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 class SavedHooks:
-    """A pair of saved-tensor hooks: weights are found again, what `take` makes something of is
-    that, and the rest is left to the hooks around."""
+    """A pair of saved-tensor hooks.
+
+    Weights are saved as references. Of other tensors, `take` may return what to save instead; if
+    it returns None, the tensor is passed to the hooks around these.
+    """
 
     def __init__(self, take: Callable[[Tensor], Any] = lambda tensor: None) -> None:
         self._take = take
         self._around: Hooks | None = None
-        # Called from the midst of compiled functions, too: nothing of it is for the compiler.
+        # Compiled functions call this too; the compiler must not trace it.
         pack = functools.partial(_uncompiled(SavedHooks._pack), self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
@@ -218,7 +227,7 @@ class SavedHooks:
         if self._around is not None:
             pack, unpack = self._around
             return _Passed(pack(tensor), unpack)
-        # Detached: an output that its own node holds would never be freed.
+        # Detached, because a node that saves its own output would never be freed.
         return Kept(tensor.detach(), tensor._version)
 
 

@@ -1,11 +1,11 @@
-"""A group on the device, or on its way there.
+"""Holds a group that is on the device or on its way there.
 
-    COMING   the slot keeps its memory
-    TAKEN    the tensors are somebody's and keep it: the slot only knows which storage it is
-    GONE     the storage has died
+    COMING   the slot owns the group's device memory
+    TAKEN    the caller's tensors own it; the slot keeps a weak reference to the storage
+    GONE     the storage was freed
 
-What is read stays until the copies have landed: the core holds the pool's memory, the slot other
-tensors.
+The sources stay alive until the copies have completed: the core holds memory of the pool, and the
+slot holds other tensors.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from stillframe.errors import StillframeError
 
 
 class Slot:
-    """Starts to bring a group.
+    """One group on the device; creating it starts the copy.
 
     Args:
-        place: Where to.
+        place: The device to copy to, and its pool.
         what: A ticket, or CPU tensors.
 
     Raises:
@@ -91,7 +91,8 @@ class Slot:
         return not (self._place.core.has_pinned(tensor.data_ptr()) or tensor.is_pinned())
 
     def _stage(self) -> tuple[_core.Snapshot, list[Source]]:
-        """Copies the sources into the pool, which the core holds until they have gone on."""
+        """Copy the sources into the pool, where the core holds them until they are on the
+        device."""
         core = _core.Snapshot(self._place.core, self._layout.rows(0), _core.SNAPSHOT_LEAVES)
         memory = self._place.lease(core, self.nbytes)
         core.start(())
@@ -99,7 +100,7 @@ class Slot:
         return core, _layout.leased(memory, core.offsets(), self._layout)
 
     def is_for(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Whether this is what was to be brought."""
+        """Return whether this slot was made from the given ticket or tensors."""
         if isinstance(what, Ticket):
             return self._ticket is not None and self._ticket() is what
         given = list(what)
@@ -110,7 +111,8 @@ class Slot:
         )
 
     def is_of(self, what: Ticket | Sequence[torch.Tensor]) -> bool:
-        """Whether this is the group of a ticket, or has brought these tensors, or is to."""
+        """Return whether this slot was made from a ticket or tensors, or whether the tensors are
+        the ones it returned."""
         if isinstance(what, Ticket) or (not self.taken and self.is_for(what)):
             return self.is_for(what)
         return any(
@@ -119,7 +121,7 @@ class Slot:
         )
 
     def is_stale(self) -> bool:
-        """Whether the sources were written to since they began to come."""
+        """Return whether the sources were written to since the copy was started."""
         what = self._ticket() if self._ticket is not None else self._given
         return what is not None and self._now(what) != self._versions
 
@@ -127,7 +129,7 @@ class Slot:
         return bool(self._weak.expired())  # type: ignore[no-untyped-call]
 
     def is_orphan(self) -> bool:
-        """Whether it was sent for, and nobody can ask for it any more."""
+        """Return whether it was prefetched from a ticket that no longer exists."""
         return not self.taken and self._ticket is not None and self._ticket() is None
 
     def _now(self, what: Ticket | Sequence[torch.Tensor]) -> list[Any]:
@@ -139,7 +141,7 @@ class Slot:
         ]
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, for which the current stream waits."""
+        """Return the tensors, and make the current stream wait for their copies."""
         flat = self._flat
         assert flat is not None, "a group is taken once"
         self._order(self._place.stream())
@@ -151,7 +153,7 @@ class Slot:
         return tensors
 
     def _order(self, stream: tuple[int, int]) -> None:
-        """Has the stream wait for the copies; where it cannot, the host does."""
+        """Make the stream wait for the copies; if it cannot, the host waits."""
         core = self._core
         if core is None or core.order(stream[1]):
             return
@@ -159,13 +161,15 @@ class Slot:
             core.wait(None)
 
     def _note_use(self, flat: torch.Tensor) -> None:
-        """The allocator has to know of a stream that is not the one that the memory was made on."""
+        """Tell the allocator of a use on another stream than the one it was allocated on."""
         if flat.device.type == "cuda" and self._place.stream() != self._stream:
             flat.record_stream(torch.cuda.current_stream(flat.device))
 
     def give_up(self) -> None:
-        """Nobody uses it in work that is put on the current stream later. Its memory is the
-        device's again once its last tensor is gone, in the order of the streams."""
+        """Declare that work queued on the current stream from now on does not use the group.
+
+        The device's memory is freed, in stream order, when the last tensor over it is freed.
+        """
         flat, self._flat = self._flat, None
         self.given_up = True
         if flat is not None:
@@ -178,17 +182,21 @@ class Slot:
             self._note_use(flat)
 
     def landed(self) -> bool:
-        """Whether no copy runs any more, and how long it took is known. The sources are let go."""
+        """Return whether the copies have completed and been timed; release the sources once no
+        copy runs."""
         if self._core is not None and not self._core.wait(0.0):
             return False
         if self._ticket is None:
-            self._layout.let_go()  # what was made contiguous for it, if any
+            self._layout.let_go()  # frees contiguous clones of the sources, if any
         if self.taken:
             self._given = []
         return self._count()
 
     def _count(self) -> bool:
-        """Adds its times, once no stream will wait for it any more. False: not yet."""
+        """Add the times to the statistics once no stream will wait for the copies any more.
+
+        Returns False if that is still to come.
+        """
         core = self._core
         if core is None:
             return True
@@ -201,7 +209,7 @@ class Slot:
         return True
 
     def finish(self) -> None:
-        """Waits for the copies."""
+        """Wait for the copies."""
         if self._core is not None:
             self._core.wait(None)
         self.landed()

@@ -1,8 +1,8 @@
-"""What was read of some tensors, as far as that can be told without reading all of it.
+"""Computes a fingerprint of tensors that detects most writes without reading every byte.
 
-Most writes show in a tensor's version, and one that puts other memory under it in its address.
-Writes through `.data` show in neither: most of those change what they write to all over, so a few
-elements of each tensor, spread evenly, are kept and compared.
+Most writes change a tensor's version counter, and replacing its memory changes its address. Writes
+through `.data` change neither. Most of those change the whole tensor, so a few elements of each
+tensor, spread evenly, are kept and compared.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ELEMENTS = 16  # kept of each tensor, and the last one
+_ELEMENTS = 16  # intervals between the elements that are kept of each tensor
 
 
 class Stamp:
-    """Of tensors in host memory. Two are equal where nothing is seen to have been written in
-    between."""
+    """A fingerprint of tensors in host memory.
+
+    Two fingerprints are equal if no write between them was detected.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._known = [(id(each), each.data_ptr(), each._version) for each in tensors]
@@ -26,7 +28,7 @@ class Stamp:
             for each in tensors:
                 if each.numel():
                     some.setdefault(each.dtype, []).append(_sample(each))
-            # As bytes: NaN is like itself.
+            # Compared as bytes, so that NaN equals itself.
             self._samples = [torch.cat(each).view(torch.uint8) for each in some.values()]
 
     def __eq__(self, other: object) -> bool:
@@ -40,7 +42,7 @@ class Stamp:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of some elements."""
+    """Return a view of a few evenly spread elements."""
     span = tensor.numel() - 1
     if not tensor.is_contiguous():
         span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

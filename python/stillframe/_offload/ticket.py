@@ -1,12 +1,13 @@
-"""A group of tensors in the pool: what left a device, and where its bytes are now.
+"""Holds a group of tensors that was copied, or is being copied, from a device into the pool.
 
-    LEAVING  its copies are queued, or run: `_Leaving` keeps the sources
+    LEAVING  the copies are queued or running; `Leaving` keeps the sources alive
     HERE     every byte is in the pool
 
-Two may let the sources go. The completion thread does, when the copies have landed. And before that
-whoever brings the next groups does, once the stream that the sources belong to waits for the
-copies: what an allocator gives out again on that stream is then written after it was read. So few
-groups' worth of sources exist at a time, though the host runs far ahead of the device.
+The sources are released in one of two ways. The completion thread releases them when the copies
+have completed. Before that, an `Offloader` that offloads further groups may release them once the
+sources' stream waits for the copies: memory that the allocator hands out again on that stream is
+then written only after it was read. This bounds the memory of the sources, although the host runs
+far ahead of the device.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Leaving:
     """The copies of one group into the pool.
 
     Args:
-        core: Not started yet.
-        layout: Of the sources.
-        stream: The handle of the stream that they belong to, and its device; None on the host.
+        core: The core's snapshot, not started yet.
+        layout: The layout of the sources.
+        stream: The sources' device and the handle of their stream; None on the host.
     """
 
     def __init__(
@@ -44,19 +45,19 @@ class Leaving:
         self.core, self.stream = core, stream
         self.error: StillframeError | None = None
         self.over = False
-        self.copy_s = 0.0  # once it is over
+        self.copy_s = 0.0  # set when it is over
         self._layout: Layout | None = layout
         self._versions = layout.versions()
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def storages(self) -> list[int]:
-        """Which storages are still read, by torch's number of them."""
+        """Return torch's identifiers of the storages that are still read."""
         layout = self._layout
         return [source.storage._cdata for source in layout.sources] if layout else []
 
     def start(self) -> None:
-        """Queues the copies; on the host, makes them."""
+        """Queue the copies; on the host, make them."""
         if self.stream is None:
             began = time.perf_counter()
             self.core.start(())
@@ -68,8 +69,8 @@ class Leaving:
         try:
             self.core.start((self.stream,))
         finally:
-            # Ctrl-C may come just after: what is being copied keeps its sources until that has
-            # ended. Of a group without bytes nobody tells the end.
+            # After a Ctrl-C too, the entry in `copying` keeps the sources until the copies have
+            # completed. A group without bytes gets no completion, so its entry is removed here.
             if self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.settle()
@@ -78,18 +79,18 @@ class Leaving:
             self.settle()
 
     def order(self) -> None:
-        """Has the sources' stream wait for the copies, and lets the sources go."""
+        """Make the sources' stream wait for the copies, and release the sources."""
         if self.stream is not None:
             self.core.gate((self.stream,))
         with self._lock:
             self._let_go()
 
     def after_copy(self) -> None:
-        """On the completion thread."""
+        """Handle the end of the copies; called on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
-        """Looks at what has become of the copies, where they have ended."""
+        """Record the result of the copies if they have ended."""
         with self._lock:
             if self.over or not self.core.wait(0)[0]:
                 return
@@ -101,7 +102,7 @@ class Leaving:
             self._let_go()
 
     def look(self) -> None:
-        """Asks now whether the sources were written to, where they are still read."""
+        """Check for writes to the sources if they are still held."""
         with self._lock:
             self._compare()
 
@@ -124,10 +125,10 @@ class Leaving:
 
 
 class Ticket:
-    """A group of tensors in the pool's memory. Made by `Offloader.offload`.
+    """A group of tensors in the pool's memory, made by `Offloader.offload`.
 
-    The memory is the ticket's as long as it lives and is not released, and its tensors' beyond
-    that. In a child of fork every use raises `ForkError`.
+    The memory is kept until the ticket is released or freed and its tensors are gone. In a child
+    of fork every use raises `ForkError`.
     """
 
     def __init__(
@@ -140,21 +141,23 @@ class Ticket:
         self._layout, self._leaving, self._memory = layout, leaving, memory
         self._birth = Birth("this Ticket")
         self._tensors: list[torch.Tensor] | None = None
-        self._made: list[int] = []  # their versions, as they were made
+        self._made: list[int] = []  # versions of the tensors when they were made
         self._released = False
         self.device = device
-        """Where the tensors were."""
+        """The device that the tensors were on."""
         self.nbytes = layout.nbytes
-        """Bytes that were copied: what several tensors share counts once."""
+        """Bytes that were copied; bytes that several tensors share count once."""
 
     def __repr__(self) -> str:
         state = "released" if self._released else "here" if self.done() else "leaving"
         return f"<Ticket {len(self._layout.views)} tensors of {self.nbytes} bytes, {state}>"
 
     def tensors(self) -> list[torch.Tensor]:
-        """The group as CPU tensors over the pool's memory, in the order given: the same ones at
-        every call. Waits until the copy has come. They keep the memory, whatever becomes of the
-        ticket, and may be written to: what is brought to the device is what they hold then.
+        """Return the group as CPU tensors over the pool's memory, in the order given.
+
+        Waits until the copies have completed. Every call returns the same tensors. They keep the
+        memory, whatever becomes of the ticket. They may be written to: a later copy to the device
+        reads what they hold then.
 
         Raises:
             TornSnapshotError: A source was written to before it was copied.
@@ -168,12 +171,13 @@ class Ticket:
         return list(self._tensors)
 
     def done(self) -> bool:
-        """Whether every byte is in the pool, or never will be."""
+        """Return whether the copies have ended, successfully or not."""
         self._birth.refuse_child()
         return self._leaving.core.wait(0)[0]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until every byte is in the pool. The sources may be written to from then on.
+        """Wait until every byte is in the pool; the sources may be written to from then on.
+
 
         Raises:
             TimeoutError: `timeout` seconds passed.
@@ -186,8 +190,9 @@ class Ticket:
         self._raise_error()
 
     def release(self) -> None:
-        """Gives the memory back to the pool: at once, or once its tensors are gone and what is
-        being copied to a device has come there.
+        """Give the memory back to the pool, once its tensors are gone and no copy to a device
+        reads it.
+
 
         Raises:
             StillframeError: It was released before.
@@ -198,7 +203,7 @@ class Ticket:
         self._tensors = self._memory = None
 
     def _writes(self) -> list[int]:
-        """How often each tensor was written to: nobody has, before they are made."""
+        """Return how often each tensor was written to since the tensors were made."""
         if self._tensors is None:
             return [0] * len(self._layout.views)
         return [now._version - then for now, then in zip(self._tensors, self._made, strict=True)]
@@ -213,10 +218,12 @@ class Ticket:
             raise error
 
     def _sources(self) -> list[Source]:
-        """Where its bytes are, for whoever brings them: they may still be coming.
+        """Return where the bytes are in the pool, for a copy to a device; they may not all be there
+        yet.
 
         Raises:
-            StillframeError, TornSnapshotError: They are of no use.
+            StillframeError: The ticket was released, or its copies failed.
+            TornSnapshotError: A source was written to before it was copied.
         """
         self._birth.refuse_child()
         self._refuse_released()
@@ -228,7 +235,7 @@ class Ticket:
 
 
 def _finish_at_exit() -> None:
-    """The driver reads tensors that the interpreter is about to free."""
+    """Wait for running copies, because the interpreter is about to free their sources."""
     for leaving in list(completion.copying.values()):
         if isinstance(leaving, Leaving):
             with contextlib.suppress(Exception):

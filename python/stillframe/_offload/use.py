@@ -1,5 +1,7 @@
-"""A forward of a layer whose weights go when it has ended: where its backward finds them again, and
-whether they are still what forward has computed with."""
+"""Records one forward of a layer whose weights leave the device when it ends.
+
+The record tells backward where to find the weights again, and whether they have changed since.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from stillframe._offload.saved import SavedHooks, check_version
 
 
 class Use:
-    """One forward of a layer, for as long as its backward may come.
+    """One forward of a layer, kept for as long as its backward may run.
 
     Args:
-        enter: Brings the layer to the device when backward comes to it.
+        enter: Brings the layer to the device when backward reaches it.
         before: The layer that was used before this one.
     """
 
@@ -26,14 +28,14 @@ class Use:
         self.enter = enter
         self.layer = layer
         self.before = before
-        self.task = graph.NO_TASK  # the backward that has come through it last
-        self.node: Callable[[], Any] = lambda: None  # where it does so
-        self.tensors = layer.tensors  # others may stand in their places later
+        self.task = graph.NO_TASK  # the last backward that went through it
+        self.node: Callable[[], Any] = lambda: None  # the autograd node that backward runs for it
+        self.tensors = layer.tensors  # the layer's list may be replaced later
         self.group: Group | None = None  # while the forward runs
-        self.left: list[int] = []  # versions on the device when it has ended, and
-        self.versions: list[int] = []  # on the CPU
-        self.values: Sequence[Tensor] = ()  # in the places of the layer's tensors, and
-        self.former: Former = []  # what stands there otherwise
+        self.left: list[int] = []  # versions on the device at the end of the forward
+        self.versions: list[int] = []  # versions on the CPU at the same time
+        self.values: Sequence[Tensor] = ()  # what replaces the layer's tensors in the module
+        self.former: Former = []  # what it replaced
         self.hooks: SavedHooks | None = None
 
     def end(self, group: Group) -> None:
@@ -55,7 +57,7 @@ class Use:
         group, tensor = self.enter(self), self.tensors[number]
         if self.layer.tensors[number] is tensor:
             return group.tensors[number]
-        # Another stands in its place by now: it comes by itself.
+        # The layer has another tensor there by now, so this one is copied alone.
         return self.layer.lowered(number, tensor).to(group.tensors[0].device, copy=True)
 
     def put(self, values: Sequence[Tensor]) -> None:

@@ -20,10 +20,8 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from stillframe import _core
-from stillframe._save import keepers, ownership
-from stillframe._save.keepers import Keeper, Marks
-from stillframe._save.ownership import Owner
+from stillframe._save import ownership
+from stillframe._save.deferral import Deferral, Sources, calls
 from stillframe._save.steps import register_optimizer
 
 __all__ = [
@@ -52,105 +50,13 @@ class Pending(Protocol):
         a signal handler does. False: a later step has to ask again, on streams of its own."""
 
 
-class Sources(Protocol):
-    """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
-
-    numbers: _core.Numbers
-    rows: bytearray
-
-
 _pendings: dict[int, Pending] = {}  # by id
 _late: dict[int, Deferral] = {}  # what each of them copies, by the same id
-_calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}  # deferrals not yet launched: thread
 readers: list[Callable[[Optimizer], object]] = []  # these wait for who else reads what it writes
 
 
-class Deferral:
-    """Which storages of one save are copied after the call, and what they were at the call.
-
-    Attributes:
-        indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
-        fallbacks: Sentences for the report: whose storages are not among them, and why.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_late",
-        "_numbers",
-        "_overtaken",
-        "_parts",
-        "_storages",
-        "_tensors",
-        "_versions",
-        "fallbacks",
-        "indices",
-    )
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.fallbacks: list[str] = []
-        self._storages: _core.Numbers | None = None  # all of the save's
-        self._late: set[int] | None = None  # numbers of those copied after the call, once asked for
-        self._numbers: list[int] = []  # of the storage under the tensor at the same place
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner | Keeper]] = []  # end in `indices`, whose they are
-        self._overtaken = False
-
-    def torn(self) -> int:
-        """The number of a storage whose tensors counted a write since the call, or -1.
-
-        All versions are read in one piece: no other thread of Python runs in between.
-        """
-        if self._overtaken and self.indices:
-            return self.indices[0]
-        tensors = self._tensors
-        if not tensors:
-            return -1  # the verdict was given in the meantime
-        with torch._C.DisableTorchFunction():
-            place = _core.Observer.changed(tensors, self._versions)
-        return -1 if place < 0 else self._numbers[place]
-
-    def distrust(self, index: int) -> None:
-        """Has everything captured from now on of the optimizer that owns storage ``index``."""
-        place = self.indices.index(index) if index in self.indices else len(self.indices)
-        for end, owner in self._parts:
-            if place < end:
-                owner.distrust("something beside its step changed it while it was copied")
-                return
-
-    def holds(self, identity: int) -> bool:
-        """Whether the storage with this StorageImpl is copied after the call."""
-        if self._late is None:
-            self._late = set(self.indices)
-        return self._storages is not None and self._storages.get(identity) in self._late
-
-    def release(self) -> None:
-        """Lets go of the tensors once the verdict is given; `distrust` still works."""
-        self._tensors = []
-
-    def close(self) -> None:
-        """The call is over: its save is tracked, or there is none. Idempotent."""
-        _calls.pop(id(self), None)
-
-    def _ask(self, sources: Sources) -> None:
-        """Asks everybody what of the save may be copied late, and why nothing is."""
-        lists = self.indices, self._numbers, self._tensors, self._versions
-        marks = Marks(sources.numbers, sources.rows, *lists)
-        owners = list(ownership.living())
-        for owner in (*owners, *keepers.known):
-            before = len(self.indices)
-            owner.defer(marks)
-            if len(self.indices) > before:
-                self._parts.append((len(self.indices), owner))
-        self._storages = sources.numbers
-        for sentence in (owner.captured(marks) for owner in owners):
-            if sentence is not None and sentence not in self.fallbacks:
-                self.fallbacks.append(sentence)
-
-
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
-    """Decides which storages of a save are copied after the call, and writes their lanes.
+    """Decide which storages of a save are copied after the call, and write their lanes.
 
     Call it in ``async_save`` on the caller's thread. A step that another thread begins from now
     on waits until `track` is called for the save (or ``Deferral.close``, if there is none).
@@ -163,12 +69,12 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     if not overlap:
         return deferral
     key = id(deferral)
-    _calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: _calls.pop(key, None)))
+    calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
     # Only now: a step that began before is active, one that begins later sees the call.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
-                deferral._ask(skeleton)
+                deferral.ask(skeleton)
     except BaseException:
         deferral.close()
         raise
@@ -189,7 +95,7 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
     _pendings[id(pending)] = pending
     if deferral is None:
         mine = threading.get_ident()
-        for thread, ref in reversed(_calls.copy().values()):
+        for thread, ref in reversed(calls.copy().values()):
             if thread == mine:
                 deferral = ref()
                 break
@@ -221,13 +127,13 @@ def wait() -> None:
 
 def anything_copied() -> bool:
     """Whether a storage may be being copied behind a call, or is about to be."""
-    return bool(_late or _calls)
+    return bool(_late or calls)
 
 
 def wait_for_storage(identity: int) -> None:
     """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
     the calling thread's current stream wait. Raises as `wait` does."""
-    for key, (thread, _) in _calls.copy().items():
+    for key, (thread, _) in calls.copy().items():
         _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for key, deferral in _late.copy().items():
         pending = _pendings.get(key)
@@ -238,21 +144,21 @@ def wait_for_storage(identity: int) -> None:
 def _is_over(key: int, thread: int, end: float) -> bool:
     """Whether a call is over, waiting for it unless it is this thread's own."""
     mine = threading.get_ident()
-    while thread != mine and key in _calls and time.monotonic() < end:
+    while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
-    return key not in _calls
+    return key not in calls
 
 
 def _wait_for_calls() -> None:
     """Waits for saves that other threads are submitting at this moment."""
     end = time.monotonic() + _CALL_TIMEOUT_S
-    for key, (thread, ref) in _calls.copy().items():
+    for key, (thread, ref) in calls.copy().items():
         if not _is_over(key, thread, end):
             # A step inside this thread's own call, or a call that never ends: that save cannot
             # hold what it promised.
             deferral = ref()
             if deferral is not None:
-                deferral._overtaken = True
+                deferral.overtaken = True
                 deferral.close()
 
 
@@ -262,7 +168,7 @@ def hold_back(optimizer: Optimizer) -> None:
     It waits even where the bookkeeping has failed, and raises only what a signal handler or one
     of `readers` raises.
     """
-    if _calls:
+    if calls:
         _wait_for_calls()
     if _pendings:
         wait()
@@ -283,7 +189,7 @@ def forked() -> None:
     """Runs in a forked child: the parent's saves are not waited for here."""
     _pendings.clear()
     _late.clear()
-    _calls.clear()
+    calls.clear()
 
 
 os.register_at_fork(after_in_child=forked)

@@ -26,13 +26,19 @@ from stillframe import _core
 from stillframe._base import looks
 from stillframe._base.bar import bar, on_terminal, printable
 from stillframe._base.sizes import decimal
+from stillframe._shell import safetensors
 from stillframe.errors import CorruptCheckpointError
 
 GOOD, DAMAGED, UNUSABLE = 0, 1, 2
 
-_SUFFIXES = (".ckpt", ".pt", ".pth")
+# What a checkpoint is called. Other programs have .bin files too, so those are named whole.
+_NAMES = re.compile(
+    r".*\.(ckpt|pt|pth|safetensors|safetensors\.index\.json)"
+    r"|(.*pytorch_model.*|adapter_model|training_args)\.bin"
+)
 _LONG_NBYTES = 256 << 20  # from here on a progress display is worth its flicker
 _NOTHING = "there is no checkpoint in this directory"
+_WITHOUT_ENGINE = ("verify", "inspect")
 _MAX_SHOWN = 8  # bad records of one file in the table; --json has all
 
 Progress = Callable[[int, int], object]
@@ -48,6 +54,8 @@ class Finding:
     nbytes: int | None = None
     num_records: int = 0
     num_unchecked: int = 0
+    num_compressed: int = 0  # of these
+    num_behind: int = 0  # bytes
     num_bad: int = 0
     legacy: bool = False
     bad_records: list[tuple[str, str]] = field(default_factory=list)  # name, what is wrong with it
@@ -100,9 +108,11 @@ def verify_file(path: str, progress: Progress | None = None) -> Finding:
         found["nbytes"],
         found["num_records"],
         found["num_unchecked"],
-        found["num_bad"],
-        found["format"] == "legacy",
-        found["bad_records"],
+        num_compressed=found["num_compressed"],
+        num_behind=found["num_behind"],
+        num_bad=found["num_bad"],
+        legacy=found["format"] == "legacy",
+        bad_records=found["bad_records"],
     )
 
 
@@ -127,9 +137,24 @@ def verify_directory(path: str) -> Finding:
         found.nbytes,
         found.nr_items,
         found.nr_unchecked,
-        len(found.bad),
+        num_bad=len(found.bad),
         bad_records=found.bad,
     )
+
+
+def verify_safetensors(path: str) -> Finding:
+    """Check that a safetensors file, or an index of several, is whole: there are no checksums."""
+    try:
+        if path.endswith(safetensors.INDEX_SUFFIX):
+            return Finding(path, GOOD, num_records=safetensors.check_index(path))
+        nbytes, number = safetensors.check_file(path)
+    except safetensors.Damaged as error:
+        return Finding(path, DAMAGED, str(error))
+    except OSError as error:
+        return Finding(path, UNUSABLE, _reason(error))
+    except MemoryError:
+        return Finding(path, UNUSABLE, "not enough memory to check it")
+    return Finding(path, GOOD, None, nbytes, number, num_unchecked=number)
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -153,9 +178,9 @@ def _size(fd: int) -> int | None:
 def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
     """Paths of the checkpoints under a directory, sorted; what cannot be listed goes to `failures`.
 
-    A checkpoint is what has a checkpoint's suffix or begins like one, and a directory that
-    torch.distributed.checkpoint has saved to. Left out are hidden files (temporaries of saves in
-    flight are among them) and the shards in such directories.
+    A checkpoint is what has a checkpoint's suffix or begins like one, a file of a Hugging Face
+    checkpoint, and a directory that torch.distributed.checkpoint has saved to. Left out are hidden
+    files (temporaries of saves in flight are among them) and the shards in such directories.
     """
     for root, directories, names in os.walk(directory, onerror=failures.append):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
@@ -165,7 +190,7 @@ def checkpoints_in(directory: str, failures: list[OSError]) -> Iterator[str]:
             path = os.path.join(root, name)
             if name.startswith(".") or name.endswith(".distcp"):
                 continue
-            if name.endswith(_SUFFIXES) or _begins_like_one(path):
+            if _NAMES.fullmatch(name) or _begins_like_one(path):
                 yield path
 
 
@@ -198,7 +223,9 @@ def verify_paths(arguments: Sequence[str], show: _Display) -> list[Finding]:
             continue
         failures: list[OSError] = []
         before = len(findings)
-        findings.extend(show.verify(path) for path in checkpoints_in(argument, failures))
+        findings.extend(
+            show.verify(path, in_directory=True) for path in checkpoints_in(argument, failures)
+        )
         findings.extend(
             show.found(Finding(str(error.filename or argument), UNUSABLE, _reason(error)))
             for error in failures
@@ -219,9 +246,12 @@ class _Display:
         self._quiet = quiet
         self._on_terminal = on_terminal()
 
-    def verify(self, path: str) -> Finding:
+    def verify(self, path: str, *, in_directory: bool = False) -> Finding:
+        """Check one path. Given by itself, a safetensors file is not a PyTorch checkpoint."""
         if os.path.isdir(path):
             return self.found(verify_directory(path))
+        if in_directory and path.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
+            return self.found(verify_safetensors(path))
         try:
             nbytes = os.stat(path).st_size
         except (OSError, ValueError):
@@ -257,12 +287,24 @@ def _printed(finding: Finding) -> list[str]:
     notes = [] if finding.nbytes is None else [decimal(finding.nbytes)]
     if finding.num_records:
         notes.append(_records(finding.num_records))
-    if finding.ok and finding.num_unchecked:
-        notes.append(f"{_records(finding.num_unchecked)} without a checksum")
-    if finding.ok and finding.legacy:
-        notes.append("torch's legacy format, which has no checksums")
+    if finding.ok:
+        notes += _left_unchecked(finding)
     size = f" ({', '.join(notes)})" if notes else ""
     return [f"{printable(finding.path)}: {first}{size}", *rest]
+
+
+def _left_unchecked(finding: Finding) -> list[str]:
+    """What of a whole checkpoint was not checked."""
+    notes = []
+    if without := finding.num_unchecked - finding.num_compressed:
+        notes.append(f"{_records(without)} without a checksum")
+    if finding.num_compressed:
+        notes.append(f"{_records(finding.num_compressed)} compressed, bytes not checked")
+    if finding.num_behind:
+        notes.append(f"{finding.num_behind} bytes behind the archive, not checked")
+    if finding.legacy:
+        notes.append("torch's legacy format, which has no checksums")
+    return notes
 
 
 def _records(number: int) -> str:
@@ -329,7 +371,22 @@ def run(options: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal gets a ? and no traceback
-    return _command(options.command)(options)
+    run_command = _command(options.command)
+    if options.command not in _WITHOUT_ENGINE and (complaint := _complaint_of_environment()):
+        print(f"stillframe {options.command}: {complaint}", file=sys.stderr)
+        return UNUSABLE
+    return run_command(options)
+
+
+def _complaint_of_environment() -> str | None:
+    """Return what is wrong with the variables that every engine reads; None where nothing is."""
+    from stillframe._save.engine import Engine
+
+    try:
+        Engine().close()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:

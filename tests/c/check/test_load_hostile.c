@@ -311,22 +311,6 @@ static void a_directory_that_is_too_short_or_too_long_is_refused(void)
 	archive_free(&a);
 }
 
-static void none_of_torchs_own_records_may_be_compressed(void)
-{
-	static const char *const names[] = { "archive/data.pkl", "archive/version",
-					     "archive/byteorder", "archive/data/7",
-					     "archive/.data/serialization_id" };
-
-	for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-		struct archive a = { .described = true, .method = 8 };
-
-		archive_add(&a, names[i], "\x03\x00", 2);
-		archive_finish(&a);
-		refuse(&a, "it is compressed, which torch never does to it");
-		archive_free(&a);
-	}
-}
-
 /* Counts and limits what a check asks of the system. */
 static uint64_t nr_preads, most_memory, held_memory;
 static ssize_t counting_pread(int fd, void *buf, size_t len, off_t off)
@@ -441,7 +425,6 @@ int main(void)
 	RUN(one_cannot_ask_for_bytes_and_for_the_directory_alone);
 	RUN(impossible_numbers_are_refused);
 	RUN(a_directory_that_is_too_short_or_too_long_is_refused);
-	RUN(none_of_torchs_own_records_may_be_compressed);
 	RUN(random_damage_never_costs_more_than_the_file);
 	RUN(a_file_that_only_claims_to_be_huge_costs_nothing);
 	return check_done();

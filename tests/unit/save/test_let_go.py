@@ -30,7 +30,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def is_quiet() -> bool:
     """No step of any thread has to wait for anything."""
-    return not (gate._calls or gate._pendings or gate._late or gate.anything_copied())
+    return not (gate.calls or gate._pendings or gate._late or gate.anything_copied())
 
 
 def test_a_refused_save_is_not_waited_for_nor_kept(tmp_path: Path, trained: Any) -> None:

@@ -332,7 +332,7 @@ def test_a_snapshot_that_is_refused_holds_no_other_threads_step_up() -> None:
                 {**state_of(model, optimizer), "big": torch.ones(MIB)}, overlap=True, engine=small
             )
         assert refused.tb is not None
-        assert not gate._calls and not is_used(small)
+        assert not gate.calls and not is_used(small)
 
 
 def test_a_snapshot_is_a_use_of_its_engine_and_keeps_no_source(engine: stillframe.Engine) -> None:

@@ -1,0 +1,47 @@
+"""Threads of the package are real ones, or the call says why there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Stands for the library: what it answers is all that is asked of it.
+PROGRAM = """
+import sys, types, torch, stillframe
+patcher = types.ModuleType({module!r})
+patcher.{question} = lambda name: name == {name!r}
+sys.modules[{module!r}] = patcher
+for save in (stillframe.async_save, stillframe.save):
+    try:
+        save({{"w": torch.ones(3)}}, "/dev/shm/never.pt")
+    except stillframe.StillframeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "question", "name", "remedy"),
+    [
+        (
+            "gevent.monkey",
+            "is_module_patched",
+            "threading",
+            "gevent.monkey.patch_all(thread=False, queue=False)",
+        ),
+        ("eventlet.patcher", "is_monkey_patched", "thread", "eventlet.monkey_patch(thread=False)"),
+    ],
+)
+def test_save_among_greenlets_is_refused_with_a_remedy(
+    module: str, question: str, name: str, remedy: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(module=module, question=question, name=name)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count(remedy) == 2

@@ -1,0 +1,137 @@
+"""Archives that torch.load reads although torch.save does not write them so: with a comment, with
+bytes behind the end, with compressed records. torch.load is the judge."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stillframe
+import torch
+from fix_checkpoints import by_path, by_stillframe
+from stillframe import CorruptCheckpointError
+from stillframe._shell import cli, inspect
+
+WRITERS = [by_path, by_stillframe]
+MOST_BEHIND = 69_562  # bytes; see SFR__UNZIP_END_REACH
+
+
+def state() -> dict[str, Any]:
+    return {"a": torch.arange(30_000.0), "b": [torch.arange(7)], "epoch": 3}
+
+
+def assert_whole(path: Path) -> None:
+    """Every way of loading gives the state."""
+    for loaded in (stillframe.load(path), stillframe.load(path, verify=False)):
+        assert torch.equal(loaded["a"], state()["a"]) and loaded["epoch"] == 3
+    into = {"a": torch.zeros(30_000), "b": [torch.zeros(7, dtype=torch.int64)], "epoch": 0}
+    stillframe.load(path, into=into)
+    assert torch.equal(into["a"], state()["a"]) and torch.equal(into["b"][0], torch.arange(7))
+    assert into["epoch"] == 3
+
+
+def torch_reads(content: bytes) -> bool:
+    try:
+        return bool(torch.equal(torch.load(io.BytesIO(content))["a"], state()["a"]))
+    except RuntimeError:
+        return False
+
+
+def printed(path: Path) -> str:
+    return "\n".join(cli._printed(cli.verify_file(str(path))))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("nr_behind", [1, 22, 4096, 65_535, MOST_BEHIND])
+def test_bytes_behind_the_archive_are_told_by_verify(
+    write: Any, nr_behind: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.pt"
+    write(state(), path)
+    content = path.read_bytes()
+    for filling in (b"\0", b"x"):
+        path.write_bytes(content + filling * nr_behind)
+        assert torch_reads(path.read_bytes())
+        assert_whole(path)
+        assert torch.equal(stillframe.load(path, mmap=True)["a"], state()["a"])
+        assert cli.verify_file(str(path)).status == cli.GOOD
+        assert f"{nr_behind} bytes behind the archive, not checked" in printed(path)
+        assert inspect.look(str(path)).status == inspect.GOOD
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_more_bytes_behind_than_torch_looks_past_are_refused(write: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    write(state(), path)
+    path.write_bytes(path.read_bytes() + b"\0" * (MOST_BEHIND + 1))
+    assert not torch_reads(path.read_bytes())
+    with pytest.raises(CorruptCheckpointError, match="truncated"):
+        stillframe.load(path)
+    assert cli.verify_file(str(path)).status == cli.DAMAGED
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_archive_with_a_comment_is_loaded(write: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    write(state(), path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"made on a Monday"
+    assert torch_reads(path.read_bytes())
+    assert_whole(path)
+    assert "16 bytes behind the archive, not checked" in printed(path)
+    for cut in range(1, 17):  # a truncated file, though torch does not see it
+        path.write_bytes(path.read_bytes()[:-1])
+        assert cli.verify_file(str(path)).status == cli.DAMAGED, cut
+        with pytest.raises(CorruptCheckpointError, match="end record is damaged"):
+            stillframe.load(path)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_compressed_archive_is_loaded_and_verify_says_what_it_did_not_check(
+    write: Any, all_of_it: bool, tmp_path: Path
+) -> None:
+    write(state(), tmp_path / "a.pt")
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(path, "w") as new:
+        names = old.namelist()
+        for name in names:
+            deflated = all_of_it or name.endswith("data/0")
+            kind = zipfile.ZIP_DEFLATED if deflated else zipfile.ZIP_STORED
+            new.writestr(name, old.read(name), kind)
+    assert torch_reads(path.read_bytes())
+    assert_whole(path)
+    with pytest.raises(ValueError, match="another program packed it"):
+        stillframe.load(path, mmap=True)
+    number = f"{len(names)} records" if all_of_it else "1 record"
+    assert f"{number} compressed, bytes not checked" in printed(path)
+    assert "without a checksum" not in printed(path)
+    found = inspect.look(str(path))
+    assert (found.status, len(found.tensors)) == (inspect.GOOD, 2)
+
+
+@pytest.mark.parametrize("kind", ["comment", "padding", "compressed"])
+def test_truncated_file_is_damaged_whatever_its_shape(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    by_path(state(), path)
+    if kind == "padding":
+        path.write_bytes(path.read_bytes() + bytes(500))
+    elif kind == "comment":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.comment = b"c" * 500
+    else:
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "y.pt", "w", 8) as new:
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        path = tmp_path / "y.pt"
+    content = path.read_bytes()
+    least = 501 if kind == "padding" else 1
+    for cut in (least, least + 21, least + 100, len(content) // 2, len(content) - 100):
+        path.write_bytes(content[:-cut])
+        assert cli.verify_file(str(path)).status == cli.DAMAGED, cut
+        assert inspect.look(str(path)).status != inspect.GOOD, cut
+        with pytest.raises(CorruptCheckpointError):
+            stillframe.load(path)

@@ -1,0 +1,126 @@
+"""`stillframe verify` of directories as Hugging Face's libraries leave them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from _stillframe_command import main as command
+
+
+def safetensors(path: Path, lengths: tuple[int, ...] = (400, 40), metadata: bool = True) -> Path:
+    """Write a file of the format: a header's length, the header, the tensors' bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}} if metadata else {}
+    end = 0
+    for number, length in enumerate(lengths):
+        span = [end, end + length]
+        header[f"w{number}"] = {"dtype": "F32", "shape": [length // 4], "data_offsets": span}
+        end += length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(256)) * 2)
+    os.truncate(path, 8 + len(text) + end)
+    return path
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def cut_in_header(path: Path) -> None:
+    os.truncate(path, 20)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def longer(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def spoilt_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"data_offsets"', b'"data_offsetz"'))
+
+
+def gap(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"[400, 440]", b"[401, 440]"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    safetensors(tmp_path / "model.safetensors")
+    torch.save({"step": 1}, tmp_path / "optimizer.pt")
+    torch.save({"lr": 0.1}, tmp_path / "training_args.bin")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_whole_directory_is_ok_and_names_what_has_no_checksum(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["verify", str(checkpoint)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "model.safetensors: ok" in lines[0] and "2 records without a checksum" in lines[0]
+    assert lines[-1].startswith("3 paths") and "3 ok" in lines[-1]
+
+
+@pytest.mark.parametrize("damage", [cut, cut_in_header, emptied, longer, spoilt_header, gap])
+def test_damaged_safetensors_file_makes_the_directory_damaged(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]
+) -> None:
+    damage(checkpoint / "model.safetensors")
+    assert command(["verify", "--json", str(checkpoint)]) == 1
+    bad = [each for each in json.loads(capsys.readouterr().out) if not each["ok"]]
+    assert [Path(each["path"]).name for each in bad] == ["model.safetensors"]
+    assert bad[0]["error"]
+
+
+def test_shard_that_the_index_names_must_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"w0": names[0], "w1": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in names:
+        safetensors(tmp_path / name, metadata=False)
+    assert command(["verify", str(tmp_path)]) == 0
+    (tmp_path / names[1]).unlink()
+    assert command(["verify", str(tmp_path)]) == 1
+    assert f"missing beside it: {names[1]}" in capsys.readouterr().out
+
+
+def test_empty_weights_of_an_older_library_are_damaged(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    assert command(["verify", str(tmp_path)]) == 1
+
+
+def test_bin_file_of_another_program_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(b"\1\2\3")
+    torch.save({"step": 1}, tmp_path / "ckpt.pt")
+    assert command(["verify", str(tmp_path)]) == 0
+
+
+def test_single_safetensors_file_is_named_as_no_pytorch_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["verify", str(safetensors(tmp_path / "model.safetensors"))]) == 2
+    assert "safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["info", "bench"])
+def test_mistyped_pool_size_is_said_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    monkeypatch.setenv("STILLFRAME_POOL_BYTES", "12xyz")
+    assert command([name, str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1
+    assert "STILLFRAME_POOL_BYTES='12xyz' is not a size" in told.err
