@@ -24,7 +24,7 @@ CHECKED = [
     "csrc/python/core/*.[ch]",
     *("csrc/python/skeleton/*.[ch]", "csrc/python/torch/*.[ch]", "csrc/python/*.[ch]"),
     *("python/stillframe/*.py", "python/stillframe/_base/*.py", "python/stillframe/_tree/*.py"),
-    "python/stillframe/_offload/*.py",
+    *("python/stillframe/_offload/*.py", "examples/*.py", "examples/demo/*.py"),
 ]
 NOT_YET = {
     *("docs/gpu.md", "csrc/core/device/glance.c"),
