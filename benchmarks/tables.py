@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_table
+import odds
 import restore_process
 from common import format_size, format_times
 from peers import LIGHTNING, OURS, TORCH
@@ -26,7 +27,7 @@ from restore import SITUATIONS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PLACES = ("README.md", "docs/figures.md", "docs/quickstart.md")
+PLACES = ("README.md", "docs/figures.md", "docs/guarantees.md", "docs/quickstart.md")
 WAYS = {TORCH: "`torch.save`", LIGHTNING: "Lightning's `AsyncCheckpointIO`", OURS: "stillframe"}
 LOADS = {
     restore_process.OURS: "`stillframe.load`",
@@ -143,7 +144,7 @@ def recording() -> list[str]:
     return ["![`make demo`, recorded in a terminal](assets/demo.svg)"]
 
 
-MADE = {"pictures": pictures, "recording": recording}
+MADE = {"pictures": pictures, "recording": recording, "odds": odds.table}
 
 
 def not_measured(source: str) -> list[str]:

@@ -21,8 +21,8 @@ from fix_dcp import equal, zeroed
 from fix_entries import Step, stepping
 from fix_ranks import Notes, dying, fails
 from stillframe import _core, dcp
-from stillframe._dcp import commit
-from stillframe._dcp.files import RankFiles
+from stillframe._dcp import checkpoint
+from stillframe._dcp.checkpoint import RankFiles
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe.testing import held
 
@@ -114,8 +114,8 @@ def end_at_commit(*, taken: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def end_with_commit() -> Iterator[None]:
     """Once it is durable, and before anybody is told."""
-    put_in_place = commit.put_in_place
-    commit.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
+    put_in_place = checkpoint.put_in_place
+    checkpoint.put_in_place = lambda *given, **named: end(put_in_place(*given, **named))
     yield
 
 

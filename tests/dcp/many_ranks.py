@@ -27,7 +27,7 @@ from fix_dcp import equal, zeroed
 from fix_ranks import Model, Notes, fails, forked, join, loads_as, locals_of, wait_for
 from killed_ranks import KILLS, after_kills, few_killed, killed, killed_at
 from stillframe import dcp
-from stillframe._dcp import commit
+from stillframe._dcp import checkpoint
 from stillframe._dcp.ranks import Ranks
 from stillframe.testing import fault, held, slow
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -228,11 +228,11 @@ def commit_fails(path: Path, rank: int) -> Notes:
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "no metadata today")
 
-    put_in_place = commit.put_in_place
+    put_in_place = checkpoint.put_in_place
     if rank == 0:
-        commit.put_in_place = broken
+        checkpoint.put_in_place = broken
     says = fails(dcp.save, training.state(), path / "c")
-    commit.put_in_place = put_in_place
+    checkpoint.put_in_place = put_in_place
     dist.barrier()
     files = sorted(os.listdir(path / "c")) == before
     return {"says": says, "files": files, "old": loads_as(old, path / "c")}
@@ -338,7 +338,6 @@ def groups(path: Path, rank: int) -> Notes:
     """All process groups are destroyed and made anew: between saves, and while one is under way."""
     from stillframe._dcp import api, rounds
     from stillframe._dcp.joint import JointSave
-    from stillframe._dcp.rounds import Rounds
 
     state = {f"w{rank}": torch.zeros(1000)}
     new, good, says = zeroed(state), [], []
@@ -349,9 +348,9 @@ def groups(path: Path, rank: int) -> Notes:
         assert destroyed.wait(60)
         return plan(save)
 
-    def remotely_late(rounds: Rounds, tree: Any, work: Any) -> Any:
+    def remotely_late(tree: Any, work: Any) -> Any:
         assert destroyed.wait(60)
-        return save_remotely(rounds, tree, work)
+        return save_remotely(tree, work)
 
     def by_dcp_and_gone(*arguments: Any, **keywords: Any) -> Any:
         found = save_by_dcp(*arguments, **keywords)
@@ -388,14 +387,14 @@ def groups(path: Path, rank: int) -> Notes:
     JointSave._plan = plan
     dcp.save(state, path / "c")
     good.append(load() == 4)
-    save_remotely, Rounds._save_remotely = Rounds._save_remotely, remotely_late
+    save_remotely, rounds._save_remotely = rounds._save_remotely, remotely_late
     destroyed.clear()
     response = dcp.async_save(state, "memory://c")  # DCP's own, which asks for the group
     dist.destroy_process_group()
     destroyed.set()
     says.append(str(response.upload_completion.exception(60)))
     join(path / "store5", rank, 2)
-    Rounds._save_remotely, rounds.save = save_remotely, by_dcp_and_gone
+    rounds._save_remotely, rounds.save = save_remotely, by_dcp_and_gone
     destroyed.clear()
     response = dcp.async_save(state, "memory://d")  # which may have been one rank's alone
     assert saved.wait(60)

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
 from fix_entries import Step, stepping
 from stillframe import _core, dcp
-from stillframe._dcp import beside, commit
+from stillframe._dcp import beside, checkpoint
 from stillframe._dcp.beside import Beside, mend
 from stillframe._lightning.sharded import _make_ready as make_ready
 
@@ -121,7 +121,7 @@ def test_a_commit_that_fails_leaves_what_was_there(
         raise OSError("no metadata today")
 
     with monkeypatch.context() as patch, pytest.raises(BaseException, match="no metadata today"):
-        patch.setattr(commit, "put_in_place", broken)
+        patch.setattr(checkpoint, "put_in_place", broken)
         save(directory, 2)
     if old is None:
         assert not list(directory.glob("*meta*"))
@@ -188,7 +188,7 @@ def test_what_cannot_be_undone_does_not_hide_what_went_wrong(
 
         return call
 
-    monkeypatch.setattr(commit, "put_in_place", broken("the commit"))
+    monkeypatch.setattr(checkpoint, "put_in_place", broken("the commit"))
     monkeypatch.setattr(beside, "mend", broken("the mending"))
     with pytest.raises(BaseException, match="the commit"):
         save(tmp_path / "c", 1)
@@ -199,7 +199,7 @@ def test_meta_is_there_and_synced_before_the_first_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    fsync, put_in_place = os.fsync, commit.put_in_place
+    fsync, put_in_place = os.fsync, checkpoint.put_in_place
 
     def noted(fd: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
@@ -212,7 +212,7 @@ def test_meta_is_there_and_synced_before_the_first_metadata(
         put_in_place(*args, **kwargs)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(commit, "put_in_place", look)
+    monkeypatch.setattr(checkpoint, "put_in_place", look)
     save(tmp_path / "c", 1)
 
 

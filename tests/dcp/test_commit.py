@@ -13,7 +13,7 @@ from fix_dcp import equal, loaded
 from fix_entries import Recorded, Step, stepping
 from stillframe import _core
 from stillframe._base import steps
-from stillframe._dcp import commit, image
+from stillframe._dcp import checkpoint
 from stillframe.dcp import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -97,9 +97,9 @@ def test_a_rank_that_saves_for_itself_removes_its_own_files_alone(tmp_path):
     for name in ("__0_0.0123abcd.distcp", *others):
         (tmp_path / name).touch()
     nothing: Any = SimpleNamespace(storage_data={})
-    commit.remove_unnamed(nothing, str(tmp_path), 0)
+    checkpoint.remove_unnamed(nothing, str(tmp_path), 0)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
-    commit.remove_unnamed(nothing, str(tmp_path), None)
+    checkpoint.remove_unnamed(nothing, str(tmp_path), None)
     assert os.listdir(tmp_path) == []
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_to_be_synced_is_not(tmp_path, monkeypatch, options):
 def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monkeypatch):
     made: list[Any] = []
 
-    class File(image.DataFile):
+    class File(checkpoint.DataFile):
         def failure(self) -> BaseException | None:
             super().failure()
             return OSError(f"of file {made.index(self)}")
@@ -135,7 +135,7 @@ def test_the_first_of_several_errors_is_raised_and_no_file_stays(tmp_path, monke
         made.append(File(*args, **named))
         return made[-1]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(image, "DataFile", make)
+    monkeypatch.setattr(checkpoint, "DataFile", make)
     state = {"a": torch.ones(10), "b": torch.ones(10)}
     writer = FileSystemWriter(tmp_path, single_file_per_rank=False)
     with pytest.raises(CheckpointException, match="of file 0"):

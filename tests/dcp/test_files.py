@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fix_waits import eventually
-from stillframe._dcp import commit
-from stillframe._dcp.files import RankFiles, buckets
-from stillframe._dcp.groups import Groups
-from stillframe._dcp.image import DataFile, Item
-from stillframe._dcp.ranks import Ranks, _to_send
+from stillframe._dcp import checkpoint
+from stillframe._dcp.checkpoint import DataFile, Item, RankFiles, buckets
+from stillframe._dcp.ranks import Groups, Ranks, _to_send
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 
@@ -110,7 +108,7 @@ def test_a_file_says_how_long_each_item_is(tmp_path):
 
 
 def test_what_is_in_a_files_name_is_one_word_between_ranks():
-    assert all(0 <= commit.new_id() < 1 << 32 for _ in range(20))
+    assert all(0 <= checkpoint.new_id() < 1 << 32 for _ in range(20))
 
 
 def test_what_torch_packs_needs_no_gradient_there():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fix_dcp import equal, loaded
 from stillframe import dcp
-from stillframe._dcp.kept import Kept, Plans, structure
+from stillframe._dcp.joint import Kept, Plans, structure
 
 
 def of(value: Any, name: str = "w") -> Any:
@@ -50,7 +50,7 @@ def test_two_states_that_differ_in_a_name_are_saved_each_as_it_is(tmp_path: Path
 
 
 def test_of_more_structures_than_are_kept_the_one_not_used_for_longest_goes(monkeypatch):
-    monkeypatch.setattr("stillframe._dcp.kept._MOST", 3)
+    monkeypatch.setattr("stillframe._dcp.joint._MOST", 3)
     plans, kept = Plans(), [Kept(number, None, [], None, []) for number in range(4)]
     for number in (0, 1, 2, 2):
         plans.keep(number, kept[number])

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ import torch.distributed.checkpoint as stock
 from fix_dcp import loaded
 from fix_waits import eventually
 from stillframe import _core, dcp
+from stillframe._base import paths
 from stillframe._base.paths import Place
-from stillframe._dcp import commit
-from stillframe._dcp.api import Asked, saver_of_this_process
-from stillframe._dcp.rounds import Upload
+from stillframe._dcp import checkpoint
+from stillframe._dcp.api import saver_of_this_process
+from stillframe._dcp.rounds import Asked
 from stillframe._save import completion, ordered
+from stillframe._snapshot.save import SnapshotSave
 from stillframe.testing import fault, held
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -43,14 +45,14 @@ def value_of(path: Path) -> float:
 @contextlib.contextmanager
 def held_commits(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Commits wait for the event, which the end of the block sets; it fails if none came."""
-    go, put_in_place = threading.Event(), commit.put_in_place
+    go, put_in_place = threading.Event(), checkpoint.put_in_place
 
     def held(*args: Any, **options: Any) -> None:
         assert go.wait(60)
         put_in_place(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "put_in_place", held)
+        patched.setattr(checkpoint, "put_in_place", held)
         yield go
         go.set()
         stillframe.wait_all()
@@ -81,15 +83,15 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once_and_by_no_late
 
 
 def test_a_save_that_has_ended_says_how_and_nobody_looks_at_it_any_more(tmp_path):
-    upload = begin(1, tmp_path / "c")
-    upload.result()
-    assert upload.state == "durable"
+    begin(1, tmp_path / "c").result()
+    good = saver_of_this_process()._last
     with fault("pwrite", err=errno.ENOSPC, sticky=True):
-        failed = begin(1, tmp_path / "c")
-        error = failed.exception()
+        error = begin(1, tmp_path / "c").exception()
+    failed = saver_of_this_process()._last
     assert error is not None and error.__traceback__ is None  # its frames had the state
-    assert failed.state == "failed"
-    assert not {upload, failed} & {*completion.in_flight.values()}
+    assert good is not None and good.state == "durable"
+    assert failed is not None and failed.state == "failed"
+    assert not {good, failed} & {*completion.in_flight.values()}
 
 
 def test_an_error_that_a_later_call_has_raised_is_told_to_nobody_else(tmp_path, caplog):
@@ -105,9 +107,9 @@ def test_an_error_that_a_later_call_has_raised_is_told_to_nobody_else(tmp_path, 
 
 
 def test_an_error_that_nobody_can_ask_for_any_more_is_logged(caplog):
-    upload = Upload("the path")
-    upload.end(None, OSError("the disk"), None)
-    del upload
+    save = SnapshotSave("c", "c", None, entered=0.0, known_as="the path")
+    save.end(None, OSError("the disk"))
+    del save
     gc.collect()
     assert "the path failed and nobody asked: the disk" in caplog.text
     with pytest.raises(OSError, match="the disk"):
@@ -130,7 +132,9 @@ def test_an_error_that_a_call_has_raised_is_raised_by_no_later_one(tmp_path):
         large = {"w": torch.ones(1 << 20)}
         with pytest.raises(stillframe.PoolExhaustedError):
             dcp.async_save(large, path, no_dist=True, engine=engine)
-        _ended, under_way = wait([saver_of_this_process()._last], 60)  # which sees no error
+        _ended, under_way = wait(
+            [saver_of_this_process()._last.upload_completion], 60
+        )  # which sees no error
         assert not under_way
         assert path.is_dir()  # nothing of it was begun
         begin(2, path, engine=engine).result()
@@ -332,25 +336,69 @@ def test_a_save_under_way_at_exit_is_finished_and_its_failure_said(tmp_path):
     assert not stillframe.exists(tmp_path / "fails/c")
 
 
-def test_a_save_whose_place_is_elsewhere_writes_nothing_before_its_turn(tmp_path):
-    """As Lightning's are: a remove of the directory that stands before it would take its files."""
-    path, begins = tmp_path / "a", Future[None]()
-    asked = Asked(
+def asked_as_by_lightning(**options: Any) -> Asked:
+    return Asked(
         group=None,
         planner=None,
         overlap=False,
         durable=True,
         engine=None,
         when_busy="wait",
-        begins=begins,
+        follow_link=False,
+        **options,
     )
-    response = saver_of_this_process().save({"w": torch.ones(3)}, Place.of(path), asked)
-    with pytest.raises(TimeoutError):
-        response.upload_completion.result(timeout=0.5)
-    assert not path.exists()
-    begins.set_result(None)
-    response.upload_completion.result()
+
+
+@contextlib.contextmanager
+def log_stands_still(name: Path) -> Iterator[None]:
+    """Work with another name holds up what is submitted in the block."""
+    go = threading.Event()
+    ordered.submit(paths.key(name, follow_link=False), _core.WORK_SAVE, lambda _: go.wait(60))
+    yield
+    go.set()
+
+
+def test_save_in_the_place_of_a_file_writes_nothing_while_others_stand_before_it(tmp_path):
+    """Until these have ended, the file may be the only checkpoint."""
+    path = tmp_path / "a"
+    path.write_bytes(b"a checkpoint of one file")
+    with log_stands_still(tmp_path / "other"):
+        save = saver_of_this_process().save(
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+        )
+        with pytest.raises(TimeoutError):
+            save.result(timeout=0.5)
+        assert path.read_bytes() == b"a checkpoint of one file"
+    save.result()
+    assert stillframe.exists(path) and path.is_dir()
+
+
+def test_save_into_a_directory_writes_while_others_stand_before_it_and_commits_behind_them(
+    tmp_path,
+):
+    path = tmp_path / "a"
+    with log_stands_still(tmp_path / "other"):
+        save = saver_of_this_process().save(
+            {"w": torch.ones(3)}, Place.of(path), asked_as_by_lightning(makes_way=True)
+        )
+        assert eventually(lambda: path.is_dir() and any(path.glob("*.distcp")))
+        assert not save.done() and not (path / ".metadata").exists()
+    save.result()
     assert stillframe.exists(path)
+
+
+def test_error_of_a_save_whose_asker_raises_it_is_raised_by_no_later_save(tmp_path):
+    def error_of(error: BaseException, path: str) -> BaseException:
+        return stillframe.StillframeError(f"{path}: {type(error).__name__}")
+
+    with fault("pwrite", err=errno.ENOSPC, sticky=True):
+        save = saver_of_this_process().save(
+            {"w": torch.ones(3)}, Place.of(tmp_path / "a"), asked_as_by_lightning(error_of=error_of)
+        )
+        stillframe._core.log_drain(None)
+    begin(2, tmp_path / "a").result()
+    with pytest.raises(stillframe.StillframeError, match="CheckpointException"):
+        save.result()
 
 
 def test_a_save_that_fails_ends_also_where_its_files_cannot_be_cleaned_up(

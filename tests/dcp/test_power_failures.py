@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fix_entries import Call, Recorded, what_stands
-from stillframe._dcp import beside, image
+from stillframe._dcp import beside, checkpoint
 from stillframe.dcp import FileSystemWriter
 
 META = "meta.pt"
@@ -24,7 +24,7 @@ def identity(path: str) -> str | None:
 def recorded_save(
     path: Path, top: Path, monkeypatch: pytest.MonkeyPatch, meta: int | None = None
 ) -> Recorded:
-    recorded, failure, seen = Recorded(top, identity), image.DataFile.failure, set()
+    recorded, failure, seen = Recorded(top, identity), checkpoint.DataFile.failure, set()
     write = beside._write
 
     def noted(self: Any) -> Any:
@@ -40,7 +40,7 @@ def recorded_save(
         recorded.calls.append(Call("create", os.path.realpath(path), {own: identity(own)}))
 
     with monkeypatch.context() as patched:
-        patched.setattr(image.DataFile, "failure", noted)
+        patched.setattr(checkpoint.DataFile, "failure", noted)
         patched.setattr(beside, "_write", written)
         with recorded(monkeypatch):
             save(path, 2.0, meta)

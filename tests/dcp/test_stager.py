@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fix_dcp import Trained, copied, equal, loaded
 from fix_waits import eventually, leased
-from stillframe._dcp.groups import Groups
+from stillframe._dcp.ranks import Groups
 from stillframe.dcp import PinnedStager, async_save
 from stillframe.testing import slow
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fix_lightning import loader, package, trainer
 from fix_waits import eventually
-from stillframe._dcp import commit
+from stillframe._dcp import checkpoint
 from stillframe._lightning import sharded_save
 from stillframe._save import ordered
 from stillframe.testing import fault, slow
@@ -219,7 +219,7 @@ def lightnings_own(path, rank, pkg):
 def overwrites(path, rank, pkg):
     """`last.ckpt` is saved over and over; files and links of a name make way."""
     seen = []
-    put = commit.put_in_place
+    put = checkpoint.put_in_place
 
     def noted(new, **kwargs):
         if not os.path.exists(new.path):
@@ -232,14 +232,14 @@ def overwrites(path, rank, pkg):
         (path / "target" / "kept").touch()
         (path / "c" / "a.ckpt").write_bytes(b"a file")
         (path / "c" / "b.ckpt").symlink_to("../target")
-    commit.put_in_place = noted
+    checkpoint.put_in_place = noted
 
     def save(name):
         return lambda trainer: trainer.save_checkpoint(path / "c" / name)
 
     actions = {1: save("a.ckpt"), 3: save("b.ckpt")}
     fitted = run(pkg, path, [saving(pkg, path, save_last=True), at_step(pkg, actions)], max_steps=6)
-    commit.put_in_place = put
+    checkpoint.put_in_place = put
     dist.barrier()
     last = resumed(pkg, path, path / "c" / "last.ckpt")
     return {

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import stillframe
 import torch
-from stillframe._dcp import commit
+from stillframe._dcp import checkpoint
 from stillframe._lightning import sharded
 from stillframe._lightning.sharded_save import META
 
@@ -119,7 +119,7 @@ def test_what_has_a_state_of_its_own_is_saved_by_that(original):
 # ---- what is a checkpoint ----
 
 
-@pytest.mark.parametrize("name", [META, f"__0_0{commit.SUFFIX}"])
+@pytest.mark.parametrize("name", [META, f"__0_0{checkpoint.SUFFIX}"])
 def test_what_a_save_leaves_that_never_ended_is_refused(name, tmp_path):
     (tmp_path / name).touch()
     with pytest.raises(stillframe.CorruptCheckpointError, match="not a complete checkpoint"):

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +10,12 @@ import stillframe
 import torch
 import torch.distributed as dist
 from stillframe._base.paths import Place
+from stillframe._dcp.api import saver_of_this_process
 from stillframe._lightning import sharded_save
-from stillframe._lightning.sharded_save import Parts, ShardedSave, of_save, submit
+from stillframe._lightning.sharded_save import Parts, of_save, submit
 from stillframe._save import ordered
 from stillframe._save.options import SaveOptions
+from stillframe._snapshot.save import SnapshotSave
 from stillframe.testing import fault, held
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\..*")
@@ -49,17 +50,17 @@ def test_an_error_that_nobody_has_seen_is_raised_by_wait_all_once(save):
 
 
 def test_an_error_is_the_handles_however_late_that_hears_of_it(save, monkeypatch):
-    go, end = threading.Event(), ShardedSave.end
+    go, end = threading.Event(), SnapshotSave.end
 
-    def late(self):
-        go.wait(60)
-        return end(self)
+    def late(self, *args, **options):
+        assert go.wait(60)
+        end(self, *args, **options)
 
-    monkeypatch.setattr(ShardedSave, "end", late)
+    monkeypatch.setattr(SnapshotSave, "end", late)
     with fault("rename", err=errno.ENOSPC, nth=1):
         first = save()
+        threading.Timer(0.1, go.set).start()
         second = save()  # waits for the other's end, and does not raise its error
-    go.set()
     assert first.exception().errno == errno.ENOSPC
     second.result()
     stillframe.wait_all()
@@ -90,23 +91,17 @@ def test_what_keeps_a_file_from_making_way_is_the_error(save, tmp_path, monkeypa
 
 
 def test_a_call_that_breaks_off_lets_the_save_end(save, monkeypatch):
-    begun, saved = [], sharded_save._saved
-
-    def noted(*args):
-        begun.append(saved(*args))
-        return begun[-1]
-
     def refuse(*args):
         raise MemoryError("no room in the log")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_save, "_saved", noted)
         patch.setattr(ordered, "submit", refuse)
         with pytest.raises(MemoryError, match="no room"):
             save()
-    error = begun[0].upload_completion.exception(timeout=60)
-    assert "the call broke off" in str(error)
+    error = saver_of_this_process()._last.exception(timeout=60)
+    assert "no room in the log" in str(error)  # as every rank has it
     save().result()
+    stillframe.wait_all()  # the call has raised it
 
 
 def test_a_save_that_is_not_to_wait_is_refused_while_one_is_under_way(save, monkeypatch):
@@ -131,32 +126,74 @@ def test_a_report_has_the_time_of_the_call(save):
     assert 0 < report.blocked_s <= report.durable_after_s
 
 
-def following(copied):
-    """A save whose copy that is."""
-    handle = ShardedSave("c", None, 0.0)
-    handle.follow(SimpleNamespace(staging_completion=copied, staged_nbytes=3))
+def test_a_save_is_staged_when_its_copy_is_there(save):
+    handle = save()
+    handle.wait_staged(timeout=60)
+    handle.staging_completion.result(timeout=60)
+    handle.result()
+
+
+class Copying:
+    """A snapshot whose copy ends as it is told."""
+
+    nbytes, num_tensors, deferred_nbytes = 12, 1, 0
+
+    def __init__(self):
+        self._copy = SimpleNamespace(error=None, core=SimpleNamespace(wait=lambda _: (False, -1)))
+
+    def end(self, error=None):
+        self._copy.error = error
+        self._copy.core.wait = lambda _: (True, -1)
+
+    def wait(self, timeout):
+        if not self._copy.core.wait(0)[0]:
+            raise TimeoutError
+        if self._copy.error is not None:
+            raise self._copy.error
+
+
+def following(copying):
+    """A save of that snapshot."""
+    handle = SnapshotSave("c", "c", None, entered=0.0)
+    handle.copies(copying)
     return handle
 
 
-def test_a_save_is_staged_when_its_copy_is_there():
-    copied = Future()
-    handle = following(copied)
+def test_save_that_is_being_copied_is_staged_at_its_end():
+    copying = Copying()
+    handle = following(copying)
     with pytest.raises(TimeoutError, match="not staged yet"):
         handle.wait_staged(timeout=0)
-    assert not handle.staging_completion.done()
-    copied.set_result(None)
+    staged = handle.staging_completion
+    assert not staged.done()
+    copying.end()
+    handle.copied()
     handle.wait_staged(timeout=0)
-    handle.staging_completion.result(timeout=60)
+    staged.result(timeout=0)
+    assert not handle.done()
 
 
-def test_a_save_whose_copy_failed_never_is(monkeypatch):
-    copied, heard = Future(), []
-    handle = following(copied)
-    monkeypatch.setattr(type(handle._outcome), "notify_staged", lambda each: heard.append(each))
-    copied.set_exception(OSError("torn"))
-    assert not heard and not handle._is_staged()
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_whose_copy_failed_never_is(before):
+    copying = Copying()
+    handle = following(copying)
+    staged = handle.staging_completion if before else None
+    copying.end(stillframe.TornSnapshotError("torn"))
+    handle.copied()
+    staged = staged or handle.staging_completion
+    assert not handle._is_staged()
+    with pytest.raises(stillframe.TornSnapshotError):
+        staged.result(timeout=0)
     with pytest.raises(TimeoutError, match="not durable yet"):
         handle.wait_staged(timeout=0)
+
+
+def test_nobody_can_cancel_the_futures_of_what_others_write():
+    handle = SnapshotSave("c", "c", None, entered=0.0)
+    futures = handle.staging_completion, handle.upload_completion
+    assert not any(each.cancel() for each in futures)
+    handle.end(None, None, value="metadata")
+    assert [each.result(timeout=0) for each in futures] == [None, "metadata"]
 
 
 def test_what_failed_on_several_ranks_is_told_by_rank_and_is_the_firsts():

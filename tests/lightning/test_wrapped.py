@@ -13,9 +13,9 @@ import stillframe
 import torch
 from fix_lightning import assert_same, at, copied, every_steps, load, loader, trainer
 from stillframe._base.calls import inside
-from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion
 from stillframe._save.ordered import wait_for_path
+from stillframe._snapshot.save import SnapshotSave
 
 SIZE = 300 * 300
 
@@ -155,7 +155,7 @@ def test_the_handle_of_a_save_waits_and_lets_go_at_its_end(lit, tmp_path):
     )
     plugin.save_checkpoint(state(), tmp_path / "a.ckpt")
     handle = under_way(tmp_path / "a.ckpt")
-    taken = weakref.ref(handle.take())
+    taken = weakref.ref(handle.snapshot())
     with pytest.raises(TimeoutError):
         handle.result(timeout=0.05)
     assert handle.state == "writing"
@@ -187,13 +187,13 @@ def test_the_other_that_waits_for_its_own_save_is_told(lit, tmp_path):
 
 
 def test_the_memory_is_back_before_a_save_says_that_it_has_ended(lit, tmp_path, monkeypatch):
-    leased, real = [], WrappedSave.end_well
+    leased, real = [], SnapshotSave.end
 
-    def end_well(self, *args):
+    def end(self, *args):
         leased.append(engine.stats()["leased_bytes"])
         real(self, *args)
 
-    monkeypatch.setattr(WrappedSave, "end_well", end_well)
+    monkeypatch.setattr(SnapshotSave, "end", end)
     with stillframe.Engine(pool_bytes=8 << 20, block_bytes=1 << 20) as engine:
         plugin = lit.AsyncCheckpointIO(other(lit), engine=engine)
         plugin.save_checkpoint(state(), tmp_path / "a.ckpt")

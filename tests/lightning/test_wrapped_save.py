@@ -13,22 +13,29 @@ import torch
 from fix_lightning import load, loader, trainer
 from fix_waits import eventually
 from stillframe._lightning import wrapped
-from stillframe._lightning.wrapped_save import WrappedSave
 from stillframe._save import completion, ordered
 from stillframe._save.handle import report_of
+from stillframe._snapshot.save import SnapshotSave
 from stillframe.testing import held
 
 STATE = {"x": torch.ones(90_000)}
 
 
 def save_of(taken=None):
-    return WrappedSave("a", "a", None, taken, fallbacks=[], entered=0.0, waited_s=0.5)
+    save = SnapshotSave("a", "a", None, entered=0.0)
+    if taken is not None:
+        save.copies(taken)
+    return save
+
+
+def end_well(save, nbytes):
+    save.end(save.report(nbytes, "wrapped"), None)
 
 
 class Memory:
     """A snapshot that is still being copied."""
 
-    nbytes, num_tensors = 12, 1
+    nbytes, num_tensors, deferred_nbytes = 12, 1, 0
 
     def wait(self, timeout):
         raise TimeoutError
@@ -251,7 +258,7 @@ def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
     monkeypatch.setattr(type(save._outcome), "notify_staged", lambda each: heard.append(each))
     save.copied()
     assert not heard
-    save.fail(OSError("full"))
+    save.end(None, OSError("full"))
     assert save.state == "failed"
     with contextlib.suppress(OSError):
         save.result()
@@ -260,7 +267,7 @@ def test_a_save_that_was_not_copied_is_never_staged(monkeypatch):
 def test_a_save_that_ends_before_its_call_has_blocked_until_then():
     save = save_of()
     entered = time.perf_counter()
-    save.end_well(12, "wrapped")
+    end_well(save, 12)
     assert report_of(save).blocked_s >= entered
 
 
@@ -315,6 +322,8 @@ def test_a_report_has_the_times_of_its_save(lit, tmp_path):
 
 def test_a_report_has_the_wait_for_a_slot():
     save = save_of()
-    save.end_well(3, "wrapped")
-    assert save.result().backpressure_s == 0.5
+    entered = time.perf_counter()
+    save.waited()
+    end_well(save, 3)
+    assert entered <= save.result().backpressure_s <= save.result().durable_after_s
     assert save.state == "durable"

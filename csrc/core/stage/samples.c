@@ -30,9 +30,34 @@ static uint64_t line_of(uint64_t i, uint64_t n, uint64_t nr_lines, uint64_t *ran
 	return from + (*random >> 33) % (to > from ? to - from : 1);
 }
 
-uint64_t sfr__samples_each(uint32_t nr_sources)
+/* Half of the samples are shared out evenly, so that a small source has its share beside a large one.
+ * Half go by bytes, so that lines of a large one do not lie far apart. */
+uint64_t sfr__samples_share(uint64_t nbytes, uint32_t nr_sources, uint64_t total, uint64_t most)
 {
-	return nr_sources == 0 || nr_sources > SFR__MAX_SAMPLES ? 1 : SFR__MAX_SAMPLES / nr_sources;
+	uint64_t even = nr_sources ? most / 2 / nr_sources : 0, by_bytes = 0;
+
+	if (nr_sources < most / 2 && total != 0)
+		by_bytes = (uint64_t)((double)(most / 2) * ((double)nbytes / (double)total));
+	return even + by_bytes > 1 ? even + by_bytes : 1;
+}
+
+static uint64_t bytes_of(const struct sfr__sampled *sources, uint32_t nr)
+{
+	uint64_t total = 0;
+
+	for (uint32_t i = 0; i < nr; i++)
+		total += sources[i].nbytes;
+	return total;
+}
+
+/* How many samples all of them have at most. */
+static uint64_t most_of(const struct sfr__sampled *sources, uint32_t nr, uint64_t total)
+{
+	uint64_t all = 0;
+
+	for (uint32_t i = 0; i < nr; i++)
+		all += sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+	return all;
 }
 
 uint32_t sfr__samples_place(struct sfr__sample *items, const struct sfr__sampled *source,
@@ -73,15 +98,19 @@ int sfr__samples_take(struct sfr__samples *samples, const struct sfr__sampled *s
 		      uint64_t seed)
 {
 	const struct sfr__sampled *source = sources, *ahead = sources;
-	const uint64_t each = sfr__samples_each(nr);
+	const uint64_t total = bytes_of(sources, nr);
 
 	samples->nr = 0;
-	samples->items = sfr_sys.malloc((size_t)(nr * each) * sizeof(*samples->items));
+	samples->items =
+		sfr_sys.malloc((size_t)most_of(sources, nr, total) * sizeof(*samples->items));
 	if (!samples->items)
 		return -ENOMEM;
-	for (uint32_t i = 0; i < nr; i++)
+	for (uint32_t i = 0; i < nr; i++) {
+		uint64_t each = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_SAMPLES);
+
 		samples->nr +=
 			sfr__samples_place(samples->items + samples->nr, &sources[i], each, &seed);
+	}
 	for (uint32_t k = 0; k < samples->nr; k++) {
 		struct sfr__sample *item = &samples->items[k];
 
@@ -167,24 +196,27 @@ uint32_t sfr__samples_rows(struct sfr__sample *items, const struct sfr__sampled 
 
 size_t sfr__samples_most_rows(const struct sfr__sampled *sources, uint32_t nr)
 {
-	const uint64_t each = sfr__samples_each(nr);
+	const uint64_t total = bytes_of(sources, nr);
 	uint64_t most = 0;
 
 	for (uint32_t i = 0; i < nr; i++)
-		most += sfr__samples_rows_most(sources[i].nbytes, each);
+		most += sfr__samples_rows_most(sources[i].nbytes,
+					       sfr__samples_share(sources[i].nbytes, nr, total,
+								  SFR__MAX_ROWS));
 	return (size_t)most;
 }
 
 size_t sfr__samples_place_rows(struct sfr__samples *samples, const struct sfr__sampled *sources,
 			       uint32_t nr, uint64_t seed, struct sfr__cuda_rows *rows)
 {
-	const uint64_t each = sfr__samples_each(nr);
+	const uint64_t total = bytes_of(sources, nr);
 	size_t nr_rows = 0;
 
 	samples->nr = 0;
 	for (uint32_t i = 0; i < nr; i++) {
 		struct sfr__sample *first = samples->items + samples->nr;
-		uint64_t pitch;
+		uint64_t pitch,
+			each = sfr__samples_share(sources[i].nbytes, nr, total, SFR__MAX_ROWS);
 		uint32_t n = sfr__samples_rows(first, &sources[i], each, &seed, &pitch);
 
 		if (n == 0)

@@ -1,12 +1,13 @@
 """`async_save` and `save`: one call that keeps what DCP wants kept.
 
-What is kept from call to call: a group of our own, the thread of rounds, plans of each structure,
-and which save is under way.
-
     async_save
       wait for the save before        its error is raised, and goes round
-      stage                           copies, on pool memory
-      Rounds.submit                   the rest, on its thread
+      stage                           copies, on pool memory (`staged`)
+      Rounds.submit                   the rest, on the thread of rounds
+
+A save reads from here: `api` asks, `rounds` has one save after the other made on all ranks, `joint`
+makes one, `writer` writes this rank's part of it, and `checkpoint` is what that is in a directory.
+The ranks talk over `ranks`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import logging
 import os
 import time
 import weakref
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -30,22 +30,20 @@ from stillframe._base.birth import Birth
 from stillframe._base.distributed import is_initialized
 from stillframe._base.flags import refuse_unclear
 from stillframe._base.paths import Place
-from stillframe._dcp.beside import Beside
-from stillframe._dcp.groups import Groups, refuse_without_cpu
-from stillframe._dcp.rounds import Copied, Round, Rounds, Upload, Worker
+from stillframe._dcp.ranks import Groups, refuse_without_cpu
+from stillframe._dcp.rounds import Asked, Round, Rounds, WhenBusy, Worker
 from stillframe._dcp.shards import taken_apart
-from stillframe._dcp.staged import Staged, Stages, StateDict
-from stillframe._dcp.turn import Turn
+from stillframe._dcp.staged import Stages, StateDict
 from stillframe._dcp.writer import FileSystemWriter
 from stillframe._save import completion, ordered
 from stillframe._save.engine import Engine, refuse_no_engine
-from stillframe._save.outcome import CallingLater
+from stillframe._save.handle import SaveHandle, report_of, take_unseen_error, wait_for_end
+from stillframe._save.ordered import Turn
 from stillframe._save.report import SaveReport
+from stillframe._snapshot.save import SnapshotSave
 from stillframe.errors import BusyError, PoolExhaustedError
 
 log = logging.getLogger("stillframe")
-
-WhenBusy = Literal["wait", "raise"]
 
 
 @dataclass
@@ -57,9 +55,11 @@ class SaveResponse(AsyncSaveResponse):
         report: What this rank did and what it cost, once the upload has succeeded; None before.
     """
 
-    report: SaveReport | None = None
-    staged_nbytes: int = field(default=0, init=False, repr=False)
-    reads_live_state: bool = field(default=False, init=False, repr=False)
+    _save: SaveHandle = field(repr=False)
+
+    @property
+    def report(self) -> SaveReport | None:
+        return report_of(self._save)
 
 
 def async_save(
@@ -117,7 +117,7 @@ def async_save(
     """
     ordered.refuse_inside()
     saver = saver_of_this_process()
-    return saver.save(
+    begun = saver.save(
         state_dict,
         Place.of(checkpoint_id),
         Asked(
@@ -129,6 +129,7 @@ def async_save(
             when_busy=when_busy,
         ),
     )
+    return SaveResponse(begun.staging_completion, cast(Any, begun.upload_completion), begun)
 
 
 def save(
@@ -174,43 +175,23 @@ def save(
     return response.report
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How a save is asked for; see `async_save`, and of the rest `Round`.
-
-    Attributes:
-        begins: Done when this rank may begin: who asks has a place among other saves for it. With
-            None it gets one here.
-        live_if_full: A state that no pool is large enough for is saved as it is: the response says
-            so, and who asked has to wait for the upload.
-    """
-
-    group: dist.ProcessGroup | None
-    planner: SavePlanner | None
-    overlap: bool
-    durable: bool
-    engine: Engine | None
-    when_busy: WhenBusy
-    begins: Future[None] | None = None
-    beside: Beside | None = None
-    live_if_full: bool = False
-
-
 class Saver:
-    """What one process keeps from call to call."""
+    """What one process keeps from call to call: a group of our own, the thread of rounds, plans of
+    each structure, and which save is under way."""
 
     def __init__(self) -> None:
         self.birth = Birth("what stillframe.dcp keeps")
         self._groups = Groups()
         self._worker = Worker()
-        self._alone = Rounds(self._worker)
-        # By group, for as long as there is that.
-        self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
-        self._last: Upload | None = None
-        self._stages = Stages()
         # Of saves that have ended. The end of a tensor or collective lets go of the interpreter
         # lock, so they end in the next call and not beside a main thread that computes.
         self._spent: list[Any] = []
+        self._alone = self._new_rounds()
+        # By group, for as long as there is that.
+        self._rounds = weakref.WeakKeyDictionary[dist.ProcessGroup, Rounds]()
+        self._last: SnapshotSave | None = None
+        self._raises_last = False  # who asked for it does not
+        self._stages = Stages()
 
     def group(
         self, process_group: dist.ProcessGroup | None, no_dist: bool
@@ -221,9 +202,11 @@ class Saver:
             refuse_without_cpu(process_group)
         return self._groups.of_saves(process_group)
 
-    def save(self, state_dict: StateDict, place: Place, asked: Asked) -> SaveResponse:
+    def save(self, state_dict: StateDict, place: Place, asked: Asked) -> SnapshotSave:
+        """Starts a save: waits for the one before, copies, and has the rest done by the thread of
+        rounds. See `async_save`."""
         entered = time.perf_counter()
-        path, writer = place.text, _writer(place, asked.durable, asked.engine)
+        writer = _writer(place, asked.durable, asked.engine)
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict has to be a dict, not {type(state_dict).__name__}")
         if asked.when_busy not in get_args(WhenBusy):
@@ -233,47 +216,41 @@ class Saver:
             self._refuse_busy(asked.group)
         if writer is not None:
             writer.beside = asked.beside
+        path = place.text
+        save = SnapshotSave(path, place.given, asked.on_durable, entered=entered, known_as=path)
         rounds = self._rounds_of(asked.group)
-        upload, copied = Upload(path), Future[Copied]()
-        response = SaveResponse(CallingLater(), cast(Any, upload))
-        work = rounds.next(path, writer, asked.planner, asked.group, upload)
-        work.begins, work.beside, work.give_up = asked.begins, asked.beside, self._give_up
-        work.spent = self._spent
+        work = rounds.next(place, asked, save, writer)
         try:
-            waited_s = self._wait_for_last(work)
+            self._wait_for_last(work)
+            save.waited()
             self._spent.clear()
-            self._stage(work, _of_stateful(state_dict), asked)
+            self._stage(work, _of_stateful(state_dict))
             completion.completion.start()
-            if not completion.completion.over and asked.begins is None:
-                work.turn = Turn(place)  # now that the call is through, as a file's
-            if work.staged is None:
-                response.reads_live_state = True
-                response.staging_completion.set_result(None)
-            else:
-                response.staged_nbytes = work.staged.nbytes
-                work.staged.settle(copied)
-            costs = _Costs(work.staged, writer, path, entered, waited_s)
-            copied.add_done_callback(functools.partial(_copied, costs, response))
-            work.ended_well = functools.partial(_report, response, costs)
+            if not completion.completion.over:
+                # Now that the call is through, as a file's.
+                work.turn = Turn(place.key(follow_link=asked.follow_link))
         except BaseException as error:
             work.tree = error
-            upload.seen = True  # of this call's error
+            save.told = True  # of this call's error
             raise
         finally:
-            self._last = upload
+            self._last, self._raises_last = save, asked.error_of is None
+            if work.staged is not None:  # otherwise it is over when the save has ended
+                save.call_is_over()
             rounds.submit(work)  # the others are at this call too
-        return response
+        return save
 
-    def _stage(self, work: Round, state_dict: StateDict, asked: Asked) -> None:
+    def _stage(self, work: Round, state_dict: StateDict) -> None:
         """Copies, where there is memory for that."""
+        asked = work.asked
         content = None if asked.beside is None else asked.beside.content
-        tree: Copied = (state_dict, content)
+        tree = state_dict, content
         stage = functools.partial(self._stages.stage, overlap=asked.overlap, engine=asked.engine)
         try:
             try:
                 work.staged = stage(tree)
             except TypeError:  # mostly there is none to be looked for
-                tree = (taken_apart(state_dict), content)
+                tree = taken_apart(state_dict), content
                 if tree[0] is state_dict:
                     raise
                 work.is_apart = True
@@ -283,12 +260,15 @@ class Saver:
                 raise
             work.tree = tree
         else:
-            work.tree = work.staged.uploads_at_once()
+            work.tree = work.staged.uploads_at_once(work.save)
+
+    def _new_rounds(self) -> Rounds:
+        return Rounds(self._worker, self._spent, self._give_up)
 
     def _rounds_of(self, group: dist.ProcessGroup | None) -> Rounds:
         if group is None:
             return self._alone
-        return self._rounds.setdefault(group, Rounds(self._worker))
+        return self._rounds.setdefault(group, self._new_rounds())
 
     def _give_up(self, group: dist.ProcessGroup, why: BaseException) -> None:
         self._rounds.pop(group, None)
@@ -303,19 +283,19 @@ class Saver:
                 "a save is under way: wait for its upload_completion, or give when_busy='wait'"
             )
 
-    def _wait_for_last(self, work: Round) -> float:
-        """The seconds it took.
-
-        Raises:
-            BaseException: What it failed with, if nobody has seen that.
+    def _wait_for_last(self, work: Round) -> None:
         """
-        began, last = time.perf_counter(), self._last
-        if last is not None:
-            error = last.unseen_error()
-            if error is not None:
-                work.raised = True
-                raise error
-        return time.perf_counter() - began
+        Raises:
+            BaseException: What it failed with, if nobody has seen that and it is raised here.
+        """
+        last = self._last
+        if last is None:
+            return
+        wait_for_end(last)
+        error = take_unseen_error(last) if self._raises_last else None
+        if error is not None:
+            work.raised = True
+            raise error
 
 
 def _writer(place: Place, durable: bool, engine: Engine | None) -> FileSystemWriter | None:
@@ -339,59 +319,6 @@ def _is_stateful(value: Any) -> bool:
     """Asking a protocol takes longer than copying a tensor."""
     plain = type(value) is dict or isinstance(value, torch.Tensor)
     return not plain and isinstance(value, Stateful)
-
-
-class _Costs:
-    """What a report tells of a call."""
-
-    def __init__(
-        self,
-        staged: Staged | None,
-        writer: FileSystemWriter | None,
-        path: str,
-        entered: float,
-        waited_s: float,
-    ) -> None:
-        self.staged = staged
-        self.writer = writer
-        self.path = path
-        self.entered = entered
-        self.called = self.copied = time.perf_counter()
-        self.waited_s = waited_s
-
-
-def _copied(costs: _Costs, response: SaveResponse, copied: Future[Copied]) -> None:
-    costs.copied = time.perf_counter()
-    error = copied.exception()
-    if error is None:
-        response.staging_completion.set_result(None)
-    else:
-        response.staging_completion.set_exception(error)
-
-
-def _report(response: SaveResponse, costs: _Costs) -> None:
-    """The save has ended well."""
-    response.staging_completion.result()  # whoever notes it may be about to
-    staged, now = costs.staged, time.perf_counter()
-    nbytes, deferred_nbytes = (0, 0) if staged is None else (staged.nbytes, staged.deferred_nbytes)
-    remote = costs.writer is None
-    files = [] if costs.writer is None else costs.writer.reports()
-    response.report = SaveReport(
-        path=costs.path,
-        nbytes=nbytes if remote else sum(file.nbytes for file in files),
-        num_tensors=0 if staged is None else staged.num_tensors,
-        captured_nbytes=nbytes - deferred_nbytes,
-        deferred_nbytes=deferred_nbytes,
-        # Of state that was not copied the call returns no earlier than this save ends.
-        blocked_s=(now if staged is None else costs.called) - costs.entered,
-        gate_wait_s=0.0 if staged is None else staged.gate_wait_s,
-        backpressure_s=costs.waited_s,
-        staged_after_s=costs.copied - costs.entered,
-        durable_after_s=now - costs.entered,
-        peak_pool_bytes=nbytes + max((file.peak_pool_bytes for file in files), default=0),
-        io_mode="fsspec" if remote else files[0].io_mode if files else "buffered",
-        fallbacks=tuple(dict.fromkeys(line for file in files for line in file.fallbacks)),
-    )
 
 
 _saver = Saver()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from stillframe._base.paths import sync_directory
-from stillframe._dcp.commit import metadata_path
+from stillframe._dcp.checkpoint import metadata_path
 
 log = logging.getLogger("stillframe")
 

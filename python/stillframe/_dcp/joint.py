@@ -11,10 +11,15 @@ each other then is a few numbers (`Ranks.words`), three times:
 
 The state dict may still be being copied meanwhile: only what is to be written has to be there.
 An error of any rank before the commit, or of the commit, is every rank's.
+
+A plan depends on names, types and shapes on all ranks, and on nothing else. So a rank that finds
+its state dict as it was has its part of the plan already, and where all ranks have theirs of one
+and the same save, nobody plans, and none of it is sent.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from io import BytesIO
 from typing import Any
@@ -29,13 +34,17 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.tensor import DTensor
 
-from stillframe._dcp import commit
-from stillframe._dcp.files import RankFiles
-from stillframe._dcp.kept import Kept, Plans, structure
+from stillframe._dcp import checkpoint
+from stillframe._dcp.checkpoint import RankFiles
 from stillframe._dcp.ranks import Ranks
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.writer import FileSystemWriter
+
+_MOST = 8  # structures whose plans are kept
+
+Places = list[list[tuple[int, int]]]  # of the items of each file: offset and length
 
 
 class JointSave:
@@ -108,7 +117,7 @@ class JointSave:
         if not is_planned:
             self._kept = None
         plan = self._kept.plan if self._kept is not None else self._plan()
-        new: commit.New | None = None
+        new: checkpoint.New | None = None
         failure: BaseException | None = None
         try:
             if self._kept is not None:
@@ -176,7 +185,7 @@ class JointSave:
         if any(failed for (failed,) in self._ranks.words(failure is not None)):
             self._ranks.refuse(step, failure)
 
-    def _write(self, is_same: bool, files_ids: list[int]) -> commit.New | None:
+    def _write(self, is_same: bool, files_ids: list[int]) -> checkpoint.New | None:
         """Returns what is to be committed, on the coordinator and where that is known before."""
         assert self._files is not None
         self._writer.start()
@@ -190,7 +199,7 @@ class JointSave:
         finally:
             self._files.wait()  # whatever goes wrong: memory is read until then
 
-    def _described(self, results: Any) -> commit.New:
+    def _described(self, results: Any) -> checkpoint.New:
         metadata = self._metadata
         if metadata is None:
             assert self._kept is not None and self._kept.metadata is not None
@@ -199,7 +208,7 @@ class JointSave:
             metadata, {each.index: each.storage_data for rank in results for each in rank}
         )
 
-    def _known_to_all(self, new: commit.New | None) -> Metadata:
+    def _known_to_all(self, new: checkpoint.New | None) -> Metadata:
         """The checkpoint's; where the storage is, only the coordinator knows."""
         if self._kept is None:
             whole: Metadata = self._ranks.broadcast(self._metadata)
@@ -222,13 +231,81 @@ def _renamed(
 ) -> dict[MetadataIndex, _StorageInfo]:
     """Where each item stands, in files that have other names."""
     renewed = {
-        commit.id_text(old): commit.id_text(new) for old, new in zip(old_ids, new_ids, strict=True)
+        checkpoint.id_text(old): checkpoint.id_text(new)
+        for old, new in zip(old_ids, new_ids, strict=True)
     }
     names: dict[str, str] = {}
     found = {}
     for index, info in metadata.storage_data.items():
         name = names.get(info.relative_path)
         if name is None:
-            name = names[info.relative_path] = commit.renamed(info.relative_path, renewed)
+            name = names[info.relative_path] = checkpoint.renamed(info.relative_path, renewed)
         found[index] = _StorageInfo(name, info.offset, info.length)
     return found
+
+
+# ---- plans that are kept ----
+
+
+@dataclasses.dataclass
+class Kept:
+    """
+    Attributes:
+        number: Of the save that was planned; 0 where it is not known to be.
+        plan: This rank's part.
+        places: Where its items stood in the files of the last save.
+        metadata: On the coordinator, of the last save.
+        files_ids: On the coordinator, what each rank's files had in their names then.
+    """
+
+    number: int
+    plan: SavePlan
+    places: Places
+    metadata: Metadata | None
+    files_ids: list[int]
+
+
+class Plans:
+    """Those of one group."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Kept] = {}
+
+    def of(self, structure: Hashable) -> Kept | None:
+        return self._kept.get(structure)
+
+    def keep(self, structure: Hashable, kept: Kept) -> None:
+        self._kept.pop(structure, None)
+        while len(self._kept) >= _MOST:
+            del self._kept[next(iter(self._kept))]
+        self._kept[structure] = kept  # the last one used is the last to go
+
+
+def structure(flat: dict[str, Any], mappings: dict[str, Any]) -> Hashable:
+    """What a plan of PyTorch's planner depends on.
+
+    Args:
+        flat, mappings: As the planner has flattened the state dict.
+
+    Returns:
+        None where it has something in it that plans by itself.
+    """
+    kinds = []
+    for value in flat.values():
+        kind = _kind(value)
+        if kind is None:
+            return None
+        kinds.append(kind)
+    return tuple(mappings.items()), tuple(kinds)
+
+
+def _kind(value: Any) -> Hashable:
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.shape, value.dtype, value.layout, value.requires_grad
+    if isinstance(value, DTensor):
+        local = value.to_local().shape
+        place = (value.device_mesh, value.placements)
+        return value.shape, value.dtype, value.requires_grad, local, place
+    if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+        return None
+    return ()

@@ -27,10 +27,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stillframe._save.engine import Engine
+from stillframe._snapshot.save import SnapshotSave
 from stillframe._snapshot.snapshot import (
     Snapshot,
     call_when_copied,
-    gate_wait_s,
     is_copied,
     is_leased,
     recall,
@@ -61,26 +61,21 @@ class Staged:
         self.num_tensors = taken.num_tensors
         self._taken: Snapshot[Any] | None = taken
         self._tree: Any = None
-        self._promised: list[Future[Any]] = []
         self._made = time.monotonic()
         self._uploading = False
 
     def settle(self, copied: Future[Any]) -> None:
         """Gives the future the tree, once all of it is copied, or what went wrong: now where that
-        is known, otherwise on the callbacks' thread, or on one that waits for it."""
+        is known, otherwise on the callbacks' thread."""
         taken = self._taken
         assert taken is not None
-        self._promised.append(copied)
+        settle = functools.partial(self._settle, taken, copied)
         if is_copied(taken):
-            self._settle(taken)
+            settle()
         else:
-            call_when_copied(taken, functools.partial(self._settle, taken))
+            call_when_copied(taken, settle)
 
-    def _settle(self, taken: Snapshot[Any]) -> None:
-        try:
-            copied = self._promised.pop()
-        except IndexError:  # another thread was first
-            return
+    def _settle(self, taken: Snapshot[Any], copied: Future[Any]) -> None:
         try:
             tree = taken.tree
         except BaseException as error:
@@ -97,22 +92,21 @@ class Staged:
         """
         taken = self._taken
         assert taken is not None
-        try:
-            taken.wait()
-        finally:
-            self._settle(taken)
+        taken.wait()
+        taken.release()  # the tensors keep the memory
 
-    @property
-    def gate_wait_s(self) -> float:
-        """How long steps have waited for the copy; until the upload has ended."""
-        return 0.0 if self._taken is None else gate_wait_s(self._taken)
-
-    def uploads_at_once(self) -> Any:
-        """An upload begins with the tree as it is: see `wait_until_copied`."""
+    def uploads_at_once(self, save: SnapshotSave) -> Any:
+        """An upload begins with the tree as it is: see `wait_until_copied`. The save hears of the
+        copy's end: now where that is known, otherwise on the callbacks' thread."""
         taken = self._taken
         assert taken is not None
         self._tree = tree_to_be(taken)
         self.upload_begins()
+        save.copies(taken)
+        if is_copied(taken):
+            save.copied()
+        else:
+            call_when_copied(taken, save.copied)
         return self._tree
 
     def upload_begins(self) -> None:

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from stillframe._base import paths
-from stillframe._dcp import commit
+from stillframe._dcp import checkpoint
 from stillframe._dcp.beside import Beside
-from stillframe._dcp.files import RankFiles, Resolve, buckets
+from stillframe._dcp.checkpoint import RankFiles, Resolve, buckets
 from stillframe._dcp.staged import StateDict
 from stillframe._dcp.stager import PinnedStager
 from stillframe._save.engine import Engine, refuse_no_engine
@@ -111,18 +111,18 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._engine = engine
         self._stager: PinnedStager | None = None
         self.save_id = str(uuid.uuid4())
-        self.files_id = commit.new_id()
+        self.files_id = checkpoint.new_id()
         self._rank: int | None = None  # where each rank saves for itself
         self._is_begun = False
         self._files: RankFiles | None = None
-        self._new: commit.New | None = None
+        self._new: checkpoint.New | None = None
         self.beside: Beside | None = None
         self.before_commit: Callable[[], object] = int
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process that DCP saves in: it has engines of its own, and names too."""
         none = dict.fromkeys(("_engine", "_stager", "_files", "_new"))
-        return {**self.__dict__, **none, "files_id": commit.new_id(), "before_commit": int}
+        return {**self.__dict__, **none, "files_id": checkpoint.new_id(), "before_commit": int}
 
     # ---- staging ----
 
@@ -171,7 +171,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self._rank = kwargs.get("rank") if alone else None
         # `reset` is not called by everybody: no name may be used twice.
         if self._files is not None:
-            self.files_id = commit.new_id()
+            self.files_id = checkpoint.new_id()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """
@@ -182,7 +182,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         directory = self.directory
         paths.make_directories(directory, self._durable)
         self._is_begun = True
-        existing = commit.metadata_path(directory, self._rank)
+        existing = checkpoint.metadata_path(directory, self._rank)
         if not self._overwrite and os.path.exists(existing):
             raise FileExistsError(
                 errno.EEXIST, "Checkpoint already exists, and overwrite=False", directory
@@ -217,7 +217,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         """On the coordinator: the commit.
 
         Raises:
-            OSError: See `commit.put_in_place`.
+            OSError: See `checkpoint.put_in_place`.
         """
         where = {each.index: each.storage_data for rank in results for each in rank}
         self.commit(self.describe(metadata, where))
@@ -238,7 +238,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             buckets(plan.items, self._nr_files, one_item_a_file=not self._single_file_per_rank),
             resolve,
             self.directory,
-            lambda number: commit.data_name(prefix, number, self.files_id),
+            lambda number: checkpoint.data_name(prefix, number, self.files_id),
             wait,
         )
         return self._files
@@ -258,53 +258,53 @@ class FileSystemWriter(StorageWriter, AsyncStager):
 
     def describe(
         self, metadata: Metadata, storage_data: dict[MetadataIndex, _StorageInfo]
-    ) -> commit.New:
+    ) -> checkpoint.New:
         """On the coordinator: what is to be committed, all but its name.
 
         Raises:
-            OSError: See `commit.write`.
+            OSError: See `checkpoint.write`.
         """
         # A copy: a plan that is kept gives the same one for the next save.
         metadata = dataclasses.replace(
             metadata, storage_data=storage_data, storage_meta=self.storage_meta()
         )
         metadata.version = _VERSION
-        self._new = commit.write(
+        self._new = checkpoint.write(
             metadata, self.directory, self._rank, self.files_id, durable=self._durable
         )
         return self._new
 
-    def commit(self, new: commit.New) -> None:
+    def commit(self, new: checkpoint.New) -> None:
         """
         Raises:
-            OSError: See `commit.put_in_place`.
+            OSError: See `checkpoint.put_in_place`.
         """
         try:
             self.before_commit()
-            put_in_place = functools.partial(commit.put_in_place, new, durable=self._durable)
+            put_in_place = functools.partial(checkpoint.put_in_place, new, durable=self._durable)
             if self.beside is None:
                 put_in_place()
             else:
                 directory = self.directory
                 self.beside.commit(directory, self.save_id, put_in_place, durable=self._durable)
         except BaseException:
-            commit.discard(new)
+            checkpoint.discard(new)
             raise
 
     def tidy(self) -> None:
         """Removes what the checkpoint that was committed does not need."""
         assert self._new is not None
-        commit.remove_unnamed(self._new.metadata, self.directory, self._rank)
+        checkpoint.remove_unnamed(self._new.metadata, self.directory, self._rank)
 
     def abandon(self) -> None:
         """Removes what this rank has written of a save that is known to have failed everywhere, and
         with the last rank's files a directory that was not there, or empty."""
         if self._new is not None:
-            commit.discard(self._new)
+            checkpoint.discard(self._new)
         if self._files is not None:
-            commit.remove_files(self._files.paths(), self.directory)
+            checkpoint.remove_files(self._files.paths(), self.directory)
         if self._is_begun:
-            commit.remove_if_empty(self.directory)
+            checkpoint.remove_if_empty(self.directory)
 
     # ---- the rest ----
 

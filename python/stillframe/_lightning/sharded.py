@@ -107,12 +107,12 @@ def _make_ready(path: str) -> None:
         CorruptCheckpointError: Its save never ended.
         OSError: `meta.pt` is of another save, and the right one cannot take its place.
     """
-    from stillframe._dcp import beside, commit
+    from stillframe._dcp import beside, checkpoint
 
     if not os.path.isdir(path):
         return
-    if not os.path.exists(commit.metadata_path(path, None)) and any(
-        name == META or name.endswith(commit.SUFFIX) for name in os.listdir(path)
+    if not os.path.exists(checkpoint.metadata_path(path, None)) and any(
+        name == META or name.endswith(checkpoint.SUFFIX) for name in os.listdir(path)
     ):
         raise CorruptCheckpointError(
             f"{path} is not a complete checkpoint: it has no .metadata, which a save writes last"

@@ -23,13 +23,12 @@ import fsspec
 from stillframe import _core
 from stillframe._base.calls import inside
 from stillframe._base.paths import Place
-from stillframe._lightning.wrapped_save import WrappedSave
-from stillframe._save import completion
 from stillframe._save import ordered as _ordered
 from stillframe._save.engine import Engine, take_slot
 from stillframe._save.handle import SaveHandle, wait_for_end
 from stillframe._save.options import SaveOptions
 from stillframe._save.report import IoMode
+from stillframe._snapshot.save import SnapshotSave
 from stillframe._snapshot.snapshot import Snapshot, snapshot_to_write, will_return
 from stillframe.errors import PoolExhaustedError
 
@@ -68,7 +67,7 @@ class Inner:
         options: SaveOptions,
         engine: Engine,
         pending: list[SaveHandle],
-    ) -> WrappedSave:
+    ) -> SnapshotSave:
         """Takes the snapshot and returns; waits while the engine has no free slot.
 
         A checkpoint that no pool is large enough for is saved as it is, and waited for.
@@ -84,64 +83,49 @@ class Inner:
             _ordered.refuse_inside()
             slot = take_slot(engine, nested=nested)
             try:
-                fallbacks = [self._sentence]
-                waited_s = time.perf_counter() - entered
-                taken = _take(checkpoint, options.overlap, engine, pending)
-                if taken is None:
-                    sentence = "It does not fit into the pool: it was written during the call."
-                    log.warning("stillframe: %s: %s", place.given, sentence)
-                    fallbacks.append(sentence)
-                save = WrappedSave(
-                    place.text,
-                    place.given,
-                    options.on_durable,
-                    taken,
-                    slot=slot,
-                    fallbacks=fallbacks,
-                    entered=entered,
-                    waited_s=waited_s,
+                save = SnapshotSave(
+                    place.text, place.given, options.on_durable, entered=entered, slot=slot
                 )
+                save.waited()
+                taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
                 slot.give_back()  # now, and not when the traceback goes
                 raise
-            live = checkpoint if taken is None else None
-            self._submit(save, place.key(), live, storage_options)
+            fallbacks, live = [self._sentence], None
+            if taken is None:
+                sentence = "It does not fit into the pool: it was written during the call."
+                log.warning("stillframe: %s: %s", place.given, sentence)
+                fallbacks.append(sentence)
+                live = checkpoint
+            else:
+                save.copies(taken)
+
+            def work() -> bool:
+                return self._work(save, place, live, storage_options, fallbacks)
+
+            _submit(save, place.key(), work)
             if taken is None:
                 wait_for_end(save)
             save.call_is_over()
             return save
 
-    def _submit(self, save: WrappedSave, key: bytes, live: Any, storage_options: Any) -> None:
-        """Puts the save into the log."""
-        # Who takes this has the save: the thread that works on it, or the lines below after an
-        # exception, which Ctrl-C may be at any moment.
-        owner = [save]
-
-        def work(after_good: bool) -> bool:
-            return _take_one(owner) and self._work(save, live, storage_options)
-
-        try:
-            taken = save.take()
-            completion.in_flight[save.number] = save
-            _ordered.submit(key, _core.WORK_SAVE, work)
-            save.launched()
-            if taken is not None:
-                will_return(taken)
-        except BaseException:
-            if _take_one(owner):
-                save.was_not_launched()
-            raise
-
-    def _work(self, save: WrappedSave, live: Any, storage_options: Any) -> bool:
+    def _work(
+        self,
+        save: SnapshotSave,
+        place: Place,
+        live: Any,
+        storage_options: Any,
+        fallbacks: list[str],
+    ) -> bool:
         """On the thread that works in the log's order."""
-        taken = save.take()
+        taken = save.snapshot()
         nbytes = 0
         failed: BaseException | None = None
         try:
             tree = live if taken is None else taken.tree
             save.copied()
-            self.io.save_checkpoint(tree, save.given, storage_options=storage_options)
-            nbytes = _size(save.path, 0 if taken is None else taken.nbytes, self._io_mode)
+            self.io.save_checkpoint(tree, place.given, storage_options=storage_options)
+            nbytes = _size(place.text, 0 if taken is None else taken.nbytes, self._io_mode)
         except BaseException as error:  # whatever the other code raises is the save's
             # Its frames hold the tree.
             failed = error.with_traceback(None)
@@ -150,13 +134,31 @@ class Inner:
             if taken is not None:
                 taken.release()
         if failed is None:
-            save.end_well(nbytes, self._io_mode)
+            save.end(save.report(nbytes, self._io_mode, fallbacks=fallbacks), None)
         else:
-            save.fail(failed)
+            save.end(None, failed)
         return failed is None
 
     def remove(self, path: Any, key: bytes, needed: Callable[[], bool] | None) -> None:
         _ordered.submit_remove(path, key, self.io.remove_checkpoint, needed)
+
+
+def _submit(save: SnapshotSave, key: bytes, work: Callable[[], bool]) -> None:
+    """Puts the save into the log."""
+    # Who takes this has the save: the thread that works on it, or the lines below after an
+    # exception, which Ctrl-C may be at any moment.
+    owner = [save]
+    try:
+        taken = save.snapshot()
+        save.begin()
+        _ordered.submit(key, _core.WORK_SAVE, lambda after_good: _take_one(owner) and work())
+        save.launched()
+        if taken is not None:
+            will_return(taken)
+    except BaseException:
+        if _take_one(owner):
+            save.was_not_launched()
+        raise
 
 
 def _take_one(items: list[Any]) -> bool:

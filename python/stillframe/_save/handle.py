@@ -1,8 +1,8 @@
 """`SaveHandle`, what `async_save` returns: the base of all saves, and the one that was skipped.
 
-What a save is doing is known by its kind: stillframe's own (`core_save.py`) asks its ticket in the
-core, that of another CheckpointIO (`_lightning/wrapped.py`) its thread. How it ended, and who has
-been told, is the same for all: its `Outcome`.
+There are two kinds, which know what a save is doing: `CoreSave` asks its ticket in the core, and
+`SnapshotSave` (`_snapshot/save.py`) whoever writes in Python, another CheckpointIO or the ranks of
+a distributed checkpoint. How it ended, and who has been told, is the same for all: its `Outcome`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,17 @@ class SaveHandle:
     times. `await handle` in a coroutine gives what `handle.result()` does.
     """
 
-    def __init__(self, path: str, given: Any = None, on_durable: OnDurable | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        given: Any = None,
+        on_durable: OnDurable | None = None,
+        *,
+        known_as: str = "a save",
+    ) -> None:
         self._path = path
         self._birth = Birth(f"the save of {path}")
-        self._outcome = Outcome(given, on_durable)
+        self._outcome = Outcome(given, on_durable, known_as)
 
     def __repr__(self) -> str:
         state = "of the parent process" if self._birth.foreign() else self.state
@@ -249,6 +256,11 @@ def report_of(handle: SaveHandle) -> SaveReport | None:
 def is_collected(handle: SaveHandle) -> bool:
     """Whether somebody has seen the save's error."""
     return handle._outcome.is_collected()
+
+
+def take_unseen_error(handle: SaveHandle) -> BaseException | None:
+    """Its error, if nobody has seen that; it counts as seen from now on. The save has ended."""
+    return handle._outcome.take_unseen()
 
 
 def wait_for_end(handle: SaveHandle) -> None:

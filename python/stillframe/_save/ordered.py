@@ -1,4 +1,5 @@
-"""Work that Python does in the order of the log: links, and what a wrapped CheckpointIO does.
+"""Work that Python does in the order of the log: links, what a wrapped CheckpointIO does, and saves
+of many ranks (`Turn`).
 
 Such work has an entry among the saves and removes (csrc/core/commit/work.c). When its turn comes,
 everything submitted before has ended, and nothing submitted after takes effect until it has
@@ -118,6 +119,48 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 def end(entry: _core.LogWork, good: bool) -> None:
     """Work is over before its turn has come, or before its function has returned."""
     _worker.end(entry, good)
+
+
+class Turn:
+    """The place of a save that others write, while what stands in front of it goes on.
+
+    Two things wait for what was submitted before: writing, for removes and saves of the same name,
+    or a remove would take the new files; and the commit, for everything, so that what was saved
+    first is there first. What stands behind waits for `end`.
+
+    Args:
+        key: The name in the log, see `paths.key`.
+
+    Raises:
+        StillframeError: The interpreter is exiting.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._come, self._over = threading.Event(), threading.Event()
+        self._before = _core.LogLoad(key)
+        self._entry = submit(key, _core.WORK_SAVE, self._stand)
+
+    def _stand(self, after_good: bool) -> bool:
+        """In its turn; the log stands still until the save has ended."""
+        self._come.set()
+        self._over.wait()
+        return False  # `end` has said how
+
+    def wait_to_write(self) -> None:
+        """Waits until what was submitted before has done with the name."""
+        with contextlib.suppress(OSError):  # it need not be there
+            self._before.open()
+            self._before.close()
+
+    def wait_to_commit(self) -> None:
+        """Waits until all that was submitted before has ended."""
+        self._come.wait()
+
+    def end(self, well: bool) -> None:
+        """The save has ended: what stands behind it goes on."""
+        end(self._entry, well)
+        self._come.set()
+        self._over.set()
 
 
 def submit_remove(

@@ -114,23 +114,31 @@ class Outcome:
     """
     Args:
         given: The path as it was given, for `on_durable`.
+        known_as: What the log calls the save if it failed and nobody asked.
 
     Attributes:
         lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
         settled: The save has ended, and the next two say how.
         report: None where it failed or was skipped.
         error: None where it did not fail.
+        value: The result of the upload's future.
+        cancellable: Users can cancel its futures, which cancels nothing but these.
     """
 
-    def __init__(self, given: Any, on_durable: OnDurable | None) -> None:
+    cancellable = True
+
+    def __init__(self, given: Any, on_durable: OnDurable | None, known_as: str = "a save") -> None:
         self.lock = threading.RLock()
         self.settled = False
         self.report: SaveReport | None = None
         self.error: BaseException | None = None
+        self.value: object = None
+        self._known_as = known_as
         self._given = given
         self._on_durable = on_durable
         self._failure: Failure | None = None
         self._notified = False
+        self._copy: tuple[BaseException | None] | None = None  # its error, once it has ended
         self._wakers: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
         self._staging: weakref.ref[SaveFuture] | None = None
@@ -139,19 +147,33 @@ class Outcome:
     def __del__(self) -> None:
         failure = getattr(self, "_failure", None)
         if failure is not None:
-            failure.dropped("a save")
+            failure.dropped(self._known_as)
 
-    def settle(self, report: SaveReport | None, error: BaseException | None) -> None:
-        """The save has ended; both None where it was skipped. The first call counts."""
+    def settle(
+        self,
+        report: SaveReport | None,
+        error: BaseException | None,
+        *,
+        value: object = None,
+        told: bool = False,
+    ) -> None:
+        """The save has ended; report and error are None where it was skipped. The first call
+        counts.
+
+        Args:
+            value: The result of the upload's future, by default the report.
+            told: Somebody has the error already.
+        """
         with self.lock:
             if self.settled:
                 return
-            cancelled = isinstance(error, CancelledError)  # whoever did that knows
-            if error is not None and not cancelled and self._failure is None:
+            told = told or isinstance(error, CancelledError)  # whoever did that knows
+            if error is not None and not told and self._failure is None:
                 self._failure = Failure(error)
                 if completion.completion.over:  # the exit has printed what failed
                     self._failure.dropped("a save")
             self.report, self.error = report, error
+            self.value = report if value is None else value
             self.settled = True
 
     def notify(self) -> None:
@@ -159,7 +181,7 @@ class Outcome:
         if self._notified:
             return
         with self.lock:
-            for reference, value in ((self._staging, None), (self._upload, self.report)):
+            for reference, value in ((self._staging, None), (self._upload, self.value)):
                 future = _alive(reference)
                 if future is not None:
                     _resolve(future, self.error, value)
@@ -173,11 +195,13 @@ class Outcome:
             completion.callbacks.put(function)
         self._notified = True
 
-    def notify_staged(self) -> None:
+    def notify_staged(self, error: BaseException | None = None) -> None:
+        """Every byte is copied, or the copy has failed."""
         with self.lock:
+            self._copy = self._copy or (error,)
             future = _alive(self._staging)
             if future is not None:
-                _resolve(future, None, None)
+                _resolve(future, error, None)
 
     def call_at_end(self, function: Callable[[], object]) -> bool:
         """Has `function()` called on the callback thread; False where the end has come already."""
@@ -202,9 +226,11 @@ class Outcome:
         with self.lock:
             future = _alive(self._staging)
             if future is None:
-                future = SaveFuture(handle, self, upload=False)
+                future = self._future(handle, upload=False)
                 self._staging = weakref.ref(future)
-                if self.settled or is_staged():
+                if self._copy is not None:
+                    _resolve(future, self._copy[0], None)
+                elif self.settled or is_staged():
                     _resolve(future, self.error, None)
             return future
 
@@ -213,11 +239,25 @@ class Outcome:
         with self.lock:
             future = _alive(self._upload)
             if future is None:
-                future = SaveFuture(handle, self, upload=True)
+                future = self._future(handle, upload=True)
                 self._upload = weakref.ref(future)
                 if self.settled:
-                    _resolve(future, self.error, self.report)
+                    _resolve(future, self.error, self.value)
             return future
+
+    def _future(self, handle: object, *, upload: bool) -> SaveFuture:
+        future = SaveFuture(handle, self, upload)
+        if not self.cancellable:
+            future.set_running_or_notify_cancel()
+        return future
+
+    def take_unseen(self) -> BaseException | None:
+        """The error, if there is one that nobody has seen; it counts as seen from now on."""
+        failure = self._failure
+        if failure is None or failure.collected:
+            return None
+        failure.collect()
+        return failure.error
 
     def collect(self) -> None:
         """Somebody has seen how it ended."""
@@ -250,7 +290,7 @@ def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> 
         return
     if isinstance(error, CancelledError):
         future.cancel()
-    elif future.set_running_or_notify_cancel():
+    elif future.running() or future.set_running_or_notify_cancel():
         if error is None:
             future.set_result(value)
         else:

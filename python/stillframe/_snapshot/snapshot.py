@@ -343,6 +343,11 @@ def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
     taken._copy.core.will_return(yes)
 
 
+def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
+    """What its copy failed with, where that is known."""
+    return taken._copy.error
+
+
 def gate_wait_s(taken: Snapshot[Any]) -> float:
     """How long steps have waited for its copy so far."""
     return taken._copy.gate_wait_s

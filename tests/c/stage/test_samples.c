@@ -39,13 +39,20 @@ static bool holds(uint32_t nr, uint64_t line)
 
 static void every_source_has_its_share_and_one_line_at_least(void)
 {
-	CHECK_EQ(sfr__samples_each(0), 1);
-	CHECK_EQ(sfr__samples_each(1), SFR__MAX_SAMPLES);
-	CHECK_EQ(sfr__samples_each(3), SFR__MAX_SAMPLES / 3);
-	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES - 1), 1);
-	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES), 1);
-	CHECK_EQ(sfr__samples_each(SFR__MAX_SAMPLES + 1), 1);
-	CHECK_EQ(sfr__samples_each(UINT32_MAX), 1);
+	const uint64_t most = 1000, large = (uint64_t)1 << 40;
+
+	CHECK_EQ(sfr__samples_share(0, 0, 0, most), 1);
+	CHECK_EQ(sfr__samples_share(7, 1, 7, most), most);
+	CHECK_EQ(sfr__samples_share(large, 1, large, most), most);
+	CHECK_EQ(sfr__samples_share(100, 4, 400, most), most / 4);
+	/* A small source keeps its part of the even half, a large one has the other half. */
+	CHECK_EQ(sfr__samples_share(1, 2, large, most), most / 4);
+	CHECK_EQ(sfr__samples_share(large - 1, 2, large, most), most / 4 + most / 2 - 1);
+	/* With many sources, half of all samples still go by bytes. */
+	CHECK_EQ(sfr__samples_share(large / 2, 400, large, most), 1 + most / 4);
+	CHECK_EQ(sfr__samples_share(1, 400, large, most), 1);
+	CHECK_EQ(sfr__samples_share(large, 500, large, most), 1);
+	CHECK_EQ(sfr__samples_share(large, UINT32_MAX, large, most), 1);
 }
 
 /* As many as asked for, or all there are; ascending, none twice, none over the end. */
@@ -122,6 +129,43 @@ static void a_random_line_lies_in_its_own_stratum(void)
 	}
 }
 
+/* The odds of benchmarks/odds.py: a write that touches `part` of a stratum is missed. */
+static double missed(double part)
+{
+	return part <= 1 ? 1 - part + part * part * part / 6 :
+			   (2 - part) * (2 - part) * (2 - part) / 6;
+}
+
+static void a_write_is_noticed_as_often_as_documented(void)
+{
+	enum { EACH = 64, STRATUM = 1000, LINES = EACH * STRATUM, TRIALS = 20000 };
+	static const uint64_t written[] = { 50, 250, 500, 1000, 1300, 1700, 2000 };
+	uint64_t random = 99, place = 1;
+
+	for (unsigned w = 0; w < sizeof(written) / sizeof(written[0]); w++) {
+		int nr_missed = 0;
+		double found, said;
+
+		for (int trial = 0; trial < TRIALS; trial++) {
+			uint32_t nr = sfr__samples_place(items, of(0, (uint64_t)LINES * LINE), EACH,
+							 &random);
+			uint64_t from;
+			bool seen = false;
+
+			place = place * 6364136223846793005u + 1442695040888963407u;
+			from = (place >> 20) % (LINES - written[w] + 1);
+			for (uint32_t i = 0; i < nr && !seen; i++)
+				seen = items[i].off / LINE >= from &&
+				       items[i].off / LINE < from + written[w];
+			nr_missed += !seen;
+		}
+		found = (double)nr_missed / TRIALS;
+		said = missed((double)written[w] / STRATUM);
+		CHECK(found > said - 0.02 && found < said + 0.02);
+		CHECK(written[w] < 2 * STRATUM || nr_missed == 0);
+	}
+}
+
 /* ---- on a device: rows at one distance --------------------------------------- */
 
 static void rows_go_from_the_first_byte_to_the_last(void)
@@ -195,6 +239,7 @@ int main(void)
 	RUN(the_first_and_the_last_line_are_among_two_or_more);
 	RUN(the_lines_between_are_others_every_time);
 	RUN(a_random_line_lies_in_its_own_stratum);
+	RUN(a_write_is_noticed_as_often_as_documented);
 	RUN(rows_go_from_the_first_byte_to_the_last);
 	RUN(there_are_about_as_many_rows_as_asked_for_and_one_in_the_middle);
 	RUN(one_row_is_anywhere);

@@ -1,0 +1,76 @@
+"""What the odds are that samples notice a write behind a call: `python benchmarks/odds.py`.
+
+A deferred storage is cut into as many strata as it has samples. One cache line of each stratum, at
+random, is compared with the copy. A write as long as x strata is missed with the probability
+1 - x + x³/6 if x <= 1, and (2 - x)³/6 if x <= 2: it lies in one to three neighbouring strata, whose
+lines are drawn independently. A longer write is always noticed.
+`tests/c/stage/test_samples.c` compares this with what the samples of the product notice.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+HEADER = Path(__file__).parents[1] / "csrc/core/stage/samples.h"
+LINE = 64  # bytes of a sample
+KIB, MB, GB = 1 << 10, 10**6, 10**9
+STATES = ((100 * MB, 1), (GB, 1), (GB, 1200), (10 * GB, 1200))  # bytes, in so many equal tensors
+WRITES = ((1, 256), (1, 4 * KIB), (1, 16 * KIB), (1, 100_000), (1, 300_000), (100, 4 * KIB))
+
+
+def most_samples() -> int:
+    """Return how many samples a save takes of host memory, from the header that says so."""
+    found = re.search(r"#define SFR__MAX_SAMPLES (\d+)", HEADER.read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def samples_of(nbytes: float, tensors: int, total: float) -> int:
+    """Return how many samples one of `tensors` storages gets: `sfr__samples_share`."""
+    half = most_samples() // 2
+    by_bytes = int(half * nbytes / total) if tensors < half else 0
+    return max(1, half // tensors + by_bytes)
+
+
+def missed(written: float, stratum: float) -> float:
+    """Return the probability that nobody notices a contiguous write.
+
+    Args:
+        written: Bytes of the write.
+        stratum: Bytes for each sample.
+    """
+    x = (written + LINE - 1) / stratum  # a line counts as soon as one byte of it is written
+    if x <= 1:
+        return 1 - x + x**3 / 6
+    return max(0.0, 2 - x) ** 3 / 6
+
+
+def noticed(miss: float) -> str:
+    """Return the probability of the contrary with two digits: "3.2 %"."""
+    if miss < 0.0001:
+        return "> 99.99 %" if miss > 0 else "always"
+    return f"{100 * (1 - miss):.2g} %"
+
+
+def table() -> list[str]:
+    """Return the lines of the table in docs/guarantees.md."""
+    states = [
+        f"{nbytes // MB:,} MB" if nbytes < GB else f"{nbytes // GB} GB" for nbytes, _ in STATES
+    ]
+    kinds = ["one tensor" if nr == 1 else f"{nr:,} tensors" for _, nr in STATES]
+    heads = [f"{size}, {kind}" for size, kind in zip(states, kinds, strict=True)]
+    lines = [f"| written behind the call | {' | '.join(heads)} |", "|---" * 5 + "|"]
+    for times, written in WRITES:
+        size = f"{written // KIB} KiB" if written % KIB == 0 else f"{written:,} bytes"
+        name = size if times == 1 else f"{times} rows of {size}, scattered"
+        cells = []
+        for nbytes, nr in STATES:
+            stratum = nbytes / nr / samples_of(nbytes / nr, nr, nbytes)
+            cells.append(noticed(missed(written, stratum) ** times))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,199 @@
+"""`SnapshotSave`: a save whose bytes Python writes from a snapshot, or from the state itself.
+
+Another CheckpointIO writes such a save on the thread of the log (`_lightning/wrapped.py`), and all
+ranks together write one through torch.distributed.checkpoint (`_dcp/rounds.py`). Both are the same
+handle to their users, with the same outcome.
+
+    made ──begin──▶ under way ──copied──▶ staged ──end──▶ durable or failed
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from stillframe import _core
+from stillframe._save import completion, ordered
+from stillframe._save.handle import Deadline, SaveHandle, State
+from stillframe._save.options import OnDurable
+from stillframe._save.ordered import Turn
+from stillframe._save.report import Interval, IoMode, SaveReport
+from stillframe._snapshot.snapshot import Snapshot, copy_error, gate_wait_s, is_copied
+from stillframe.errors import StillframeError
+
+
+class SnapshotSave(SaveHandle):
+    """
+    Args:
+        path: To be shown.
+        given: For `on_durable`.
+        entered: `time.perf_counter()` at the call's entry.
+        slot: Among the engine's saves under way; given back at the end. None where it has none.
+        known_as: What the log calls a failed save whose error nobody asked for.
+
+    Attributes:
+        told: Whoever asked for the save knows its error already, so nobody else has to hear of it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        given: Any,
+        on_durable: OnDurable | None,
+        *,
+        entered: float,
+        slot: _core.Slot | None = None,
+        known_as: str = "a save",
+    ) -> None:
+        super().__init__(path, given, on_durable, known_as=known_as)
+        self._outcome.cancellable = False
+        self.told = False
+        self._number = next(completion.numbers)
+        self._slot = slot
+        self._taken: Snapshot[Any] | None = None
+        self._nbytes = self._deferred_nbytes = self._num_tensors = 0
+        self._entered = entered
+        self._waited_s = 0.0
+        self._copied_s: float | None = None
+        self._call = Interval(entered)
+        self._over = threading.Event()
+
+    # ---- what users call ----
+
+    @property
+    def state(self) -> State:
+        self._birth.refuse_child()
+        if not self._outcome.settled:
+            return "writing"
+        return "durable" if self._outcome.error is None else "failed"
+
+    def progress(self) -> tuple[int, int]:
+        """Nobody counts what others have written: all of it or nothing."""
+        return (self._nbytes if self._outcome.settled else 0), self._nbytes
+
+    def _is_staged(self) -> bool:
+        taken = self._taken
+        return taken is not None and is_copied(taken)
+
+    def _wait_until_staged(self, deadline: Deadline) -> bool:
+        taken = self._taken
+        if taken is not None and not self._outcome.settled:
+            try:
+                taken.wait(deadline.left())
+            except TimeoutError:
+                raise self._late(deadline, "staged") from None
+            except StillframeError:  # of the copy: the save is about to fail with it
+                return False
+        return self._outcome.error is None
+
+    def _wait_until_ended(self, deadline: Deadline) -> None:
+        self._birth.refuse_child()
+        if not self._outcome.settled:
+            ordered.refuse_inside()
+            if not self._over.wait(deadline.left()):
+                raise self._late(deadline, "durable")
+        self._settle()
+
+    # ---- what those who make it call ----
+
+    def waited(self) -> None:
+        """The call has waited for others until now."""
+        self._waited_s = time.perf_counter() - self._entered
+
+    def copies(self, taken: Snapshot[Any]) -> None:
+        """It saves this snapshot; without one, the state itself."""
+        self._taken = taken
+        self._nbytes, self._num_tensors = taken.nbytes, taken.num_tensors
+        self._deferred_nbytes = taken.deferred_nbytes
+
+    def snapshot(self) -> Snapshot[Any] | None:
+        return self._taken
+
+    def begin(self) -> None:
+        """It is under way from here on, whoever holds it."""
+        completion.in_flight[self._number] = self
+
+    def launched(self) -> None:
+        """It ends by itself, whatever becomes of the call."""
+        if self._slot is not None:
+            self._slot.launched()
+
+    def was_not_launched(self) -> None:
+        """There is no such save."""
+        self._give_back_slot()
+        completion.in_flight.pop(self._number, None)
+
+    def call_is_over(self) -> None:
+        """The call that asked for the save returns now."""
+        self._call.end()
+
+    def copied(self) -> None:
+        """The copy has ended, well or not. May be called again."""
+        if self._copied_s is None:
+            self._copied_s = time.perf_counter() - self._entered
+        taken = self._taken
+        if taken is not None:
+            self._outcome.notify_staged(copy_error(taken))
+
+    def report(
+        self,
+        nbytes: int,
+        io_mode: IoMode,
+        *,
+        fallbacks: Sequence[str] = (),
+        more_pool_bytes: int = 0,
+    ) -> SaveReport:
+        """
+        Args:
+            nbytes: Written.
+            more_pool_bytes: That writing has taken, beside the snapshot.
+        """
+        self.copied()
+        assert self._copied_s is not None
+        taken = self._taken
+        durable_after_s = time.perf_counter() - self._entered
+        return SaveReport(
+            path=self._path,
+            nbytes=nbytes,
+            num_tensors=self._num_tensors,
+            captured_nbytes=self._nbytes - self._deferred_nbytes,
+            deferred_nbytes=self._deferred_nbytes,
+            blocked_s=min(self._call.seconds, durable_after_s),  # the call may not have returned
+            gate_wait_s=0.0 if taken is None else gate_wait_s(taken),
+            backpressure_s=self._waited_s,
+            staged_after_s=self._copied_s,
+            durable_after_s=durable_after_s,
+            peak_pool_bytes=self._nbytes + more_pool_bytes,
+            io_mode=io_mode,
+            fallbacks=tuple(dict.fromkeys(fallbacks)),
+        )
+
+    def end(
+        self,
+        report: SaveReport | None,
+        error: BaseException | None,
+        *,
+        value: object = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """Settles it.
+
+        Args:
+            value: The result of `upload_completion`, where that is not the report.
+            turn: What stands behind it in the log hears of the end before its users do, and no
+                sooner than its error can be had.
+        """
+        self._give_back_slot()
+        self._outcome.settle(report, error, value=value, told=self.told)
+        if turn is not None:
+            turn.end(error is None)
+        self._taken = None
+        completion.in_flight.pop(self._number, None)
+        self._over.set()
+        self._outcome.notify()
+
+    def _give_back_slot(self) -> None:
+        if self._slot is not None:
+            self._slot.give_back()
