@@ -14,6 +14,7 @@
 # make mutants    mistakes in a copy of the tree, and whether tests notice: those that tools make in the
 #                 lines that differ from BASE (or of FILES), and a short list of ours (ARGS='--only file/')
 # make soak       SOAK saves, loads, snapshots, failures, ...: nothing is left of them (make test: 200 of each)
+# make large      files of 0.3 to 9 GB, saved and loaded in every way (ARGS: those of tests/large/large.py; make test: in small)
 # make campaign     random saves, loads, removes against a model, for as long as CAMPAIGN_S says
 # make cuda-campaign   10^4 random schedules over the tests' CUDA driver (make test has 300)
 # make offload-campaign  the same of groups that leave a device and come back (make test has 150), and
@@ -48,7 +49,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check
 WERROR := $(if $(filter 1,$(STILLFRAME_WERROR)),-Werror)
 
-.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool campaign cuda-campaign offload-campaign mutants optimizers soak gpu \
+.PHONY: build demo test bench pictures recording tables docs lint format asan tsan tsan-daily valgrind crash stress small-pool large campaign cuda-campaign offload-campaign mutants optimizers soak gpu \
 	lightning-suite lightning-versions lightning-theirs dcp-theirs wheel-check wheel-versions clean distclean
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -264,6 +265,10 @@ SOAK ?= 10000
 
 soak: build
 	STILLFRAME_SOAK=$(SOAK) $(PY) -m pytest -s tests/unit/test_leaks.py --timeout 7200 $(ARGS)
+
+# Needs 12 GB of memory and 10 GB of disk (ARGS='--dir DIR --memory GB'); skips by name what does not fit.
+large: build
+	$(PY) tests/large/large.py $(ARGS)
 
 SCHEDULES ?= 10000
 TRAININGS ?= 2000

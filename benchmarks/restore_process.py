@@ -15,6 +15,7 @@ from common import BenchError, Spec
 from machine import reset_peak_rss, status_bytes
 
 TORCH, MMAP, OURS = "torch.load", "torch.load(mmap=True)", "stillframe.load"
+SAVED_BY_TORCH, SAVED_BY_STILLFRAME = "torch.save", "stillframe.save"
 DCP, SAFETENSORS = "DCP load", "safetensors"
 HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
 WAYS = (TORCH, MMAP, DCP, *((SAFETENSORS,) if HAS_SAFETENSORS else ()), OURS)
@@ -38,17 +39,22 @@ def prepare() -> None:
     torch.set_num_threads(2)
 
 
-def make(path: str, spec: Spec) -> None:
-    """The files: torch's, DCP's and safetensors' of the same tensors, synced."""
+def make(path: str, spec: Spec, saved_by: str) -> None:
+    """Make the files, synced: torch's format by one writer; DCP's and safetensors' of the same
+    tensors."""
     import states
+    import stillframe
     import torch
     from torch.distributed import checkpoint as dcp
 
     state = states.make(spec)
     state.step(8)  # so that the optimizer has its moments
-    with open(path, "wb") as file:
-        torch.save(state.tree(), file)
-        os.fsync(file.fileno())
+    if saved_by == SAVED_BY_STILLFRAME:
+        stillframe.save(state.tree(), path)
+    else:
+        with open(path, "wb") as file:
+            torch.save(state.tree(), file)
+            os.fsync(file.fileno())
     flat = {str(number): each for number, each in enumerate(states.tensors_of(state.tree()))}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that there is one process

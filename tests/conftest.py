@@ -6,11 +6,44 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import fix_limits
 import pytest
 import stillframe
 
 ROOT = Path(__file__).parents[1]
+# Modules that run a second time with every size threshold lowered (fix_limits.py).
+LIMITED = (
+    *(
+        f"unit/save/test_{name}.py"
+        for name in ("image", "into", "load", "load_ways", "parts", "save")
+    ),
+    "unit/test_round_trip.py",
+    "unit/shell/test_verify.py",
+    *(f"dcp/test_{name}.py" for name in ("check", "files", "shards", "writer")),
+)
+TESTS = ROOT / "tests"
 MIB = 1 << 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    path = Path(metafunc.module.__file__)
+    if not path.is_relative_to(TESTS) or path.relative_to(TESTS).as_posix() not in LIMITED:
+        return
+    if metafunc.definition.get_closest_marker("product_limits") is None:
+        metafunc.parametrize("limits", ["product", "low"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def limits(request: pytest.FixtureRequest) -> Iterator[dict[str, int]]:
+    """Runs a test with the product's size thresholds, or with low ones: those of the core."""
+    if getattr(request, "param", "product") == "product":
+        yield {}
+        return
+    with fix_limits.lowered():
+        yield fix_limits.CORE
+        # A save that goes on must not meet other thresholds halfway.
+        with contextlib.suppress(stillframe.StillframeError):
+            stillframe.wait_all(timeout=60)
 
 
 @pytest.fixture

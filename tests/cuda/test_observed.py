@@ -146,6 +146,19 @@ def test_a_write_before_the_copy_fails_the_save_and_keeps_the_old_file(
     assert_same(read(path), wanted)
 
 
+@pytest.mark.parametrize(("numel", "is_deferred"), [(1 << 14, False), ((1 << 14) + 1, True)])
+def test_storages_up_to_64_kib_are_captured(
+    numel: int, is_deferred: bool, tmp_path: Path, engine: stillframe.Engine
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    for _ in range(12):
+        parameter.grad = torch.ones(numel)
+        optimizer.step()
+    report = stillframe.async_save([parameter.detach()], tmp_path / "a", engine=engine).result()
+    assert report is not None and report.deferred_nbytes == is_deferred * 4 * numel
+
+
 BLIND = """
 import sys, torch, stillframe
 sys.path.append({oracle!r})

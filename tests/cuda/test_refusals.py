@@ -84,6 +84,14 @@ def test_large_pieces_that_are_refused_are_registered_in_smaller_ones(
     assert fake.live("registered") == before + 2
 
 
+def test_pool_of_more_than_128_mib_is_registered_in_pieces(fake: FakeDriver) -> None:
+    """The driver of these tests complains of a longer registration."""
+    before = fake.live("registered")
+    with stillframe.Engine(pool_bytes=260 * MIB, block_bytes=MIB) as engine:
+        engine.warm_up(260 * MIB)
+        assert fake.live("registered") == before + 3
+
+
 def test_a_driver_without_batches_gets_single_copies(
     tmp_path: Path, fake: FakeDriver, engine: stillframe.Engine
 ) -> None:

@@ -22,13 +22,14 @@ def scripts(monkeypatch):
             del sys.modules[name]
 
 
-def test_loads_are_measured(scripts, tmp_path):
+@pytest.mark.parametrize("saved_by", ["torch.save", "stillframe.save"])
+def test_loads_are_measured(saved_by, scripts, tmp_path):
     import restore
     import restore_process
 
     path, spec = str(tmp_path / "x.pt"), restore.Spec(200_000, "mlp", 2, 2)
     restore_process.prepare()
-    restore_process.make(path, spec)
+    restore_process.make(path, spec, saved_by)
     loads = [restore_process.load(path, way) for way in restore.WAYS]
     assert all(each.seconds > 0 for each in loads), loads
     assert restore_process.memcpy(path) > 0

@@ -99,6 +99,7 @@ def test_many_small_records_are_loaded(tmp_path):
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
+@pytest.mark.product_limits
 def test_more_records_than_16_bits_count_are_whole(tmp_path):
     torch.save([torch.empty(0) for _ in range(66_000)], tmp_path / "x.pt")
     found = whole(tmp_path / "x.pt")
@@ -106,6 +107,7 @@ def test_more_records_than_16_bits_count_are_whole(tmp_path):
     assert found["num_records"] == 66_006
 
 
+@pytest.mark.product_limits
 def test_records_past_4_gib_are_whole(tmp_path):
     path = tmp_path / "x.pt"
     with torch.serialization.skip_data():
@@ -657,6 +659,7 @@ def test_a_check_answers_signals(tmp_path):
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.product_limits
 def test_progress_goes_up_to_the_end_and_its_errors_come_through(tmp_path):
     sparse(tmp_path / "x.pt", 3 << 30)  # more than one slice's work
     seen = []

@@ -128,6 +128,7 @@ def read_from_disk(load):
     return so_far() - before
 
 
+@pytest.mark.product_limits
 def test_ranks_that_load_one_file_have_the_disk_read_it_once(tmp_path):
     path = tmp_path / "x.pt"
     torch.save([torch.ones(NBYTES // 4)], path)
@@ -161,6 +162,7 @@ def as_rank(rank, path, shared):
     dist.barrier()  # who is gone takes the other's connection along
 
 
+@pytest.mark.product_limits
 def test_two_ranks_on_gloo_that_load_at_once_have_the_disk_read_it_once(tmp_path):
     path = tmp_path / "x.pt"
     torch.save([torch.ones(NBYTES // 4)], path)
@@ -263,6 +265,7 @@ def bars(monkeypatch):
     return bars
 
 
+@pytest.mark.product_limits
 @pytest.mark.parametrize("into", [False, True])
 def test_a_long_load_shows_how_far_it_is_where_there_is_a_terminal(
     into, bars, tmp_path, monkeypatch

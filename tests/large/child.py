@@ -1,0 +1,84 @@
+"""One save of `large.py`, or loads of one file one after the other, in a process of its own.
+
+    python child.py SAVING STATE DIVISOR LIMIT PATH [LOADING ...]
+
+Without LOADING it saves. Prints a line of JSON for each case: `wrong` (a sentence, "" when all is
+right) or `error`, `seconds` and `peak_nbytes`. A case that takes LIMIT seconds ends the process,
+which prints where each thread stood. A DIVISOR of the sizes above one lowers the thresholds too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import states
+import ways
+
+
+def peak_nbytes() -> int:
+    """Return the most bytes that were resident, the pages of mapped files included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def tell(limit: float, case: Callable[[], str]) -> None:
+    """Run one case and print what became of it."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    start = time.monotonic()
+    faulthandler.dump_traceback_later(limit, exit=True)
+    found: dict[str, object] = {}
+    try:
+        found["wrong"] = case()
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    faulthandler.cancel_dump_traceback_later()
+    found |= {"seconds": time.monotonic() - start, "peak_nbytes": peak_nbytes()}
+    print(json.dumps(found), flush=True)
+
+
+def save(saving: str, state: states.State, path: str) -> str:
+    """Make the state and save it; return what is wrong, or ""."""
+    try:
+        ways.SAVES[saving](states.make(state), path, state)
+    except ways.WrongError as wrong:
+        return str(wrong)
+    return ""
+
+
+def thresholds(divisor: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which small states cross the thresholds that large ones do."""
+    if divisor == 1:
+        return contextlib.nullcontext()
+    sys.path.append(str(Path(__file__).parents[1] / "unit"))
+    lowered: contextlib.AbstractContextManager[None] = importlib.import_module(
+        "fix_limits"
+    ).lowered()
+    return lowered
+
+
+def main() -> None:
+    saving, name, divisor, limit, path, *loadings = sys.argv[1:]
+    state = states.STATES[name].scaled(int(divisor))
+    loads = ways.DCP_LOADS if saving.startswith("dcp") else ways.LOADS
+    ways.quiet()
+    with thresholds(int(divisor)):
+        if not loadings:
+            tell(float(limit), functools.partial(save, saving, state, path))
+        for loading in loadings:
+            tell(float(limit), functools.partial(loads[loading], path, state))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Size thresholds lowered, so that states of kilobytes go the ways of those of gigabytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from stillframe import _core
+from stillframe._save import fill, restore
+
+KIB = 1 << 10
+PAGE = 4 * KIB
+
+# Of _core: zip64 past 12 KiB and from 5 records on; pieces of a page; threads for every check.
+CORE = {
+    "zip64_bytes": 12 * KIB,
+    "zip64_records": 5,
+    "restore_piece_bytes": PAGE,
+    "check_piece_bytes": PAGE,
+    "ahead_bytes": 1,
+    "ahead_piece_bytes": PAGE,
+}
+# Of modules. Memory of a load is found ahead in proportions like those of the product.
+MODULES = [
+    (restore, "_AHEAD_BYTES", 8 * KIB),
+    (restore, "_DEVICE_AHEAD_BYTES", 2 * KIB),
+    (restore, "_BATCH_BYTES", 1 * KIB),
+    (fill, "_AHEAD_BYTES", 1 * KIB),
+]
+
+
+@contextmanager
+def lowered() -> Iterator[None]:
+    """Lower every threshold. No save, check or load may be under way at either end."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in MODULES:
+            patch.setattr(module, name, value)
+        _core._set_limits(**CORE)
+        try:
+            yield
+        finally:
+            _core._set_limits()

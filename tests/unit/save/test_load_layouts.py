@@ -1,0 +1,182 @@
+"""Loads of random layouts, in random orders of asking, with every size threshold lowered.
+
+Each ends, and gives what torch.load gives."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fix_limits
+import pytest
+import stillframe
+import torch
+from fix_graphs import assert_same_outcome, outcome, tensor_of
+from fix_limits import CORE, KIB, PAGE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stillframe import _core
+from stillframe._save import restore
+
+random_layouts = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=80)
+
+# A record's header takes about 100 bytes in front of it, and up to 24 behind.
+_EDGES = (PAGE, 2 * PAGE, CORE["zip64_bytes"], 2 * KIB, 8 * KIB)
+sizes = st.one_of(
+    st.integers(0, 200),
+    st.sampled_from(_EDGES).flatmap(lambda edge: st.integers(edge - 256, edge + 64)),
+    st.integers(0, 5 * PAGE),
+)
+lists = st.lists(sizes, max_size=24)
+LOCATIONS: dict[str, Any] = {
+    "nothing": None,
+    "a string": "cpu",
+    "a device": torch.device("cpu"),
+    "an empty dict": {},
+    "a dict": {"cpu": "cpu"},
+    "a function": lambda storage, place: storage,
+    "a function that copies": lambda storage, place: storage.clone(),
+    "a function that declines": lambda storage, place: None,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def low_limits() -> Iterator[None]:
+    with fix_limits.lowered():
+        yield
+
+
+@contextmanager
+def refused_to_torch() -> Iterator[None]:
+    """Make a load fail that hands its file to torch.load."""
+
+    def general(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the file was handed to torch.load")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", general)
+        yield
+
+
+def state_of(lengths: list[int], order: random.Random) -> dict[str, Any]:
+    """Return tensors of these lengths: tied ones, views, and some of eight bytes an element."""
+    state: dict[str, Any] = {"epoch": 3, "tensors": []}
+    for number, length in enumerate(lengths):
+        tensor = tensor_of(torch.uint8, (length,), number)
+        kind = order.randrange(6)
+        if kind == 0:
+            tensor = tensor_of(torch.int64, (length // 8,), number)
+        elif kind == 1:
+            state[f"view {number}"] = tensor[length // 3 :: 2]
+        elif kind == 2:
+            state[f"tied {number}"] = tensor
+        state["tensors"].append(tensor)
+    order.shuffle(state["tensors"])
+    return state
+
+
+def by_stillframe(state: Any, path: Path, _: random.Random) -> None:
+    stillframe.save(state, path, durable=False)
+
+
+def by_torch(state: Any, path: Path, _: random.Random) -> None:
+    torch.save(state, path)
+
+
+def by_torch_in_another_order(state: Any, path: Path, order: random.Random) -> None:
+    """Write torch's file with its records in a random order, which is not that of the pickle."""
+    torch.save(state, path)
+    reader = torch._C.PyTorchFileReader(str(path))
+    last = ("version", ".data/serialization_id")  # the writer's own, at the end
+    records = {name: reader.get_record(name) for name in reader.get_all_records()}
+    names = [name for name in records if name not in last]
+    order.shuffle(names)
+    writer = torch._C.PyTorchFileWriter(str(path), True, 64)
+    for name in names:
+        writer.write_record(name, records[name], len(records[name]))
+    writer.write_end_of_file()
+
+
+WRITERS: list[Callable[[Any, Path, random.Random], None]]
+WRITERS = [by_stillframe, by_torch, by_torch_in_another_order]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@random_layouts
+@given(
+    st.lists(sizes, max_size=24), st.sampled_from(sorted(LOCATIONS)), st.booleans(), st.randoms()
+)
+def test_any_layout_loads_as_by_torch(
+    write: Callable[[Any, Path, random.Random], None],
+    lengths: list[int],
+    location: str,
+    verify: bool,
+    order: random.Random,
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "x.pt")
+        write(state_of(lengths, order), path, order)
+        theirs = outcome(torch.load, path, LOCATIONS[location])
+        with refused_to_torch():
+            ours = outcome(stillframe.load, path, LOCATIONS[location], verify=verify)
+        assert_same_outcome(ours, theirs)
+        assert_same_outcome(
+            outcome(stillframe.load, path, mmap=True), outcome(torch.load, path, mmap=True)
+        )
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@random_layouts
+@given(lists, st.randoms())
+def test_any_layout_fills_tensors_as_by_torch(
+    write: Callable[[Any, Path, random.Random], None], lengths: list[int], order: random.Random
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "x.pt")
+        write(state_of(lengths, order), path, order)
+        expected = torch.load(path)
+        into = {name: empty_like(value, order) for name, value in expected.items()}
+        with refused_to_torch():
+            stillframe.load(path, into=into)
+        tensors, views = into.pop("tensors"), into
+        assert all(map(torch.equal, tensors, expected.pop("tensors")))
+        assert views.pop("epoch") == expected.pop("epoch")
+        assert all(torch.equal(views[name], expected[name]) for name in expected)
+
+
+def empty_like(value: Any, order: random.Random) -> Any:
+    """Return a target for a part of a state: bytes can go straight to some tensors, not to all."""
+    if isinstance(value, list):
+        return [empty_like(each, order) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return None
+    if order.random() < 0.5:
+        return torch.zeros_like(value)
+    return torch.zeros(*value.shape, 2, dtype=value.dtype)[..., 0]
+
+
+@random_layouts
+@given(st.lists(sizes, min_size=1, max_size=24), st.integers(0, 64 * KIB), st.randoms())
+def test_records_are_given_in_any_order_of_asking(
+    lengths: list[int], ahead: int, order: random.Random
+) -> None:
+    tensors = [tensor_of(torch.uint8, (length,), n) for n, length in enumerate(lengths)]
+    numbers = list(range(len(tensors)))
+    order.shuffle(numbers)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "x.pt")
+        stillframe.save(tensors, path, durable=False)
+        with path.open("rb") as file:
+            core = _core.restore(file.fileno(), True)[1]
+            assert core is not None
+            archive = restore.Archive(core, file.fileno(), path.stat().st_size, ahead, {})
+            try:
+                for number in numbers[: order.randrange(len(numbers)) + 1]:
+                    found = archive.get_record(f"data/{number}")
+                    assert found == bytes(tensors[number].numpy()), number
+            finally:
+                core.close()
