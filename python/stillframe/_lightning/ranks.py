@@ -6,8 +6,8 @@ error is kept until all have passed the barrier. Then the ranks exchange one fla
 the error.
 
 All ranks raise together between `setup` and `teardown`. After that rank 0 raises alone: nothing of
-ours may stay on a Trainer that was torn down. The other ranks do not wait for such a save, because
-it comes after their barrier.
+ours may stay on a Trainer that was torn down. Before it raises, rank 0 enters the barrier of
+`Trainer.save_checkpoint`, in which the other ranks wait.
 """
 
 from __future__ import annotations
