@@ -1,4 +1,4 @@
-"""Lightning with stillframe's plugin: the only change is the import."""
+"""Saves with stillframe's plugin for Lightning: the only change is the import."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""A transformer that lives on the CPU: two of its sixteen blocks are on the device at a time."""
+"""Trains a transformer that lives on the CPU; two of its 16 blocks are on the device at a time."""
 
 import stillframe
 import torch
@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of saying each token's successor."""
+        """Return the loss of predicting each token's successor."""
         x = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
@@ -35,11 +35,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 weights = sum(p.nbytes for p in model.blocks.parameters())
 
 with offload_layers(model.blocks, device=device) as offloaded:
-    model.to(device)  # the rest: offloaded layers stay where they are
+    model.to(device)  # moves everything but the offloaded layers
     activations = offload_activations(min_bytes=1 << 13, device=device)
     for step in range(1, 7):
         first = torch.randint(TOKENS, (8, 1), device=device)
-        tokens = (first + torch.arange(9, device=device)) % TOKENS  # each is one more
+        tokens = (first + torch.arange(9, device=device)) % TOKENS  # each is one more than the last
         with activations:
             loss = model(tokens)
         optimizer.zero_grad()

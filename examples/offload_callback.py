@@ -1,4 +1,4 @@
-"""Lightning's own AsyncCheckpointIO writes; the callback has the tensors off the device first."""
+"""Copies tensors off the device before Lightning's own AsyncCheckpointIO writes them."""
 
 import logging
 import pathlib

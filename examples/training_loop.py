@@ -1,4 +1,4 @@
-"""A plain training loop: save every 20 steps, keep training, keep the newest file."""
+"""Trains in a plain loop: saves every 20 steps without a pause and keeps the newest file."""
 
 import stillframe
 import torch
@@ -13,14 +13,14 @@ for step in range(1, 61):
     loss = (model(inputs) - inputs.mean(dim=1, keepdim=True)).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()  # waits by itself for whatever a save has not copied yet
+    optimizer.step()  # waits, if a save still has to copy what the step changes
     if step % 20 == 0:
         state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": step}
         saves.append(stillframe.async_save(state, f"step{step}.pt"))
         if len(saves) > 1:
             stillframe.remove(saves[-2].path)  # takes effect once step{step}.pt is durable
 
-report = saves[-1].result()  # durable; raises what went wrong
+report = saves[-1].result()  # waits until the file is durable; raises the save's error
 stillframe.wait_all()
 print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, durable")
 for name in ("step40.pt", "step60.pt"):

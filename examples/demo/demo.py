@@ -1,11 +1,11 @@
-"""`make demo`: one training, saved by Lightning's plugin and by stillframe's.
+"""Runs `make demo`: one training, saved by Lightning's plugin and by stillframe's.
 
     python examples/demo/demo.py [--size 300MB] [--dir DIR] [--steps N]
 
-It trains a small Lightning model on the handwritten digits that ship with scikit-learn: without
-saves, with Lightning's own AsyncCheckpointIO, with stillframe's, and all of that once more. Then
-it resumes from a checkpoint in the middle and reads one with plain torch.load. It prints what a
-save cost in each run.
+The demo trains a small Lightning model on the handwritten digits that ship with scikit-learn. It
+does so without saves, with Lightning's own AsyncCheckpointIO and with stillframe's, twice each.
+Then it resumes from a checkpoint in the middle and reads one with plain torch.load. It prints the
+cost of a save in each run.
 
 Exit status: 0 every check passed; 1 one failed; 2 the demo cannot run here; 130 Ctrl-C.
 """
@@ -33,8 +33,8 @@ from stillframe._shell import bench_raw as raw
 if TYPE_CHECKING:
     from story import Story
 
-# Measured with Lightning 2.6: its clone, its writer's buffer and a copy of that, beside weights,
-# gradients, AdamW's moments and what the step itself needs.
+# Memory needed, as a multiple of the checkpoint, measured with Lightning 2.6: its clone, its
+# writer's buffer and a copy of that, beside weights, gradients, AdamW's moments and the step.
 MEMORY_FACTOR = 6
 MEMORY_BASE = 700 << 20  # torch, Lightning and scikit-learn
 

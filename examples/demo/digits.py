@@ -1,8 +1,8 @@
-"""The demo's model and data: handwritten digits, and a network as large as the state is to be.
+"""Defines the demo's data, and a network whose size is chosen by the wanted checkpoint size.
 
 The data are the 1,797 handwritten digits that scikit-learn ships (8 x 8 pixels each). The network
-is an ordinary stack of linear layers; how wide they are decides how many bytes a checkpoint holds:
-twelve for each weight, because AdamW keeps two values of its own beside it.
+is an ordinary stack of linear layers. Their width determines the size of a checkpoint: 12 bytes for
+each weight, because AdamW keeps two more values beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEED = 20
 
 
 def width_for(nbytes: int) -> int:
-    """The width of the hidden layers with which model and AdamW hold about `nbytes` bytes."""
+    """Return the width of the hidden layers for which model and AdamW take about `nbytes` bytes."""
     # HIDDEN_LAYERS * width^2 + (PIXELS + CLASSES) * width = weights, solved for width.
     weights, linear = nbytes / BYTES_PER_WEIGHT, PIXELS + CLASSES
     width = (math.sqrt(linear**2 + 4 * HIDDEN_LAYERS * weights) - linear) / (2 * HIDDEN_LAYERS)
@@ -33,11 +33,11 @@ def width_for(nbytes: int) -> int:
 
 
 class DigitBatches:
-    """Endless shuffled batches of digits that can be gone on with from any step.
+    """Endless shuffled batches of digits that can be resumed at any step.
 
     Each item is `(pixels, labels)`: float32 of shape (BATCH, 64) in 0..1, and int64 of shape
-    (BATCH,). Lightning keeps what `state_dict` returns in its checkpoints, so a resumed run sees
-    the batches that the first one would have seen.
+    (BATCH,). Lightning saves the result of `state_dict` in its checkpoints, so a resumed run gets
+    the batches that an uninterrupted one would have got.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class DigitBatches:
 
 
 class DigitsModel(LightningModule):
-    """Classifies digits; `losses` keeps the loss of every step, by number of the step."""
+    """Classifies digits; `losses` holds the loss of every step, by the step's number."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ class DigitsModel(LightningModule):
             layers += [nn.Linear(width, width), nn.ReLU()]
         self.network = nn.Sequential(*layers, nn.Linear(width, CLASSES))
         for layer in self.network:
-            if isinstance(layer, nn.Linear):  # keeps the signal's size from layer to layer
+            if isinstance(layer, nn.Linear):  # keeps the variance from layer to layer
                 nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
                 nn.init.zeros_(layer.bias)
         self.losses: dict[int, float] = {}
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Scores of shape (batch, 10) for pixels of shape (batch, 64)."""
+        """Return scores of shape (batch, 10) for pixels of shape (batch, 64)."""
         scores: Tensor = self.network(pixels)
         return scores
 
@@ -99,7 +99,7 @@ class DigitsModel(LightningModule):
 
 @torch.no_grad()
 def accuracy(model: DigitsModel) -> float:
-    """The share of all digits that `model` names rightly, 0..1."""
+    """Return the share of all digits that `model` classifies correctly, 0..1."""
     digits = load_digits()
     scores = model(torch.tensor(digits.data, dtype=torch.float32) / 16)
     right = scores.argmax(dim=1) == torch.tensor(digits.target)

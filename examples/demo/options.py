@@ -1,4 +1,4 @@
-"""The arguments of the demo, and the bounds on them."""
+"""Defines the arguments of the demo and their bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stillframe._base import sizes
 
 SAVES = 6  # in a training run
 MOST_STEPS = 96
-LEAST_STEPS = 4 * SAVES  # saves defer what they have watched for a few steps
+LEAST_STEPS = 4 * SAVES  # a save defers only storages that were observed for a few steps
 LEAST_NBYTES = 1 << 20
 
 
@@ -47,7 +47,7 @@ def steps(text: str) -> int:
     """Parse a number of steps, and round it down to whole windows of a save.
 
     Raises:
-        argparse.ArgumentTypeError: It is no number, or too small.
+        argparse.ArgumentTypeError: The text is not a number, or the number is too small.
     """
     try:
         number = int(text)

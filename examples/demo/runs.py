@@ -1,18 +1,18 @@
-"""The demo's measured training runs: the same model, data and steps, with one way of saving each.
+"""Runs the demo's trainings: the same model, data and steps, each with one way of saving.
 
-A run's timeline is the moments at which its steps start. Behind each save come a *window* of
-steps that starts with the step that ends in the save, and a window of steps without one, so that
-both are taken in turn within one run. So
+A run records when each of its steps starts. Each save has a *window* of steps, which begins with
+the step that ends in the save. A window of steps without a save follows, so both kinds alternate
+within one run. The figures are
 
-    lost time of a save  = its window - as many steps of the windows without one beside it
+    lost time of a save  = its window - as many steps of the adjacent windows without a save
     slowdown             = lost time - call - wait before the step
 
-and nothing that a save does to the training can fall between two figures. Where a save has not
-finished when its window ends, the next one counts as its own, and is no window without a save.
+so every effect of a save on the training is in one of them. If a save has not finished when its
+window ends, the next window counts as its own too, not as a window without a save.
 
-What differed between runs were the training's own page faults: glibc gives freed gradients back to
-the system and takes them anew, or does not, by what was allocated before. So every way runs with an
-allocator that keeps what it has, and with nothing left to write from the run before.
+Without care, runs differ in the training's own page faults: depending on earlier allocations, glibc
+returns freed gradients to the system or keeps them. So every run starts with an allocator that
+keeps freed memory, and after a sync of what earlier runs have written.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 @dataclass
 class Save:
-    """One save as the training saw it; times in seconds."""
+    """One save as the training sees it; times in seconds."""
 
     path: str
     started: float  # time.perf_counter()
     call_s: float
     gate_s: float = 0.0
-    finished_s: float | None = None  # from the call's entry; None while it is not
+    finished_s: float | None = None  # from the call's entry; None until it has finished
 
 
 @dataclass
 class Run:
-    """What one training run gave.
+    """The measurements of one training run.
 
-    `starts` are moments of time.perf_counter(): the start of each step, then the end of training.
+    `starts` holds values of time.perf_counter(): the start of each step, then the end of training.
     """
 
     saves: list[Save] = field(default_factory=list)
@@ -68,8 +68,10 @@ class Run:
     model: DigitsModel | None = None
 
     def _plain_step(self, number: int, period: int) -> float | None:
-        """Seconds of a step in the window without a save behind save `number` (0: before the
-        first); None where that save was not over."""
+        """Return the seconds of a step in the window without a save after save `number`.
+
+        Number 0 means before the first save. None means that the save had not finished.
+        """
         half = period // 2
         begin = number * period - 1 + half
         if number:
@@ -79,9 +81,11 @@ class Run:
         return (self.starts[(number + 1) * period - 1] - self.starts[begin]) / (period - half)
 
     def lost(self, period: int) -> list[float]:
-        """What each save cost, in seconds, where one is made every `period` steps. The first is
-        left out, since its memory is new, and the last, since the run ends there. Empty where no
-        window was without a save."""
+        """Return the lost time of each save in seconds, for a save every `period` steps.
+
+        The first save is left out because its memory is new, and the last because the run ends
+        there. The list is empty if no window was without a save.
+        """
         numbers = range(len(self.starts) // period - 1)
         steps = {n: step for n in numbers if (step := self._plain_step(n, period)) is not None}
         if not steps:
@@ -97,7 +101,7 @@ class Run:
 
 
 class _Clock(Callback):
-    """Notes when steps start. `tick` is called just before: a part of the step in every run."""
+    """Records when steps start, after a call of `tick`, which is part of the step in every run."""
 
     def __init__(self, run: Run, tick: Tick) -> None:
         self._run = run
@@ -121,7 +125,7 @@ def _timed(save_checkpoint: Callable[..., None], run: Run) -> Callable[..., None
 
 
 class _WatchedTorchIO(TorchCheckpointIO):
-    """What Lightning's plugin writes with on its thread; notes when a file is written."""
+    """The writer that Lightning's plugin uses on its thread; records when a file is written."""
 
     def __init__(self) -> None:
         self.finished: dict[str, float] = {}
@@ -144,9 +148,9 @@ def train(
     every: int | None = None,
     resume: Path | None = None,
 ) -> Run:
-    """Trains to step `steps`, saving every `every` steps into `directory` if they are given.
+    """Train to step `steps`, saving every `every` steps into `directory` if both are given.
 
-    `plugin` saves and loads; `resume` is the checkpoint to go on from. Files are named
+    `plugin` saves and loads; `resume` is the checkpoint to resume from. Files are named
     `step=N.ckpt`.
     """
     run = run or Run()
@@ -166,7 +170,7 @@ def train(
         enable_progress_bar=False,
     )
     model = DigitsModel(width)
-    os.sync()  # nobody pays for what another has left to write
+    os.sync()  # this run does not wait for writes of an earlier one
     others = raw.Others()
     trainer.fit(model, DigitBatches(), ckpt_path=resume)
     run.others_share = others.share()
@@ -186,7 +190,7 @@ def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: 
     run = Run()
     base = _WatchedTorchIO()
     plugin = LightningsCheckpointIO(base)
-    # On the instance: the plugin itself stays as Lightning ships it.
+    # Set on the instance, so that Lightning's class stays as shipped.
     setattr(plugin, "save_checkpoint", _timed(plugin.save_checkpoint, run))  # noqa: B010
     memory = _Memory()
     train(width, steps, tick, plugin=plugin, run=run, directory=directory, every=every)
@@ -198,7 +202,7 @@ def with_lightnings(width: int, steps: int, tick: Tick, directory: Path, every: 
 
 
 def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -> Run:
-    """Has an engine of its own: its pool is as cold at the first save as in a new process."""
+    """Run with an engine of its own, whose pool is as cold at first as in a new process."""
     run = Run()
     reports: dict[str, SaveReport] = {}
     reported = threading.Condition()
@@ -228,7 +232,7 @@ def with_ours(width: int, steps: int, tick: Tick, directory: Path, every: int) -
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way of saving; medians over its warm saves, in seconds. None: not measured."""
+    """Figures of one way of saving: medians over its warm saves, in seconds; None: not measured."""
 
     call_s: float
     first_call_s: float
@@ -244,8 +248,10 @@ class Figures:
 
 
 def figures(runs: list[Run], plain: list[Run], period: int) -> Figures:
-    """Figures of a way of saving, from its runs and, for memory, from the one without saves beside
-    each."""
+    """Compute the figures of a way of saving from its runs.
+
+    Memory is compared with the run without saves of the same round, in `plain`.
+    """
     warm = [save for run in runs for save in run.saves[1:]]
     lost = [each for run in runs for each in run.lost(period)]
     finished = [save.finished_s for save in warm if save.finished_s is not None]
@@ -266,37 +272,40 @@ def figures(runs: list[Run], plain: list[Run], period: int) -> Figures:
 
 
 def _error(values: list[float]) -> float:
-    """Standard error of the median: 1.2533 / sqrt(n) of the deviation, which is 1.4826 times the
-    median distance from the median (for a normal distribution)."""
+    """Return the standard error of the median, assuming a normal distribution.
+
+    That is 1.2533 / sqrt(n) of the standard deviation, which is estimated as 1.4826 times the
+    median distance from the median.
+    """
     middle = statistics.median(values)
     away = statistics.median(abs(value - middle) for value in values)
     return 1.2533 * 1.4826 * away / math.sqrt(len(values))
 
 
 def keep_memory() -> None:
-    """Has glibc keep what is freed, in every run alike; elsewhere nothing happens."""
+    """Make glibc keep freed memory in every run; with other C libraries do nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value that mallopt accepts
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 class _Memory:
-    """Growth of this process's resident memory. The kernel keeps the peak; nothing samples it."""
+    """Measures the growth of this process's resident memory from the peak that the kernel keeps."""
 
     def __init__(self) -> None:
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what earlier runs freed
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # returns freed memory
         if trim is not None:
             trim(0)
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts at the present value
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present value
             self._before: int | None = _status_bytes("VmRSS")
         except OSError:
             self._before = None
 
     def grown(self) -> int | None:
-        """Bytes from the start to the peak, or None where the kernel does not say."""
+        """Return the bytes from the start to the peak, or None if the kernel does not tell."""
         return None if self._before is None else _status_bytes("VmHWM") - self._before
 
 

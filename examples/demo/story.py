@@ -1,4 +1,4 @@
-"""What the demo does in turn, and how it shows it: bars while it trains, one table, the checks."""
+"""Runs the steps of the demo and shows them: progress bars, one table, the checks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from runs import (
 from stillframe._base.sizes import decimal
 from stillframe.lightning import AsyncCheckpointIO
 
-ROUNDS = 2  # of each way of saving, in turn, so that a slow moment of the machine falls on all
+ROUNDS = 2  # runs of each way of saving, taken in turn, so that a slow phase affects all ways
 WARM_UP_STEPS = 8
-STEPS_S = 160  # what all steps of all runs may take where the user names no number of steps
+STEPS_S = 160  # limit for all steps of all runs if the user gives no number of steps
 REFRESH_S = 0.25
-MOST_OTHERS = 0.05  # of the processors; with more taken by others, lost times mean little
+MOST_OTHERS = 0.05  # share of the CPUs; if other programs use more, lost times mean little
 COUNTED = """\
 Medians over the saves of {rounds}, of {steps} steps with a save after
 every {every}. The first save of each run is left out, because its memory is new (its call took
@@ -61,7 +61,7 @@ and not the save."""
 
 
 class Story:
-    """One demo. `tell` runs it; `directory` receives the checkpoints."""
+    """One run of the demo, started by `tell`; `directory` receives the checkpoints."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Story:
         self.console = console
         self.nbytes = nbytes
         self.width = width_for(nbytes)
-        self.steps = steps or 0  # 0: chosen by the warming up
+        self.steps = steps or 0  # 0: chosen after the warm-up
         self.every = self.steps // SAVES
         self.rounds = ROUNDS
         self.directory = directory
@@ -85,7 +85,7 @@ class Story:
         self.failed = False
 
     def tell(self) -> int:
-        """Returns 0 if every check passed, 1 if not."""
+        """Run the demo; return 0 if every check passed, 1 if not."""
         started = time.monotonic()
         keep_memory()
         self._introduce()
@@ -93,7 +93,7 @@ class Story:
         theirs: list[Run] = []
         ours: list[Run] = []
         with self._bars() as bar:
-            with bar("warming up", WARM_UP_STEPS) as tick:  # loads what loads on first use
+            with bar("warming up", WARM_UP_STEPS) as tick:  # loads libraries that load on first use
                 self._choose_steps(train(self.width, WARM_UP_STEPS, tick))
             for number in range(1, self.rounds + 1):
                 of = f"{number} of {self.rounds}"
@@ -121,7 +121,7 @@ class Story:
         return 1 if self.failed else 0
 
     def _choose_steps(self, warm_up: Run) -> None:
-        """Takes as many steps as this machine does in STEPS_S, within bounds."""
+        """Choose as many steps as this machine can do in STEPS_S, within bounds."""
         if not self.steps:
             step_s = statistics.median(b - a for a, b in itertools.pairwise(warm_up.starts))
             runs = 3 * ROUNDS + 1.5  # half a run to resume; steps beside a save take longer
@@ -132,11 +132,11 @@ class Story:
             self.every = self.steps // SAVES
 
     def _saving(self, way: Callable[..., Run], tick: Tick) -> Run:
-        """A run into an empty directory: one run's files are there at a time, at the end ours."""
+        """Run into an empty directory, so that only the files of the last run exist."""
         shutil.rmtree(self.directory, ignore_errors=True)
         return way(self.width, self.steps, tick, self.directory, self.every)
 
-    # ---- what is seen ----------------------------------------------------------------------------
+    # ---- display ---------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
         self.console.print("\n[b]stillframe demo[/b]: one training, saved in two ways\n")
@@ -155,7 +155,7 @@ class Story:
 
     @contextmanager
     def _bars(self) -> Iterator[Callable[[str, int], Any]]:
-        """Bars that the training itself redraws a few times a second; no thread runs beside it."""
+        """Yield progress bars that the training redraws itself, so that no other thread runs."""
         columns = (
             TextColumn("  {task.description:26}"),
             BarColumn(32),
@@ -235,7 +235,7 @@ class Story:
         self._paragraph("", counted, style="dim")
 
     def _paragraph(self, mark: str, text: str, style: str = "") -> None:
-        """`text`, wrapped beside a `mark` in the margin."""
+        """Print `text`, wrapped beside a `mark` in the margin."""
         grid = Table.grid(padding=(0, 1, 0, 0))
         grid.add_column(width=3, justify="right", no_wrap=True)
         grid.add_row(mark, text.replace("\n", " "))
@@ -255,10 +255,10 @@ class Story:
         good, bad = ("ok", "NO") if plain else ("✓", "✗")
         self._paragraph(f"[green]{good}[/green]" if holds else f"[bold red]{bad}[/bold red]", said)
 
-    # ---- what is checked -------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def _check_losses(self, runs: list[Run]) -> None:
-        """Saving must not change the training: every run sees the same losses."""
+        """Check that saving does not change the training: every run has the same losses."""
         same = all(run.losses == runs[0].losses for run in runs)
         self._check(same, f"all {len(runs)} runs have the same {self.steps} losses, bit for bit")
 
@@ -295,7 +295,7 @@ class Story:
 
 
 def _is_told(of: Figures) -> bool:
-    """Whether the lost time says more than the noise does."""
+    """Return whether the lost time is larger than its standard error."""
     return of.lost_s is not None and of.error_s is not None and abs(of.lost_s) > of.error_s
 
 
@@ -308,7 +308,7 @@ def _lost(of: Figures) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    """Seconds for people: "0.52 ms", "8.3 ms", "217 ms", "1.18 s"."""
+    """Format seconds for people: "0.52 ms", "8.3 ms", "217 ms", "1.18 s"."""
     if seconds is None:
         return "not measured"
     ms = seconds * 1e3
@@ -320,7 +320,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def _ratio(theirs: float | None, ours: float | None) -> str:
-    """How many times less ours is; "" where that says nothing."""
+    """Return how many times smaller ours is; "" if that is not meaningful."""
     if theirs is None or ours is None or ours <= 0 or theirs <= 0:
         return ""
     ratio = theirs / ours

@@ -1,21 +1,19 @@
-"""Who is calling the plugin: which Trainer, and is it a signal handler?
+"""Finds the plugin's caller: which Trainer it is, and whether a signal handler is running.
 
-Lightning hands a CheckpointIO the checkpoint and a path, nothing more. Two facts decide whether
-a save may return before it is durable, and both stand on the call stack only:
+Lightning gives a CheckpointIO only the checkpoint and a path. Whether a save may return before it
+is durable depends on two facts, and only the call stack tells them:
 
 - *The Trainer.* The strategy that holds the plugin is the `self` of a frame named like the
   plugin's method (`save_checkpoint`, `remove_checkpoint`, `teardown`), and its LightningModule
   knows the Trainer. One plugin may serve several Trainers, and a Fabric besides.
-- *A signal handler.* A job that is asked to go (SLURM's requeue signal, say) saves inside the
-  handler and is gone right after it, so such a save has to be on the disk when it returns. A
-  handler is recognised by its code: the code of every Python function that was seen registered,
-  looked at when a training starts, when an epoch starts, and at every save. No handler is
-  installed or wrapped for this. Handlers that put the default back before they save are
-  therefore known too.
+- *A signal handler.* A job that is told to end, for example by SLURM's requeue signal, saves inside
+  the handler and ends right after it. So such a save must be durable when it returns. A handler is
+  recognised by its code: this module remembers the code of every Python function that it has found
+  registered. It looks when a training starts, when an epoch starts, and at every save. It installs
+  and wraps no handler. Handlers that restore the default before they save are therefore known too.
 
-Frames are read without touching `f_locals`, but for those few whose name or code matches: on
-Python 3.11 and 3.12 reading it makes a copy that keeps everything alive that the frame has let
-go of since.
+`f_locals` is read only of the few frames whose name or code matches. On Python 3.11 and 3.12,
+reading it makes a copy, which keeps alive what the frame has dropped since.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ from stillframe._base.calls import stack
 from stillframe._watch.guard import code_of
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
-_MAX_WRAPPERS = 16  # of one plugin; more is a cycle
+_MAX_WRAPPERS = 16  # wrappers around one plugin; more mean a cycle
 
 _handler_codes: set[CodeType] = set()
 
 
 class Fabric:
-    """Stands for a caller that is Fabric's: there is no Trainer, and never was."""
+    """Represents a caller that is Fabric, which has no Trainer."""
 
 
 def io_chain(holder: object) -> Iterator[Any]:
-    """The CheckpointIO that a strategy holds, then the one wrapped by it, and so on."""
+    """Yield the CheckpointIO that a strategy holds, then the one that it wraps, and so on."""
     io = holder
     for _ in range(_MAX_WRAPPERS):
         io = getattr(io, "_checkpoint_io", None)
@@ -52,16 +50,16 @@ def io_chain(holder: object) -> Iterator[Any]:
 
 
 def calling_trainer(plugin: object, method: str) -> Any:
-    """The Trainer on whose behalf `method` of `plugin` runs now.
+    """Return the Trainer that has called `method` of `plugin`.
 
-    The type `Fabric` for a strategy of Fabric; None where no strategy is on the stack: a direct
-    call, or one of Lightning's launchers.
+    The result is the type `Fabric` for a strategy of Fabric. It is None if no strategy is on the
+    stack, as in a direct call or a call by one of Lightning's launchers.
     """
     for frame in stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == method and code.co_argcount > 0:
             holder: Any = frame.f_locals.get(code.co_varnames[0])
-            # Only a strategy has a rank: a CheckpointIO around the plugin has not.
+            # Only a strategy has a rank; a CheckpointIO around the plugin has none.
             if hasattr(type(holder), "is_global_zero") and any(
                 io is plugin for io in io_chain(holder)
             ):
@@ -72,8 +70,10 @@ def calling_trainer(plugin: object, method: str) -> Any:
 
 
 def meets_others_later(trainer: Any) -> bool:
-    """Whether all ranks meet in a barrier behind the save that is being made: where it is asked
-    for by `trainer.save_checkpoint`."""
+    """Return whether all ranks meet in a barrier after the current save.
+
+    They do if `trainer.save_checkpoint` is on the call stack.
+    """
     return any(
         frame.f_code.co_name == "save_checkpoint"
         and frame.f_code.co_argcount > 0
@@ -83,7 +83,7 @@ def meets_others_later(trainer: Any) -> bool:
 
 
 def note_signal_handlers() -> None:
-    """Remembers the code of every Python function that is a signal handler at this moment."""
+    """Remember the code of every Python function that is a signal handler now."""
     for number in _SIGNALS:
         handler = signal.getsignal(number)
         if callable(handler):
@@ -93,14 +93,14 @@ def note_signal_handlers() -> None:
 
 
 def inside_signal_handler() -> bool:
-    """Whether a signal handler is on this thread's stack.
+    """Return whether a signal handler is on this thread's stack.
 
-    A registered function that somebody calls by hand counts as well, unless it takes `*args`:
-    the code of such a one may be a decorator's and stand on any stack, so there the interrupted
-    frame has to be among the arguments.
+    A registered function that is called by hand counts too, unless it takes `*args`. Such code may
+    belong to a decorator and be on any stack, so there the interrupted frame must be among the
+    arguments.
     """
     if threading.current_thread() is not threading.main_thread():
-        return False  # Python runs its handlers in the main thread only.
+        return False  # Python runs handlers in the main thread only.
     note_signal_handlers()
     for frame in stack(sys._getframe(1)):
         code = frame.f_code

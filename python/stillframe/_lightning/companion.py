@@ -1,24 +1,24 @@
-"""What the companion callback does, for `lightning` and `pytorch_lightning` alike.
+"""Implements the companion callback for `lightning` and `pytorch_lightning`.
 
-A save copies the larger part of the state under the next forward and backward, because only the
-optimizer's step changes it, and the step waits. Lightning lets others write to it between steps
-as well: weight averaging swaps the weights for validation, a callback loads older ones. So this
-callback waits, at every hook where Lightning lets others act, until the saves in flight have
-copied their state. It stands first in the Trainer's list then, hence before whoever writes.
+A save copies most of the state under the next forward and backward, because only the optimizer's
+step changes it, and the step waits. Lightning lets other code write to the state between steps too:
+weight averaging swaps the weights for validation, a callback loads older ones. So at every hook
+where Lightning lets such code run, this callback waits until the saves in flight have copied their
+state. It is first in the Trainer's list then, and so runs before the code that writes.
 
-At `on_train_end` it waits until checkpoints are durable, links made and loggers told: the hooks
-behind it read the best checkpoint.
+At `on_train_end` it waits until checkpoints are durable, links made and loggers told, because the
+hooks after it read the best checkpoint.
 
 It does not wait inside the step (`on_before_zero_grad`, `on_before_backward`,
 `on_after_backward`, `on_before_optimizer_step`), nor at `on_train_batch_start` and
-`on_train_batch_end`: the forward and backward between those are what the copy hides under. Who
-writes there regularly is found out by observation and has its storages captured in the call;
-who does it rarely gets a TornSnapshotError, never a wrong file. The hooks about state
-(`state_dict`, `on_save_checkpoint` and their counterparts) run inside a save or a load, and
-loading waits by itself.
+`on_train_batch_end`: the copy runs under the forward and backward between those. Storages that a
+callback regularly writes to there are detected and captured in the call. A callback that writes
+rarely causes a TornSnapshotError, never a wrong file. The hooks about state (`state_dict`,
+`on_save_checkpoint` and their counterparts) run inside a save or a load, and loading waits by
+itself.
 
 Between `setup` and `teardown` (or the exception that ends the run) it is first in the list, and
-stands over methods of the Trainer's own objects that go round a CheckpointIO:
+replaces methods of the Trainer's own objects that bypass a CheckpointIO:
 
     ModelCheckpoint.file_exists       sees the saves and removes in flight
     ModelCheckpoint._link_checkpoint  links in the order of saves and removes
@@ -51,7 +51,7 @@ from stillframe._watch import gate
 
 
 class CompanionHooks:
-    """The hooks; mixed in before the package's Callback."""
+    """The companion's hooks, mixed in before the package's Callback."""
 
     def _wait(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         checkpoints = checkpoints_of(trainer)
@@ -72,8 +72,8 @@ class CompanionHooks:
         gate.wait()
         wraps = checkpoints.trainers.set_up(trainer)
         if trainer.callbacks[0] is not self:
-            # A new list: Lightning is iterating the old one, and changing that would skip a
-            # callback.
+            # A new list, because Lightning is iterating over the old one: to change that would
+            # skip a callback.
             wraps.exchange(
                 trainer,
                 "callbacks",
@@ -99,14 +99,14 @@ class CompanionHooks:
         if checkpoints is not None:
             checkpoints.trainers.ends(trainer)
             gate.wait()
-            # Hooks of the user come next, and read `best_model_path`.
+            # The user's hooks run next, and read `best_model_path`.
             checkpoints.settle()
             if _ranks.several(trainer):
                 trainer.strategy.barrier("stillframe: checkpoints are durable")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        # Callbacks are not torn down after an exception, and loggers are finalised next. What is
-        # saved from here on is durable on return.
+        # Callbacks are not torn down after an exception, and loggers are finalised next. Later
+        # saves are durable when they return.
         self._end(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -155,7 +155,7 @@ def _stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
 
 
 class _LogView:
-    """A file system whose `exists` sees what is in flight."""
+    """A file system whose `exists` takes saves and removes in flight into account."""
 
     def __init__(self, checkpoints: Checkpoints, file_system: Any) -> None:
         self._checkpoints = checkpoints
@@ -173,7 +173,8 @@ class _LogView:
 def _file_exists(
     checkpoints: Checkpoints, callback: Any, original: Method, *args: Any, **kwargs: Any
 ) -> Any:
-    # Each version has its own way to tell the other ranks: its method is kept, over another view.
+    # Each version of Lightning has its own way to tell the other ranks, so its method is called,
+    # with another view of the file system.
     file_system = callback._fs
     callback._fs = _LogView(checkpoints, file_system)
     try:
@@ -192,7 +193,7 @@ def _link(
 ) -> None:
     method = getattr(type(callback), "_link_checkpoint", None)
     if not getattr(method, "__module__", "").endswith("callbacks.model_checkpoint"):
-        # Somebody's own way of linking needs the file.
+        # An overridden method may need the file.
         if trainer.is_global_zero:
             checkpoints.wait_for(Place.of(filepath))
         original(trainer, filepath, linkpath)

@@ -1,12 +1,11 @@
-"""`last.ckpt` as a symbolic link (`ModelCheckpoint(save_last="link")`), in the order of the log.
+"""Makes `last.ckpt` a symbolic link (`ModelCheckpoint(save_last="link")`), in the log's order.
 
-A link is made when its target is on the disk, and replaces an older one at once: there is no
-moment at which the name is missing, or names a file that is not there.
+A link is made when its target is on the disk, and replaces an older link with one rename. At no
+moment is the name missing, or names a file that does not exist.
 
-At the end of a run a link keeps what it names: a remove of its target is held back until the link
-is made anew. Where Ctrl-C came in between, the target is looked at when the turn comes, and the
-remove is dropped. (`save_last=True` writes a second file: its bytes are never those of the first,
-since its own `last_model_path` is inside.)
+A remove of a link's target is held back until the link is made anew. If Ctrl-C came in between, the
+entry finds that the link still names the file, and drops the remove. (`save_last=True` writes a
+second file, because it contains its own `last_model_path` and so differs from the first.)
 """
 
 from __future__ import annotations
@@ -26,13 +25,16 @@ _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
 
 
 def make_link(target: str, path: str, *, durable: bool) -> bool:
-    """Makes `path` a relative link to `target`; False, and a warning, if there is no target.
+    """Make `path` a relative link to `target`.
 
     Args:
-        durable: Sync the directory of the link, and first what stands for a link.
+        durable: Sync the directory of the link, and before that a copy made instead of a link.
+
+    Returns:
+        False, after a warning, if the target does not exist.
 
     Raises:
-        SaveError: With phase "link". An older link is still there.
+        SaveError: The link could not be made (phase "link"). An older link is still there.
     """
     if not os.path.exists(target):
         log.warning(
@@ -42,7 +44,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
         )
         return False
     directory, name = os.path.split(path)
-    # One name for each link: what a dead process left is used up by the next.
+    # One name for each link, so that the next process reuses what a killed one left.
     temporary = os.path.join(directory, f".{name}.stillframe-link")
     try:
         _remove(temporary)
@@ -60,7 +62,7 @@ def make_link(target: str, path: str, *, durable: bool) -> bool:
 
 
 def names(link: str, target: str) -> bool:
-    """Whether `link` is a link to `target`."""
+    """Return whether `link` is a link to `target`."""
     try:
         there = os.readlink(link)
     except OSError:
@@ -69,7 +71,7 @@ def names(link: str, target: str) -> bool:
 
 
 def remove_tree(path: str) -> None:
-    """Removes a file, a link or a directory tree; a missing name is no error."""
+    """Remove a file, a link or a directory tree; a missing name is not an error."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path)
     else:
@@ -77,7 +79,7 @@ def remove_tree(path: str) -> None:
 
 
 def _link_or_copy(target: str, path: str, directory: str) -> bool:
-    """Whether it had to be copied."""
+    """Make a link, or a copy if links are not supported; return whether it is a copy."""
     try:
         os.symlink(os.path.relpath(target, directory or "."), path)
     except OSError as error:

@@ -1,16 +1,16 @@
-"""What `CPUOffloadCallback` does, for `lightning` and `pytorch_lightning` alike.
+"""Implements `CPUOffloadCallback` for `lightning` and `pytorch_lightning`.
 
-Lightning hands every callback the checkpoint before anybody writes it. This one exchanges the
-tensors under some of its keys for copies in host memory: a `stillframe.snapshot` of these keys
-together, so that what they share stays shared. It keeps no reference to them. The memory belongs
-to the tensors, and goes back to the pool when whoever writes the checkpoint has dropped them, be
-it at once, in Lightning's own `AsyncCheckpointIO`, or in a thread of somebody's that has the
-dictionary and nothing else.
+Lightning gives every callback the checkpoint before it is written. This callback replaces the
+tensors under some of its keys by copies in host memory. It takes one `stillframe.snapshot` of these
+keys together, so that tensors shared between them stay shared. It keeps no reference to the copies:
+their memory goes back to the pool when the writer of the checkpoint has dropped them. The writer
+may be synchronous, Lightning's own `AsyncCheckpointIO`, or any thread that has the dictionary.
 
-It never waits for the pool: a future that somebody gave to `hold_until` may be one that only the
-training thread will complete, and a save may be slow. What does not fit at once goes to ordinary
-memory, with a line. Where our plugin wraps another CheckpointIO it offloads too: the checkpoint
-is then copied twice, and what is promised holds whoever is inside.
+The callback never waits for the pool, because a save may be slow, and a future given to
+`hold_until` may be one that only the training thread completes. Tensors that do not fit at once are
+copied to ordinary memory, and a line is logged. If stillframe's plugin wraps another CheckpointIO,
+the callback offloads too. The checkpoint is then copied twice, but the promises hold for any
+wrapped CheckpointIO.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from stillframe.errors import PoolExhaustedError
 log = logging.getLogger("stillframe")
 
 _DEFAULT_KEYS = ("state_dict", "optimizer_states", "lr_schedulers")
-_SHOWN = 10  # skipped objects at either end
+_SHOWN = 10  # skipped objects that are shown at either end of the list
 
-# Looked at in this order: some of the incompatible ones subclass a compatible one.
+# Checked before the compatible ones, because some of these subclass a compatible strategy.
 _INCOMPATIBLE = (
     ("FSDPStrategy", "FSDP saves a sharded state, in which every rank has a part"),
     ("ModelParallelStrategy", "ModelParallel saves DTensors, in which every rank has a part"),
@@ -44,23 +44,23 @@ _INCOMPATIBLE = (
     ("SingleDeviceXLAStrategy", "XLA moves its lazy tensors to the host itself"),
 )
 _COMPATIBLE = ("DDPStrategy", "SingleDeviceStrategy")
-_COMPATIBLE_BY_NAME = ("DataParallelStrategy",)  # gone from Lightning 2, alive in older code
+_COMPATIBLE_BY_NAME = ("DataParallelStrategy",)  # removed in Lightning 2, still used by older code
 
 
 class OffloadHooks:
-    """Moves a checkpoint's tensors to host memory before anybody writes them.
+    """Copies a checkpoint's tensors to host memory before the checkpoint is written.
 
-    For trainings that keep their own CheckpointIO. On global rank 0, under strategies whose rank 0
-    has the whole state, the tensors under `offload_keys` are copied in one pass into the pool of
-    `stillframe.default_engine()`. The writer gets the state as it was at the save, however late it
-    writes. Ties, views and container types are kept, and the module's own tensors are untouched.
-    The memory goes back to the pool when the last of the checkpoint's tensors is gone. The callback
-    never waits: if the pool is too small or in use, it takes ordinary memory and logs that. If your
-    writer forks, the child must not read the tensors: use `stillframe.snapshot(..., shared=True)`
-    with `hold_until` there.
+    Use it in trainings that keep their own CheckpointIO. On global rank 0, under strategies whose
+    rank 0 has the whole state, the tensors under `offload_keys` are copied in one pass into the
+    pool of `stillframe.default_engine()`. The writer gets the state as it was at the save, however
+    late it writes. Ties, views and container types are kept, and the module's own tensors are
+    untouched. The memory goes back to the pool when the last of the checkpoint's tensors is gone.
+    The callback never waits: if the pool is too small or in use, it takes ordinary memory and logs
+    that. If your writer forks, the child must not read the tensors: use
+    `stillframe.snapshot(..., shared=True)` with `hold_until` there.
 
-    With stillframe's own `AsyncCheckpointIO` the callback only counts saves: that plugin takes
-    tensors where they are. (If the plugin wraps another CheckpointIO, the callback does its work.)
+    With stillframe's own `AsyncCheckpointIO` the callback only counts saves, because that plugin
+    copies tensors itself. (If the plugin wraps another CheckpointIO, the callback offloads.)
     Lightning does not call callbacks for checkpoints of weights alone (`save_weights_only=True`),
     so those tensors stay where they are.
 
@@ -75,7 +75,7 @@ class OffloadHooks:
             container nor a plain value. By default the first and last 10, at level DEBUG.
 
     Raises:
-        TypeError: `offload_keys` is not a list of strings, or `log_skipped` neither True nor False.
+        TypeError: `offload_keys` is not a list of strings, or `log_skipped` is not a bool.
 
     Its messages go to the logger "stillframe": one line a save at level INFO, the rest at DEBUG.
     Its state in checkpoints is `checkpoint_count` (saves seen), `total_time_saved` (seconds spent
@@ -103,20 +103,19 @@ class OffloadHooks:
         self._total_time_saved = 0.0
         self._total_memory_freed = 0.0
         self._is_enabled = True
-        self._decided = False  # by a strategy of this process
+        self._decided = False  # `setup` has set _is_enabled in this process
         self._found: set[str] = set()  # keys that a checkpoint had
-        self._missing: set[str] = set()  # keys that were warned of
+        self._missing: set[str] = set()  # keys that a warning has named
 
     @property
     def is_enabled(self) -> bool:
-        """Whether the Trainer's strategy is one that the callback works with. True until `setup`
-        has looked."""
+        """Whether the callback works with the Trainer's strategy; True until `setup` checks it."""
         return self._is_enabled
 
     # ---- the Trainer's hooks ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Looks at the strategy."""
+        """Check whether the callback works with the strategy."""
         self._is_enabled, reason = self._judge(trainer.strategy)
         self._decided = True
         name = type(trainer.strategy).__name__
@@ -126,7 +125,7 @@ class OffloadHooks:
             log.warning("CPUOffloadCallback: disabled for %s: %s", name, reason)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Logs the number of parameters, the model's size, and what a checkpoint will take."""
+        """Log the number of parameters, the model's size, and the expected checkpoint size."""
         if not self._is_enabled or trainer.global_rank != 0:
             return
         parameters = list(pl_module.parameters())
@@ -143,8 +142,10 @@ class OffloadHooks:
         )
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Exchanges the tensors under `offload_keys` for copies in host memory, in place of the
-        keys' values. On global rank 0 only."""
+        """Replace the tensors under `offload_keys` by copies in host memory, on global rank 0.
+
+        The values of the keys are replaced, not changed.
+        """
         if not self._is_enabled or trainer.global_rank != 0:
             return
         self._checkpoint_count += 1
@@ -193,17 +194,17 @@ class OffloadHooks:
         )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs the totals."""
+        """Log the totals."""
         if self._is_enabled and trainer.global_rank == 0:
             log.info("CPUOffloadCallback: %s", self._totals())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Logs the end. There is nothing to give back: the memory belongs to the tensors."""
+        """Log the end. There is nothing to give back: the memory belongs to the tensors."""
         if trainer.global_rank == 0:
             log.debug("CPUOffloadCallback: teardown (%s): %s", stage, self._totals())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Logs how many checkpoints were seen before the exception."""
+        """Log how many checkpoints were seen before the exception."""
         if trainer.global_rank == 0:
             log.info(
                 "CPUOffloadCallback: %s ended the run; %s",
@@ -212,7 +213,7 @@ class OffloadHooks:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The four totals, see the class."""
+        """Return the four totals, see the class."""
         return {
             "checkpoint_count": self._checkpoint_count,
             "total_time_saved": self._total_time_saved,
@@ -221,8 +222,11 @@ class OffloadHooks:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's totals. `is_enabled` stays what this Trainer's strategy made
-        it, where there is one: the checkpoint may come from another."""
+        """Continue from a checkpoint's totals.
+
+        `is_enabled` is taken from the checkpoint only before `setup`: later it belongs to this
+        Trainer's strategy, and the checkpoint may come from another one.
+        """
         self._checkpoint_count = state_dict.get("checkpoint_count", 0)
         self._total_time_saved = state_dict.get("total_time_saved", 0.0)
         self._total_memory_freed = state_dict.get("total_memory_freed", 0.0)
@@ -232,7 +236,7 @@ class OffloadHooks:
     # ---- inside ----
 
     def _judge(self, strategy: Any) -> tuple[bool, str]:
-        """(whether the callback works with a strategy, why not)"""
+        """Return whether the callback works with a strategy, and the reason if not."""
         for name, reason in _INCOMPATIBLE:
             if self._is_a(strategy, name):
                 return False, reason
@@ -258,7 +262,7 @@ class OffloadHooks:
         )
 
     def _tell_missing(self, key: str, checkpoint: dict[str, Any]) -> None:
-        """A key of the user's own that no checkpoint has is a slip of the keyboard, most likely."""
+        """Warn once of a key of the user's that no checkpoint has had: it is probably a typo."""
         if key in self._found or key in _DEFAULT_KEYS or key in self._missing:
             log.debug("CPUOffloadCallback: the checkpoint has no key %r", key)
             return
@@ -289,13 +293,18 @@ class OffloadHooks:
         )
 
 
-# As in `plugin`: Python's own errors name the class that users know.
+# As in `plugin`: Python's own errors then name the class that users know.
 OffloadHooks.__init__.__qualname__ = "CPUOffloadCallback.__init__"
 
 
 def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
-    """(what could be moved, number of its tensors, bytes copied). Keys are moved together, so that
-    what they share stays shared; one that cannot be moved stays as it is."""
+    """Copy the values of all keys together, so that tensors shared between them stay shared.
+
+    A key whose value cannot be copied stays as it is.
+
+    Returns:
+        The keys with their copies, the number of tensors, and the bytes copied.
+    """
     try:
         return _copy(wanted)
     except Exception as error:
@@ -308,13 +317,13 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
                 str(error),
             )
             return {}, 0, 0
-        # The text alone: the frames of the error's traceback would hold the checkpoint for as long
-        # as somebody keeps the record.
+        # Only the text is logged: the frames of the error's traceback would keep the checkpoint
+        # for as long as a log record exists.
         log.debug("CPUOffloadCallback: the keys are tried one by one: %s", str(error))
     alone = [_offload({key: value}) for key, value in wanted.items()]
     good = {key: wanted[key] for moved, _, _ in alone for key in moved}
     if len(good) < len(wanted):
-        del alone  # its memory goes back before the others are copied together
+        del alone  # frees its memory before the others are copied together
         return _offload(good)
     moved = {key: value for each, _, _ in alone for key, value in each.items()}
     return moved, sum(each[1] for each in alone), sum(each[2] for each in alone)
@@ -322,7 +331,7 @@ def _offload(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 
 def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     try:
-        taken = snapshot_at_once(wanted)  # training does not wait for somebody else's memory
+        taken = snapshot_at_once(wanted)  # never waits for memory in use
         return taken.tree, taken.num_tensors, taken.nbytes
     except PoolExhaustedError as error:
         log.warning("CPUOffloadCallback: ordinary memory is used: %s", str(error))
@@ -330,7 +339,7 @@ def _copy(wanted: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
 
 
 def _skipped(moved: dict[str, Any]) -> Iterable[str]:
-    """ "Type at 'path'" for each object that was left whole."""
+    """Yield "Type at 'path'" for each object that was not copied."""
     left = {id(node): node for node in Tree(moved).left_whole}
     for path, node in paths(moved, lambda node: id(node) in left):
         yield f"{type(node).__name__} at {path!r}"
@@ -341,13 +350,15 @@ def _gpu_bytes() -> int:
 
 
 def _nbytes(tree: Any) -> int:
-    """Bytes of the storages under a tree."""
+    """Return the bytes of the storages under a tree."""
     return Tree(tree).nbytes()
 
 
 def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
-    """(bytes of the optimizers' state, now or once they have stepped; the names of those about
-    which nothing is known)"""
+    """Return the bytes of the optimizers' state, and the names of optimizers of unknown size.
+
+    The state of an optimizer that has not stepped yet is estimated.
+    """
     nbytes = 0
     unknown: list[str] = []
     for optimizer in optimizers:
@@ -366,9 +377,11 @@ def _optimizer_nbytes(optimizers: Iterable[Any]) -> tuple[int, list[str]]:
 
 
 def _state_copies(kind: type[Any], group: dict[str, Any]) -> int | None:
-    """How many tensors as large as the parameter an optimizer keeps for each: the source is the
-    list of state in each class's documentation in torch.optim. None when unknown."""
-    # A class with a step of its own may keep anything.
+    """Return how many tensors of a parameter's size an optimizer keeps for it; None if unknown.
+
+    Source: the list of state in each class's documentation in torch.optim.
+    """
+    # A class with a step of its own may keep any state.
     if not str(getattr(kind.step, "__module__", None)).startswith("torch.optim"):
         return None
     names = {base.__name__ for base in kind.__mro__}

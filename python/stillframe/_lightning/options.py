@@ -1,4 +1,4 @@
-"""What the checkpoint plugin may be asked for, checked once."""
+"""Holds and checks the options of the checkpoint plugin."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OnError = Literal["raise", "warn"]
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
-    """Those of `CheckpointPlugin`, without the other CheckpointIO.
+    """The options of `CheckpointPlugin`, except for the other CheckpointIO.
 
     Raises:
-        TypeError, ValueError: What `Engine` refuses, an engine that skips saves, or `engine`
-            together with an option of the engine.
+        TypeError, ValueError: `Engine` refuses an option, the engine skips saves, or `engine` is
+            given together with an option of an engine.
     """
 
     engine: Engine | None = None
@@ -42,7 +42,7 @@ class PluginOptions:
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
             raise ValueError(f"on_error has to be 'raise' or 'warn', not {self.on_error!r}")
-        self.save_options(overlap=self.overlap)  # refuses what a save would refuse
+        self.save_options(overlap=self.overlap)  # raises what a save would raise
         refuse_unclear(log_metrics=self.log_metrics)
         own = self.engine_options()
         if self.engine is not None:
@@ -55,10 +55,10 @@ class PluginOptions:
                 )
         elif own is not None:
             refuse_skipping(self.when_busy)
-            Engine(**own).close()  # refuses now what it would refuse at a save
+            Engine(**own).close()  # raises now what the first save would raise
 
     def engine_options(self) -> EngineOptions | None:
-        """Of an engine of the plugin's own; None where another engine serves."""
+        """Return the options of the plugin's own engine; None if it uses another engine."""
         given = (self.pool_bytes, self.max_in_flight, self.when_busy)
         if given == (None, DEFAULT_IN_FLIGHT, "wait"):
             return None
@@ -80,9 +80,10 @@ class PluginOptions:
 
 
 def refuse_skipping(when_busy: WhenBusy) -> None:
-    """
+    """Check `when_busy` of an engine that a plugin uses.
+
     Raises:
-        ValueError: Saves may be skipped, or it is none of the ways.
+        ValueError: The value is "skip", which may lose checkpoints, or is not known.
     """
     if when_busy == "skip":
         raise ValueError(

@@ -1,8 +1,9 @@
-"""What `stillframe.lightning` and `stillframe.pytorch_lightning` share: the checkpoint plugin.
+"""Defines the checkpoint plugin of `stillframe.lightning` and `stillframe.pytorch_lightning`.
 
-It imports neither package. Each of the two modules adds its package's `CheckpointIO` as a base
-and names its `TorchCheckpointIO` as the reader. The plugin shows what users and Lightning call;
-`checkpoints.py` does it, and is what the companion callback (`companion.py`) talks to.
+This module imports neither package. Each of the two modules adds its package's `CheckpointIO` as a
+base and names its `TorchCheckpointIO` as the reader. The plugin has the methods that users and
+Lightning call. `checkpoints.py` implements them, and serves the companion callback
+(`companion.py`) too.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class CheckpointPlugin:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Saves `checkpoint` to the file `path`.
+        """Save `checkpoint` to the file `path`.
 
         When the call returns depends on the caller: see docs/lightning.md. Missing parent
         directories are created. A symbolic link at `path` is replaced, not followed.
@@ -118,12 +119,12 @@ class CheckpointPlugin:
         self._checkpoints.save(trainer, checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads and checks a checkpoint as `stillframe.load` does (or with `checkpoint_io`), once
-        earlier saves of `path` have ended. The ranks of a machine read it from the disk once.
+        """Load and check a checkpoint, once earlier saves of `path` have ended.
 
-        Takes `map_location` and `weights_only` as Lightning's
-        `TorchCheckpointIO.load_checkpoint` of the installed version does, with its defaults. That
-        method itself reads remote paths, and every path if `torch.load` was replaced.
+        Loads as `stillframe.load` does, or with `checkpoint_io`. The ranks of a machine read the
+        file from the disk once. `map_location` and `weights_only` and their defaults are those of
+        `TorchCheckpointIO.load_checkpoint` in the installed Lightning. That method itself reads
+        remote paths, and every path if `torch.load` was replaced.
 
         Raises:
             CorruptCheckpointError: The file is damaged.
@@ -131,19 +132,19 @@ class CheckpointPlugin:
         return self._checkpoints.load(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes the file, link or directory `path`, once every save submitted before has ended.
+        """Remove the file, link or directory `path`, once every save submitted before has ended.
 
         If the last of those saves failed, `path` is kept and a warning is logged, so a rotation
-        always leaves at least one durable checkpoint. A missing `path` is not an error. Where saves
-        return only when they are durable, the remove is done when this returns.
+        always leaves at least one durable checkpoint. A missing `path` is not an error. For callers
+        whose saves are durable on return, the remove is done when this returns.
         """
         self._checkpoints.remove(calling_trainer(self, "remove_checkpoint"), path)
 
     def teardown(self) -> None:
-        """Waits for this plugin's saves, links and removes.
+        """Wait for this plugin's saves, links and removes.
 
-        If that takes more than a second, a line on stderr says so. May be called again; the plugin
-        can be used again. Fabric never calls it: use `stillframe.wait_all()` there.
+        If that takes more than a second, a line on stderr says so. May be called again, and the
+        plugin can be used afterwards. Fabric never calls it: use `stillframe.wait_all()` there.
 
         Raises:
             StillframeError: The oldest error that was not raised yet; its notes name the others.
@@ -152,12 +153,12 @@ class CheckpointPlugin:
         self._checkpoints.tear_down(calling_trainer(self, "teardown"))
 
 
-# Python's own errors about arguments name the class that users know.
+# Python's own errors about arguments then name the class that users know.
 CheckpointPlugin.__init__.__qualname__ = "AsyncCheckpointIO.__init__"
 
 
 def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
-    """The plugin of ours that `trainer` saves with, bare or wrapped; None if it uses another."""
+    """Return the stillframe plugin that `trainer` saves with, bare or wrapped; None if none."""
     for io in io_chain(trainer.strategy):
         if isinstance(io, CheckpointPlugin):
             return io
@@ -165,14 +166,16 @@ def _plugin_of(trainer: Any) -> CheckpointPlugin | None:
 
 
 def checkpoints_of(trainer: Any) -> Checkpoints | None:
-    """Those of the plugin that `trainer` saves with, for the companion."""
+    """Return the checkpoints of the plugin that `trainer` saves with, for the companion."""
     plugin = _plugin_of(trainer)
     return None if plugin is None else plugin._checkpoints
 
 
 def register(trainer: Any) -> bool:
-    """For the entry point, while `trainer` is being made: whether it saves with a plugin of ours,
-    and so gets the companion."""
+    """Register a Trainer that is being made; return whether it gets the companion.
+
+    The entry point calls this. A Trainer gets the companion if it saves with a stillframe plugin.
+    """
     checkpoints = checkpoints_of(trainer)
     if checkpoints is not None:
         checkpoints.register(trainer)
@@ -180,16 +183,16 @@ def register(trainer: Any) -> bool:
 
 
 def saves_by_itself(trainer: Any) -> bool:
-    """Whether `trainer` saves with our plugin, and that with no other CheckpointIO."""
+    """Return whether `trainer` saves with stillframe's plugin without another CheckpointIO."""
     outermost = next(io_chain(getattr(trainer, "strategy", None)), None)
     return isinstance(outermost, CheckpointPlugin) and outermost._checkpoints.inner is None
 
 
 def register_with_loaded_packages(cls: type[CheckpointPlugin]) -> None:
-    """Makes `cls` a virtual subclass of every loaded package's CheckpointIO.
+    """Make `cls` a virtual subclass of every loaded package's CheckpointIO.
 
-    `lightning` and `pytorch_lightning` each have their own, and their Trainers ask for it with
-    isinstance. A package that is loaded later is found when the next plugin is made.
+    `lightning` and `pytorch_lightning` each have their own class, and their Trainers check for it
+    with isinstance. A package that is loaded later is found when the next plugin is made.
     """
     for name in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
         base = getattr(sys.modules.get(name), "CheckpointIO", None)

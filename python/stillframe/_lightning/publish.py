@@ -1,10 +1,10 @@
-"""What is made known of a checkpoint once it is durable: to loggers, and as metrics.
+"""Tells loggers of a checkpoint, and logs its metrics, once the checkpoint is durable.
 
 Lightning tells its loggers of a checkpoint when the save returns (`after_save_checkpoint`), and
-they upload the file then. Here the call is kept until the file is durable, and made on the main
-thread, at the first hook after that. Until then the callback goes on to later checkpoints, so
-for the call it is put back to what it was at the save: `best_model_path` and its like name files
-that are there.
+they upload the file then. This module keeps the call until the file is durable, and makes it on
+the main thread at the first hook after that. Meanwhile the callback has continued with later
+checkpoints. So its state of the save is restored for the call: `best_model_path` and similar
+attributes then name files that exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stillframe._save.report import SaveReport
 
 log = logging.getLogger("stillframe")
 
-# Of ModelCheckpoint: what names checkpoints and their scores.
+# Attributes of ModelCheckpoint that name checkpoints and their scores.
 _STATE = (
     "best_model_path",
     "best_model_score",
@@ -34,10 +34,10 @@ _STATE = (
 
 
 class Publication:
-    """A call that waits for a save to be durable.
+    """A call that is made when a save is durable.
 
     Attributes:
-        place: The checkpoint, which is not removed before the call; None where it may be.
+        place: The checkpoint, which is not removed before the call; None if it may be removed.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Publication:
         return self.handle.done()
 
     def deliver(self) -> None:
-        """Makes the call, once; not if the save failed."""
+        """Make the call once, unless the save failed."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -63,7 +63,7 @@ class Publication:
 
 
 def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveReport], object]:
-    """`tell(callback)`, made later with the callback's state of now."""
+    """Return a call of `tell(callback)` that restores the callback's present state."""
     state = {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in ((name, getattr(callback, name, None)) for name in _STATE)
@@ -74,7 +74,7 @@ def logger_call(tell: Callable[[Any], object], callback: Any) -> Callable[[SaveR
         try:
             with _put_back(callback, state):
                 tell(callback)
-        except ReferenceError:  # Lightning hands on a weak proxy, and the callback is gone
+        except ReferenceError:  # Lightning passes a weak proxy, and the callback was freed
             log.warning("stillframe: loggers are not told of %s: its callback is gone", report.path)
 
     return call
@@ -93,7 +93,7 @@ def _put_back(callback: Any, state: dict[str, Any]) -> Iterator[None]:
 
 
 def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
-    """Logs what a save cost to the loggers of `trainer`."""
+    """Return a call that logs the cost of a save to the loggers of `trainer`."""
 
     def call(report: SaveReport) -> None:
         metrics = {
@@ -102,7 +102,7 @@ def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
             "checkpoint/durable_s": report.durable_after_s,
             "checkpoint/bytes": float(report.nbytes),
         }
-        # As Trainer.log counts: some loggers refuse a step below the last one.
+        # Counted as Trainer.log does, because some loggers refuse a step below the last one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -111,7 +111,7 @@ def metrics_call(trainer: Any) -> Callable[[SaveReport], object]:
 
 
 def listens(logger: Any) -> bool:
-    """Whether `logger` does anything in `after_save_checkpoint`; the base class does not."""
+    """Return whether `logger` overrides `after_save_checkpoint`."""
     method = getattr(logger, "after_save_checkpoint", None)
     function = getattr(method, "__func__", method)
     return not (

@@ -1,12 +1,13 @@
-"""Errors of one rank, raised by all ranks of a Trainer together.
+"""Makes all ranks of a Trainer raise the error of one rank together.
 
-Lightning has every rank meet in a barrier behind a save, which rank 0 makes alone or each makes a
-part of. An error raised in between leaves the others in the barrier, so it is kept until all have
-passed it; then one flag goes round, and if it is set the error follows it.
+In Lightning all ranks meet in a barrier after a save, which rank 0 makes alone or every rank makes
+a part of. An error raised before the barrier would leave the other ranks waiting in it. So the
+error is kept until all have passed the barrier. Then the ranks exchange one flag and, if it is set,
+the error.
 
-After training rank 0 raises alone: between `setup` and `teardown` all ranks raise together, and a
-save after that stands behind the barrier in which the others wait. Nothing of ours may stay on a
-Trainer that was torn down.
+All ranks raise together between `setup` and `teardown`. After that rank 0 raises alone: nothing of
+ours may stay on a Trainer that was torn down. Before it raises, rank 0 enters the barrier of
+`Trainer.save_checkpoint`, in which the other ranks wait.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from stillframe.errors import StillframeError
 
 
 def several(trainer: Any) -> bool:
-    """Whether `trainer` runs on several ranks that can talk to each other now."""
+    """Return whether `trainer` runs on several ranks that can communicate now."""
     return trainer.world_size > 1 and is_initialized()
 
 
 def agree(
     strategy: Any, error: BaseException | None, unmade: bool = False
 ) -> tuple[BaseException | None, bool]:
-    """What every rank is to raise: its own error, or that of the first rank that has one, or None.
-    A collective: call it on all ranks.
+    """Agree on the error that every rank raises. A collective: call it on all ranks.
 
     Args:
+        error: This rank's error.
         unmade: This rank's call failed, so that no save was made.
 
     Returns:
-        Besides, whether `unmade` is true on any rank that has an error.
+        This rank's own error, or that of the first rank that has one, or None; and whether
+        `unmade` is true on any rank, if any rank has an error.
     """
     if not strategy.reduce_boolean_decision(error is not None, all=False):
         return None, False
@@ -56,6 +58,6 @@ def _packed(error: BaseException | None) -> bytes | None:
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
-    except Exception:  # an error of other code, with whatever in it
+    except Exception:  # errors of other code may hold anything
         packed = pickle.dumps(StillframeError(f"{type(error).__name__}: {error}"))
     return packed

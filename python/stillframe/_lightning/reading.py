@@ -1,4 +1,4 @@
-"""Loads of the plugin: by `stillframe.load`, where that does what Lightning's own reader would."""
+"""Loads with `stillframe.load` if that gives the result of Lightning's own reader, else with it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _FORCED = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 
 
 def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> Any:
-    """What `reader(place.given, *args, **kwargs)` returns: that of the installed Lightning's
-    CheckpointIO.
+    """Load what `reader(place.given, *args, **kwargs)` would return.
+
+    Args:
+        reader: The `load_checkpoint` of the installed Lightning's CheckpointIO.
 
     Raises:
         CorruptCheckpointError: The file is damaged.
-        FileNotFoundError: There is none.
-        Everything that the reader raises.
+        FileNotFoundError: There is no such file.
+        Exception: The reader's own errors.
     """
     path = place.given
     how = _arguments(reader, place, args, kwargs)
@@ -37,11 +39,11 @@ def read(reader: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> An
 def _arguments(
     reader: Callable[..., Any], place: Place, args: Any, kwargs: Any
 ) -> dict[str, Any] | None:
-    """What `load` is to be given; None where the reader is to be called."""
+    """Return the arguments for `load`; None if the reader must be called."""
     path = place.given
     if not isinstance(path, (str, os.PathLike)) or place.remote or str(path).startswith("~"):
         return None
-    # A layer that decrypts, a test that counts: they expect that theirs is called.
+    # Code that has replaced torch.load, to decrypt or to count, expects that to be called.
     if torch.load not in (torch.serialization.load, load):
         return None
     if any(name in os.environ for name in _FORCED):
@@ -49,14 +51,14 @@ def _arguments(
     try:
         given = inspect.signature(reader).bind(path, *args, **kwargs)
     except TypeError:
-        return None  # it says so itself
+        return None  # the reader raises this itself
     asked = dict(given.arguments)
     given.apply_defaults()
     meant = dict(given.arguments)
     del meant["path"]
-    # Its default leaves every storage on the CPU.
+    # The reader's default leaves every storage on the CPU.
     meant["map_location"] = asked.get("map_location", "cpu")
-    # torch.load's own default, where Lightning's reader passes it on; before, it passed False.
+    # None means torch.load's own default, True. Older versions of Lightning passed False.
     weights_only = meant.get("weights_only", False)
     meant["weights_only"] = True if weights_only is None else weights_only
     return meant if meant.keys() == {"map_location", "weights_only"} else None

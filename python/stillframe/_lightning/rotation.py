@@ -1,12 +1,12 @@
-"""What becomes of files once saves have ended: removes, links, and who is told of a checkpoint.
+"""Removes, links and announces files once saves have ended.
 
-    remove   a file is removed behind the saves submitted before, in the log; it is held back while
-             a link points to it or loggers are still to be told of it
-    link     `last.ckpt` becomes a link to a file when that is there, in the log
-    notify   loggers are told of a checkpoint once it is durable, on the thread that trains
+    remove   removes a file after the saves submitted before it, in the log; held back while a link
+             points to the file or loggers are still to be told of it
+    link     makes `last.ckpt` a link to a file when that exists, in the log
+    notify   tells loggers of a checkpoint once it is durable, on the training thread
 
-A signal handler may save, remove and notify in the middle of any method here. So what is taken from
-a collection is taken in one step, and done only by who got it.
+A signal handler may save, remove and notify in the middle of any method here. So every method takes
+an item from a collection in one step, and only the caller that got the item handles it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Rotation:
     """The files of one plugin in one process.
 
     Args:
-        remover_of: Who removes a file, if that is not stillframe.
+        remover_of: Returns the CheckpointIO that removes a file; None for stillframe itself.
         durable: Sync the directories of links.
 
     Attributes:
         held: Removes that wait until nothing needs the file, in order.
-        links: What each link that was made points to, as of the log's end.
+        links: The target of each link, once all entries of the log are done.
         publications: Calls that wait for a save to be durable, in order.
-        errors: Of links that could not be made, until somebody takes them.
+        errors: Errors of links that could not be made, until they are collected.
     """
 
     def __init__(self, remover_of: Callable[[Place], Inner | None], *, durable: bool) -> None:
@@ -50,42 +50,45 @@ class Rotation:
         self.links: dict[Place, Place] = {}
         self.publications: deque[Publication] = deque()
         self.errors: deque[BaseException] = deque()
-        # Which link pointed to a file last, for files that no link needs any more.
+        # For files that no link needs any more: the link that pointed to them last.
         self._linked_by: dict[Place, Place] = {}
-        # Name in the log of the newest link or remove; all earlier ones end before.
+        # Name in the log of the newest link or remove; all earlier ones end before it.
         self._newest_key: bytes | None = None
 
     def under_way(self) -> bool:
         return bool(self.publications or self.held or self._newest_key)
 
     def make_room(self, place: Place) -> None:
-        """Something is about to be submitted that makes this file: removes of it come first."""
+        """Submit a remove of this file that is held back, because the file is about to be made."""
         self.links.pop(place, None)
         self._submit_remove(place)
 
     def remove(self, place: Place) -> None:
-        """Removes the file, now or when nothing needs it any more."""
+        """Remove the file, now or when nothing needs it any more."""
         self.links.pop(place, None)
         self.held[place] = None
         self.release()
 
     def release(self, *, all_of_them: bool = False) -> None:
-        """Submits the removes that nothing holds back."""
+        """Submit the removes that nothing holds back."""
         for place in list(self.held):
             if all_of_them or not self._needed(place):
                 self._submit_remove(place)
 
     def _release_last(self) -> None:
-        """Submits what is still held back when a run ends. A link that was to be made anew may
-        never have been, as after Ctrl-C: what it names when the turn comes is kept."""
+        """Submit the removes that are still held back when a run ends.
+
+        After Ctrl-C a link may not have been made anew. So each remove keeps the file if a link
+        still names it when its entry is at the head of the log.
+        """
         for link, target in list(self.links.items()):
             if target in self.held:
                 self._linked_by[target] = link
         self.release(all_of_them=True)
 
     def link(self, target: Place, link: Place) -> None:
-        """Makes `link` a link to `target` when all saves submitted before have ended."""
-        # An exception may come before any line. The former target is let go of last.
+        """Make `link` a link to `target` when all saves submitted before have ended."""
+        # An exception may come before any line, so the former target is released last.
         former = self.links.get(link)
         if former is not None:
             self._linked_by[former] = link
@@ -97,8 +100,10 @@ class Rotation:
         self.release()
 
     def will_exist(self, place: Place, otherwise: Callable[[Any], bool]) -> bool:
-        """Whether the file will be there when the log has run out; `otherwise(path)` says so of
-        remote paths that are not in the log."""
+        """Return whether the file will exist once all entries of the log are done.
+
+        `otherwise(path)` answers for remote paths that are not in the log.
+        """
         if place in self.held:
             return False
         if not place.remote:
@@ -107,7 +112,7 @@ class Rotation:
         return otherwise(place.given) if known < 0 else bool(known)
 
     def notify(self) -> None:
-        """Makes the calls that are due, in order, and lets go of files."""
+        """Make the calls that are due, in order, and submit removes that waited for them."""
         for publication in list(self.publications):
             if not publication.due():
                 break
@@ -116,7 +121,7 @@ class Rotation:
             self.release()
 
     def finish(self) -> BaseException | None:
-        """Makes every call, and waits for links and removes. Saves have ended.
+        """Make every call, and wait for links and removes, after all saves have ended.
 
         Returns:
             The first error of a call.
@@ -133,7 +138,7 @@ class Rotation:
         return raised
 
     def wait(self) -> None:
-        """Waits for links and removes."""
+        """Wait for links and removes."""
         while (newest := self._newest_key) is not None:
             _ordered.wait_for_key(newest)
             if self._newest_key is newest:
@@ -142,12 +147,12 @@ class Rotation:
     def _make_link(self, target: Place, link: Place) -> bool:
         try:
             return _links.make_link(target.name, link.name, durable=self._durable)
-        except Exception as error:  # raised on the thread that trains
+        except Exception as error:  # raised later, on the training thread
             self.errors.append(error.with_traceback(None))
             return False
 
     def _needed(self, place: Place) -> bool:
-        """Whether a link points to the file, or loggers are still to be told of it."""
+        """Return whether a link points to the file, or loggers are still to be told of it."""
         return place in self.links.values() or any(
             each.place == place for each in list(self.publications)
         )
@@ -168,7 +173,7 @@ class Rotation:
         self._newest_key = key
 
     def _deliver(self, publication: Publication) -> None:
-        # It is taken off the list, and its file let go of, after the call.
+        # It stays in the list, which protects its file, until the call has returned.
         try:
             publication.deliver()
         finally:
@@ -177,11 +182,13 @@ class Rotation:
 
 
 def note_unmade(path: Any) -> None:
-    """A save failed in its call, and who asked for it is not told: it goes on and removes older
-    files. So the log gets a save that failed, after which removes are dropped until one does well.
+    """Add a failed save to the log, for a save that failed in its call and was only warned of.
+
+    The caller does not see the failure and removes older files next. After a failed save the log
+    drops removes until a save succeeds.
     """
     try:
         name = Place.of(path).key()
-    except (TypeError, ValueError):  # no path at all
+    except (TypeError, ValueError):  # not a path
         name = repr(path).encode(errors="replace")
     _ordered.submit(name, _core.WORK_SAVE, lambda after_good: False)

@@ -1,16 +1,15 @@
-"""Strategies that save a part of the state on each rank: `FSDPStrategy(state_dict_type="sharded")`
-and `ModelParallelStrategy`, of a Trainer and of Fabric.
+"""Saves checkpoints of strategies in which each rank saves a part of the state.
 
-They call DCP themselves, synchronously and on the group that they train on, and ask no
-CheckpointIO. So functions of ours stand over methods of the strategy object:
+These are `FSDPStrategy(state_dict_type="sharded")` and `ModelParallelStrategy`, of a Trainer and of
+Fabric. They call DCP themselves, synchronously and on the process group that they train on, and
+bypass the CheckpointIO. So this module replaces methods of the strategy object:
 
     save_checkpoint              all ranks save through stillframe's DCP writer, beside training
     load_checkpoint              waits for that, and refuses what is not complete
     lightning_module_state_dict,
     optimizer_state              leave tensors where they are: the save copies them
 
-What is saved is what Lightning saves, under the same names: it loads it without us, and we load
-what it has saved.
+The checkpoints have the contents and names of Lightning's own, so each can load the other's.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Original = Callable[..., Any]
 
 
 def stand_over(wraps: Wraps, checkpoints: Checkpoints, trainer: Any) -> None:
-    """Has `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
+    """Make `checkpoints` save the sharded checkpoints of `trainer`, until `wraps` is restored."""
     strategy = trainer.strategy
     wraps.put(strategy, "save_checkpoint", functools.partial(_save, checkpoints, trainer))
     wraps.put(strategy, "load_checkpoint", functools.partial(_load, checkpoints, strategy))
     if sharded_as(strategy) == "state_dict":
-        # With FSDP the state comes to the host as Lightning asks for it: its hooks do that.
+        # Not with FSDP, whose own hooks copy the state to the host when Lightning asks for it.
         for name, function in (
             ("lightning_module_state_dict", _model_state),
             ("optimizer_state", _optimizer_state),
@@ -64,7 +63,7 @@ def _save(
 ) -> None:
     strategy = trainer.strategy
     if storage_options is not None:
-        original(checkpoint, filepath, storage_options)  # says that it does not take them
+        original(checkpoint, filepath, storage_options)  # raises that they are not supported
         return
     place = Place.of(strategy.broadcast(filepath))
     if place.remote:
@@ -90,22 +89,23 @@ def _load(
         error: BaseException | None = None
         try:
             checkpoints.wait_for(place)
-            gate.wait()  # what is loaded goes over what saves in flight may still be copying
+            gate.wait()  # the load overwrites what saves in flight may still copy
             if strategy.global_rank == 0:
                 _make_ready(place.text)
         except (StillframeError, OSError) as caught:
             error = caught
-        error, _ = ranks.agree(strategy, error)  # behind it the saves of all ranks have ended
+        error, _ = ranks.agree(strategy, error)  # afterwards the saves of all ranks have ended
         if error is not None:
             raise error
     return original(*args, **kwargs)
 
 
 def _make_ready(path: str) -> None:
-    """
+    """Check that a checkpoint is complete, and replace `meta.pt` if it is of another save.
+
     Raises:
-        CorruptCheckpointError: Its save never ended.
-        OSError: `meta.pt` is of another save, and the right one cannot take its place.
+        CorruptCheckpointError: The checkpoint's save never ended.
+        OSError: The right `meta.pt` cannot be put in place.
     """
     from stillframe._dcp import beside, checkpoint
 
@@ -138,13 +138,13 @@ def _optimizer_state(strategy: Any, original: Original, optimizer: Any) -> Any:
 
 
 def sharded(strategy: Any) -> Any:
-    """Has the sharded checkpoints of a strategy of Fabric saved by stillframe.
+    """Save the sharded checkpoints of a strategy of Fabric with stillframe.
 
         fabric = Fabric(strategy=sharded(ModelParallelStrategy(parallelize)))
 
     `fabric.save` returns once the state is captured, and `fabric.load` waits for saves of its path.
-    What went wrong is raised by the next save, on all ranks, or by `stillframe.wait_all()`, which
-    Fabric's end needs: it has none of its own. May be called again.
+    The next save raises the errors of earlier ones, on all ranks. Call `stillframe.wait_all()` at
+    the end, because Fabric has no hook there; it raises the rest. May be called again.
 
     Args:
         strategy: `FSDPStrategy(state_dict_type="sharded")` or `ModelParallelStrategy`, of
@@ -154,7 +154,7 @@ def sharded(strategy: Any) -> Any:
         The same object.
 
     Raises:
-        TypeError, ValueError: Another one, with the reason why it is not served.
+        TypeError, ValueError: The strategy is not supported; the message gives the reason.
     """
     _refuse(strategy)
     wraps = Wraps()
@@ -207,7 +207,7 @@ def _save_fabric(
     model = _only_model(strategy, state)
     place = Place.of(strategy.broadcast(path))
     if storage_options is not None or filter is not None or model is None or place.remote:
-        # It says why not, or saves remotely.
+        # The original raises the reason, or saves to the remote path.
         original(path, state, storage_options=storage_options, filter=filter)
         return
     states, rest = _states(strategy, model, state)
@@ -216,7 +216,7 @@ def _save_fabric(
 
 
 def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
-    """The one model in `state` that is sharded; None where there is none, or more than one."""
+    """Return the only sharded model in `state`; None if there is none, or more than one."""
     import torch
 
     if sharded_as(strategy) == "model":
@@ -238,7 +238,7 @@ def _only_model(strategy: Any, state: dict[str, Any]) -> Any:
 def _states(
     strategy: Any, model: Any, state: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of models and optimizers, and everything else."""
+    """Split `state` into the states of models and optimizers, and everything else."""
     import torch
 
     of_model, of_optimizer = _getters(strategy, model)

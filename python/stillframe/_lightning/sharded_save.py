@@ -1,8 +1,8 @@
-"""A save that all ranks make, of a state that each has a part of: a plugin's save through DCP.
+"""Saves a state of which each rank has a part, through DCP, for a plugin.
 
-On every rank it has its place in the process's log, as files have. So what was to be removed before
-is gone, and what is to be removed or linked behind it waits for its end, which is the same on all
-ranks. A file or link that stands where the directory goes is removed first.
+On every rank the save has an entry in the process's log, as saves of files have. So removes
+submitted before it are done first, and removes and links submitted after it wait for its end, which
+is the same on all ranks. A file or link with the directory's name is removed first.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from stillframe._save.options import SaveOptions
 from stillframe._snapshot.save import SnapshotSave
 from stillframe.errors import SaveError, StillframeError
 
-# Lightning takes a directory for a sharded checkpoint where there is such a file.
+# A directory with this file is a sharded checkpoint for Lightning.
 META = "meta.pt"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What is saved.
+    """The contents of a checkpoint.
 
     Attributes:
-        state: Of models and optimizers, for DCP.
-        rest: Everything else; rank 0's is saved.
-        rank: This one.
+        state: The states of models and optimizers, for DCP.
+        rest: Everything else; only rank 0's is saved.
+        rank: This rank.
     """
 
     state: dict[str, Any]
@@ -39,12 +39,12 @@ class Parts:
 
 
 def submit(parts: Parts, place: Place, options: SaveOptions, *, engine: Engine) -> SaveHandle:
-    """Starts the save. Collective; a rank that raises takes part in it, and it fails on all.
+    """Start the save. A collective: if one rank raises, the save fails on all of them.
 
-    A state that does not fit into the pool is saved as it is, and waited for.
+    A state that does not fit into the pool is saved from its own memory, in the call.
 
     Raises:
-        BusyError: With an engine that raises it, on all ranks.
+        BusyError: The engine of a rank is busy and raises this; all ranks raise it.
         StillframeError, Exception: This rank could not copy its state.
     """
     from stillframe._dcp.api import saver_of_this_process
@@ -80,12 +80,12 @@ def _saved(saver: Any, state: dict[str, Any], place: Place, asked: Any) -> Any:
 
     try:
         return saver.save(state, place, asked)
-    except CheckpointException as error:  # of a save of the user's own
+    except CheckpointException as error:  # raised by the user's own DCP save
         raise of_save(error, place.text) from None
 
 
 def of_save(error: BaseException, path: str) -> Exception:
-    """What failed, as an error that `except Exception` catches: DCP's own is none."""
+    """Convert an error to one that `except Exception` catches, which DCP's own is not."""
     failures: dict[int, Any] = getattr(error, "failures", {})
     if not failures:
         if isinstance(error, Exception):

@@ -1,7 +1,7 @@
-"""Strategies that do not hand their checkpoints to a CheckpointIO, or cannot; those of them whose
-checkpoints are saved all the same, by all ranks (`sharded.py`).
+"""Recognises strategies that do not, or cannot, give their checkpoints to a CheckpointIO.
 
-They are told by the names of their classes: their modules need not be there.
+Checkpoints of some of them are saved all the same, by all ranks (`sharded.py`). Strategies are
+recognised by the names of their classes, because their modules may not be installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _warned: set[str] = set()
 
 
 def refuse(strategy: Any) -> None:
-    """
+    """Refuse strategies of XLA.
+
     Raises:
         TypeError: `strategy` keeps its state on XLA devices.
     """
@@ -29,7 +30,7 @@ def refuse(strategy: Any) -> None:
 
 
 def warn_if_bypassed(strategy: Any, plugin: str) -> None:
-    """One warning if `strategy` writes its checkpoints without its CheckpointIO."""
+    """Warn once if `strategy` writes its checkpoints without its CheckpointIO."""
     reason = _bypassed(strategy)
     if reason is None or reason in _warned:
         return
@@ -43,8 +44,10 @@ def warn_if_bypassed(strategy: Any, plugin: str) -> None:
 
 
 def sharded_as(strategy: Any) -> str | None:
-    """What the model is called in the checkpoints of `strategy`, if each rank saves its part of
-    them, in Lightning's own way; None otherwise."""
+    """Return the model's key in the checkpoints of `strategy` if each rank saves a part of them.
+
+    None if the strategy does not save so, or has a `save_checkpoint` that is not Lightning's.
+    """
     kind = _sharded(strategy)
     if kind is None or not _is_lightnings(getattr(type(strategy), "save_checkpoint", None)):
         return None
@@ -60,7 +63,7 @@ def _bypassed(strategy: Any) -> str | None:
 
 
 def _sharded(strategy: Any) -> str | None:
-    """The name of the class of Lightning's, if `strategy` is to save sharded checkpoints."""
+    """Return the name of Lightning's class if `strategy` is set to save sharded checkpoints."""
     for cls in type(strategy).__mro__:
         name = cls.__name__
         if name == "FSDPStrategy" and getattr(strategy, "_state_dict_type", None) == "sharded":

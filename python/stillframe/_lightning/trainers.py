@@ -1,4 +1,4 @@
-"""The Trainers that use a plugin: which of them train, and what was put over methods for them."""
+"""Keeps the Trainers that use a plugin: which of them train, and their replaced methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _NO_COMPANION = (
 
 
 class Trainers:
-    """A caller is a Trainer, the type `Fabric`, or None: see `calling_trainer`."""
+    """The Trainers of one plugin.
+
+    A caller is a Trainer, the type `Fabric`, or None: see `calling_trainer`.
+    """
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -33,7 +36,7 @@ class Trainers:
         self._known.add(trainer)
 
     def set_up(self, trainer: Any) -> Wraps:
-        """It does not train yet, though an earlier fit may have broken off."""
+        """Register a Trainer at `setup`: it does not train yet, even after a fit that broke off."""
         self._known.add(trainer)
         self._training.discard(trainer)
         return self._wraps.setdefault(trainer, Wraps())
@@ -54,14 +57,17 @@ class Trainers:
         self._training.discard(trainer)
 
     def behind(self, caller: Any) -> list[Any]:
-        """With no Trainer on the stack, one that uses the plugin may still be behind the call: a
-        launcher saves a spawned worker's result so, after training."""
+        """Return the Trainers that a call may come from.
+
+        A call without a Trainer on the stack may still come from one that uses the plugin: a
+        launcher saves a spawned worker's result like that, after training.
+        """
         if caller is Fabric:
             return []
         return list(self._known) if caller is None else [caller]
 
     def may_save_early(self, caller: Any) -> bool:
-        """Whether what `caller` saves may return before it is durable."""
+        """Return whether a save by `caller` may return before it is durable."""
         if caller is Fabric:
             return True
         if caller is not None and caller not in self._known:
@@ -73,10 +79,10 @@ class Trainers:
         )
 
     def failed(self, caller: Any) -> bool:
-        """Whether Lightning handles an exception of the training, which no error may replace.
+        """Return whether Lightning is handling an exception of the training.
 
-        An exception alone says nothing: a fit that goes well may have been started inside an
-        `except` block.
+        No error of ours may replace that exception. An exception being handled is not enough: a
+        healthy fit may have been started inside an `except` block.
         """
         return sys.exc_info()[0] is not None and any(
             each.state.status == "interrupted" for each in self.behind(caller)
@@ -88,8 +94,10 @@ def is_trainer(caller: Any) -> bool:
 
 
 def swaps_weights(caller: Any) -> bool:
-    """Whether ModelCheckpoint loads older weights for a save and puts the newer back right after:
-    with manual optimization, where the module keeps them."""
+    """Return whether ModelCheckpoint loads older weights for a save and restores the newer after.
+
+    It does so with manual optimization if the module keeps older weights.
+    """
     module = caller.lightning_module if is_trainer(caller) else None
     return (
         module is not None

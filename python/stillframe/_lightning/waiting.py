@@ -1,8 +1,7 @@
-"""The line that says what a long wait is for.
+"""Shows what a long wait is for.
 
-It appears on stderr when the wait has lasted a second: a progress bar where stderr is a
-terminal, one plain line where it is not. A thread of its own draws it, because the waiting
-thread is inside waits that answer signals.
+After one second of waiting, a progress bar appears on stderr if that is a terminal, else one plain
+line. A thread of its own draws it, because the waiting thread is inside waits that answer signals.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _REDRAW_S = 0.1
 
 
 class WaitingLine:
-    """Context manager around a wait for `handles`, and for what else their owner has to do."""
+    """A context manager around a wait for `handles` and for their owner's links and removes."""
 
     def __init__(self, handles: Sequence[SaveHandle]) -> None:
         self._handles = [handle for handle in handles if not handle.done()]
@@ -32,7 +31,7 @@ class WaitingLine:
         self._thread = threading.Thread(target=self._run, name="sf-waiting", daemon=True)
 
     def __enter__(self) -> WaitingLine:
-        with contextlib.suppress(OSError):  # no line where there is no thread, or it is too late
+        with contextlib.suppress(OSError):  # without a thread, or at exit, there is no line
             self._runs = start_once(self._thread)
         return self
 

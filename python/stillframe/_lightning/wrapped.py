@@ -1,13 +1,13 @@
-"""Saving with another CheckpointIO: `AsyncCheckpointIO(checkpoint_io=other)`.
+"""Saves with another CheckpointIO: `AsyncCheckpointIO(checkpoint_io=other)`.
 
-    save    a snapshot in memory of the pool; `other` saves that on a thread of ours
-    remove  `other` removes, on the same thread
-    load    `other` loads, once what was submitted before has ended
+    save    takes a snapshot in memory of the pool; `other` saves that on a thread of ours
+    remove  lets `other` remove, on the same thread
+    load    lets `other` load, once everything submitted before has ended
 
-All of it has its place in the process's log (`_save/ordered.py`), so removes run after the saves
-before them and only if the last one did well, and whoever asks for a name sees what is in flight.
-The snapshot's memory goes back when `other` has returned. How durable the result is, is up to
-`other`.
+All of these have entries in the process's log (`_save/ordered.py`). So a remove runs after the
+saves before it, and only if the last of them succeeded, and `exists` takes what is in flight into
+account. The snapshot's memory goes back when `other` has returned. `other` decides how durable the
+result is.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ log = logging.getLogger("stillframe")
 
 
 class Inner:
-    """The CheckpointIO inside, and the way to it.
+    """The CheckpointIO that a plugin wraps.
 
     Args:
-        io: A CheckpointIO. One of Lightning's wrappers with nothing inside gets `reader()`.
+        io: A CheckpointIO. A wrapper of Lightning's that wraps nothing gets `reader()` to wrap.
         reader: TorchCheckpointIO of the package.
-        sentence: Says in each report who wrote.
-        io_mode: Of each report; "fsspec" if `io` writes so.
+        sentence: Names the writer in each report.
+        io_mode: The I/O mode in each report; "fsspec" if `io` writes through that.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Inner:
         engine: Engine,
         pending: list[SaveHandle],
     ) -> SnapshotSave:
-        """Takes the snapshot and returns; waits while the engine has no free slot.
+        """Take the snapshot and return; wait while the engine has no free slot.
 
-        A checkpoint that no pool is large enough for is saved as it is, and waited for.
+        A checkpoint that is too large for the pool is saved from its own memory, in the call.
 
         Args:
             pending: The plugin's saves, oldest first; those that have ended may be among them.
@@ -89,7 +89,7 @@ class Inner:
                 save.waited()
                 taken = _take(checkpoint, options.overlap, engine, pending)
             except BaseException:
-                slot.give_back()  # now, and not when the traceback goes
+                slot.give_back()  # now, not when the traceback is freed
                 raise
             fallbacks, live = [self._sentence], None
             if taken is None:
@@ -117,7 +117,7 @@ class Inner:
         storage_options: Any,
         fallbacks: list[str],
     ) -> bool:
-        """On the thread that works in the log's order."""
+        """Save and report; called on the thread that works in the log's order."""
         taken = save.snapshot()
         nbytes = 0
         failed: BaseException | None = None
@@ -126,8 +126,8 @@ class Inner:
             save.copied()
             self.io.save_checkpoint(tree, place.given, storage_options=storage_options)
             nbytes = _size(place.text, 0 if taken is None else taken.nbytes, self._io_mode)
-        except BaseException as error:  # whatever the other code raises is the save's
-            # Its frames hold the tree.
+        except BaseException as error:  # any error of the other code is the save's
+            # The traceback's frames hold the tree.
             failed = error.with_traceback(None)
         finally:
             tree = None
@@ -144,9 +144,9 @@ class Inner:
 
 
 def _submit(save: SnapshotSave, key: bytes, work: Callable[[], bool]) -> None:
-    """Puts the save into the log."""
-    # Who takes this has the save: the thread that works on it, or the lines below after an
-    # exception, which Ctrl-C may be at any moment.
+    """Put the save into the log."""
+    # The taker of this item ends the save: the thread that works on it, or, after an exception, the
+    # lines below. Ctrl-C may raise one at any moment.
     owner = [save]
     try:
         taken = save.snapshot()
@@ -172,11 +172,13 @@ def _take_one(items: list[Any]) -> bool:
 def _take(
     checkpoint: Any, overlap: bool, engine: Engine, pending: list[SaveHandle]
 ) -> Snapshot[Any] | None:
-    """A snapshot, once earlier ones have given back the memory it wants; None if it is too large
-    for the pool."""
+    """Take a snapshot, waiting for memory that earlier ones give back.
+
+    Returns None if it is too large for the pool.
+    """
 
     def wait_for_a_save() -> bool:
-        """What the other CheckpointIO does may make room: nobody can know."""
+        """Wait for the oldest save, which may free memory; return whether there was one."""
         under_way = [save for save in list(pending) if not save.done()]
         if under_way:
             wait_for_end(under_way[0])
@@ -191,7 +193,7 @@ def _take(
 
 
 def _size(path: str, otherwise: int, io_mode: str) -> int:
-    """The file's length; `otherwise` where nobody knows what was written."""
+    """Return the file's length, or `otherwise` if it cannot be determined."""
     try:
         if io_mode == "fsspec":
             file_system, name = fsspec.core.url_to_fs(path)

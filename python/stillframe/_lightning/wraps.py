@@ -1,8 +1,8 @@
-"""Methods put over those of single objects, and other exchanges there; taken back again.
+"""Replaces methods and other attributes of single objects, and restores them.
 
-Some of what Lightning does never reaches a CheckpointIO: it asks the file system whether a
-checkpoint exists, makes links, tells loggers of saves. The companion puts functions over those
-methods, on the objects of one Trainer and never on a class.
+Lightning does some things without its CheckpointIO: it asks the file system whether a checkpoint
+exists, makes links, and tells loggers of saves. The companion replaces those methods on the objects
+of one Trainer, never on a class.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ _MISSING = object()
 
 
 class _Over:
-    """A function over a method. Passes everything on once it was taken off, for somebody may have
-    put another one over it and still call it."""
+    """A function that replaces a method.
+
+    Once it is removed it calls the original, because another replacement may still call it.
+    """
 
     def __init__(self, original: Method, function: Callable[..., Any]) -> None:
         self.original = original
@@ -31,13 +33,13 @@ class _Over:
 
 
 class Wraps:
-    """What was put over methods for one Trainer."""
+    """The replaced attributes of one Trainer's objects."""
 
     def __init__(self) -> None:
         self._placed: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """`owner.name(...)` calls `function(original, ...)` from now on. Once for each method."""
+        """Make `owner.name(...)` call `function(original, ...)`; no effect if it does already."""
         attributes = vars(owner)
         before = attributes.get(name, _MISSING)
         if isinstance(before, _Over) and before.active:
@@ -47,20 +49,20 @@ class Wraps:
         self._placed.append((owner, name, before, over))
 
     def exchange(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name` is `value` from now on, unless somebody assigns another one."""
+        """Set `owner.name` to `value`, unless somebody assigns another value later."""
         attributes = vars(owner)
         self._placed.append((owner, name, attributes[name], value))
         attributes[name] = value
 
     def restore(self) -> None:
-        """Takes everything off. May be called again."""
+        """Restore everything. May be called again."""
         while self._placed:
             owner, name, before, over = self._placed.pop()
             if isinstance(over, _Over):
                 over.active = False
             attributes = vars(owner)
             if attributes.get(name) is not over:
-                continue  # somebody put another one there, or took it off
+                continue  # somebody else has replaced or deleted it
             if before is _MISSING:
                 del attributes[name]
             else:

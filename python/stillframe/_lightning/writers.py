@@ -1,17 +1,16 @@
-"""Who writes a plugin's checkpoints, and with which engine.
+"""Chooses the writer of a plugin's checkpoints, and its engine.
 
     checkpoint_io given          that one, from a snapshot (`wrapped.py`)
     a remote path                Lightning's TorchCheckpointIO, through fsspec, from a snapshot
     torch.save was replaced      Lightning's TorchCheckpointIO, from a snapshot
     any other                    stillframe itself
 
-The two in the middle are not what stillframe promises, so they are logged once each and stand in
-the report of every save. Whoever writes a path also removes it.
+The second and third do not keep stillframe's promises, so each is logged once and named in the
+report of every such save. The writer of a path also removes it.
 
-A replaced `torch.save` (by other than stillframe's own functions) is called because whoever put a
-layer over it (or a test that counts)
-expects so. Remote paths are taken, where the functions refuse them, so that a run on `s3://` goes
-on to work when the import is swapped.
+If `torch.save` was replaced by a function that is not stillframe's, that function is called,
+because its author expects it. `stillframe.save` refuses remote paths, but the plugin accepts them,
+so that a run on `s3://` keeps working when only the import is changed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _REPLACED = (
 
 
 class Writers:
-    """The writers that one plugin's options ask for.
+    """The writers of one plugin.
 
     Args:
         reader: TorchCheckpointIO of the package.
@@ -55,7 +54,7 @@ class Writers:
         inner: The CheckpointIO that was given.
 
     Raises:
-        TypeError: `checkpoint_io` is none.
+        TypeError: `checkpoint_io` is not a CheckpointIO.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Writers:
     def submit(
         self, work: Work, checkpoint: Any, place: Place, storage_options: Any, overlap: bool
     ) -> SaveHandle:
-        """Starts the save of `checkpoint`."""
+        """Start the save of `checkpoint`."""
         engine = self.engine_of(work)
         inner = self._writer_of(place)
         options = self._options.save_options(overlap=overlap)
@@ -87,7 +86,7 @@ class Writers:
         )
 
     def remover_of(self, place: Place) -> Inner | None:
-        """Who removes a file; None for stillframe itself."""
+        """Return the CheckpointIO that removes a file; None for stillframe itself."""
         if self.inner is None and place.remote:
             return self._lightnings(_REMOTE, "fsspec")
         return self.inner
@@ -133,12 +132,13 @@ class Writers:
 
 
 def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
-    """
+    """Refuse a stillframe plugin as the CheckpointIO of another one.
+
     Args:
-        name: Of the class that its user wrote.
+        name: The class that the user wrote, for the message.
 
     Raises:
-        ValueError: `checkpoint_io` is an `ours`, or has one inside.
+        ValueError: `checkpoint_io` is an `ours`, or wraps one.
     """
     if any(isinstance(io, ours) for io in (checkpoint_io, *io_chain(checkpoint_io))):
         raise ValueError(
@@ -148,7 +148,7 @@ def refuse_ours(checkpoint_io: Any, ours: type[Any], name: str) -> None:
 
 
 def _refuse_no_io(checkpoint_io: Any) -> None:
-    """What is none would only be noticed when a training is under way."""
+    """Refuse an object that is not a CheckpointIO now, not in the middle of a training."""
     if isinstance(checkpoint_io, type) or not all(
         callable(getattr(checkpoint_io, f"{what}_checkpoint", None))
         for what in ("save", "load", "remove")
