@@ -1,1 +1,2 @@
-"""What optimizers do: who owns which storage, what only their steps change, and the gate."""
+"""Optimizers as saves see them: which storages they own, what only their steps change, and the
+gate."""

@@ -1,4 +1,4 @@
-"""Which storages of one save or snapshot are copied after its call, and what they were at the call.
+"""The storages of one save or snapshot that are copied after its call, and their state at the call.
 
 `gate.defer` makes a `Deferral` and asks for its storages; `gate` holds steps back for it.
 """
@@ -17,7 +17,7 @@ from stillframe._watch.ownership import Owner
 
 
 class Sources(Protocol):
-    """What is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
+    """The object that is saved or copied: a `Skeleton`, or the `Tree` of a snapshot."""
 
     numbers: _core.Numbers
     rows: bytearray
@@ -28,11 +28,11 @@ calls: dict[int, tuple[int, weakref.ref[Deferral]]] = {}
 
 
 class Deferral:
-    """Which storages of one save are copied after the call, and what they were at the call.
+    """The storages of one save that are copied after the call, and their versions at the call.
 
     Attributes:
         indices: The storages' numbers in the save; their rows have lane ``SFR_LANE_HOST``.
-        fallbacks: Sentences for the report: whose storages are not among them, and why.
+        fallbacks: Sentences for the report: whose storages are captured instead, and why.
         overtaken: A step went on before the save was launched, so its copy may be torn.
     """
 
@@ -53,29 +53,29 @@ class Deferral:
         self.indices: list[int] = []
         self.fallbacks: list[str] = []
         self._storages: _core.Numbers | None = None  # all of the save's
-        self._late: set[int] | None = None  # numbers of those copied after the call, once asked for
-        self._numbers: list[int] = []  # of the storage under the tensor at the same place
+        self._late: set[int] | None = None  # `indices` as a set; made by the first `holds`
+        self._numbers: list[int] = []  # for each of `_tensors`, the number of its storage
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._parts: list[tuple[int, Owner | Keeper]] = []  # end in `indices`, whose they are
+        self._parts: list[tuple[int, Owner | Keeper]] = []  # (end in `indices`, owner)
         self.overtaken = False
 
     def torn(self) -> int:
-        """The number of a storage whose tensors counted a write since the call, or -1.
+        """Return the number of a storage whose tensors counted a write since the call, or -1.
 
-        All versions are read in one piece: no other thread of Python runs in between.
+        One call reads all versions, so no other Python thread runs in between.
         """
         if self.overtaken and self.indices:
             return self.indices[0]
         tensors = self._tensors
         if not tensors:
-            return -1  # the verdict was given in the meantime
+            return -1  # the verdict has been given
         with torch._C.DisableTorchFunction():
             place = _core.Observer.changed(tensors, self._versions)
         return -1 if place < 0 else self._numbers[place]
 
     def distrust(self, index: int) -> None:
-        """Has everything captured from now on of the optimizer that owns storage ``index``."""
+        """Have the optimizer that owns storage ``index`` captured completely from now on."""
         place = self.indices.index(index) if index in self.indices else len(self.indices)
         for end, owner in self._parts:
             if place < end:
@@ -83,21 +83,21 @@ class Deferral:
                 return
 
     def holds(self, identity: int) -> bool:
-        """Whether the storage with this StorageImpl is copied after the call."""
+        """Return whether the storage with this StorageImpl is copied after the call."""
         if self._late is None:
             self._late = set(self.indices)
         return self._storages is not None and self._storages.get(identity) in self._late
 
     def release(self) -> None:
-        """Lets go of the tensors once the verdict is given; `distrust` still works."""
+        """Drop the tensors once the verdict is given; `distrust` still works."""
         self._tensors = []
 
     def close(self) -> None:
-        """The call is over: its save is tracked, or there is none. Idempotent."""
+        """End the call: its save is tracked, or there is none. May be called again."""
         calls.pop(id(self), None)
 
     def ask(self, sources: Sources) -> None:
-        """Ask every owner and keeper what may be copied late, and why nothing is."""
+        """Ask every owner which storages may be copied late, and why others may not."""
         lists = self.indices, self._numbers, self._tensors, self._versions
         marks = Marks(sources.numbers, sources.rows, *lists)
         owners = list(ownership.living())

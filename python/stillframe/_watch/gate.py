@@ -1,11 +1,11 @@
-"""The gate: no optimizer step writes before the saves that deferred its storages have copied them.
+"""The gate: an optimizer step waits here until every deferred byte of its storages is copied.
 
-`defer` decides which storages of a save may be copied after the call. `track` has steps wait for
+`defer` decides which storages of a save may be copied after the call. `track` makes steps wait for
 that save until it is staged, and `hold_back` is that wait. `step_hooks.py` calls it in every
 optimizer's step.
 
-Between deciding what to defer and tracking the save, a step in another thread waits for at most
-30 s. Otherwise it could slip through before there is anything to wait for.
+A step in another thread may begin between `defer` and `track`, when there is no save to wait for
+yet. It waits for that call to end, at most 30 s.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
     "wait",
 ]
 
-# How long a step waits for a call of another thread that has deferred storages and not yet
-# launched its save. It ends by itself; the bound is for a call that raised and whose traceback
-# somebody keeps.
+# How long a step waits for another thread's call that has deferred storages but not launched its
+# save. Such a call normally ends soon; the limit is for one that raised and whose traceback, with
+# the deferral in it, is kept alive.
 _CALL_TIMEOUT_S = 30.0
 _CALL_POLL_S = 0.0005
 
@@ -46,23 +46,26 @@ class Pending(Protocol):
     """A save in flight, as the gate sees it."""
 
     def gate(self) -> bool:
-        """Returns when a step may begin on the calling thread's current streams; raises only what
-        a signal handler does. False: a later step has to ask again, on streams of its own."""
+        """Wait until a step may begin on the calling thread's current streams.
+
+        It returns False where a later step has to ask again, because its streams may differ. It
+        raises only what a signal handler raises.
+        """
 
 
 _pendings: dict[int, Pending] = {}  # by id
-_late: dict[int, Deferral] = {}  # what each of them copies, by the same id
-readers: list[Callable[[Optimizer], object]] = []  # these wait for who else reads what it writes
+_late: dict[int, Deferral] = {}  # the deferral of each, by the same id
+readers: list[Callable[[Optimizer], object]] = []  # each waits for other readers of its storages
 
 
 def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
     """Decide which storages of a save are copied after the call, and write their lanes.
 
-    Call it in ``async_save`` on the caller's thread. A step that another thread begins from now
-    on waits until `track` is called for the save (or ``Deferral.close``, if there is none).
+    Call it in ``async_save`` on the caller's thread. A step that another thread begins from now on
+    waits until `track` is called for the save, or ``Deferral.close`` if there is none.
 
     Args:
-        skeleton: What is saved; ``skeleton.rows`` is changed.
+        skeleton: The objects to save; ``skeleton.rows`` is changed.
         overlap: False defers nothing.
     """
     deferral = Deferral()
@@ -70,7 +73,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
         return deferral
     key = id(deferral)
     calls[key] = (threading.get_ident(), weakref.ref(deferral, lambda _: calls.pop(key, None)))
-    # Only now: a step that began before is active, one that begins later sees the call.
+    # After the entry above is visible: an earlier step is active, a later one sees the call.
     try:
         if not ownership.active():
             with torch._C.DisableTorchFunction():
@@ -86,7 +89,7 @@ def defer(skeleton: Sources, *, overlap: bool) -> Deferral:
 
 
 def track(pending: Pending, deferral: Deferral | None = None) -> None:
-    """Has every step wait for a launched save; ends by itself when its ``gate()`` has returned.
+    """Make every step wait for a launched save until its ``gate()`` has returned.
 
     Args:
         pending: The save.
@@ -105,14 +108,16 @@ def track(pending: Pending, deferral: Deferral | None = None) -> None:
 
 
 def untrack(pending: Pending) -> None:
-    """Nobody needs to wait for the save any more: it is staged or has ended. Idempotent."""
+    """Stop waiting for a save: it is staged or has ended. May be called again."""
     _pendings.pop(id(pending), None)
     _late.pop(id(pending), None)
 
 
 def wait() -> None:
-    """Waits until every tracked save is staged or has ended, or has the calling thread's current
-    streams wait for it; raises none of their errors."""
+    """Wait until every tracked save is staged or has ended.
+
+    On devices the calling thread's current streams wait instead. Errors of saves are not raised.
+    """
     asked: list[Pending] = []
     while True:
         new = [each for each in list(_pendings.values()) if each not in asked]
@@ -126,13 +131,15 @@ def wait() -> None:
 
 
 def anything_copied() -> bool:
-    """Whether a storage may be being copied behind a call, or is about to be."""
+    """Return whether some storage is being copied after its call, or is about to be."""
     return bool(_late or calls)
 
 
 def wait_for_storage(identity: int) -> None:
-    """Waits until no save reads the memory of the storage with this StorageImpl; on a device, has
-    the calling thread's current stream wait. Raises as `wait` does."""
+    """Wait until no save reads the memory of the storage with this StorageImpl.
+
+    On a device the calling thread's current stream waits instead. Errors are raised as by `wait`.
+    """
     for key, (thread, _) in calls.copy().items():
         _is_over(key, thread, time.monotonic() + _CALL_TIMEOUT_S)
     for key, deferral in _late.copy().items():
@@ -142,7 +149,7 @@ def wait_for_storage(identity: int) -> None:
 
 
 def _is_over(key: int, thread: int, end: float) -> bool:
-    """Whether a call is over, waiting for it unless it is this thread's own."""
+    """Return whether a call is over; wait for it first unless it is this thread's own."""
     mine = threading.get_ident()
     while thread != mine and key in calls and time.monotonic() < end:
         time.sleep(_CALL_POLL_S)
@@ -150,12 +157,12 @@ def _is_over(key: int, thread: int, end: float) -> bool:
 
 
 def _wait_for_calls() -> None:
-    """Waits for saves that other threads are submitting at this moment."""
+    """Wait for the saves that other threads are submitting at this moment."""
     end = time.monotonic() + _CALL_TIMEOUT_S
     for key, (thread, ref) in calls.copy().items():
         if not _is_over(key, thread, end):
-            # A step inside this thread's own call, or a call that never ends: that save cannot
-            # hold what it promised.
+            # The step runs inside this thread's own call, or the call never ended. The step goes
+            # on, so the save counts as torn.
             deferral = ref()
             if deferral is not None:
                 deferral.overtaken = True
@@ -163,10 +170,10 @@ def _wait_for_calls() -> None:
 
 
 def hold_back(optimizer: Optimizer) -> None:
-    """Wait for saves, at the last moment before an optimizer's step writes.
+    """Wait for saves, right before an optimizer's step writes.
 
-    It waits even where the bookkeeping has failed, and raises only what a signal handler or one
-    of `readers` raises.
+    It waits even where the bookkeeping has failed. It raises only what a signal handler or one of
+    `readers` raises.
     """
     if calls:
         _wait_for_calls()
@@ -177,16 +184,16 @@ def hold_back(optimizer: Optimizer) -> None:
 
 
 def before_steps_write(wait_for_reader: Callable[[Optimizer], object]) -> None:
-    """Have every step call a function with its optimizer right before it writes, from now on.
+    """Make every later step call a function with its optimizer right before it writes.
 
-    A pre-hook of torch's would run before the closure, and since it may write, the gate would have
-    to stand before the closure as well.
+    A pre-hook of torch would not do: it runs before the closure. If it wrote, the gate would have
+    to be before the closure too.
     """
     readers.append(wait_for_reader)
 
 
 def forked() -> None:
-    """Runs in a forked child: the parent's saves are not waited for here."""
+    """Forget the parent's saves in a forked child, which does not wait for them."""
     _pendings.clear()
     _late.clear()
     calls.clear()

@@ -1,11 +1,11 @@
-"""The guard around our bookkeeping in other people's programs.
+"""The guard that keeps errors of our bookkeeping out of other people's programs.
 
-The hooks around an optimizer's step look at whatever object torch hands them: one that was never
-initialised, whose `state` is a property that raises, that has no place for a weak reference. They
-also need memory. Nothing of that may end somebody's step: what fails is given up, and what cannot
-be watched is copied during the call.
+The hooks around an optimizer's step receive whatever object torch passes. It may be uninitialised,
+have a `state` property that raises, or refuse weak references. The hooks may also run out of
+memory. None of this may end the user's step: failed bookkeeping is abandoned, and storages that
+cannot be watched are copied during the call.
 
-What a signal handler raises is not ours, wherever it came in, and goes on its way.
+An exception that a signal handler raised is not ours and always propagates.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_MAX_WRAPPERS = 16  # of one handler; more is a cycle
+_MAX_WRAPPERS = 16  # around one handler; more means a cycle
 
 
 def guarded(
     give_up: Callable[[Any, Exception], object],
 ) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R | None]]:
-    """Makes a function return None where it would raise, and calls `give_up(its first argument,
-    the error)` then."""
+    """Return a decorator that turns an exception into the result None.
+
+    It calls `give_up(first argument, error)` when that happens.
+    """
 
     def guard(function: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R | None]:
         @functools.wraps(function)
@@ -41,7 +43,7 @@ def guarded(
                     raise
                 try:
                     give_up(subject, error)
-                except Exception as second:  # no memory to do even that
+                except Exception as second:  # not even enough memory for that
                     if _is_of_a_handler(second):
                         raise
                 return None
@@ -52,8 +54,10 @@ def guarded(
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether a signal handler raised it: one of its traceback's frames is a handler's. Handlers
-    run on the main thread, between any two lines."""
+    """Return whether a signal handler raised the error: its traceback has a frame of a handler.
+
+    Handlers run on the main thread only, between any two lines.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
     handlers = {code_of(signal.getsignal(number)) for number in signal.valid_signals()}
@@ -66,7 +70,7 @@ def _is_of_a_handler(error: BaseException) -> bool:
 
 
 def code_of(handler: Any) -> CodeType | None:
-    """The code that runs first when `handler` is called; None where that is not Python code."""
+    """Return the code that runs first when `handler` is called; None if it is not Python code."""
     for _ in range(_MAX_WRAPPERS):
         if isinstance(handler, FunctionType):
             return handler.__code__

@@ -1,18 +1,17 @@
-"""What frees or moves the memory of a storage waits for copies of that storage.
+"""Wrappers of the torch functions that free or move a storage's memory: they wait for its copies.
 
-A save holds every storage that is still to be copied, but a storage can be given other memory
-behind its holders: it moves to shared memory (`share_memory`, a tensor in a queue between
-processes), or is resized (as FSDP and offloading of activations free memory). torch gives the old
-memory back there and then, while a thread of ours may be reading it. All of these come by one of
-three methods of `torch.UntypedStorage`, and so these wait, for that storage and no other.
+A save holds each storage that is still to be copied, but the storage's memory can be replaced
+nevertheless. A storage moves to shared memory with `share_memory`, or when a tensor goes through a
+queue between processes. FSDP and offloading of activations resize storages to free memory. torch
+then frees the old memory at once, while a thread of ours may read it. All of this goes through
+three methods of `torch.UntypedStorage`, so these wait, for that storage only.
 
-Growing inside an operator of torch (`Tensor.resize_`, an `out=` that is too small) comes by none of
-them.
+Growth inside a torch operator (`Tensor.resize_`, an `out=` that is too small) uses none of them.
 
-`torch.utils.swap_tensors` gives a tensor's object another tensor (`module.to()` does that with
-DTensors and quantized parameters), and refuses one that has a weak reference. So observers let go
-of theirs first, and learn the optimizer anew; and what tensors count, which verdicts compare, is
-asked before.
+`torch.utils.swap_tensors` exchanges the contents of two tensor objects; `module.to()` does so for
+DTensors and quantized parameters. It refuses tensors with weak references, so observers drop theirs
+first and learn the optimizer anew. Verdicts compare the tensors' version counters, so every copy is
+waited for before that.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def _is_referred_to(tensor: Any) -> bool:
 
 
 def install() -> None:
-    """Puts itself in front of the methods and the function; their names, signatures and docs
-    stay."""
+    """Wrap the methods and the function; their names, signatures and docstrings stay."""
     for name in _MOVERS:
         setattr(torch.UntypedStorage, name, _waits(getattr(torch.UntypedStorage, name)))
     torch.utils.swap_tensors = _lets_go(torch.utils.swap_tensors)

@@ -1,19 +1,20 @@
-"""Who owns which storage: what is known of every optimizer that has stepped.
+"""Owners: what is known of every optimizer that has stepped, and of its storages.
 
-An `Owner` stands for one optimizer, found by a weak reference. It knows whether the optimizer
-`qualifies` (its step is known, see `stillframe._watch.steps`), whether a step of it is going on,
-and through its ``Observer`` (C) which of its storages change in steps only. Nothing here keeps an
-optimizer or a tensor alive.
+An `Owner` represents one optimizer and is found through a weak reference. It knows whether the
+optimizer `qualifies` (its step is known, see `stillframe._watch.steps`) and whether a step of it is
+running. Its ``Observer`` (C) knows which of its storages change in steps only. Nothing here keeps
+an optimizer or a tensor alive.
 
-What looks at an optimizer does so as `bookkeeping`: it may fail there, and then everything of that
-optimizer is captured. One for which there can be no owner is only marked while it steps.
+Code that reads an optimizer is decorated with `bookkeeping`: it may fail, and everything of that
+optimizer is captured from then on. An optimizer for which no owner can be made is only marked as
+active while it steps.
 
-Several threads may step different optimizers, and a signal handler may come in anywhere. So
-there is no lock: shared state is changed by single dict and set operations, which the interpreter
-lock makes atomic, and one owner is only ever changed by the thread that steps its optimizer.
+Several threads may step different optimizers, and a signal handler may interrupt anywhere. So there
+is no lock: shared state changes by single dict and set operations, which the interpreter lock makes
+atomic. One owner is changed only by the thread that steps its optimizer.
 
-A storage that changed once stays captured until `load_state_dict` or a new storage takes its
-place. One that two optimizers own is captured in both.
+A storage that changed outside a step stays captured until `load_state_dict` or until a new storage
+replaces it. A storage that two optimizers own is captured for both.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ from stillframe._watch.keepers import Marks
 
 log = logging.getLogger("stillframe")
 
-_MIN_NBYTES = 4096  # smaller storages are captured whoever owns them
-_MOST_LOOKS = 64  # at parameters, to see whether a save has an optimizer's
+_MIN_NBYTES = 4096  # smaller storages are always captured
+_MOST_LOOKS = 64  # parameters looked at to see whether a save contains an optimizer's
 
 _owners: dict[int, Owner] = {}  # by id(optimizer)
-# Threads of steps, by id(optimizer), from a step's start to its end; one that raised stays.
+# The thread of each running step, by id(optimizer). The entry of a step that raised stays.
 _active: dict[int, threading.Thread] = {}
-_claimed: dict[int, int] = {}  # storage -> serial of the first owner; kept by the observers
+_claimed: dict[int, int] = {}  # storage -> serial of its first owner; the observers maintain it
 _serials = itertools.count(1)
-_told: set[str] = set()  # what was logged, once
-# The frames of these are steps: the hooks' wrapper, and `gate`'s around methods that write as well.
+_told: set[str] = set()  # sentences that were logged
+# A frame with one of these codes is a step: torch's wrapper that runs the hooks, or the one that
+# `step_hooks` puts around other methods that write.
 step_codes: set[CodeType] = {steps.HOOKED}
 
 
 def tell_once(sentence: str) -> None:
-    """Logs what costs a user overlap."""
+    """Log, once, a reason why saves overlap less with training."""
     if sentence not in _told:
         _told.add(sentence)
         log.info("stillframe: %s", sentence)
 
 
 def _give_up(subject: Any, error: Exception) -> None:
-    """Bookkeeping of an optimizer, or of its owner, has failed."""
+    """Distrust an optimizer whose bookkeeping, or whose owner's, has failed."""
     owner = subject if isinstance(subject, Owner) else _owners.get(id(subject))
     if owner is not None:
         owner.distrust(f"it cannot be watched ({type(error).__name__}: {error})")
@@ -80,9 +82,9 @@ class Owner:
     """One optimizer, as far as saves are concerned.
 
     Attributes:
-        closure_place: Where in a step's positional arguments the closure stands, if it does.
-        ungated: A step of it did not call the closure it was given, so the gate never waits for
-            the closure again.
+        closure_place: The index of the closure among a step's positional arguments, if it has one.
+        ungated: A step did not call the closure it was given, so the gate never waits behind the
+            closure again.
         gated: The closure passed on in the present step has been called.
         kind: The optimizer's class.
     """
@@ -106,9 +108,9 @@ class Owner:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._serial = next(_serials)
-        self._steps_nested = 0  # that have begun, one in the other
+        self._steps_nested = 0  # steps that are running, one inside the other
         self._known = False
-        self._rests = False  # the observer's word at the end of the last step
+        self._rests = False  # `Observer.rests` at the end of the last step
         self._seen: tuple[weakref.ref[Any] | None, int] = (None, 0)
         self._rivals: weakref.WeakSet[Owner] = weakref.WeakSet()
         self._why = ""
@@ -121,23 +123,23 @@ class Owner:
 
     @property
     def distrusted(self) -> bool:
-        """Everything of it is captured, for as long as it lives."""
+        """Return whether everything of it is captured, for as long as it lives."""
         return bool(self._why)
 
     def distrust(self, why: str) -> None:
-        """Has everything captured from now on; the first reason stays."""
+        """Have everything captured from now on; the first reason stays."""
         self._why = self._why or why
 
     def qualifies(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's step is torch's own, a listed or a registered class's."""
-        own = optimizer.__dict__.get("step")  # where LR schedulers put their wrapper
+        """Return whether the step is torch's own, or that of a listed or registered class."""
+        own = optimizer.__dict__.get("step")  # LR schedulers put their wrapper here
         step = type(optimizer).step if own is None else own
         seen, vouched = self._seen
         if seen is None or seen() is not step or vouched != len(steps.vouched):
             self._known = steps.is_known(type(optimizer), step)
             self.closure_place = steps.closure_place(step)
-            # A bound method dies at once and is looked at each time; held, it would keep the
-            # optimizer alive.
+            # Only a weak reference: a bound method would keep the optimizer alive. It dies at once,
+            # so it is examined each time.
             try:
                 self._seen = (weakref.ref(step), len(steps.vouched))
             except TypeError:
@@ -145,10 +147,10 @@ class Owner:
         return self._known
 
     def begin(self, optimizer: Optimizer) -> None:
-        """A step begins.
+        """Note that a step begins.
 
-        One that raised has left its mark, since torch then runs no hook. So a mark counts as a
-        step around this one only where that step is found on the stack.
+        torch runs no post-hook after a step that raised, so its mark stays. A mark therefore counts
+        as an enclosing step only if that step is found on the stack.
         """
         nested = self._steps_nested > 0 and _steps_on_stack(optimizer) > 1
         self._steps_nested = self._steps_nested + 1 if nested else 1
@@ -156,8 +158,10 @@ class Owner:
             self.gated = True
 
     def end(self, optimizer: Optimizer) -> bool:
-        """A step has ended: looks at what only the next one should change. False inside a step
-        around it."""
+        """Note that a step has ended, and record what only the next one should change.
+
+        Return False inside an enclosing step.
+        """
         if self._steps_nested > 1:
             self._steps_nested -= 1
             return False
@@ -175,7 +179,7 @@ class Owner:
         return True
 
     def _record(self, groups: Any, state: Any) -> None:
-        # A torch function mode (a default device is one) would run Python code at each read.
+        # A torch function mode, such as a default device, would run Python code at each read.
         with torch._C.DisableTorchFunction():
             clashes: list[tuple[int, int]] = []
             if self.observer.stepped(groups, state):
@@ -185,7 +189,7 @@ class Owner:
                 try:
                     clashes = self.observer.enrol(groups, state)
                 except MemoryError:
-                    return  # nothing is watched then, so everything is captured
+                    return  # nothing is watched now, so everything is captured
             self._look()
         for serial, storage in clashes:
             for rival in living():
@@ -196,7 +200,7 @@ class Owner:
 
     @bookkeeping
     def compare(self) -> None:
-        """The gate of the next step is reached."""
+        """Compare the storages with what was recorded: the gate of the next step is reached."""
         if self._rests:
             return
         with torch._C.DisableTorchFunction():
@@ -204,25 +208,30 @@ class Owner:
             self._look()
 
     def _look(self) -> None:
-        """Has devices copy down what is not decided yet, on the current streams."""
+        """Have devices copy down the probes that are not decided yet, on the current streams."""
         devices = self.observer.due()
         if devices:
             self.observer.look(device.streams(devices))
 
     @bookkeeping
     def defer(self, marks: Marks) -> None:
-        """Marks what of a save may be copied late; see ``Observer.defer``."""
+        """Mark the storages of a save that may be copied late; see ``Observer.defer``."""
         optimizer = self.ref()
         if optimizer is None or not self.qualifies(optimizer) or self.distrusted:
             return
         if id(optimizer) in _active:
-            return  # its last step raised, halfway through who knows what
+            return  # its last step raised and may be half done
         self.observer.defer(optimizer.param_groups, optimizer.state, marks)
 
     @bookkeeping
     def captured(self, marks: Marks) -> str | None:
-        """Says why nothing of the optimizer is copied late in a save that has something of it;
-        None where it is, or has not. `marks`: those of everybody."""
+        """Return why nothing of the optimizer is copied late in a save.
+
+        Return None where something is, or where the save has nothing of the optimizer.
+
+        Args:
+            marks: The marks of all owners.
+        """
         if self._known and not self._why:
             return None
         optimizer = self.ref()
@@ -248,13 +257,16 @@ class Owner:
         return False
 
     def bury(self) -> None:
-        """The optimizer is gone. Storages it shared with another belong to that one alone."""
+        """Forget the storages that it shared with other owners: the optimizer is gone.
+
+        Each of them may now belong to one optimizer alone.
+        """
         for rival in tuple(self._rivals):
             rival.observer.forget()
 
 
 class _Burial:
-    """The callback of an owner's weak reference."""
+    """The callback of an owner's weak reference: it removes the owner of a dead optimizer."""
 
     __slots__ = ("_key",)
 
@@ -278,63 +290,65 @@ def _steps_on_stack(optimizer: Optimizer) -> int:
 
 @bookkeeping
 def _loaded(optimizer: Optimizer) -> None:
-    """``load_state_dict`` has run: whatever was learned is learned again."""
+    """Forget everything learned about an optimizer after its ``load_state_dict``."""
     owner = find(optimizer)
     if owner is not None:
         owner.observer.forget()
 
 
 def find(optimizer: Optimizer) -> Owner | None:
-    """The owner that stands for the optimizer, if it has ever stepped."""
+    """Return the owner of an optimizer, or None if it has never stepped."""
     owner = _owners.get(id(optimizer))
     return owner if owner is not None and owner.ref() is optimizer else None
 
 
 def find_or_make(optimizer: Optimizer) -> Owner:
-    """The owner that stands for the optimizer; a new one at its first step."""
+    """Return the owner of an optimizer; make one at its first step."""
     owner = find(optimizer)
     if owner is None:
         owner = Owner(optimizer)
         _owners[id(optimizer)] = owner
-        # What was made without Optimizer.__init__ may lack these hooks: then nothing is learned
-        # anew after load_state_dict.
+        # An optimizer made without Optimizer.__init__ may lack these hooks. Nothing is forgotten
+        # after its load_state_dict then.
         if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
             optimizer.register_load_state_dict_post_hook(_loaded)
     return owner
 
 
 def living() -> Iterator[Owner]:
-    """Every owner, as of now."""
-    # A list is filled in one piece. A tuple of a view is made between two looks at the dict, and a
-    # collection of garbage there takes out the owners of optimizers that it finds.
+    """Iterate over every owner that exists now."""
+    # list() copies the dict's values in one step. tuple() would allocate while it iterates; a
+    # garbage collection there can remove owners of dead optimizers.
     return iter(list(_owners.values()))
 
 
 def let_go() -> None:
-    """No tensor is referred to until the next step of its optimizer, which learns all anew."""
+    """Drop every reference to tensors; each optimizer is learned anew at its next step."""
     for owner in living():
         owner.observer.forget()
 
 
 def enter(optimizer: Any) -> None:
-    """A step begins. Until it ends, every save captures everything: what else is known of the
-    optimizer does not matter."""
+    """Note that a step begins. Until it ends, every save captures everything.
+
+    This holds whatever else is known of the optimizer.
+    """
     _active[id(optimizer)] = threading.current_thread()
 
 
 def leave(optimizer: Any) -> None:
-    """A step, and every one around it, has ended."""
+    """Note that a step, and every one around it, has ended."""
     _active.pop(id(optimizer), None)
 
 
 def active() -> bool:
-    """Whether any optimizer is between a step's start and its end."""
+    """Return whether any optimizer's step is running."""
     if not _active:
         return False
-    # torch runs no hook behind a step that raised: a mark of this thread counts as long as a step
-    # is on its stack. Another thread's counts as long as it lives: to ask for its stack is not
-    # safe. CPython 3.11's sys._current_frames holds a lock under which it may let go of the
-    # interpreter's, and whoever asks at the same time waits for ever.
+    # torch runs no post-hook after a step that raised. So a mark of this thread counts only while
+    # a step is on its stack, and another thread's as long as that thread lives. Asking for another
+    # thread's stack is not safe: in CPython 3.11 sys._current_frames may release the interpreter
+    # lock while it holds another lock, and two callers then deadlock.
     own = threading.current_thread()
     return any(
         any(map(_may_step, stack(sys._getframe()))) if thread is own else thread.is_alive()
@@ -343,7 +357,7 @@ def active() -> bool:
 
 
 def _may_step(frame: FrameType) -> bool:
-    """Whether it is a step, or a compiled function in which one may be."""
+    """Return whether a frame is a step, or a compiled function that may contain one."""
     code = frame.f_code
     return (
         code in step_codes

@@ -3,16 +3,16 @@
 They hold a step back until the saves in flight are staged (`gate.py`), observe what only steps
 change (`ownership.py`), and know whether a step is running.
 
-Where a step gets a closure, forward and backward run inside it, which is the time under which
-storages are to be copied. For optimizers whose step is known to call the closure before it writes,
-the gate therefore stands behind the closure:
+If a step is given a closure, forward and backward run inside it, and storages are to be copied
+during that time. The steps of some optimizers are known to call the closure before they write. For
+these the gate is therefore behind the closure:
 
     step(closure) -> pre-hook -> closure: forward, backward -> GATE -> update -> post-hook
     step()        -> pre-hook: GATE --------------------------------> update -> post-hook
 
-A step that is compiled as one graph (fullgraph=True) has no place where Python could wait, so the
-hooks leave it alone. They run once, while it is traced, and have that optimizer's storages captured
-from then on. A graph that may break is left at each hook.
+A step that is compiled as one graph (fullgraph=True) has no point where Python could wait, so the
+hooks do nothing in it. They run once, while it is traced, and have that optimizer's storages
+captured from then on. A graph that may break breaks at each hook.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _eager(function: _F) -> _F:
-    """Keeps a function out of compiled steps: it runs between their graphs, at every step."""
-    # The private twin imports torch._dynamo (1.4 s) at the first call, not at import.
+    """Keep a function out of compiled steps: it runs between their graphs, at every step."""
+    # The private function imports torch._dynamo (1.4 s) at the first call, not at import.
     lazy = getattr(torch, "_disable_dynamo", None)
     disable: Callable[[_F], _F] = torch.compiler.disable if lazy is None else lazy
     return disable(function)
@@ -56,7 +56,7 @@ def _behind_closure(optimizer: Optimizer, owner: Owner) -> None:
 
 
 def _behind(closure: Callable[..., Any], optimizer: Optimizer, owner: Owner) -> Callable[..., Any]:
-    """The closure, with the gate behind each call of it."""
+    """Return the closure with the gate behind each call of it."""
 
     @functools.wraps(closure)
     def gated(*args: Any, **kwargs: Any) -> Any:
@@ -73,15 +73,18 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @bookkeeping
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """A step begins: its arguments with a closure that gates, where the gate may stand behind it;
-    None where the gate is here."""
+    """Begin a step; return its arguments with a closure that gates, where the gate may be behind
+    it.
+
+    Return None where the caller has to gate now.
+    """
     owner = ownership.find(optimizer)
     if owner is None:
         owner = ownership.find_or_make(optimizer)
         _gate_writers(type(optimizer))
     owner.begin(optimizer)
     if _device.capturing():
-        # The graph's replays will change everything with no hook to say so.
+        # Replays of the graph will change everything without running a hook.
         owner.distrust("its step was captured in a CUDA graph")
     known = owner.qualifies(optimizer) and not owner.ungated
     if known and (len(args) > 1 or kwargs):
@@ -95,7 +98,7 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _passed_on(
     optimizer: Optimizer, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    # Another pre-hook may write, and runs before the closure does.
+    # Another pre-hook may write, and it runs before the closure.
     if len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks:
         return None
     closure, place = kwargs.get("closure"), owner.closure_place
@@ -108,7 +111,7 @@ def _passed_on(
 
 @bookkeeping
 def _end(optimizer: Optimizer) -> bool:
-    """False inside another step of the optimizer."""
+    """End a step; return False inside another step of the optimizer."""
     owner = ownership.find(optimizer)
     return owner is None or owner.end(optimizer)
 
@@ -121,7 +124,7 @@ def _before_writing(optimizer: Optimizer) -> None:
 
 
 def _gate_writers(kind: type[Any]) -> None:
-    """Makes steps of the methods in which listed classes write beside `step`."""
+    """Treat the methods beside `step` in which listed classes write as steps."""
     for each in kind.__mro__:
         for name in steps.writers(each):
             method = each.__dict__.get(name)
@@ -145,14 +148,14 @@ def _as_step(method: Callable[..., Any]) -> Callable[..., Any]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """The pre-hook: gates at once, or passes on a closure that gates."""
+    """Gate at once, or pass on a closure that gates: the pre-hook."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer):
         return None
     return _step_begins(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The post-hook."""
+    """Note the end of the step: the post-hook."""
     if torch.compiler.is_compiling() and _is_one_graph(optimizer):
         return
     _step_ends(optimizer)
@@ -180,9 +183,9 @@ def _step_ends(optimizer: Optimizer) -> None:
 def _is_one_graph(optimizer: Optimizer) -> bool:
     """Return whether a step that is being traced has to become one graph, without hooks.
 
-    The compiler calls this function while it traces, takes the answer for a constant and guards on
-    the optimizer's identity. So nothing of the optimizer is copied behind a call from now on, and
-    no copy of it is under way, when the graph runs for the first time.
+    The compiler calls this function while it traces, treats the answer as a constant and guards on
+    the optimizer's identity. So nothing of the optimizer is copied after a call from now on, and no
+    copy of it is running when the graph first runs.
     """
     if gate.readers or keepers.known or not _has_to_be_whole():
         return False
@@ -196,12 +199,12 @@ _is_one_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _has_to_be_whole() -> bool:
-    """Return whether torch.compile traces at this moment, with fullgraph=True."""
+    """Return whether torch.compile is tracing now with fullgraph=True."""
     compiler = sys.modules.get("torch._dynamo.symbolic_convert")
     try:
         tracer = compiler.InstructionTranslator.current_tx()  # type: ignore[union-attr]
         return bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
-    except AttributeError:  # torch.export, or another torch: the graph breaks at the hook
+    except AttributeError:  # torch.export or another torch version: the graph breaks
         return False
 
 
@@ -213,9 +216,9 @@ def _capture_all_of(optimizer: Optimizer) -> None:
 
 
 def install() -> None:
-    """Register the hooks; once, when the package is imported."""
+    """Register the hooks; called once, when the package is imported."""
     handle = register_optimizer_step_pre_hook(_before_step)
-    # First of the pre-hooks, so that what the others write comes after the gate.
+    # First among the pre-hooks, so that the others write after the gate.
     hooks = handle.hooks_dict_ref()
     if isinstance(hooks, OrderedDict):
         hooks.move_to_end(handle.id, last=False)

@@ -1,8 +1,8 @@
-"""Which optimizers' steps are known to call the closure first and to be the only ones that write.
+"""Optimizer steps that are known to call the closure first and to be the only code that writes.
 
-Known are torch's own steps, those of classes that were vouched for with `register_optimizer`, and
-those of `stillframe._watch.third_party`. A step is recognised by its function: a class that
-overrides it is another matter, whatever it inherits from.
+These are torch's own steps, those of classes registered with `register_optimizer`, and those listed
+in `stillframe._watch.third_party`. A step is recognised by its function, so a subclass that
+overrides `step` is not known, whatever it inherits from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from stillframe._watch.third_party import PACKAGES, Package
 
-# The code of the wrapper in which torch runs the hooks of a step.
+# The code of the wrapper in which torch runs a step's hooks.
 HOOKED = Optimizer.profile_hook_step(lambda *_: None).__code__
 _MAX_LAYERS = 32
 _VARARGS = 0x04  # inspect.CO_VARARGS
@@ -24,11 +24,11 @@ vouched: set[Any] = set()  # the step functions of registered classes
 
 
 def register_optimizer(optimizer_class: type[Optimizer]) -> None:
-    """Vouches for an optimizer class, so that saves may overlap training with it.
+    """Vouch for an optimizer class, so that saves may overlap training with it.
 
-    By this call you promise that the class's ``step`` calls the closure, if it is given one,
-    before it changes anything, and that nothing outside ``step`` writes the optimizer's
-    parameters and state. Subclasses count only if they inherit ``step`` unchanged.
+    By this call you promise that the class's ``step`` calls the closure, if it is given one, before
+    it changes anything, and that nothing outside ``step`` writes the optimizer's parameters and
+    state. Subclasses count only if they inherit ``step`` unchanged.
 
     Args:
         optimizer_class: A subclass of ``torch.optim.Optimizer``.
@@ -54,10 +54,10 @@ def _name(instance: object) -> str:
 
 
 def _layers(step: Any) -> list[Any]:
-    """The functions between a step's hooks, outermost first.
+    """Return the functions between a step's hooks, outermost first.
 
-    What is wrapped around the hooks (an LR scheduler, Lightning, a compiled step) runs before or
-    after the step as far as the gate is concerned, and is left out.
+    Wrappers around the hooks (an LR scheduler, Lightning, a compiled step) run before or after the
+    step as far as the gate is concerned, and are left out.
     """
     layers: list[Any] = []
     inside = False
@@ -76,13 +76,13 @@ def _layers(step: Any) -> list[Any]:
 
 
 def _module(function: Any) -> str:
-    # `__module__` is copied by functools.wraps; the globals are the function's own.
+    # functools.wraps copies `__module__`, but the globals are the function's own.
     name = getattr(function, "__globals__", {}).get("__name__", "")
     return name if isinstance(name, str) else ""
 
 
 def is_known(kind: type[Any], step: Any) -> bool:
-    """Whether a step, of a class or of one optimizer of it, is one to rely on."""
+    """Return whether a step, of a class or of one of its optimizers, can be relied on."""
     layers = _layers(step)
     if not layers:
         return False
@@ -96,7 +96,7 @@ def is_known(kind: type[Any], step: Any) -> bool:
 
 
 def _is_listed(kind: type[Any], defined_in: str, outermost: Any) -> bool:
-    """Whether `kind`, or a class that it inherits all that writes from, was read and tried."""
+    """Return whether `kind` is a listed class, or inherits all methods that write from one."""
     for each in kind.__mro__:
         package = _package_of(each)
         if package is None or each.__qualname__ not in package.classes.get(each.__module__, ()):
@@ -115,7 +115,7 @@ def _package_of(kind: type[Any]) -> Package | None:
 
 
 def writers(kind: type[Any]) -> list[str]:
-    """Names of the methods beside `step` in which a listed class writes its parameters."""
+    """Return the methods beside `step` in which a listed class writes its parameters, by name."""
     package = _package_of(kind)
     if package is None or kind.__qualname__ not in package.classes.get(kind.__module__, ()):
         return []
@@ -124,7 +124,7 @@ def writers(kind: type[Any]) -> list[str]:
 
 @functools.cache
 def _is_tried(package: Package) -> bool:
-    """Whether the installed version is one of those that were read and tried."""
+    """Return whether the installed version is one of those that were read and tried."""
     try:
         version = importlib.metadata.version(package.distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -133,8 +133,10 @@ def _is_tried(package: Package) -> bool:
 
 
 def closure_place(step: Any) -> int | None:
-    """Where in a step's positional arguments, `self` being the first, a closure stands; None when
-    it can only be a keyword."""
+    """Return the index of the closure among a step's positional arguments; `self` has index 0.
+
+    Return None when the closure can only be a keyword.
+    """
     layers = _layers(step)
     code = getattr(layers[-1], "__code__", None) if layers else None
     if code is None:
@@ -147,5 +149,5 @@ def closure_place(step: Any) -> int | None:
 
 
 def name_of(kind: type[Any]) -> str:
-    """A class's name as a user would import it."""
+    """Return a class's name as a user would import it."""
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, eq=False)
 class Package:
-    """What was read of one package.
+    """One package whose optimizers are known.
 
     Attributes:
         distribution: Its name on PyPI.
-        versions: Those that were read and tried; "1.4" means every 1.4.x.
+        versions: The versions that were read and tried; "1.4" means every 1.4.x.
         classes: Names of the classes, by module.
         writers: Methods beside `step` that write, where a class has them.
     """
@@ -24,7 +24,7 @@ class Package:
     writers: tuple[str, ...] = ()
 
     def is_tried(self, version: str) -> bool:
-        """Tell whether a version is one of those that were read and tried."""
+        """Return whether a version is one of those that were read and tried."""
         return any(f"{version}.".startswith(f"{tried}.") for tried in self.versions)
 
 
