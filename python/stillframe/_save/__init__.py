@@ -1,1 +1,1 @@
-"""A save, from the call to its report; and its like: loads, removes, the gate."""
+"""A save, from the call to its report: engines, handles, options, and the order of the log."""

@@ -1,4 +1,4 @@
-"""The functions around engines, and the process's own engine."""
+"""The public functions around engines, and the process's default engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Default:
     """The default engine of one process.
 
     Attributes:
-        given: `default_engine()` has handed it out, so anything may be done with it.
+        given: `default_engine()` has returned it, so the caller may have used it in any way.
     """
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ _default = _Default()
 
 
 def default_engine() -> Engine:
-    """The process's own engine, made at its first use. A forked child gets one of its own."""
+    """Return the process's default engine, made at its first use. A forked child gets its own."""
     engine = _default.get()
     _default.given = True
     return engine
 
 
 def engine_or_default(engine: Engine | None) -> Engine:
-    """What an argument `engine=` stands for.
+    """Return the engine that an argument `engine=` means.
 
     Raises:
         TypeError: It is no engine.
@@ -85,8 +85,10 @@ def engine_or_default(engine: Engine | None) -> Engine:
 
 
 def configure(**engine_options: Unpack[EngineOptions]) -> None:
-    """Sets the options of the default engine before its first use: that is the first save or
-    snapshot that is not refused, a `warm_up`, or `default_engine()`.
+    """Set the options of the default engine before its first use.
+
+    The first use is the first save or snapshot that is not refused, a `warm_up`, or
+    `default_engine()`.
 
     Args:
         **engine_options: Those of `Engine`: `pool_bytes`, `block_bytes`, `writer_threads`,
@@ -105,7 +107,7 @@ def configure(**engine_options: Unpack[EngineOptions]) -> None:
 
 
 def close_default() -> None:
-    """At the end of the process."""
+    """Close the default engine, at the end of the process."""
     _default.close()
 
 
@@ -119,12 +121,11 @@ def async_save(
     on_durable: OnDurable | None = None,
     engine: Engine | None = None,
 ) -> SaveHandle:
-    """Saves `obj` to `path` as `torch.save` would, without stopping training. The file holds the
-    state as it is now.
+    """Save `obj` to `path` as `torch.save` would, without stopping training.
 
-    What only an optimizer's step changes is copied after the call, under the next forward and
-    backward; the next step waits for the copy by itself. Everything else is copied before the call
-    returns: see docs/guarantees.md.
+    The file holds the state as it is now. Values that only an optimizer's step changes are copied
+    after the call, under the next forward and backward; the next step waits for the copy by itself.
+    Everything else is copied before the call returns: see docs/guarantees.md.
 
     Args:
         obj: Anything `torch.save` takes.
@@ -155,10 +156,9 @@ def async_save(
 def save(
     obj: object, path: Path, *, durable: bool = True, engine: Engine | None = None
 ) -> SaveReport:
-    """Saves `obj` to `path` as `torch.save` would and returns when the file is durable.
+    """Save `obj` to `path` as `torch.save` would and return when the file is durable.
 
-    It always saves: if the engine has no free slot it waits for one, whatever its `when_busy`
-    says.
+    It always saves: if the engine has no free slot it waits for one, whatever its `when_busy` says.
 
     Args:
         obj: Anything `torch.save` takes. It is copied during the call.
@@ -173,22 +173,22 @@ def save(
         SaveError: The operating system refused a step; the old file is untouched.
         TypeError, ValueError, ForkError, StillframeError, Exception: As `async_save`.
     """
-    # Nothing is deferred: no step can come in between.
+    # Nothing is deferred: this thread cannot step before the call returns.
     options = SaveOptions(overlap=False, durable=durable, wait_for_slot=True)
     report: SaveReport = submit(engine_or_default(engine), obj, path, options).result()
     return report
 
 
 def remove(path: Path) -> None:
-    """Removes a file, link or directory tree, in the order of submission; returns at once.
+    """Remove a file, link or directory tree, in the order of submission; return at once.
 
-    It runs when every save submitted before it has ended, and only if the last of them became
-    durable: otherwise the name stays and a warning is logged. So removing an old checkpoint after
-    saving a new one never leaves fewer than one. An error of the operating system is logged.
+    The remove runs when every save submitted before it has ended, and only if the last of them
+    became durable. Otherwise the name stays and a warning is logged. So removing an old checkpoint
+    after saving a new one always leaves at least one. An error of the operating system is logged.
 
     Args:
-        path: A local path. A missing path is not an error. Of a link, the link itself is removed.
-            A directory is removed with everything in it; if it is a checkpoint of
+        path: A local path. A missing path is not an error. A link is removed itself, not its
+            target. A directory is removed with everything in it; if it is a checkpoint of
             torch.distributed.checkpoint, its `.metadata` goes first.
 
     Raises:
@@ -204,9 +204,9 @@ def remove(path: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether `path` will be there when the saves and removes submitted so far have ended.
+    """Return whether `path` will exist when all saves and removes submitted so far have ended.
 
-    A checkpoint of torch.distributed.checkpoint exists if it is whole: if the directory has its
+    A checkpoint of torch.distributed.checkpoint exists if it is complete: if the directory has its
     `.metadata`, which is written last and removed first.
 
     Args:
@@ -223,18 +223,17 @@ def exists(path: Path) -> bool:
 
 
 def _tell_of_home(path: Path, known: int) -> None:
-    """Logs that "~" is not expanded, for calls to which a path that leads nowhere is no error."""
+    """Log that "~" is not expanded, for calls that treat a path to nothing as no error."""
     text = paths.as_text(path)
     if known < 0 and paths.hint(text) and not os.path.lexists(text):
         _logger.warning("stillframe: nothing is at %s%s", text, paths.hint(text))
 
 
 def wait_all(timeout: float | None = None) -> None:
-    """Waits until every save and remove of the process has ended; raises the first error nobody has
-    collected.
+    """Wait until every save and remove of the process has ended; raise the first uncollected error.
 
-    Call it at the end of a training. Without it, saves still finish and errors are printed, but
-    the process's exit status does not show them.
+    Call it at the end of a training. Without it, saves still finish and errors are printed, but the
+    process's exit status does not show them.
 
     Args:
         timeout: Seconds; None waits for ever.
@@ -254,7 +253,7 @@ def wait_all(timeout: float | None = None) -> None:
 
 
 def under_way() -> str:
-    """What has not ended, in words."""
+    """Return a sentence about the saves and removes that have not ended."""
     count = _core.log_pending()
     saves = [f"{save.path}: {save.state}" for save in list(completion.in_flight.values())]
     what = "save or remove has" if count == 1 else "saves and removes have"
@@ -267,14 +266,13 @@ def under_way() -> str:
 
 
 def settle_all() -> None:
-    """Looks at every save that has ended."""
+    """Settle the handle of every save that has ended."""
     for handle in list(completion.in_flight.values()):
         handle.done()
 
 
 def _forked() -> None:
-    """In the child: a new default engine at its first use, with the same options; the parent's is
-    left alone."""
+    """Replace the parent's default engine in a forked child: a new one gets the same options."""
     global _default
     options = _default.options
     _default = _Default()

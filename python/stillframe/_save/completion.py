@@ -1,26 +1,25 @@
 """The two threads of the package that run Python: completion and callbacks.
 
-The core's lane, writers and log never touch the interpreter. What they have to say comes as
-notices, which the completion thread takes: it gives the verdict on tensor versions once the last
-byte is copied, lets go of the sources, and settles the handle when a save has ended. Users'
-callbacks run on a second thread, so that one that saves, waits or hangs holds up nobody but other
-callbacks.
+The core's lane, writers and log never call the interpreter. They post notices, which the completion
+thread takes: it gives the verdict on tensor versions once the last byte is copied, drops the
+sources, and settles the handle when a save has ended. Users' callbacks run on a second thread. A
+callback that saves, waits or hangs delays only other callbacks.
 
-Both are daemon threads, started with the first save of a process and again in a forked child that
-saves. They end with the interpreter:
+Both are daemon threads. They start with the first save of a process, and again in a forked child
+that saves. They end with the interpreter:
 
     running ──exit begins──▶ draining ──the threads have ended──▶ over
 
-While it drains, only the thread that runs the exit handlers and the callback thread may save. When
-it is over, exit handlers may still: nobody would settle such a save later, so it is waited for in
-the call, and its callbacks run there and then. It is over from the start where an exit handler
-makes the first save of a process under Python 3.12 or later, which starts no thread by then.
+During the drain, only the thread that runs the exit handlers and the callback thread may save.
+After it, exit handlers still may. No thread would settle such a save later, so the call waits for
+it and runs its callbacks itself. Under Python 3.12 and later no thread can start once exit handlers
+run. If one of them makes the first save of a process, the state is over from the start.
 
-A child of multiprocessing drains while other threads of the program still run: Python joins them
-later. Their saves wait until the drain is over, and then run like those of exit handlers.
+In a child of multiprocessing other threads of the program still run during the drain: Python joins
+them later. Their saves wait until the drain is over, and then run like those of exit handlers.
 
-A save without deferred bytes needs no verdict of Python's: it is staged when its call returns,
-and this thread is not woken for it.
+A save without deferred bytes needs no verdict from Python: it is staged when its call returns, and
+this thread is not woken for it.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-_MEMORY_S = 0.01  # until it is asked for once more
+_MEMORY_S = 0.01  # pause before memory is asked for again
 _DRAIN_POLL_S = 0.01
 
 
 class InFlight(Protocol):
-    """A handle, as those see it who look at all saves that have not ended."""
+    """A handle, as code sees it that looks at all saves that have not ended."""
 
     @property
     def path(self) -> str: ...
@@ -55,7 +54,7 @@ class InFlight(Protocol):
     def cancel(self) -> bool: ...
 
 
-# Saves that have not ended, by their ticket's number: the only strong reference the package keeps
+# Saves that have not ended, by their ticket's number. The package keeps no other strong reference
 # to a handle.
 in_flight: dict[int, InFlight] = {}
 
@@ -69,38 +68,39 @@ class Noticed(Protocol):
 
 
 class Copying(Protocol):
-    """A snapshot whose lane has not ended."""
+    """A snapshot whose lane is still copying."""
 
     def after_copy(self) -> None: ...
 
 
-# Numbers of those without a ticket: below zero, where no ticket's is.
+# Numbers for saves without a ticket: negative, unlike every ticket's.
 numbers = itertools.count(-1, -1)
 
-# Those, by their core snapshot's number.
+# Snapshots that are still being copied, by their core snapshot's number.
 copying: dict[int, Copying] = {}
 
 
 def start_once(thread: threading.Thread) -> bool:
-    """Starts `thread` unless that was done. A signal handler that saves may find one that the call
-    it interrupted was about to start, and needs it.
+    """Start `thread` unless that was done.
+
+    A signal handler that saves may need a thread that the interrupted call was about to start.
 
     Returns:
         False when the interpreter's exit has begun: Python 3.12 and later start no thread then.
 
     Raises:
-        OSError: The system has no thread to give.
+        OSError: The system refused to start another thread.
     """
     if thread.ident is None:
         try:
             threads.start(thread)
         except RuntimeError:
-            return thread.ident is not None  # the handler was first
+            return thread.ident is not None  # True if a signal handler started it
     return True
 
 
 class _Callbacks:
-    """Runs functions one after the other on a thread of their own."""
+    """The thread on which functions run one after the other."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -117,7 +117,7 @@ class _Callbacks:
                         target=self._run, args=(BaseException,), name="sf-callbacks", daemon=True
                     )
                 try:
-                    start_once(self._thread)  # where it is too late, finish() does the work
+                    start_once(self._thread)  # if it is too late, finish() runs the queue
                 except OSError as error:
                     log.warning("stillframe: callbacks wait for a thread: %s", error)
                 return
@@ -128,8 +128,11 @@ class _Callbacks:
             self._call(function, caught)
 
     def _call(self, function: Callable[[], object], caught: type[BaseException]) -> None:
-        """`caught`: on the thread everything, since sys.exit() would end it, without a word, and
-        with it all later callbacks."""
+        """Call a function; log the errors of type `caught`.
+
+        The thread catches everything: sys.exit() would silently end it, and all later callbacks
+        with it.
+        """
         try:
             function()
         except caught:
@@ -139,8 +142,10 @@ class _Callbacks:
         return self._thread is threading.current_thread()
 
     def finish(self) -> None:
-        """Runs what is queued, here if it has no thread, and ends the thread; what is put later
-        runs where it is put. May be called again when it was interrupted."""
+        """Run what is queued and end the thread; without a thread, run it here.
+
+        Later functions run in `put`. May be called again when it was interrupted.
+        """
         with self._lock:
             if not self._over:
                 self._over = True
@@ -158,18 +163,18 @@ class _Completion:
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()
         self._exiting: threading.Thread | None = None
-        self._threads_go_on = False  # others may save when the drain is over
+        self._threads_go_on = False  # other threads may save after the drain
         self.over = False
 
     def start(self, *, under_way: bool = False) -> None:
-        """Before every save and remove.
+        """Start the thread, before every save and remove.
 
         Args:
-            under_way: It is a part of a save that the exit waits for.
+            under_way: The caller is part of a save that the exit waits for.
 
         Raises:
-            StillframeError: The interpreter is exiting, and this thread is none that may save now.
-            OSError: The system has no thread to give.
+            StillframeError: The interpreter is exiting, and this thread may not save any more.
+            OSError: The system refused to start another thread.
         """
         mine = self._exiting is threading.current_thread() or callbacks.is_current()
         if self._exiting is not None and not (mine or under_way):
@@ -196,19 +201,20 @@ class _Completion:
 
     @property
     def draining(self) -> bool:
-        """The exit has begun, and has yet to say what failed."""
+        """Return whether the exit has begun, but has not yet printed what failed."""
         return self._exiting is not None and not self.over
 
     def begin_exit(self, *, threads_go_on: bool = False) -> None:
-        """
+        """Begin the drain; only this thread and the callback thread may save until it is over.
+
         Args:
-            threads_go_on: Threads of the program run on behind this, and may save.
+            threads_go_on: Other threads of the program run on after the drain, and may save then.
         """
         self._threads_go_on = threads_go_on
         self._exiting = threading.current_thread()
 
     def stop(self) -> None:
-        """Settles what has ended and ends the thread for good."""
+        """Settle the saves that have ended, and end the thread for good."""
         self.over = True
         if self._thread is not None and self._thread.ident is not None:
             _core.notice_stop()
@@ -224,19 +230,19 @@ def _take_notices() -> None:
             except Exception:
                 log.exception("stillframe: settling a save failed")
         except MemoryError:
-            pass  # the log had none either: this thread outlives that
+            pass  # logging had no memory either; the thread must survive that
 
 
 def _next_notice() -> tuple[int, int, str]:
     while True:
         try:
             return _core.notice_wait()
-        except MemoryError:  # it keeps what it had to say
+        except MemoryError:  # the core keeps the notice
             time.sleep(_MEMORY_S)
 
 
 def _take_notice() -> bool:
-    """False when there will be no more."""
+    """Handle one notice; return False when there will be no more."""
     what, number, sentence = _next_notice()
     if what == _core.NOTICE_STOP:
         return False
@@ -246,14 +252,14 @@ def _take_notice() -> bool:
         snapshot = copying.pop(number, None)
         if snapshot is not None:
             snapshot.after_copy()
-    else:  # only tickets have such notices
+    else:  # the other kinds come from tickets
         handle = cast(Noticed | None, in_flight.get(number))
         if handle is None:
-            pass  # given up in the call
+            pass  # its call abandoned it
         elif what == _core.NOTICE_COPIED:
             handle.after_copy()
         else:
-            handle.settle()  # and only then it leaves in_flight: wait_all looks there
+            handle.settle()  # it leaves in_flight only then, because wait_all looks there
     return True
 
 
@@ -262,7 +268,7 @@ callbacks = _Callbacks()
 
 
 def _forked() -> None:
-    """In the child: the threads do not exist here and the saves are the parent's."""
+    """Forget threads and saves in a forked child: they are the parent's."""
     global completion, callbacks
     completion = _Completion()
     callbacks = _Callbacks()

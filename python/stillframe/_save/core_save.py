@@ -1,11 +1,11 @@
-"""A save that stillframe makes: the Python side of a ticket of the core.
+"""The Python side of a save that the core makes: of its ticket.
 
-The ticket knows everything that changes; here is only what Python has to add: the verdict on tensor
-versions (`verdict.py`), and the sentences of a report or an error.
+The ticket holds all changing state. This module adds the verdict on tensor versions (`verdict.py`)
+and the sentences of a report or an error.
 
-After Ctrl-C in the call, a save that was launched goes on in the hands of its handle. One that
-was not is given up there and then, and not when the traceback goes, since whoever handles the
-interrupt may save and stands behind it in the log.
+If Ctrl-C interrupts the call after the launch, the save goes on and its handle owns it. Before the
+launch, the save is abandoned at once, and not when the traceback is freed: the code that handles
+the interrupt may save, and its save would be behind this one in the log.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from stillframe.errors import (
 
 
 class CoreSave(SaveHandle):
-    """
+    """A save with a ticket of the core.
+
     Args:
-        ticket: Of the save, laid out and not yet submitted.
-        skeleton: What is saved. It is let go of at the end, its storages once they are copied.
+        ticket: The save's ticket, laid out and not yet submitted.
+        skeleton: The saved object. It is dropped at the end, its storages once they are copied.
         deferral: Which of them are copied after the call.
-        path: To be shown.
-        given: For `on_durable`.
+        path: The path for messages and the report.
+        given: The path for `on_durable`.
         entered: `time.perf_counter()` at the call's entry.
     """
 
@@ -70,7 +71,7 @@ class CoreSave(SaveHandle):
     # ---- the call ----
 
     def launch(self) -> None:
-        """Takes a slot, captures, and hands the rest over.
+        """Take a slot, capture, and hand the rest over to the core's threads.
 
         Raises:
             BusyError, PoolExhaustedError, StillframeError: The save is refused.
@@ -81,8 +82,8 @@ class CoreSave(SaveHandle):
             self._ticket.submit(device.streams(self._devices))
         except BaseException:
             if self._ticket.report()["launched_after_ns"] >= 0:
-                # Ctrl-C came just after. The save goes on; its verdict and its sources are its
-                # own business, and later saves stand behind it.
+                # Ctrl-C came just after the launch. The save goes on and settles by itself, and
+                # later saves come after it in the log.
                 self._go_on()
             else:
                 completion.in_flight.pop(number, None)
@@ -91,32 +92,37 @@ class CoreSave(SaveHandle):
         self._go_on()
 
     def _go_on(self) -> None:
-        """Steps wait for what is still to be copied; what is not is let go of. The call ends."""
+        """End the call: make steps wait for deferred sources, and drop the others."""
         self._verdict.launched(self)
-        if not self._verdict.is_needed and not self._devices:  # those are still being copied
+        if not self._verdict.is_needed and not self._devices:  # devices still copy theirs
             self._release_sources()
         self._call.end()
 
     # ---- what the completion thread and the gate call ----
 
     def after_copy(self) -> None:
-        """The verdict; then the sources are nobody's business any more."""
+        """Give the verdict, and drop the sources, which nobody needs any more."""
         self._confirm()
         self._release_sources()
         if self._is_staged():
             self._outcome.notify_staged()
 
     def settle(self) -> None:
-        """The save has ended."""
+        """Settle the save, which has ended."""
         self._settle()
 
     def gate(self) -> bool:
-        """Returns when every byte of host memory is copied, and the calling thread's current
-        streams wait for those of devices, or when the save has ended. See
-        `stillframe._watch.gate.Pending`."""
+        """Wait until every byte of host memory is copied, or the save has ended.
+
+        The calling thread's current streams wait for the bytes of devices. See
+        `stillframe._watch.gate.Pending`.
+        """
         if self._outcome.settled:
             return True
-        began, wait = _core.trace_begin(), Interval(time.perf_counter())  # the trace has all of it
+        began, wait = (
+            _core.trace_begin(),
+            Interval(time.perf_counter()),
+        )  # the trace shows the whole wait
         self._gates.append(wait)
         try:
             with inside():
@@ -131,7 +137,11 @@ class CoreSave(SaveHandle):
         return copied
 
     def _confirm(self, copied: bool = True) -> None:
-        """Gives the core the verdict. `copied`: no step needs to wait for this save any more."""
+        """Give the core the verdict.
+
+        Args:
+            copied: No step needs to wait for this save any more.
+        """
         if self._verdict.is_needed and not self._confirmed:
             self._ticket.confirm(self._verdict.look())
             self._confirmed = True
@@ -180,7 +190,7 @@ class CoreSave(SaveHandle):
             self._wait(_core.WAIT_COPIED, deadline, "durable")
             self._confirm()
             if not self._has_ended():
-                ordered.refuse_inside()  # what has not ended stands behind that work in the log
+                ordered.refuse_inside()  # the save is behind this thread's own work in the log
             self._wait(_core.WAIT_ENDED, deadline, "durable")
         self._settle()
 
@@ -194,7 +204,7 @@ class CoreSave(SaveHandle):
         with self._outcome.lock:
             if not self._outcome.settled:
                 facts = self._ticket.report()
-                # Who settles has waited for the end: of a save that goes on nothing is known yet.
+                # The caller has waited for the end. Before it, the report has no result.
                 assert facts["state"] in ("durable", "failed", "cancelled"), facts["state"]
                 if facts["code"]:
                     self._outcome.settle(None, self._error_of(facts))

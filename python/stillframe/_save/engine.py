@@ -1,11 +1,12 @@
-"""Engines, and the way of one save: from a call to a ticket in the core.
+"""Engines, and the steps of one save: from a call to a ticket in the core.
 
-submit(engine, obj, path, options)
-  paths.target     where the file goes; refuses what is no place for one
-  skeleton.build   the pickle, and the storages it refers to
-  gate.defer       which of them may be copied later
-  core Ticket      slot, capture, launch
-  gate.track       the next optimizer step waits for the rest
+`submit(engine, obj, path, options)` calls, in this order:
+
+    paths.target     where the file goes; refuses paths that cannot be saved to
+    skeleton.build   the pickle, and the storages it refers to
+    gate.defer       which of them may be copied later
+    core Ticket      slot, capture, launch
+    gate.track       the next optimizer step waits for the rest
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Engine:
             what the machine and the cgroup leave, divided by `LOCAL_WORLD_SIZE`. Memory is taken
             when it is first needed and kept for the next save.
         block_bytes: Size of the pool's blocks, a multiple of 4096.
-        writer_threads: Threads that checksum and write; 2 by default.
-        max_in_flight: Saves that may be not yet durable.
+        writer_threads: Threads that compute checksums and write; 2 by default.
+        max_in_flight: Most saves that may be unfinished (not yet durable) at one time.
         when_busy: What `async_save` does when that many are: "wait", "skip" (the handle's state is
             "skipped"), or "raise" `BusyError`. `save` always waits.
         shared_memory: Make the pool of memory that processes which are not forked can map, for
@@ -64,7 +65,7 @@ class Engine:
     Raises:
         TypeError, ValueError: An option that makes no sense, `pool_bytes < block_bytes` among them.
         OSError: With `shared_memory`: the system has no such memory (`memfd_create`), or allows
-            the process no file of that size or no descriptor more.
+            the process no file of that size or no further descriptor.
 
     Use it as a context manager, or call `close()`. It belongs to the process that made it.
     """
@@ -130,11 +131,11 @@ class Engine:
         )
 
     def warm_up(self, nbytes: Size) -> None:
-        """Takes memory for `nbytes` (at most the cap) now, so that the first save does not have to.
+        """Take memory for `nbytes` (at most the cap) now, so that the first save does not have to.
 
         In a process that has used CUDA the memory is pinned too, and copy threads are started for
-        the devices it has used. Memory that cannot be pinned is logged, and listed in
-        the `fallbacks` of later saves. Progress is logged at INFO, once a GiB and at the end.
+        the devices it has used. Memory that cannot be pinned is logged, and listed in the
+        `fallbacks` of later saves. Progress is logged at INFO, once a GiB and at the end.
 
         Args:
             nbytes: An int, or a string such as "4GiB".
@@ -149,7 +150,8 @@ class Engine:
         for number in device.in_use():
             if why := core.use_device(number):
                 log.warning("stillframe: %s", why)
-        # A piece at a time: between two of them signals are answered. What has memory is skipped.
+        # In steps of a GiB, so that signals are handled in between. Steps the pool has already
+        # reached cost nothing.
         start, held = time.monotonic(), core.stats()["committed_bytes"]
         for upto in (*range(_WARM_UP_PIECE, wanted, _WARM_UP_PIECE), wanted):
             if upto < wanted and core.stats()["pool_bytes"] < upto:
@@ -158,7 +160,7 @@ class Engine:
             _log_warm_up(core.stats()["committed_bytes"], held, wanted, time.monotonic() - start)
 
     def trim(self) -> None:
-        """Gives the memory of blocks that are not in use back to the system.
+        """Give the memory of unused blocks back to the system.
 
         Raises:
             StillframeError: The engine is closed.
@@ -166,10 +168,9 @@ class Engine:
         core_of(self).trim()
 
     def close(self) -> None:
-        """Waits for the engine's saves and for removes, then ends its threads and gives the pool
-        back.
+        """Wait for the engine's saves and for removes, then end its threads and give the pool back.
 
-        Raises none of the saves' errors (their handles and `wait_all` do). May be called again.
+        It raises none of the saves' errors (their handles and `wait_all` do). May be called again.
 
         Raises:
             StillframeError: A CheckpointIO that stillframe wraps calls it while it saves or loads.
@@ -181,9 +182,12 @@ class Engine:
             self._core.close(None)
 
     def stats(self) -> EngineStats:
-        """The current `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool holds),
-        `leased_bytes` (of it, in use), `retired_bytes` (never to be used again),
-        `saves_in_flight`, `saves_total`, and `driver`, a sentence."""
+        """Return the engine's current figures; memory is in bytes.
+
+        They are `pool_bytes`, `block_bytes`, `committed_bytes` (memory the pool holds),
+        `leased_bytes` (of it, in use), `retired_bytes` (never to be used again), `saves_in_flight`,
+        `saves_total`, and `driver`, a sentence.
+        """
         self._birth.refuse_child()
         figures = {**self._core.stats(), "driver": self._core.driver()}
         return cast(EngineStats, {name: figures[name] for name in EngineStats.__annotations__})
@@ -193,7 +197,7 @@ class Engine:
 
 
 def core_of(engine: Engine) -> _core.Engine:
-    """The core's engine, for a call that needs it open.
+    """Return the core's engine, for a call that needs it open.
 
     Raises:
         ForkError: In a child of the process that made it.
@@ -217,7 +221,10 @@ def is_closed(engine: Engine) -> bool:
 
 
 def is_used(engine: Engine) -> bool:
-    """Whether it has saved, taken a snapshot or been warmed up; what it refused does not count."""
+    """Return whether it has saved, taken a snapshot or been warmed up.
+
+    Calls that were refused do not count.
+    """
     return engine._used
 
 
@@ -226,7 +233,8 @@ def note_use(engine: Engine) -> None:
 
 
 def refuse_no_engine(engine: object) -> None:
-    """
+    """Refuse an object that is not an engine.
+
     Raises:
         TypeError: It is no `Engine`.
     """
@@ -243,9 +251,10 @@ def refuse_no_engine(engine: object) -> None:
 
 
 def take_slot(engine: Engine, *, nested: bool) -> _core.Slot:
-    """Count a save that others write among the engine's until the slot is given back.
+    """Take a slot of the engine for a save that Python writes, until the slot is given back.
 
-    Waits while `max_in_flight` saves are under way, unless the engine does something else then.
+    It waits while `max_in_flight` saves are under way, unless the engine's `when_busy` says
+    otherwise.
 
     Args:
         nested: The thread is inside another of our calls, and so does not wait.
@@ -265,7 +274,7 @@ def take_slot(engine: Engine, *, nested: bool) -> _core.Slot:
 
 
 def usage(engine: Engine) -> str:
-    """Who holds how much of the pool, and what can be done."""
+    """Return sentences that say what holds the pool's memory and what the user can do."""
     stats = engine._core.stats()
     by_saves, leased = stats["save_bytes"], stats["leased_bytes"]
     return (
@@ -295,10 +304,10 @@ def _no_shared_memory(error: OSError) -> str:
 
 
 def submit(engine: Engine, obj: object, path: Path, options: SaveOptions) -> SaveHandle:
-    """Starts a save: see `stillframe.async_save`."""
+    """Start a save: see `stillframe.async_save`."""
     entered = time.perf_counter()
     began = _core.trace_begin()
-    ordered.refuse_inside()  # it might wait for a slot
+    ordered.refuse_inside()  # the call may wait for a slot
     _refuse_swapped(obj, path)
     with inside() as nested:
         core = core_of(engine)

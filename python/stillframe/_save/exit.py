@@ -1,12 +1,12 @@
 """The end of the process: saves in flight finish, and errors that nobody collected are printed.
 
-The process's exit status stays what the program made it: Python lets no exit handler change it.
-A program that ends with `stillframe.wait_all()` fails where a save failed.
+The process's exit status is not changed, because Python lets no exit handler change it. A program
+that ends with `stillframe.wait_all()` fails if a save failed.
 
 Children of multiprocessing (started by fork or forkserver) end by `os._exit` and run no exit
-handlers. multiprocessing runs its own finalizers in every child, so the drain is one of them there.
-A spawned child runs both, and the second finds nothing to do. The main process has only the exit
-handler.
+handlers. But multiprocessing runs its own finalizers in every child, so the drain is one of them
+there. A spawned child runs both, and the second finds nothing to do. The main process has only the
+exit handler.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from stillframe._save.outcome import take_failures
 
 log = logging.getLogger("stillframe")
 
-# Above those of multiprocessing's own queues (10) and pools (15): callbacks of the last saves may
-# still use them.
+# Higher than multiprocessing's own queues (10) and pools (15), because callbacks of the last saves
+# may still use these.
 _PRIORITY = 100
-_QUIET_S = 1.0  # a wait shorter than that is not worth a line
-_GIVEN_UP_S = 5.0  # in which what is cancelled ends, if its file system answers
+_QUIET_S = 1.0  # a shorter wait is not announced
+_GIVEN_UP_S = 5.0  # enough for cancelled saves to end, if the file system answers
 
 
 def _announce_wait() -> None:
@@ -56,7 +56,7 @@ def _warn_once() -> None:
 
 
 def _give_up() -> bool:
-    """False where something does not end all the same."""
+    """Cancel all saves; return False if something does not end nevertheless."""
     for handle in list(completion.in_flight.values()):
         handle.cancel()
     _say("stillframe: given up")
@@ -67,13 +67,13 @@ def _give_up() -> bool:
 
 
 def _drain(*, threads_go_on: bool = False) -> None:
-    """Wait until saves in flight have finished, and say what is waited for.
+    """Wait until saves in flight have finished, and print what is waited for.
 
     A second Ctrl-C gives up the rest. Each later one leaves the step that it interrupts. A step
     that raises is logged, and the next one runs.
 
     Args:
-        threads_go_on: The program's threads run on behind this, and may save.
+        threads_go_on: The program's threads run on after the drain, and may save.
     """
     interrupts = 1 if _interrupted() else 0
     steps: list[Callable[[], object]] = [
@@ -82,17 +82,17 @@ def _drain(*, threads_go_on: bool = False) -> None:
         _wait_for_log,
         settle_all,
         completion.callbacks.finish,
-        _wait_for_log,  # what the callbacks saved
+        _wait_for_log,  # saves made by callbacks
         *([] if threads_go_on else [close_default]),
         _core.log_stop,
         completion.completion.stop,
-        _wait_for_log,  # what a thread submitted just before: later saves wait in their call
-        *(last := [end_at_exit, settle_all, _say_what_failed]),  # saves are still in the timeline
+        _wait_for_log,  # saves a thread submitted just before; later ones wait in their call
+        *(last := [end_at_exit, settle_all, _say_what_failed]),  # the trace first: it shows saves
     ]
 
     def give_up() -> None:
         if not _give_up():
-            steps[1:] = last  # to close the engine, or to stop a thread, would wait for it
+            steps[1:] = last  # closing the engine or stopping a thread would wait for that save
 
     while steps:
         try:
@@ -110,7 +110,7 @@ def _drain(*, threads_go_on: bool = False) -> None:
 
 
 def _interrupted() -> bool:
-    """Whether Ctrl-C is what ends the program."""
+    """Return whether Ctrl-C ends the program."""
     return isinstance(getattr(sys, "last_value", None), KeyboardInterrupt) or isinstance(
         sys.exc_info()[1], KeyboardInterrupt
     )
@@ -121,7 +121,7 @@ def _drain_child() -> None:
 
 
 def _finish_child(_: object = None) -> None:
-    """Have this child of multiprocessing drain when its work has returned or raised."""
+    """Make this child of multiprocessing drain when its work has returned or raised."""
     util.Finalize(None, _drain_child, exitpriority=_PRIORITY)
 
 
@@ -137,8 +137,10 @@ def _say(sentence: str) -> None:
 
 
 def install() -> None:
-    """Once, when the package is imported."""
+    """Register the drain; called once, when the package is imported."""
     atexit.register(_drain)
-    util.register_after_fork(_drain_child, _finish_child)  # by every start method, in each child
-    if process.parent_process() is not None:  # imported by the work of a child
+    util.register_after_fork(
+        _drain_child, _finish_child
+    )  # runs in each child, however it is started
+    if process.parent_process() is not None:  # a child's work imports us
         _finish_child()

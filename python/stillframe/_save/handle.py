@@ -1,8 +1,9 @@
-"""`SaveHandle`, what `async_save` returns: the base of all saves, and the one that was skipped.
+"""`SaveHandle`, which `async_save` returns: the base class of all saves, and the skipped save.
 
-There are two kinds, which know what a save is doing: `CoreSave` asks its ticket in the core, and
-`SnapshotSave` (`_snapshot/save.py`) whoever writes in Python, another CheckpointIO or the ranks of
-a distributed checkpoint. How it ended, and who has been told, is the same for all: its `Outcome`.
+Two subclasses know what a save is doing. `CoreSave` asks its ticket in the core. `SnapshotSave`
+(`_snapshot/save.py`) asks the Python code that writes: another CheckpointIO, or the ranks of a
+distributed checkpoint. All kinds share an `Outcome`, which records how the save ended and who was
+told.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from stillframe._save.report import SaveReport
 log = logging.getLogger("stillframe")
 
 State = Literal["staging", "staged", "writing", "durable", "failed", "cancelled", "skipped"]
-# None is rare (`when_busy="skip"`), so a type checker lets a report be used as one: typeshed's
-# convention for `re.Match.group` and its like.
+# None is rare (`when_busy="skip"`), so a type checker lets the result be used as a report. typeshed
+# does the same for `re.Match.group`.
 MaybeNone: TypeAlias = Any
 
 
 class SaveHandle:
     """One save. Made by `async_save`; every method may be called from any thread, any number of
-    times. `await handle` in a coroutine gives what `handle.result()` does.
-    """
+    times. `await handle` in a coroutine returns the same as `handle.result()`."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class SaveHandle:
         raise NotImplementedError
 
     def done(self) -> bool:
-        """Whether the save has ended: durable, failed, cancelled or skipped."""
+        """Return whether the save has ended: durable, failed, cancelled or skipped."""
         self._birth.refuse_child()
         if self._has_ended():
             self._settle()
         return self._outcome.settled
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until every byte is copied: from then on the saved tensors may change in any way.
+        """Wait until every byte is copied: from then on the saved tensors may change in any way.
 
         Raises:
             TornSnapshotError, SaveError: The save failed.
@@ -93,7 +93,7 @@ class SaveHandle:
                 self._raise()
 
     def result(self, timeout: float | None = None) -> SaveReport | MaybeNone:
-        """Waits until the save is durable and returns its report.
+        """Wait until the save is durable and return its report.
 
         Returns:
             The report, or None if the save was skipped (only with an engine that was made with
@@ -110,7 +110,7 @@ class SaveHandle:
             return self._outcome.report
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the save's end and returns its error, None when there is none.
+        """Wait for the save's end and return its error, None when there is none.
 
         Raises:
             concurrent.futures.CancelledError: The save was cancelled.
@@ -124,13 +124,16 @@ class SaveHandle:
             return self._outcome.error
 
     def cancel(self) -> bool:
-        """Cancels the save; the old file stays. False if it is too late, or the save has already
-        ended."""
+        """Cancel the save; the old file stays.
+
+        Return False if it is too late, or the save has already ended.
+        """
         return False
 
     def add_done_callback(self, function: Callable[[SaveHandle], object]) -> None:
-        """Calls `function(handle)` when the save has ended: on the callback thread, or here and now
-        if it has already.
+        """Call `function(handle)` on the callback thread when the save has ended.
+
+        If it has ended already, the function is called here and now.
 
         Raises:
             TypeError: `function` is not callable.
@@ -148,21 +151,26 @@ class SaveHandle:
             log.exception("stillframe: a callback failed")
 
     def progress(self) -> tuple[int, int]:
-        """(bytes written so far, bytes of the file)."""
+        """Return (bytes written so far, bytes of the file)."""
         return 0, 0
 
     @property
     def staging_completion(self) -> Future[None]:
-        """Done when the save is staged, as `torch.distributed.checkpoint.async_save` names it."""
+        """A future that is done when the save is staged.
+
+        `torch.distributed.checkpoint.async_save` uses the same name.
+        """
         return self._outcome.staging(self, self._is_staged)
 
     @property
     def upload_completion(self) -> Future[SaveReport | MaybeNone]:
-        """Done with the report when the save is durable, as
-        `torch.distributed.checkpoint.async_save` names it."""
+        """A future that is done with the report when the save is durable.
+
+        `torch.distributed.checkpoint.async_save` uses the same name.
+        """
         return self._outcome.upload(self)
 
-    # ---- what each kind answers ----
+    # ---- for subclasses to override ----
 
     def _has_ended(self) -> bool:
         return self._outcome.settled
@@ -171,11 +179,11 @@ class SaveHandle:
         return False
 
     def _settle(self) -> None:
-        """Once it has ended: the outcome, and who is told of it. May be called again."""
+        """Settle the outcome once the save has ended, and notify waiters. May be called again."""
         self._outcome.notify()
 
     def _wait_until_staged(self, deadline: Deadline) -> bool:
-        """False when it has failed, or is about to."""
+        """Wait for the copy; return False when the save has failed, or is about to."""
         return self._outcome.error is None
 
     def _wait_until_ended(self, deadline: Deadline) -> None:
@@ -205,7 +213,7 @@ class SaveHandle:
             ended = asyncio.Event()
 
             def wake() -> None:
-                # Raised where the loop was closed: nobody awaits any more.
+                # It raises if the loop was closed, and then nobody awaits any more.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(ended.set)
 
@@ -229,12 +237,12 @@ class Deadline:
         self._end = None if self.timeout is None else time.monotonic() + self.timeout
 
     def left(self) -> float | None:
-        """Seconds, at least 0."""
+        """Return the seconds left, at least 0; None waits for ever."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 class SkippedSave(SaveHandle):
-    """A save that was not made, as the engine was busy."""
+    """A save that was not made because the engine was busy."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -245,25 +253,25 @@ class SkippedSave(SaveHandle):
         return "skipped"
 
 
-# ---- what the package asks of any save ----
+# ---- for the rest of the package ----
 
 
 def report_of(handle: SaveHandle) -> SaveReport | None:
-    """The report of a save that has ended well."""
+    """Return the report of a save that ended without an error."""
     return handle._outcome.report
 
 
 def is_collected(handle: SaveHandle) -> bool:
-    """Whether somebody has seen the save's error."""
+    """Return whether somebody has seen the save's error."""
     return handle._outcome.is_collected()
 
 
 def take_unseen_error(handle: SaveHandle) -> BaseException | None:
-    """Its error, if nobody has seen that; it counts as seen from now on. The save has ended."""
+    """Return the error of a save that has ended, if nobody has seen it; it counts as seen now."""
     return handle._outcome.take_unseen()
 
 
 def wait_for_end(handle: SaveHandle) -> None:
-    """Waits for the save's end; raises none of its errors, and leaves them to be seen."""
+    """Wait for the save's end; raise none of its errors, and leave them uncollected."""
     with inside():
         handle._wait_until_ended(Deadline(None))

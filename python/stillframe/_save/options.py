@@ -1,4 +1,4 @@
-"""What an engine and a save may be asked for: the options, checked once, and the types of them."""
+"""The options of engines and saves, and their types; each is checked once, here."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _DEFAULT_WRITERS = 2
 _POOL_VARIABLE = "STILLFRAME_POOL_BYTES"
 _PAGE = 4096
 
-# What an option may be at most: beyond, it is a slip of the keyboard, and would wrap in the core.
+# The largest values of options. A larger one is a typing error, and would overflow in the core.
 _MOST_BLOCKS = 1 << 28
 _MOST_WRITERS = 256
 _MOST_IN_FLIGHT = 1 << 16
 
-# Threads that help with a large copy; with more of them memory gets no faster.
+# The most threads that help with a large copy; more do not make memory faster.
 _MOST_COPIERS = 7
 
 
 class EngineOptions(TypedDict, total=False):
-    """What `Engine` takes, for `configure`."""
+    """The options of `Engine`, as `configure` takes them."""
 
     pool_bytes: Size | None
     block_bytes: Size
@@ -43,10 +43,10 @@ class EngineOptions(TypedDict, total=False):
 
 
 class EngineStats(TypedDict):
-    """What `Engine.stats` returns; bytes, but for the last three.
+    """The figures that `Engine.stats` returns; bytes, but for the last three.
 
-    `pool_bytes` is the cap, `committed_bytes` the memory the pool holds, `leased_bytes` what of it
-    is in use, `retired_bytes` what is never to be used again. `driver` is a sentence.
+    `pool_bytes` is the cap, `committed_bytes` the memory the pool holds, `leased_bytes` the part of
+    it in use, `retired_bytes` the part that is never used again. `driver` is a sentence.
     """
 
     pool_bytes: int
@@ -84,7 +84,8 @@ class Limits:
         when_busy: WhenBusy,
         shared_memory: bool,
     ) -> Limits:
-        """
+        """Check an engine's options.
+
         Raises:
             TypeError, ValueError: An option makes no sense.
         """
@@ -123,7 +124,7 @@ class Limits:
 def copiers() -> int:
     """Return how many threads may help with a large copy: one for each other core.
 
-    The ranks of a machine, of which torchrun says the number, share its cores.
+    The ranks of a machine share its cores; torchrun sets their number in LOCAL_WORLD_SIZE.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(1, int(text)) if text.isdecimal() else 1
@@ -135,7 +136,7 @@ def _count(value: object, name: str, most: int) -> int:
 
 
 def _pool_bytes(given: Size | None) -> tuple[int, str]:
-    """(the cap, what the messages call it); 0 where nobody gave one."""
+    """Return (the cap, its name for messages); the cap is 0 where nobody gave one."""
     if given is not None:
         return sizes.parse(given, "pool_bytes"), "pool_bytes"
     text = os.environ.get(_POOL_VARIABLE, "").strip()
@@ -144,15 +145,14 @@ def _pool_bytes(given: Size | None) -> tuple[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """How one save is to be made.
+    """How one save is made.
 
     Attributes:
         overlap, durable, check_mutation, on_durable: See `async_save`.
         follow_link: Write through a symbolic link rather than replace it.
         create_parents: Make missing parent directories.
-        ordered: It has a place in the log. One that has not is renamed as soon as it is synced.
-        wait_for_slot: Wait while as many saves are under way as there may be, whatever the engine
-            does otherwise.
+        ordered: It has an entry in the log. A save without one is renamed as soon as it is synced.
+        wait_for_slot: Wait for a slot, whatever the engine's `when_busy` says.
     """
 
     overlap: bool = True
@@ -175,7 +175,7 @@ class SaveOptions:
             )
 
     def flags(self, *, nested: bool, when_busy: WhenBusy) -> int:
-        """As the core takes them."""
+        """Return the core's flags for these options."""
         return (
             (_core.SAVE_DURABLE if self.durable else 0)
             | (_core.SAVE_CHECK_BYTES if self.check_mutation else 0)

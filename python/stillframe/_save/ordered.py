@@ -1,9 +1,11 @@
-"""Work that Python does in the order of the log: links, what a wrapped CheckpointIO does, and saves
-of many ranks (`Turn`).
+"""External work: Python code that runs in the order of the log.
 
-Such work has an entry among the saves and removes (csrc/core/commit/work.c). When its turn comes,
-everything submitted before has ended, and nothing submitted after takes effect until it has
-ended itself. One thread does all of it, started with the first; the core says whose turn it is, so
+It is used for links, wrapped CheckpointIOs, and saves of many ranks (`Turn`). Each piece of work
+has an entry among the saves and removes (csrc/core/commit/work.c). When its entry is at the head of
+the log, everything submitted before has ended. Nothing submitted after takes effect until the work
+has ended.
+
+One thread does all of it; it starts with the first piece. The core decides which entry is next, so
 a signal handler may submit work in the middle of another submission.
 """
 
@@ -24,7 +26,7 @@ from stillframe.errors import StillframeError
 
 log = logging.getLogger("stillframe")
 
-# Called with whether the last save before it did well; returns whether it did well itself.
+# Takes whether the last save before it succeeded, and returns whether it succeeded itself.
 Work = Callable[[bool], bool]
 
 
@@ -32,21 +34,21 @@ class _Worker:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._doing: int | None = None  # who does the work whose turn it is: one at a time
+        self._doing: int | None = None  # the thread that does the work at the head of the log
         self._waiting: dict[int, tuple[_core.LogWork, Work]] = {}
 
     def submit(self, key: bytes, kind: int, function: Work) -> _core.LogWork:
         completion.completion.start()
         entry = _core.LogWork(key, kind)
         try:
-            # Known before the log can call for it.
+            # Registered before the log can ask for it.
             self._waiting[entry.number] = entry, function
             entry.append()
             if completion.completion.over or not self._start():
-                while entry.number in self._waiting:  # nobody else is left to do it
+                while entry.number in self._waiting:  # no thread is left to do it
                     self._turn()
         except BaseException:
-            # Ctrl-C may come at any line, also when the entry is in the log or being worked on.
+            # Ctrl-C may come at any line, even when the entry is in the log or its work is running.
             if self._waiting.pop(entry.number, None) is not None:
                 entry.end(False)
             raise
@@ -57,11 +59,11 @@ class _Worker:
         entry.end(good)
 
     def is_current(self) -> bool:
-        """Whether this thread is doing such work: its own, or at exit whoever submitted it."""
+        """Return whether this thread runs such work: the worker, or a submitter at exit."""
         return threading.get_ident() == self._doing
 
     def _start(self) -> bool:
-        """False when it is too late for a thread."""
+        """Start the thread; return False when it is too late for one."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sf-ordered", daemon=True)
@@ -77,14 +79,14 @@ class _Worker:
             self._start()
 
     def _turn(self) -> bool:
-        """Does what is next; False when the log is being stopped."""
+        """Do the work at the head of the log; return False when the log is being stopped."""
         turn = _core.log_work_next()
         if turn is None:
             return False
         number, after_good = turn
         waiting = self._waiting.pop(number, None)
         if waiting is None:
-            return True  # given up
+            return True  # its submission was interrupted
         entry, function = waiting
         good = False
         self._doing = threading.get_ident()
@@ -102,13 +104,14 @@ _worker = _Worker()
 
 
 def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
-    """Appends an entry to the log; `function` runs on a thread of its own when its turn comes.
+    """Append an entry to the log; `function` runs on a thread of its own when its entry is at the
+    head of the log.
 
     Args:
         key: The name in the log, see `paths.key`.
         kind: `_core.WORK_SAVE`, `WORK_REMOVE` or `WORK_LINK`: what becomes of the name.
-        function: The work. What it raises is logged, and counts as not having done well. Where a
-            signal handler raises in this call, it may run all the same.
+        function: The work. An exception of it is logged and counts as failure. If a signal handler
+            raises in this call, the function may run nevertheless.
 
     Returns:
         The entry, for `end`.
@@ -117,16 +120,16 @@ def submit(key: bytes, kind: int, function: Work) -> _core.LogWork:
 
 
 def end(entry: _core.LogWork, good: bool) -> None:
-    """Work is over before its turn has come, or before its function has returned."""
+    """End an entry before it is at the head of the log, or before its function has returned."""
     _worker.end(entry, good)
 
 
 class Turn:
-    """The place of a save that others write, while what stands in front of it goes on.
+    """The log entry of a save that others write, while the saves and removes before it go on.
 
-    Two things wait for what was submitted before: writing, for removes and saves of the same name,
-    or a remove would take the new files; and the commit, for everything, so that what was saved
-    first is there first. What stands behind waits for `end`.
+    Writing waits for earlier removes and saves of the same name, because such a remove would delete
+    the new files. The commit waits for everything submitted before, so that saves appear in order.
+    Later entries wait for `end`.
 
     Args:
         key: The name in the log, see `paths.key`.
@@ -141,23 +144,27 @@ class Turn:
         self._entry = submit(key, _core.WORK_SAVE, self._stand)
 
     def _stand(self, after_good: bool) -> bool:
-        """In its turn; the log stands still until the save has ended."""
+        """Hold the head of the log until the save has ended."""
         self._come.set()
         self._over.wait()
-        return False  # `end` has said how
+        return False  # ignored: `end` has already recorded the result
 
     def wait_to_write(self) -> None:
-        """Waits until what was submitted before has done with the name."""
-        with contextlib.suppress(OSError):  # it need not be there
+        """Wait until everything of this name that was submitted before has ended."""
+        with contextlib.suppress(OSError):  # the file need not exist
             self._before.open()
             self._before.close()
 
     def wait_to_commit(self) -> None:
-        """Waits until all that was submitted before has ended."""
+        """Wait until everything that was submitted before has ended."""
         self._come.wait()
 
     def end(self, well: bool) -> None:
-        """The save has ended: what stands behind it goes on."""
+        """End the save's entry, so that later ones go on.
+
+        Args:
+            well: The save succeeded.
+        """
         end(self._entry, well)
         self._come.set()
         self._over.set()
@@ -169,8 +176,10 @@ def submit_remove(
     remove: Callable[[str], object],
     needed: Callable[[], bool] | None = None,
 ) -> None:
-    """Appends a remove: `remove(path)`, if the last save before it did well and, at that moment,
-    `needed()` is false. What it raises is logged, as for every remove."""
+    """Append a remove: `remove(path)` runs if the last save before it succeeded.
+
+    It does not run if `needed()` is true at that moment. An exception of `remove` is logged.
+    """
 
     def work(after_good: bool) -> bool:
         if not after_good:
@@ -190,15 +199,15 @@ def submit_remove(
 
 
 def is_inside() -> bool:
-    """Whether this thread is doing work that has its turn in the log."""
+    """Return whether this thread is running external work."""
     return _worker.is_current()
 
 
 def refuse_inside() -> None:
-    """For calls that wait for the log: work that has its turn would wait for itself.
+    """Refuse calls that wait for the log: external work would wait for itself.
 
     Raises:
-        StillframeError: This thread is doing such work.
+        StillframeError: This thread is running such work.
     """
     if is_inside():
         raise StillframeError(
@@ -208,9 +217,9 @@ def refuse_inside() -> None:
 
 
 def wait_for_key(key: bytes) -> None:
-    """Waits until nothing of that name that was submitted before is pending."""
+    """Wait until nothing of that name that was submitted before is pending."""
     refuse_inside()
-    with contextlib.suppress(OSError):  # the name need not be there, nor be a local one
+    with contextlib.suppress(OSError):  # the name need not exist, nor be local
         _core.LogLoad(key).open()
 
 
@@ -218,27 +227,28 @@ Path = str | os.PathLike[str]
 
 
 def wait_for_path(path: Path, *, follow_link: bool = True) -> None:
-    """Waits until no save or remove of `path` that was submitted before is pending."""
-    with contextlib.suppress(OSError):  # whoever reads it next says why it cannot
+    """Wait until no save or remove of `path` that was submitted before is pending."""
+    with contextlib.suppress(OSError):  # the next read reports the error
         open_in_order(path, follow_link=follow_link)
 
 
 def open_in_order(path: Path, *, follow_link: bool = True) -> _core.LogLoad:
-    """Waits as `wait_for_path` does and opens what the path is at that point of the log.
+    """Wait as `wait_for_path` does and open the path as it is at that point of the log.
 
-    The descriptor belongs to what is returned: a Ctrl-C at any moment loses none.
+    The returned object owns the descriptor, so Ctrl-C at any moment leaks none.
 
     Raises:
         OSError: As `os.open`.
     """
     refuse_inside()
-    with inside():  # keeps this frame for a while where a Ctrl-C comes at its end: not with a file
+    # A Ctrl-C at the end of inside() can keep this frame alive, so no local here holds the file.
+    with inside():
         return _opened(path, follow_link)
 
 
 def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
     if follow_link and os.path.islink(path):
-        # It may be about to become another link.
+        # An earlier entry may replace the link.
         with contextlib.suppress(OSError):
             _core.LogLoad(paths.key(path, follow_link=False)).open()
     load = _core.LogLoad(paths.key(path, follow_link=follow_link))
@@ -253,7 +263,7 @@ def _opened(path: Path, follow_link: bool) -> _core.LogLoad:
 
 
 def _forked() -> None:
-    """In the child: thread, entries and work are the parent's."""
+    """Forget thread, entries and work in a forked child: they are the parent's."""
     global _worker
     _worker = _Worker()
 

@@ -1,10 +1,10 @@
-"""What became of a save, and who has been told: its report or error, futures, callbacks.
+"""How a save ended, and who has been told: its report or error, futures, callbacks.
 
-A handle has one. It is `settled` once, by whoever sees the save's end first; telling those who wait
-for it comes after, and is gone on with by the next who asks where Ctrl-C came in between.
+Each handle has one. The first thread that sees the save's end settles it, and notifies the waiters
+afterwards. If Ctrl-C interrupts the notification, the next caller continues it.
 
-An error counts as seen when somebody got it: from the handle, from a future's result, or from
-`wait_all`. One that nobody saw is logged when its handle dies, or printed when the process ends.
+An error counts as seen when somebody got it from the handle, from a future's result, or from
+`wait_all`. An unseen error is logged when its handle dies, or printed when the process ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger("stillframe")
 
 
 class Failure:
-    """An error of a save, until somebody has seen it.
+    """The error of a save, until somebody has seen it.
 
     Attributes:
-        collected: Somebody has it.
-        logged: Nobody asked, and the log has it.
+        collected: Somebody has seen it.
+        logged: It was logged, since nobody asked.
     """
 
     __slots__ = ("collected", "error", "logged")
@@ -43,8 +43,8 @@ class Failure:
         _failures.append(self)
 
     def collect(self) -> None:
-        """Somebody has seen it."""
-        with contextlib.suppress(ValueError):  # somebody had
+        """Mark the error as seen."""
+        with contextlib.suppress(ValueError):  # it was collected before
             _failures.remove(self)
         self.collected = True
 
@@ -55,12 +55,12 @@ class Failure:
             log.error("stillframe: %s failed and nobody asked: %s", what, self.error)
 
 
-# Errors nobody has collected, in the order in which their saves ended.
+# Errors that nobody has collected, in the order in which their saves ended.
 _failures: list[Failure] = []
 
 
 def take_failures(*, first_only: bool) -> list[Failure]:
-    """Errors that nobody has collected, oldest first; they count as collected from now on."""
+    """Return errors that nobody has collected, oldest first; they count as collected now."""
     taken: list[Failure] = []
     while _failures and not (taken and first_only):
         failure = _failures.pop(0)
@@ -70,8 +70,10 @@ def take_failures(*, first_only: bool) -> list[Failure]:
 
 
 class CallingLater(Future[Any]):
-    """A future with what is to be called when it is done running on the callback thread, as a
-    handle's callbacks do: a thread that ends saves has others to end."""
+    """A future whose callbacks run on the callback thread, as a handle's do.
+
+    The thread that ends a save has other saves to end.
+    """
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         if self.done():
@@ -81,8 +83,10 @@ class CallingLater(Future[Any]):
 
 
 class SaveFuture(CallingLater):
-    """A future whose result counts as having seen the save's error. It keeps its handle, not the
-    other way round."""
+    """A future whose result counts as having seen the save's error.
+
+    It refers to its handle, and the handle does not refer to it.
+    """
 
     def __init__(self, handle: object, outcome: Outcome, upload: bool) -> None:
         super().__init__()
@@ -91,7 +95,7 @@ class SaveFuture(CallingLater):
         self._upload = upload
 
     def _refuse_inside(self) -> None:
-        """Staging waits for nothing of the log."""
+        """Refuse to wait inside external work; staging may be waited for, since it needs no log."""
         if self._upload and not self.done():
             ordered.refuse_inside()
 
@@ -111,7 +115,8 @@ class SaveFuture(CallingLater):
 
 
 class Outcome:
-    """
+    """How one save ended, and the futures and callbacks that are told.
+
     Args:
         given: The path as it was given, for `on_durable`.
         known_as: What the log calls the save if it failed and nobody asked.
@@ -119,10 +124,10 @@ class Outcome:
     Attributes:
         lock: Re-entrant: a signal handler may use a handle in the middle of another use of it.
         settled: The save has ended, and the next two say how.
-        report: None where it failed or was skipped.
-        error: None where it did not fail.
+        report: None if it failed or was skipped.
+        error: None if it did not fail.
         value: The result of the upload's future.
-        cancellable: Users can cancel its futures, which cancels nothing but these.
+        cancellable: Users can cancel its futures; this does not cancel the save.
     """
 
     cancellable = True
@@ -157,8 +162,9 @@ class Outcome:
         value: object = None,
         told: bool = False,
     ) -> None:
-        """The save has ended; report and error are None where it was skipped. The first call
-        counts.
+        """Record that the save has ended; the first call counts.
+
+        Report and error are None if it was skipped.
 
         Args:
             value: The result of the upload's future, by default the report.
@@ -167,17 +173,17 @@ class Outcome:
         with self.lock:
             if self.settled:
                 return
-            told = told or isinstance(error, CancelledError)  # whoever did that knows
+            told = told or isinstance(error, CancelledError)  # the canceller knows
             if error is not None and not told and self._failure is None:
                 self._failure = Failure(error)
-                if completion.completion.over:  # the exit has printed what failed
+                if completion.completion.over:  # the exit has already printed failures
                     self._failure.dropped("a save")
             self.report, self.error = report, error
             self.value = report if value is None else value
             self.settled = True
 
     def notify(self) -> None:
-        """Wakes, resolves and calls those who wait for the end. May be called again."""
+        """Wake, resolve and call everybody who waits for the end. May be called again."""
         if self._notified:
             return
         with self.lock:
@@ -196,7 +202,7 @@ class Outcome:
         self._notified = True
 
     def notify_staged(self, error: BaseException | None = None) -> None:
-        """Every byte is copied, or the copy has failed."""
+        """Resolve the staging future: every byte is copied, or the copy has failed."""
         with self.lock:
             self._copy = self._copy or (error,)
             future = _alive(self._staging)
@@ -204,11 +210,16 @@ class Outcome:
                 _resolve(future, error, None)
 
     def call_at_end(self, function: Callable[[], object]) -> bool:
-        """Has `function()` called on the callback thread; False where the end has come already."""
+        """Have `function()` called on the callback thread; return False if the end has come
+        already."""
         return self._add(self._callbacks, function)
 
     def wake_at_end(self, function: Callable[[], object]) -> bool:
-        """The same on the thread that settles, for one that never waits and raises nothing."""
+        """Have `function()` called on the settling thread; return False if the end has come
+        already.
+
+        The function must not wait or raise.
+        """
         return self._add(self._wakers, function)
 
     def _add(self, functions: list[Callable[[], object]], function: Callable[[], object]) -> bool:
@@ -218,11 +229,11 @@ class Outcome:
             return not self.settled
 
     def wake_no_more(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(ValueError):  # it was woken
+        with contextlib.suppress(ValueError):  # it was called already
             self._wakers.remove(function)
 
     def staging(self, handle: object, is_staged: Callable[[], bool]) -> SaveFuture:
-        """The future of being staged, the same one as long as somebody has it."""
+        """Return the future of staging: the same one as long as somebody holds it."""
         with self.lock:
             future = _alive(self._staging)
             if future is None:
@@ -235,7 +246,7 @@ class Outcome:
             return future
 
     def upload(self, handle: object) -> SaveFuture:
-        """The future of the report, likewise."""
+        """Return the future of the report: the same one as long as somebody holds it."""
         with self.lock:
             future = _alive(self._upload)
             if future is None:
@@ -252,7 +263,7 @@ class Outcome:
         return future
 
     def take_unseen(self) -> BaseException | None:
-        """The error, if there is one that nobody has seen; it counts as seen from now on."""
+        """Return the error if nobody has seen it; it counts as seen from now on."""
         failure = self._failure
         if failure is None or failure.collected:
             return None
@@ -260,7 +271,7 @@ class Outcome:
         return failure.error
 
     def collect(self) -> None:
-        """Somebody has seen how it ended."""
+        """Mark the error, if there is one, as seen."""
         if self._failure is not None:
             self._failure.collect()
 
@@ -277,7 +288,7 @@ def _alive(reference: weakref.ref[SaveFuture] | None) -> SaveFuture | None:
 
 
 def _pop(functions: list[Callable[[], object]]) -> Callable[[], object] | None:
-    """The first, in one step: two threads may tell at a time."""
+    """Remove and return the first in one step, since two threads may notify at the same time."""
     try:
         return functions.pop(0)
     except IndexError:
@@ -285,7 +296,7 @@ def _pop(functions: list[Callable[[], object]]) -> Callable[[], object] | None:
 
 
 def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> None:
-    """Settles a future that may be settled already, or cancelled by its user."""
+    """Settle a future that may be settled already, or cancelled by its user."""
     if future.done():
         return
     if isinstance(error, CancelledError):
@@ -298,7 +309,7 @@ def _resolve(future: SaveFuture, error: BaseException | None, value: object) -> 
 
 
 def _forked() -> None:
-    """In the child: what failed in the parent is the parent's to report."""
+    """Forget failures in a forked child: the parent reports its own."""
     for failure in _failures:
         failure.collected = True
     _failures.clear()

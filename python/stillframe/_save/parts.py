@@ -1,12 +1,13 @@
-"""Files made of parts: written by the core's threads from memory that stays as it is until the end.
+"""Files made of parts: the core's threads write them from memory that must not change until the
+end.
 
     parts = Parts()
     places = parts.append([row_of(tensor), b"bytes", ...])     an archive of torch.save, or bytes
-    handle = submit_parts(engine, parts, path, owners=[...])   a save without a place in the log
+    handle = submit_parts(engine, parts, path, owners=[...])   a save without an entry in the log
 
-Nothing is copied in the call: what is long enough is written from where it is, the rest goes
-through a few buffers of the writers. So the sources, which `owners` keep alive, may not change
-before the handle is done: a snapshot's tensors do not.
+The call copies nothing. Long parts are written from where they are, and short ones go through a few
+buffers of the writers. So the sources, which `owners` keep alive, must not change before the handle
+is done. A snapshot's tensors do not change.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _STORAGES: dict[torch.dtype, str] = {
     if not name.startswith("Q")
 }
 
-# What torch.save adds to a tensor: its conjugate and negative bits.
+# Returns what torch.save records beside a tensor: its conjugate and negative bits.
 _metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 
 
 def row_of(tensor: Tensor) -> Row | None:
-    """What `Parts.append` needs of a tensor, to write what torch.save does of it alone.
+    """Return what `Parts.append` needs to write a tensor as torch.save writes it alone.
 
     Returns:
-        None where torch.save has to write it: its bytes do not stand together in host memory, or
-        are not all there is of it (quantized, sparse, conjugated tensors, subclasses, float8).
+        None if torch.save itself has to write the tensor. Its bytes are not adjacent in host
+        memory, or it has more than bytes (quantized, sparse, conjugated, float8, a subclass).
     """
     name = _STORAGES.get(tensor.dtype)
     if (
@@ -56,7 +57,7 @@ def row_of(tensor: Tensor) -> Row | None:
         or tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
         or not is_dense(tensor)
-        or _metadata(tensor)  # is_conj and is_neg let go of the interpreter lock
+        or _metadata(tensor)  # unlike is_conj and is_neg it keeps the interpreter lock
     ):
         return None
     numel = tensor.numel()
@@ -66,7 +67,7 @@ def row_of(tensor: Tensor) -> Row | None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, each once, in whatever order of dimensions."""
+    """Return whether its elements fill a range of memory, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     reach = 1
@@ -81,7 +82,7 @@ class PartsSave(CoreSave):
     """A save whose sources are read until it has ended."""
 
     def _go_on(self) -> None:
-        self._verdict.launched(self)  # and the sources stay: `_settle` lets go of them
+        self._verdict.launched(self)  # `_settle` drops the sources
 
     def after_copy(self) -> None:
         pass
@@ -95,20 +96,21 @@ def submit_parts(
     owners: Sequence[Any],
     durable: bool = True,
 ) -> SaveHandle:
-    """Starts the save of a file that has a name which nobody else writes, removes or reads. It
-    has no place in the log: it waits neither for other saves' slots nor for their ends, and what
-    comes later does not wait for it. As a part of a save that is under way it may begin while the
-    process ends. Waits where as many such saves are under way as there may be.
+    """Start the save of a file whose name nobody else writes, removes or reads.
+
+    It has no entry in the log: it waits neither for other saves' slots nor for their ends, and
+    later saves do not wait for it. As part of a save that is under way it may begin while the
+    process ends. It waits while as many such saves are under way as there may be.
 
     Args:
         parts: What is in it; empty afterwards.
         path: Where it goes, as for `async_save`; a link there is replaced.
-        owners: Whatever keeps the sources' memory; let go of when the save has ended.
+        owners: Objects that keep the sources' memory alive; dropped when the save has ended.
         durable: As for `async_save`.
 
     Raises:
-        As `async_save`, but for what concerns an object: what is wrong with the parts is an OSError
-        or a MemoryError.
+        As `async_save`, but for errors about an object: something wrong with the parts is an
+        OSError or a MemoryError.
     """
     entered = time.perf_counter()
     options = SaveOptions(

@@ -13,8 +13,8 @@ IoMode = Literal["direct", "buffered", "fsspec", "wrapped"]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did. Times are seconds from the call's entry, sizes are bytes. `print` shows it
-    in sentences.
+    """The figures of one save. Times are seconds from the call's entry, sizes are bytes. `print`
+    shows it in sentences.
 
     Attributes:
         path: The path as it was given.
@@ -24,8 +24,8 @@ class SaveReport:
         deferred_nbytes: Bytes copied after the call, under forward and backward.
         blocked_s: How long the call took.
         gate_wait_s: How long `optimizer.step()` waited for the copies (the staging wait).
-        backpressure_s: Of `blocked_s`, the wait for a slot (`max_in_flight`) or for blocks of the
-            pool.
+        backpressure_s: The part of `blocked_s` spent waiting for a slot (`max_in_flight`) or for
+            blocks of the pool.
         staged_after_s: When every byte was copied, and the copy found to be consistent.
         durable_after_s: When the file was durable (with `durable=False`: in place).
         peak_pool_bytes: Most pool memory the save held at one time.
@@ -63,8 +63,10 @@ class SaveReport:
 
 
 class Interval:
-    """A time that a save took of others. It may last when the save has ended, for who is waited
-    for need not come first: it counts to now, then.
+    """A time during which others waited for a save.
+
+    It may still be running when the save has ended, because waiters return a little later. Its
+    length is then the time until now.
 
     Args:
         begun: `time.perf_counter()` at its beginning.
@@ -87,5 +89,5 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-# People keep reports, pickled as well: the name is the public one, wherever the class lies.
+# Reports are kept in pickles, so the module's name is the public one.
 SaveReport.__module__ = "stillframe"

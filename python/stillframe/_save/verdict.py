@@ -1,11 +1,11 @@
-"""`Verdict`: whether a copy that goes on behind its call holds the state of the call.
+"""`Verdict`: whether a deferred copy holds the state at the call.
 
     made ──launched──▶ steps wait for the copy ──over──▶ no step waits ──▶ ended
                           │ look: compares versions, once
 
-The core compares samples of the copied bytes; here the versions that torch counts are compared.
-Whoever needs the answer first asks for it: an optimizer's step, somebody who waits, the completion
-thread, a fork. Every later question gets the same answer, because a step may write in between.
+The core compares samples of the copied bytes; this module compares torch's version counters. The
+first to need the answer asks: an optimizer's step, a waiting caller, the completion thread, or a
+fork. Every later question gets the same answer, because a step may write in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ _NOTHING = gate.Deferral()
 
 
 class Verdict:
-    """The version detector of one save or snapshot. Any thread may use it, also a signal handler
-    in the middle of another use. It does not keep the save or snapshot alive.
+    """The version detector of one save or snapshot.
+
+    Any thread may use it, even a signal handler in the middle of another use. It does not keep the
+    save or snapshot alive.
 
     Args:
         deferral: The storages that are copied after the call.
@@ -32,26 +34,26 @@ class Verdict:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything is copied after the call."""
+        """Return whether anything is copied after the call."""
         return bool(self._deferral.indices)
 
     def launched(self, pending: gate.Pending) -> None:
-        """Make every step from now on wait for the copy, which `pending` knows of."""
+        """Make every later step wait for the copy that `pending` represents."""
         if not self.is_needed:
             self._deferral.close()
             return
         gate.track(pending, self._deferral)
-        if self._over:  # another thread said so before this line
+        if self._over:  # another thread called `over` in the meantime
             gate.untrack(pending)
 
     def look(self) -> int:
         """Return the number of a storage that something wrote to since the call, or -1."""
         if not self._answers:
-            self._answers.append(self._deferral.torn())  # in one step: two threads may look
+            self._answers.append(self._deferral.torn())  # atomic: two threads may look
         return self._answers[0]
 
     def over(self, pending: gate.Pending) -> None:
-        """Make no step wait any more. May be called again."""
+        """Stop making steps wait. May be called again."""
         self._over = True
         gate.untrack(pending)
 
