@@ -1,1 +1,1 @@
-"""A copy of a tree in the pool's memory."""
+"""Snapshots: copies of a tree's tensors in the pool's memory."""

@@ -1,8 +1,8 @@
-"""The copy under a snapshot: what it reads, when it has ended, and whether what it read was whole.
+"""The copy behind a snapshot: its sources, its end, and the verdict on them.
 
     started -> copying -> ended -> settled: the verdict of the two detectors, given once
 
-Whoever needs the verdict first gives it: an optimizer's step, `Snapshot.wait()`, the completion
+The first to need the verdict gives it: an optimizer's step, `Snapshot.wait()`, the completion
 thread, a fork, or the end of the process.
 """
 
@@ -29,14 +29,16 @@ log = logging.getLogger("stillframe")
 
 
 class Owner(Protocol):
-    """The Snapshot of a copy."""
+    """The Snapshot that a copy belongs to."""
 
     def _names(self, index: int) -> list[str]: ...
 
 
 class Copy:
-    """The copy under one snapshot: its sources, and what the detectors say. Lives until the copy
-    has ended, whatever becomes of the Snapshot."""
+    """The copy behind one snapshot: its sources, and what the detectors say.
+
+    It lives until the copy has ended, even if the Snapshot is gone before.
+    """
 
     def __init__(
         self, core: _core.Snapshot, tree: Tree, deferral: Deferral, *, shared: bool
@@ -47,16 +49,16 @@ class Copy:
         self.devices = tree.devices
         self.shared = shared
         self.error: StillframeError | None = None
-        self.seen = False  # somebody knows of the error
+        self.seen = False  # the error was raised to somebody
         self.gate_wait_s = 0.0
         self.owner: Callable[[], Owner | None] | None = None
-        self._told: list[Callable[[], object]] = []  # once it is settled
+        self._told: list[Callable[[], object]] = []  # called once it is settled
         self._settled = False
         # Re-entrant: a signal handler may wait in the middle of another wait.
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Copies what has to be copied now, and has the lane and the devices copy the rest."""
+        """Copy what has to be copied now, and have the lane and the devices copy the rest."""
         later = bool(self.verdict.is_needed or self.devices)
         if later:
             completion.completion.start()
@@ -64,16 +66,19 @@ class Copy:
         try:
             self.core.start(_device.streams(self.devices))
         finally:
-            # Ctrl-C may come just after: a copy that goes on keeps its sources until it has ended.
-            # Where there are no bytes to copy, nobody tells the end.
+            # Ctrl-C may come just after: a running copy keeps its sources until it has ended. A
+            # copy of no bytes sends no notice of its end.
             if later and self.core.wait(0)[0]:
                 completion.copying.pop(self.core.number, None)
         self.verdict.launched(self)
         self.settle()
 
     def gate(self) -> bool:
-        """Returns when no host memory of the tree is read any more and the calling thread's
-        current streams wait for what is copied from devices. False when that goes on."""
+        """Wait until no host memory of the tree is read any more.
+
+        The calling thread's current streams wait for the copies from devices. Return False when
+        these go on.
+        """
         entered = time.perf_counter()
         with inside():
             if self.devices:
@@ -84,22 +89,22 @@ class Copy:
             self.gate_wait_s += time.perf_counter() - entered
             if copied:
                 self.settle()
-            else:  # a step that waits on the device changes versions before the end
+            else:  # the step changes versions before the devices' copies end
                 self.verdict.look()
         return copied
 
     def finish(self) -> None:
-        """Waits for the end where no completion thread will come."""
+        """Wait for the end, when no completion thread will settle the copy."""
         with inside():
             self.core.wait(None)
             self.settle()
 
     def after_copy(self) -> None:
-        """On the completion thread."""
+        """Settle the copy, on the completion thread."""
         self.settle()
 
     def settle(self) -> None:
-        """The verdict, where the copy has ended: whoever comes first gives it."""
+        """Give the verdict if the copy has ended; the first call counts."""
         with self._lock:
             if self.is_settled():
                 return
@@ -125,7 +130,7 @@ class Copy:
             self._told = []
 
     def tell(self, function: Callable[[], object]) -> None:
-        """Has the callbacks' thread call `function` once the verdict is known."""
+        """Have the callback thread call `function` once the verdict is known."""
         with self._lock:
             if not self._settled:
                 self._told.append(function)
@@ -157,14 +162,14 @@ def _copies() -> list[Copy]:
 
 
 def _before_fork() -> None:
-    """A child gets shared memory as it is at the fork, so it has to be complete."""
+    """Wait for copies in shared memory, since a child gets that memory as it is at the fork."""
     for copy in _copies():
         if copy.shared:
             copy.core.wait(None)
 
 
 def _finish_at_exit() -> None:
-    """The lane reads tensors that the interpreter is about to free."""
+    """Wait for all copies: the lane reads tensors that the interpreter is about to free."""
     for copy in _copies():
         copy.finish()
 

@@ -1,4 +1,4 @@
-"""Waiting for the end of processes and futures, on behalf of those who cannot wait themselves."""
+"""Calls of a function at the end of a process or future: how a hold on memory ends by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("stillframe")
 
 
 def call_at_end(of: Any, function: Callable[[], object]) -> None:
-    """Calls `function()` once a process or future has ended, on whatever thread sees it first.
+    """Call `function()` once a process or future has ended, on the thread that notices it first.
 
     Args:
         of: A started `multiprocessing.Process` of any start method, a `subprocess.Popen`, or
@@ -28,7 +28,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
     Raises:
         TypeError: `of` is none of these.
         ValueError: A process that was not started, or was closed.
-        OSError: The system has no thread to give that could wait for the process.
+        OSError: The system refused to start the thread that would wait for the process.
     """
     register = getattr(of, "add_done_callback", None)
     if callable(register):
@@ -39,7 +39,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
             function()
             return
         try:
-            # Our own descriptor: the process object closes its own when it is joined and closed.
+            # A duplicate: the process object closes its own descriptor after it was joined.
             end = os.dup(of.sentinel)
         except ValueError as error:
             raise ValueError(f"{of!r} has to be started before something is held for it") from error
@@ -63,7 +63,7 @@ def call_at_end(of: Any, function: Callable[[], object]) -> None:
 
 
 def has_memory_of_its_own(of: Any) -> bool:
-    """Whether it is a process that was not forked, and so was given copies when it was started."""
+    """Return whether it is a process that was not forked, and so got copies when it was started."""
     if not isinstance(of, BaseProcess):
         return False
     method = getattr(of, "_start_method", None) or multiprocessing.get_start_method()
@@ -85,7 +85,7 @@ def _wait_child(process: subprocess.Popen[Any]) -> None:
 
 
 def in_thread(wait: Callable[[], None], function: Callable[[], object]) -> None:
-    """Calls `wait()` and then, whatever came of it, `function()`, on a thread of their own."""
+    """Call `wait()` on a new thread, and then `function()`, even if `wait` raises."""
 
     def run() -> None:
         try:

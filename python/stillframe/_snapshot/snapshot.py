@@ -3,16 +3,16 @@
     snapshot(tree)
       Tree        which storages are under it
       gate.defer  which of them may be copied later (with overlap=True)
-      core        memory of the pool, the copy; what lives on CUDA devices is copied on streams of
-                  their lanes, and nobody waits for that before `wait()` or `tree`
+      core        memory of the pool, the copy; device memory is copied on streams of the lanes,
+                  and nobody waits for that before `wait()` or `tree`
       Tree        the same tree over the copies
 
-The memory belongs to whoever holds one of the tensors: each refers to an object of the core that
-gives the memory back when the last of them is gone. So the tree may be handed on, its `Snapshot`
-dropped, and nothing is overwritten while somebody can still read it.
+The memory belongs to the tensors: each refers to an object of the core that gives the memory back
+when the last of them is freed. So the tree may be passed on and its `Snapshot` dropped, and nothing
+is overwritten while somebody can still read it.
 
-`tree` waits for the copy: a tree whose bytes are not there yet would be garbage that looks like
-tensors. Trees with tensors that check what they are made from (sparse ones) wait in the call.
+`tree` waits for the copy, since a tree whose bytes are missing would look valid. Some tensors (the
+sparse ones) check their contents when they are made; trees with these wait in the call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ log = logging.getLogger("stillframe")
 T = TypeVar("T")
 Shared = Literal[False, True, "spawn"]
 
-_INSIDE_S = 10.0  # of a wait inside work in the order of the log, which may itself hold the memory
+_INSIDE_S = 10.0  # most seconds that external work waits for memory, which it may itself hold
 
 
 class Snapshot(Generic[T]):
     """A tree on CPU tensors over pool memory. Made by `snapshot`.
 
     Use it as a context manager to have `release()` called. It belongs to the process that made it:
-    in a child of fork every use raises `ForkError`, but for `tree` where `shared=True`.
+    in a child of fork every use raises `ForkError`, except `tree` with `shared=True`.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Snapshot(Generic[T]):
     ) -> None:
         self._copy = copy
         self._tree: T | None = tree
-        self._begins = begins  # by number of the storage: the address of its copy
+        self._begins = begins  # the address of each storage's copy, by the storage's number
         self._shared = shared
         self._lender = lender
         self._birth = Birth("this Snapshot")
         self._released = False
-        self.num_tensors = 0  # for the callback
+        self.num_tensors = 0  # shown in reports
         self.nbytes = 0
         self.deferred_nbytes = 0
 
@@ -100,8 +100,10 @@ class Snapshot(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The same tree on CPU tensors, with the bytes of the call. With `overlap=True`, and where
-        tensors live on a CUDA device, this waits for the copy, as `wait()` does.
+        """The same tree on CPU tensors, with the bytes of the call.
+
+        With `overlap=True`, and where tensors are on a CUDA device, this waits for the copy, as
+        `wait()` does.
 
         Raises:
             TornSnapshotError, StillframeError: As `wait`.
@@ -122,7 +124,7 @@ class Snapshot(Generic[T]):
         return self._tree  # type: ignore[return-value]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until every byte is copied: from then on the sources may change in any way.
+        """Wait until every byte is copied: from then on the sources may change in any way.
 
         Raises:
             TornSnapshotError: Something other than an optimizer's step changed a source before it
@@ -138,13 +140,14 @@ class Snapshot(Generic[T]):
             self._copy.settle()
         if self._copy.error is not None:
             self._copy.seen = True
-            self._tree = None  # not to be had any more; the traceback would keep its memory
+            self._tree = None  # unusable, and the traceback would keep its memory
             raise self._copy.error
 
     def release(self) -> None:
-        """Gives up the tree. The memory goes back to the pool at once, or, where tensors of the
-        tree are still alive elsewhere or something is held, when these are gone. May be called
-        again.
+        """Give up the tree; its memory goes back to the pool.
+
+        That happens at once, or when the tensors of the tree that are still alive elsewhere are
+        freed and holds have ended. May be called again.
 
         Raises:
             ForkError: In a child of fork.
@@ -154,13 +157,13 @@ class Snapshot(Generic[T]):
         self._tree = None
 
     def hold_until(self, process_or_future: Any) -> None:
-        """Keeps the memory until a writer has ended, whatever becomes of the tensors here.
+        """Keep the memory until a writer has ended, even if all tensors here are freed.
 
         Args:
             process_or_future: A started `multiprocessing.Process`, a `subprocess.Popen`, or a
-                future (anything with `add_done_callback`). A process that was spawned has
-                copies of its own and needs nothing of the pool, but for `shared="spawn"`: what was
-                pickled for it and never arrived is taken back when it has ended.
+                future (anything with `add_done_callback`). A spawned process has copies of its own
+                and needs nothing of the pool, except with `shared="spawn"`: memory that was pickled
+                for it and never arrived is taken back when it has ended.
 
         Raises:
             TypeError, ValueError: It is none of these, or has not been started.
@@ -184,7 +187,7 @@ class Snapshot(Generic[T]):
             raise
 
     def _names(self, index: int) -> list[str]:
-        """Key paths of the tensors over a storage."""
+        """Return the key paths of the tensors over a storage."""
         begin = self._begins[index]
 
         def over(node: Any) -> bool:
@@ -199,13 +202,13 @@ class Snapshot(Generic[T]):
 
 
 def is_copied(taken: Snapshot[Any]) -> bool:
-    """Whether `wait` would return at once, and raise nothing."""
+    """Return whether `wait` would return at once without an error."""
     copied, _ = taken._copy.core.wait(0)
     return copied and taken._copy.error is None
 
 
 def _end_once(held: list[Callable[[], None]]) -> None:
-    """Ends a hold, however often a future calls back."""
+    """End a hold once, even if a future calls back several times."""
     while held:
         try:
             end = held.pop()
@@ -217,14 +220,13 @@ def _end_once(held: list[Callable[[], None]]) -> None:
 def snapshot(
     tree: T, *, overlap: bool = False, shared: Shared = False, engine: Engine | None = None
 ) -> Snapshot[T]:
-    """Copies the tensors of `tree` into memory of the pool and returns the same tree over the
-    copies.
+    """Copy the tensors of `tree` into memory of the pool and return the same tree over the copies.
 
-    Dicts, lists, tuples (their subclasses too), deques and sets are made anew; tensors of any
-    device, layout, dtype and class become CPU tensors, parameters parameters, views and ties of
-    the same storage views and ties of its copy. NumPy arrays are copied. Every other object is
-    left whole: it is the same object, with whatever tensors it has (give a module's `state_dict()`,
-    not the module).
+    Dicts, lists, tuples (their subclasses too), deques and sets are made anew. Tensors of any
+    device, layout, dtype and class become CPU tensors, and parameters stay parameters. Views and
+    ties of one storage become views and ties of its copy. NumPy arrays are copied. Every other
+    object is left as it is, with any tensors it holds: give a module's `state_dict()`, not the
+    module.
 
     Args:
         tree: Containers with tensors, such as a checkpoint.
@@ -232,22 +234,22 @@ def snapshot(
             `async_save` does. The next step waits for it; so do `.wait()` and `.tree`.
         shared: True lets processes that are forked from now on read the memory. Without it,
             reading a tensor of the tree in a forked child crashes the child. "spawn" lets
-            processes that are not forked map it: whatever multiprocessing pickles of the tree (the
-            arguments of a Process, a Queue, a Pipe) is no copy, and the memory is kept until the
-            tensors over there are gone too, or the process is. What a process writes into the
-            tensors, only it sees, either way. It needs an `Engine(shared_memory=True)`, and True
-            one without.
+            processes that are not forked map it: tensors of the tree that multiprocessing pickles
+            (as arguments of a Process, through a Queue or a Pipe) are not copied. The memory is
+            kept until the tensors over there are freed, or the process has ended. In both cases a
+            process alone sees what it writes into the tensors. "spawn" needs an
+            `Engine(shared_memory=True)`, and True needs one without.
         engine: The engine whose pool is used, `default_engine()` by default.
 
     Returns:
         The snapshot. Shapes, strides, dtypes and storage offsets in its `.tree` are those of
         `tree`. It takes as many bytes of the pool as the storages under `tree` have, in whole
-        blocks, and keeps them until its tensors are gone and what was given to `.hold_until` has
+        blocks. It keeps them until its tensors are freed and everything given to `.hold_until` has
         ended.
 
     Raises:
-        PoolExhaustedError: The tree does not fit beside what other snapshots hold. Waiting for
-            saves happens here; waiting for snapshots is the caller's business.
+        PoolExhaustedError: The tree does not fit beside what other snapshots hold. This call waits
+            for saves to end; it does not wait for snapshots to be released.
         MemoryError: The system has no memory for the pool.
         ForkError: See `Engine`.
         ValueError: `shared` is none of these, or the engine's memory is not of that kind.
@@ -256,10 +258,10 @@ def snapshot(
         Exception: What a tensor of an unusual kind raises when it is asked what it is made of, as
             for `torch.save`.
 
-    Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool:
-    they take no memory of the device, all of it is queued in the call, the caller's current stream
-    waits for the copies and the host does not (`.wait()` and `.tree` do). Their storages are held
-    until then. Tensors on other devices are copied by torch during the call.
+    Tensors on a CUDA device are copied on a stream of ours straight into pinned memory of the pool.
+    They take no memory of the device, and all copies are queued in the call. The caller's current
+    stream waits for the copies; the host does not, except in `.wait()` and `.tree`. Their storages
+    are held until then. Tensors on other devices are copied by torch during the call.
     """
     refuse_unclear(overlap=overlap)
     with inside():
@@ -267,7 +269,7 @@ def snapshot(
 
 
 def snapshot_at_once(tree: T) -> Snapshot[T]:
-    """`snapshot(tree)`, for those who have other memory and need not wait.
+    """Take `snapshot(tree)` without waiting for memory, for callers that have other memory.
 
     Raises:
         PoolExhaustedError: The tree does not fit beside what is in use at the moment.
@@ -283,15 +285,15 @@ def snapshot_to_write(
     engine: Engine | None,
     wait_for_room: Callable[[], bool] = lambda: False,
 ) -> Snapshot[T]:
-    """`snapshot(tree)` for a writer that pickles the tree later: the objects in it are copied too,
-    as they are at the call.
+    """Take `snapshot(tree)` for a writer that pickles the tree later.
 
-    The core waits for saves, and for memory that will return by itself. Where that is not enough,
-    this looks again as long as the caller knows of something else to wait for.
+    The objects in the tree are copied too, as they are at the call. The core waits for saves, and
+    for memory that will return by itself. If that is not enough, this tries again as long as
+    `wait_for_room` finds something else to wait for.
 
     Args:
-        wait_for_room: Waits for something that may give memory back, and returns False where there
-            is nothing left to wait for. It raises only what a signal handler does.
+        wait_for_room: Waits for something that may give memory back; returns False if there is
+            nothing left to wait for. It raises only what a signal handler raises.
 
     Raises:
         PoolExhaustedError: The tree does not fit, and `wait_for_room` has returned False.
@@ -301,7 +303,7 @@ def snapshot_to_write(
             with inside():
                 used = engine_or_default(engine)
                 shared: Shared = "spawn" if limits_of(used).shared_memory else False
-                # The writer's end is known: until then others wait, however long it takes.
+                # The writer will end by itself, so others wait until then without a limit.
                 return _take(tree, overlap, shared, used, own_objects=True, patience_s=None)
         except PoolExhaustedError:
             if not wait_for_room():
@@ -309,7 +311,7 @@ def snapshot_to_write(
 
 
 def recall(taken: Snapshot[Any]) -> None:
-    """No other process reads its memory any more, whatever tensors it has left."""
+    """End all loans of its memory: no other process reads it any more, even if tensors are left."""
     if taken._lender is not None:
         taken._lender.recall()
 
@@ -333,24 +335,26 @@ def _able(engine: Engine, shared: Shared) -> Engine:
 
 
 def call_when_copied(taken: Snapshot[Any], function: Callable[[], object]) -> None:
-    """Has the callbacks' thread call `function` once `taken.wait()` would return, or raise, at
+    """Have the callback thread call `function` once `taken.wait()` would return or raise at
     once."""
     taken._copy.tell(function)
 
 
 def will_return(taken: Snapshot[Any], yes: bool = True) -> None:
-    """Whoever wants memory waits for this snapshot's from now on: it ends by itself, whatever they
-    do. False takes that back."""
+    """Make callers that want memory wait for this snapshot's, because it ends by itself.
+
+    False takes that back.
+    """
     taken._copy.core.will_return(yes)
 
 
 def copy_error(taken: Snapshot[Any]) -> StillframeError | None:
-    """What its copy failed with, where that is known."""
+    """Return the error that its copy failed with, if that is known."""
     return taken._copy.error
 
 
 def gate_wait_s(taken: Snapshot[Any]) -> float:
-    """How long steps have waited for its copy so far."""
+    """Return how many seconds steps have waited for its copy so far."""
     return taken._copy.gate_wait_s
 
 
@@ -359,13 +363,15 @@ def _most_s() -> float | None:
 
 
 def tree_to_be(taken: Snapshot[T]) -> T | None:
-    """Its tree, whose bytes need not be there before `taken.wait()` has returned; None once it has
-    failed or was released."""
+    """Return its tree at once; the bytes may be missing until `taken.wait()` has returned.
+
+    Return None if the copy has failed or it was released.
+    """
     return taken._tree
 
 
 def is_leased(taken: Snapshot[Any]) -> bool:
-    """Whether its memory has not gone back to the pool."""
+    """Return whether its memory has not gone back to the pool."""
     return taken._copy.core.leased()
 
 
@@ -383,7 +389,7 @@ def _take(
     source = Tree(tree)
     objects = source.own_objects() if own_objects else {}
     _warn_of_modules(source, objects)
-    # At exit nobody would come to give the verdict.
+    # At exit there is no thread to give the verdict.
     deferral = gate.defer(source, overlap=overlap and not completion.completion.exiting)
     try:
         forks = shared is True
@@ -395,11 +401,11 @@ def _take(
     except BaseException:
         deferral.close()
         raise
-    # What failed in the call is raised by it. Making the tree may look at the bytes.
+    # An error during the call is raised here. Some trees read their bytes when they are made.
     if source.devices and (source.reads_bytes or core.error()):
         copy.finish()
         if copy.error is not None:
-            del memory  # a traceback would keep it
+            del memory  # the traceback would keep it
             raise StillframeError(str(copy.error))
     offsets = core.offsets()
     built, address = source.rebuild(memory, offsets, objects=objects)
@@ -409,7 +415,7 @@ def _take(
         nbytes = [nbytes for _, nbytes in source.sources()]
         taken.deferred_nbytes = sum(nbytes[index] for index in deferral.indices)
     copy.owner = weakref.ref(taken)
-    if copy.error is not None:  # found before there was an owner to tell
+    if copy.error is not None:  # found before `copy` had an owner
         del memory, built
         taken.wait()
     source.forget()
@@ -427,12 +433,12 @@ def _warn_of_modules(source: Tree, objects: dict[int, Any]) -> None:
 
 
 def _lease(core: _core.Snapshot, source: Tree, engine: Engine, most_s: float | None) -> Any:
-    """Memory of the pool for the copies: the object that the new tensors refer to."""
+    """Lease pool memory for the copies; return the object that the new tensors refer to."""
     try:
         memory = core.lease(most_s)
     except PoolExhaustedError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # a signal handler's, whose snapshot did not fit
+            raise  # from a signal handler whose snapshot did not fit
         raise PoolExhaustedError(
             f"a snapshot of {sizes.decimal(source.nbytes())} does not fit into the pool."
             f" {usage(engine)}{lent.sentence()}"
