@@ -1,1 +1,1 @@
-"""Reading back: archives read ahead, whole objects, and objects that are there already."""
+"""Loading: archives that are read ahead, whole objects, and objects filled in place."""

@@ -1,9 +1,9 @@
-"""Filling the targets of `load(into=)` straight from the file's records, with no second copy.
+"""Filling the targets of `load(into=)` straight from the file's records, without a second copy.
 
-The records are read in the file's order. One that is a tensor's whole memory goes straight there;
-any other goes by way of memory that lives until it is copied (strided views, parts of a storage).
-What the file has in place of a value, or for an object that loads its state itself, gets memory of
-its own: the plan's tensors, which had none, are given it where they stand.
+The records are read in the file's order. A record that is a tensor's whole memory goes straight
+there. Any other is read into temporary memory and copied from it (strided views, parts of a
+storage). Values, and objects that load their state themselves, need tensors of their own. These
+have no memory in the plan, so they get it here and stay the same objects.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from stillframe._base.records import Failure, RestoreFailed
 from stillframe._load import restore
 from stillframe._load.into import Plan, copy_tensor
 
-_AHEAD_BYTES = 128 << 20  # bytes of memory on its way, at most, but for a single longer storage
+_AHEAD_BYTES = 128 << 20  # most bytes of temporary memory; a single longer storage may exceed it
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Fill:
-    """Reads a file's records to their targets.
+    """A reader of a file's records into their targets.
 
     Args:
         core: A restore of the file that has not begun.
-        plan: Its tensors are of `restore.Shapes`.
-        new: Those of the plan's `new_tensors`.
+        plan: What goes where; its tensors are those of `restore.Shapes`.
+        new: The plan's `new_tensors`.
     """
 
     def __init__(self, core: _core.Restore, plan: Plan, new: list[Tensor]) -> None:
@@ -55,7 +55,8 @@ class Fill:
         self._placed = 0
 
     def run(self) -> None:
-        """
+        """Read every record, and finish the plan.
+
         Raises:
             RestoreFailed: `failure` says why. The targets are half written.
         """
@@ -69,7 +70,7 @@ class Fill:
             self._wait(self._core.nr)
         finally:
             self.failure = Failure(*self._core.failure())
-            # First the threads, then the memory that they write to.
+            # The threads end before the memory that they write to is freed.
             self._core.close()
         self._give_memory()
         self._plan.finish()
@@ -79,12 +80,13 @@ class Fill:
             raise RestoreFailed
 
     def _place(self, least: int) -> None:
-        """Gives records their places: `least` of all, and those that may be read ahead."""
+        """Give records their memory: at least the first `least`, and those that may be read
+        ahead."""
         first, addresses = self._placed, []
         ahead = sum(storage.nbytes() for storage in self._on_their_way.values())
         while self._placed < least or (self._placed < self._core.nr and ahead < _AHEAD_BYTES):
             index = self._placed
-            address = 0  # of what nobody wants the bytes are only checked
+            address = 0  # a record that nobody wants is only checked
             if index in self._straight and index not in self._devices:
                 address = self._straight[index].data_ptr()
             elif index in self._kept:
@@ -104,11 +106,11 @@ class Fill:
         self._core.go(self._placed)
 
     def _hand_over(self, index: int) -> None:
-        """The record is there: its targets that it did not go to get copies."""
+        """Copy a record that has been read to those targets that it was not read into."""
         pairs = self._wanted[index]
         if index in self._straight:
             target = pairs[0][0]
-            torch.autograd.graph.increment_version(target)  # nothing else notices such a write
+            torch.autograd.graph.increment_version(target)  # autograd cannot notice this write
             storage, start, pairs = target.untyped_storage(), _start(target), pairs[1:]
         elif index in self._made:
             storage, start = self._made[index], 0
@@ -118,7 +120,7 @@ class Fill:
             copy_tensor(target, _over(storage, start, found))
 
     def _give_memory(self) -> None:
-        """Has the new tensors lie over what was read; they stay the objects that they are."""
+        """Put the new tensors over the bytes that were read; they stay the same objects."""
         none = restore.new_storage(0)
         for index, found in self._new:
             storage = self._made.get(index, none) if index is not None else none
@@ -132,7 +134,7 @@ class Fill:
 
 
 def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
-    """Whether the record's bytes are the target's memory as they are."""
+    """Return whether the record's bytes are exactly the target's memory."""
     return (
         type(target) in _PLAIN
         and _device.place_of_tensor(target) >= 0
@@ -146,19 +148,19 @@ def _is_all_of_it(target: Tensor, found: Tensor, nbytes: int) -> bool:
 
 
 def _address(target: Tensor) -> int:
-    """Of its first byte, as the driver is told."""
+    """Return the address of the target's first byte, as the driver knows it."""
     return _device.address_of(target.untyped_storage()) + _start(target)
 
 
 def _start(target: Tensor) -> int:
-    """Where its first byte lies in its storage."""
+    """Return the offset of the target's first byte in its storage."""
     return int(target.storage_offset()) * target.element_size()
 
 
 def _over(storage: torch.UntypedStorage, start: int, found: Tensor) -> Tensor:
-    """The tensor as the file has it, over its record's bytes, which begin at `start`."""
+    """Return the tensor as the file has it, over its record's bytes, which begin at `start`."""
     if start % found.element_size():
-        # Its elements are larger than the target's, and would begin elsewhere.
+        # Its elements are larger than the target's and not aligned here.
         record = torch.empty(0, dtype=torch.uint8, device=storage.device)
         record.set_(storage, start, (storage.nbytes() - start,), (1,))
         storage, start = record.clone().untyped_storage(), 0

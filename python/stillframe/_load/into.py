@@ -1,8 +1,8 @@
-"""Which part of a file goes where in a tree of tensors, modules and values: `load(into=)`.
+"""The plan of `load(into=)`: which part of a file goes where in a tree of tensors and objects.
 
-`match` compares the tree with the file's, as its pickle has it, so what does not fit is told before
-a byte is written. The plan that it makes is carried out in two ways: straight from the file's
-records (fill.py), or from the tree that torch.load made (`copy`).
+`match` compares the tree with that of the file's pickle, so mismatches are reported before a byte
+is written. The plan can be carried out in two ways: straight from the file's records (fill.py), or
+from the tree that torch.load made (`copy`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ WAS_FREED = "its memory was freed or shrunk when it was saved"
 
 @dataclass(slots=True)
 class Plan:
-    """What goes where.
+    """The tensors, values and calls that fill a tree.
 
     Attributes:
-        tensors: Path, target, the tensor as the file has it.
-        values: Container, key, value; set when all bytes are there.
+        tensors: (path, target, the tensor as the file has it).
+        values: (container, key, value); set when all bytes are there.
         calls: Made after that, in this order.
-        problems: What does not fit.
+        problems: Sentences about parts that do not fit.
     """
 
     tensors: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
@@ -57,7 +57,11 @@ class Plan:
             raise ValueError("the file does not fit what into= names: " + "; ".join(told))
 
     def refuse_short(self, sizes: list[int]) -> None:
-        """Raise ValueError when something does not fit, be it into its record; `sizes`: theirs."""
+        """Raise ValueError when something does not fit, or a record is too short for its tensor.
+
+        Args:
+            sizes: How long each record is.
+        """
         for path, _, found in self.tensors:
             index = restore.record_of(found)
             if index is not None and reach(found) > sizes[index]:
@@ -67,8 +71,8 @@ class Plan:
     def new_tensors(self, sizes: list[int]) -> list[Tensor] | None:
         """Return the file's tensors that get memory of their own: those in values and arguments.
 
-        None where the tensors of `restore.Shapes` do not tell which bytes are theirs: some wrap
-        others, hang on objects that are no containers, or are cut short.
+        Return None where the tensors of `restore.Shapes` do not tell which bytes are theirs: some
+        wrap others, hang on objects that are no containers, or are cut short.
 
         Args:
             sizes: How long each record is.
@@ -90,7 +94,7 @@ class Plan:
         return found
 
     def finish(self) -> None:
-        """Set values and hand state to the objects that take it, when all bytes are there."""
+        """Set values, and hand state to the objects that take it, when all bytes are there."""
         for container, key, value in self.values:
             container[key] = value
         for call in self.calls:
@@ -103,7 +107,7 @@ class Plan:
 
 
 def _leaves(trees: list[Any]) -> Iterator[Any]:
-    """What stands in containers and their attributes, each once."""
+    """Iterate over the objects in containers and their attributes, each once."""
     stack, seen = [*trees], set()
     while stack:
         node = stack.pop()
@@ -127,16 +131,16 @@ def _is_over_its_record(found: Tensor, sizes: list[int]) -> bool:
 
 
 def match(target: Any, found: Any) -> Plan:
-    """Find which part of a file goes to which of `target`, by its place in the two trees.
+    """Find which part of a file goes to which part of `target`, by its path in the two trees.
 
-    All that is in `target` must be in the file; what else is there is left. Dictionaries and lists
-    get the file's value of what is neither a tensor, a container nor an object with a state_dict. A
-    container or object that `target` holds in several places, be it inside itself, is filled from
-    the first of them.
+    All parts of `target` must be in the file; the file may have more. In dictionaries and lists the
+    file's value replaces values that are not tensors, containers or objects with a state_dict. If
+    `target` holds a container or object in several places, even inside itself, it is filled once,
+    from the first path.
     """
     plan = Plan()
     stack: list[tuple[str, Any, Any]] = [("", target, found)]
-    seen: set[int] = set()  # containers and objects: each is filled once
+    seen: set[int] = set()  # containers and objects that were visited
     while stack:
         path, here, there = stack.pop()
         if isinstance(here, Tensor):
@@ -165,14 +169,17 @@ def match(target: Any, found: Any) -> Plan:
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether something in it is filled where it is; a tuple of values alone is a value."""
+    """Return whether it contains something that is filled in place.
+
+    A tuple that contains only values is a value itself.
+    """
     if isinstance(value, tuple):
         return any(map(_is_walked, value))
     return isinstance(value, (dict, list, Tensor)) or stateful.is_stateful(value)
 
 
 def _why_not_replaced(value: Any, its: Any) -> str:
-    """Why the file's value cannot stand in the place of one in the tree; "" where it can."""
+    """Return why the file's value cannot replace the one in the tree, or "" if it can."""
     if lacking := stateful.half_stateful(value):
         return f"is a {type(value).__name__}, which cannot be filled: it has no {lacking}"
     data = value is None or type(value) in ATOMS or is_atom(value) or is_array(value)
@@ -219,11 +226,11 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _why_not_written_to(target: Tensor) -> str:
-    """Why nothing can be put into the target; "" where it can."""
+    """Return why nothing can be written to the target, or "" if it can."""
     if target.is_meta:
         return "has no memory"
     if type(target) not in _PLAIN:
-        return ""  # what it has is its own affair
+        return ""  # a subclass: its copy_ decides
     if reach(target) > target.untyped_storage().nbytes():
         return "reaches beyond its memory: somebody has freed or shrunk that"
     if torch._debug_has_internal_overlap(target) == _OVERLAPS:
@@ -243,9 +250,10 @@ def copy(plan: Plan) -> None:
 
 
 def copy_tensor(target: Tensor, found: Tensor) -> None:
-    """Copy without a trace in the graph.
+    """Copy without recording it in autograd's graph.
 
-    Not under `torch.no_grad()`: a Ctrl-C as that ends would leave it on for good. Of some kinds of
-    tensors a detached one is a copy, or has a scale of its own.
+    It does not use `torch.no_grad()`: a Ctrl-C as that ends would leave it on for good. Only a
+    target that requires grad is detached, since for some kinds of tensors detach() makes a copy, or
+    one with a scale of its own.
     """
     (target.detach() if target.requires_grad else target).copy_(found.detach())

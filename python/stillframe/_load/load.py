@@ -1,4 +1,4 @@
-"""Reading a checkpoint back: is it whole, and what does it hold."""
+"""`load`: reading a checkpoint back, after a check that it is whole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MapLocation: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What a load was asked for; as for `load`."""
+    """The arguments of a load; as for `load`."""
 
     path: str  # for messages
     map_location: MapLocation
@@ -54,12 +54,12 @@ class _How:
         return self.weights_only is not None and not self.weights_only
 
     def open(self, fd: int) -> tuple[dict[str, Any], _core.Restore | None]:
-        """As `_core.restore`."""
+        """Call `_core.restore`; an OSError gets the file's name."""
         with _named(self.path):
             return _core.restore(fd, self.verify, self.shared)
 
     def open_again(self, fd: int) -> _core.Restore:
-        """Of a file that was opened so before."""
+        """Open a file for which `open` has returned a restore before."""
         return cast("_core.Restore", self.open(fd)[1])
 
 
@@ -73,12 +73,13 @@ def load(
     mmap: bool = False,
     shared: bool = False,
 ) -> Any:
-    """Loads what `async_save`, `save` or `torch.save` wrote to `path`.
+    """Load what `async_save`, `save` or `torch.save` wrote to `path`.
 
-    Waits for the saves and removes of the path that were submitted before. The file's structure is
-    always checked first, so a file that is truncated, or is not a checkpoint, is refused before
-    anything in it is unpickled. Then threads read the records, in file order, and compare their
-    CRCs, while torch's own unpickler reads the pickle. It gets no bytes that were not checked.
+    This waits for the saves and removes of the path that were submitted before. The file's
+    structure is always checked first, so a file that is truncated, or is not a checkpoint, is
+    refused before anything in it is unpickled. Then threads read the records, in file order, and
+    compare their CRCs, while torch's own unpickler reads the pickle. It gets no bytes that were not
+    checked.
 
     Files in torch.save's legacy format have no checksums and go straight to `torch.load`.
     TorchScript files and archives packed by other programs are checked, and then go there too.
@@ -95,10 +96,10 @@ def load(
 
             - Tensors get the file's bytes straight into their memory, on any device and with any
               strides. Shapes and types must be the file's.
-            - Modules are filled in their parameters and buffers, without a second copy. Keys must
+            - Modules get their parameters and buffers filled, without a second copy. Keys must
               be the file's. Where `load_state_dict` would do more than copy (hooks, methods of
               a subclass, other types), it is called with the loaded dictionary.
-            - Optimizers are filled in the tensors of their state. One that has none yet gets new
+            - Optimizers get the tensors of their state filled. An optimizer without state gets new
               memory for it. Its `load_state_dict` is called in both cases.
             - Other objects (schedulers, scalers, your own) have `load_state_dict` called with their
               part of the file, on the CPU and in new memory.
@@ -124,9 +125,9 @@ def load(
         CorruptCheckpointError: The file is empty, truncated, damaged or not a checkpoint.
         FileNotFoundError, IsADirectoryError, PermissionError, OSError: It cannot be read.
         TypeError, ValueError: `path` is not a path, or is a remote one (`scheme://`); `into` does
-            not fit or holds what cannot be filled (told by its place in the tree, before anything
-            is written to it), or is given together with `map_location` or `mmap`; `mmap` of a file
-            that another program packed.
+            not fit or holds what cannot be filled (the error names the path in the tree, and
+            nothing has been written); `into` is given together with `map_location` or `mmap`;
+            `mmap` of a file that another program packed.
         StillframeError: The bytes could not be copied to a device.
         RuntimeError: A tensor's memory was freed or shrunk when it was saved.
         Exception: Whatever else `torch.load` raises, unchanged. Likewise what a `load_state_dict`
@@ -148,7 +149,7 @@ def load(
     opened = _open(text)
     try:
         fd = opened.fileno()
-        # Collecting garbage is an eighth of a load of many thousand tensors.
+        # Garbage collection takes an eighth of a load of many thousand tensors.
         with no_collection():
             if into is not None:
                 return _load_into(fd, into, how)
@@ -158,14 +159,14 @@ def load(
 
 
 def _open(path: str) -> _core.LogLoad:
-    """What `path` is once earlier saves and removes of it have ended."""
+    """Open `path` once earlier saves and removes of it have ended."""
     return ordered.open_in_order(path)
 
 
 def _load_fd(fd: int, how: _How) -> Any:
-    """Checks and loads an open file, which stays the caller's.
+    """Check and load an open file, which stays the caller's.
 
-    One open file for the checks and the load: a save that replaces the path in between changes
+    Checks and load use the same open file, so a save that replaces the path in between changes
     nothing here.
     """
     found, core = how.open(fd)
@@ -205,7 +206,8 @@ def _load_fd(fd: int, how: _How) -> Any:
 def _able(
     core: _core.Restore | None, map_location: MapLocation, why: str | None
 ) -> tuple[_core.Restore | None, str | None]:
-    """The restore where it can read the archive; otherwise it is closed, and why it cannot."""
+    """Return the restore if it can read the archive; otherwise close it and return why it
+    cannot."""
     if core is None:
         return None, why
     why = restore.can(core, map_location)
@@ -216,27 +218,30 @@ def _able(
 
 
 def _load_into(fd: int, into: Any, how: _How) -> Any:
-    """As `_load_fd`, into the tensors of `into`."""
+    """Check and load an open file, like `_load_fd`, into the tensors of `into`."""
     found, core = how.open(fd)
     _refuse_damaged(found, how.path)
     core, why = _able(core, None, "it is no archive of torch's")
     if core is not None:
         ahead = _plan_ahead(core, into, how)
         if ahead is not None:
-            gate.wait()  # for saves that still copy out of these tensors
+            gate.wait()  # saves may still copy out of these tensors
             if _fill(*ahead, fd, how, found["nbytes"]):
                 return into
         why = "its pickle or its layout is for torch to read"
     _logger.debug("%s goes to its targets by way of a second copy: %s", how.path, why)
     plan = match(into, _load_fd(fd, replace(how, map_location="cpu")))
     plan.refuse_problems()
-    gate.wait()  # likewise
+    gate.wait()  # as above
     copy(plan)
     return into
 
 
 def _fill(plan: Plan, new: list[Tensor], fd: int, how: _How, nbytes: int) -> bool:
-    """Reads the records of a file of so many bytes straight to their targets.
+    """Read the records of a file straight to their targets.
+
+    Args:
+        nbytes: The file's length.
 
     Returns:
         False when another program packed the file, so that torch has to read it. The targets may
@@ -258,11 +263,11 @@ def _fill(plan: Plan, new: list[Tensor], fd: int, how: _How, nbytes: int) -> boo
 
 
 def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan, list[Tensor]] | None:
-    """Find what goes where by the shapes in the file, of whose tensors no byte is read.
+    """Find what goes where by the shapes in the file, without reading any tensor's bytes.
 
     Returns:
-        The plan and its `new_tensors`. None where the pickle cannot be read ahead (the general road
-        says what is wrong with it), or does not tell where the bytes are.
+        The plan and its `new_tensors`. None where the pickle cannot be read ahead, or does not tell
+        where the bytes are. The general road reports what is wrong with such a pickle.
 
     Raises:
         ValueError: Something does not fit.
@@ -280,7 +285,7 @@ def _plan_ahead(core: _core.Restore, into: Any, how: _How) -> tuple[Plan, list[T
 
 
 def _load_mapped(fd: int, how: _How) -> Any:
-    """By torch.load, with storages that are pages of the file."""
+    """Load by torch.load, with storages that are pages of the file."""
     found, core = how.open(fd)
     if core is not None:
         core.close()
@@ -288,14 +293,15 @@ def _load_mapped(fd: int, how: _How) -> Any:
     if found["format"] == "archive" and core is None:
         raise ValueError(f"{how.path} cannot be mapped: {_PACKED}; load it without mmap=True")
     check_fd(fd, how.path, verify=how.verify)
-    # The open file by a name of its own: the path may name another one by now.
+    # This names the open file; `path` may name another one by now.
     return _torch_load(f"/proc/self/fd/{fd}", how, mmap=True)
 
 
 def _load_generally(fd: int, how: _How) -> Any:
-    """By torch.load, after a check that reads the file once more if CRCs are to be compared.
+    """Load by torch.load, after a check that reads the file once more if CRCs are to be compared.
 
-    A look at headers that lie apart would take a cold file's readahead away: that comes afterwards.
+    Reading headers that are far apart would disable the readahead of a cold file. So a check
+    without CRCs reads the headers after the load.
     """
     found = check_fd(fd, how.path, verify=how.verify, later=not how.verify)
     if found["format"] != "archive":
@@ -303,7 +309,7 @@ def _load_generally(fd: int, how: _How) -> Any:
             file.seek(0)
             return _torch_load(file, how)
     try:
-        # torch.load reads through a Python object whether it is given a path or not.
+        # torch.load reads through a Python object in any case, even when it is given a path.
         loaded = _torch_load(_core.File(fd, found["nbytes"]), how)
     except Exception as error:
         try:
@@ -317,7 +323,7 @@ def _load_generally(fd: int, how: _How) -> Any:
 
 
 def _torch_load(file: Any, how: _How, *, mmap: bool = False) -> Any:
-    # torch's configuration may make mmap the default: such tensors would die with the file.
+    # torch's configuration may make mmap the default, and such tensors depend on the file.
     try:
         return torch.load(file, how.map_location, weights_only=how.weights_only, mmap=mmap)
     except RuntimeError as error:
@@ -328,11 +334,12 @@ def _torch_load(file: Any, how: _How, *, mmap: bool = False) -> Any:
         ) from error
 
 
-# ---- what is wrong ----
+# ---- errors ----
 
 
 def _is_for_torch(failure: Failure | None) -> bool:
-    """Whether a restore ended because torch has to read the archive, and not for a fault."""
+    """Return whether a restore ended because torch has to read the archive, not because of a
+    fault."""
     return failure is not None and failure.code == -errno.EOPNOTSUPP
 
 
@@ -342,16 +349,16 @@ def _lacks(record: str, fd: int, how: _How) -> CorruptCheckpointError:
 
 
 def _raise_failure(failure: Failure | None, fd: int, how: _How, more: str = "") -> NoReturn:
-    """Raises what ended a restore.
+    """Raise the error that ended a restore.
 
     Args:
-        more: What else the user has to know.
+        more: A clause with anything else the user has to know.
     """
     assert failure is not None
     if failure.code == _core.ECORRUPT:
         more = f" (at byte {failure.offset}{_tensors_in(fd, how, failure.record)}){more}"
         try:
-            # The check says it of the whole file, and in the words of `verify`.
+            # The check covers the whole file and uses the words of `verify`.
             check_fd(fd, how.path, verify=how.verify)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error}{more}") from None
@@ -366,7 +373,7 @@ def _raise_failure(failure: Failure | None, fd: int, how: _How, more: str = "") 
 
 
 def _tensors_in(fd: int, how: _How, record: str) -> str:
-    """Words for the tensors that live in a record."""
+    """Return words that name the tensors in a record, or ""."""
     folder, _, key = record.partition("/")
     if folder != "data":
         return ""
@@ -377,14 +384,14 @@ def _tensors_in(fd: int, how: _How, record: str) -> str:
         finally:
             core.close()
         names = keypaths.of_storage(pickled, key)
-    except Exception:  # a pickle of any kind may be in there, and this is only a help
+    except Exception:  # a foreign pickle may raise anything; the names only help
         return ""
     return f": {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" if names else ""
 
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """An OSError inside gets the file's name."""
+    """Add the file's name to an OSError that is raised inside."""
     try:
         yield
     except OSError as error:
@@ -403,10 +410,13 @@ def _refuse_damaged(found: dict[str, Any], path: str) -> None:
 
 
 def check_fd(fd: int, path: str, *, verify: bool, later: bool = False) -> dict[str, Any]:
-    """Raises CorruptCheckpointError unless the open file is a whole checkpoint; returns what
-    `_core.check` found. With `later`, the headers of records that are long may be left for later.
+    """Check that the open file is a whole checkpoint; return what `_core.check` found.
+
+    Args:
+        later: The check may skip the headers of long records, for the caller to check later.
 
     Raises:
+        CorruptCheckpointError: The file is damaged.
         OSError: It cannot be read; a directory is an IsADirectoryError. `path` is its filename.
     """
     with _named(path):

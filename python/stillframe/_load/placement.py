@@ -1,8 +1,8 @@
-"""Which records of a checkpoint go to which device: as torch.load's map_location has it.
+"""The devices that a checkpoint's records go to, according to torch.load's map_location.
 
-torch tells a storage's place when its pickle is unpickled, one by one. The records are read ahead
-of that, straight to where they belong: so the pickle's storages are looked up first, by a reader
-that imports and runs nothing.
+torch decides the location of each storage when it unpickles it, one by one. Records are read ahead
+of that, straight to their device. So the pickle's storages are looked up first, by a reader that
+imports and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BYTEORDER = sys.byteorder.encode()
 
 
 def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
-    """The records that go to devices, by number; none where torch has to place any of them.
+    """Return the records that go to devices, by number; none if torch has to place any of them.
 
     Args:
         peek: A restore of the file that has not begun; it is closed here.
@@ -37,7 +37,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
         to = _rule(map_location)
         devices = {key: _device.of_location(to(place)) for key, place in locations.items()}
         numbers = {key: peek.find(f"data/{key}") for key in devices}
-    except Exception as error:  # of any kind: the load itself says what is wrong with a pickle
+    except Exception as error:  # of any kind: the load itself reports a bad pickle
         _logger.debug("by way of host memory: no places were found ahead: %r", error)
         return {}
     finally:
@@ -50,7 +50,7 @@ def find(peek: _core.Restore, map_location: Any) -> dict[int, torch.device]:
 
 
 def worth_a_look(map_location: Any) -> bool:
-    """Whether `find` may find any, as far as this process and its map_location tell."""
+    """Return whether `find` may find any, judging by this process and map_location alone."""
     if callable(map_location) or not (_device.may_be_loaded_to() and _torch_places_as_known()):
         return False
     if isinstance(map_location, (str, torch.device)):
@@ -59,7 +59,7 @@ def worth_a_look(map_location: Any) -> bool:
 
 
 def _rule(map_location: Any) -> Callable[[str], str]:
-    """Where torch.load puts what was saved at a place."""
+    """Return a function from a saved location to the one where torch.load puts it."""
     if map_location is None:
         return lambda place: place
     if isinstance(map_location, dict):
@@ -68,14 +68,17 @@ def _rule(map_location: Any) -> Callable[[str], str]:
 
 
 def _locations(peek: _core.Restore) -> dict[str, str]:
-    """Where a pickle's storages were saved; none if their bytes need turning round."""
+    """Return where a pickle's storages were saved; none if their bytes have another byte order."""
     pickle, byteorder = records.read(peek, ("data.pkl", "byteorder"))
     return _Locations(pickle).found if byteorder == _BYTEORDER else {}
 
 
 @functools.cache
 def _torch_places_as_known() -> bool:
-    """Whether "cuda" means to this torch's loads what it means here, and nobody comes before."""
+    """Return whether "cuda" means the same to this torch's loads as here.
+
+    It does not if somebody has registered a rule of their own before torch's.
+    """
     registry = serialization._package_registry
     device_of = getattr(registry[1][2], "func", None) if len(registry) > 1 else None
     return (
@@ -86,7 +89,7 @@ def _torch_places_as_known() -> bool:
 
 
 class _Locations(keypaths.Reader):
-    """Where the storages of a pickle were when it was made."""
+    """The locations of a pickle's storages when it was made."""
 
     def __init__(self, pickle: bytes) -> None:
         super().__init__(io.BytesIO(pickle))

@@ -1,15 +1,17 @@
-"""Reading an archive's storages by threads while torch's unpickler reads its pickle.
+"""Reading an archive's storages on threads while torch's unpickler reads its pickle.
 
-torch.load has two halves: `torch.load` itself, which opens the file, and `_load`, which runs an
-unpickler (torch's own, which with `weights_only` obeys no pickle's orders) and asks the archive for
-records by name. This module is that archive. Its records are read by threads of the core in the
-file's order, ahead of the unpickler, into memory that torch allocated; a record that is asked for
-is waited for, so nothing unpickled ever sees bytes whose CRC was not compared.
+torch.load has two halves. `torch.load` itself opens the file. `_load` runs an unpickler and asks
+the archive for records by name; with `weights_only` torch's unpickler runs no code of the pickle.
+This module is that archive.
+
+Threads of the core read its records in the file's order, ahead of the unpickler, into memory that
+torch allocated. A request for a record waits for it. So nothing unpickled ever sees bytes whose CRC
+was not compared.
 
     the core's threads   record 0 | record 1 | record 2 | record 3 | ...
     the unpickler             asks for 0 ....... for 1 ... for 2 ...
 
-What the two halves do between them, and what is not here, is for torch.load itself: see `can`.
+Anything that the two halves do beyond this is left to torch.load itself: see `can`.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from stillframe._base.records import Failure, RestoreFailed, read
 from stillframe.errors import StillframeError
 
 EVERYTHING = 1 << 62  # bytes
-_BATCH_BYTES = 64 << 20  # bytes of memory that are found at a time
-_AHEAD_BYTES = 1 << 30  # and how much of it before it is asked for
+_BATCH_BYTES = 64 << 20  # bytes of memory that are allocated at a time
+_AHEAD_BYTES = 1 << 30  # bytes of memory that are allocated ahead of the unpickler
 _Devices: TypeAlias = dict[int, torch.device]  # by the number of the record
-_DEVICE_AHEAD_BYTES = 256 << 20  # where it is only on its way: bytes of host memory
+_DEVICE_AHEAD_BYTES = 256 << 20  # the same where torch copies host memory to a device afterwards
 _BYTEORDER = sys.byteorder.encode()
 _KNOWN_VERSIONS = (b"1\n", b"2\n", b"3\n")
 
 
 class _Loaded:
-    """A storage in the shape in which torch's reader of archives hands one out."""
+    """A storage in the form in which torch's reader of archives returns one."""
 
     __slots__ = ("_untyped_storage",)
 
@@ -55,11 +57,11 @@ class _Loaded:
 
 
 class CutShort(Exception):
-    """A tensor reaches beyond its record; `args` has the record's name."""
+    """The error of a tensor that reaches beyond its record; `args` has the record's name."""
 
 
 class Missing(Exception):
-    """The pickle names a record that the file does not have; `args` has the record's name."""
+    """The error of a record that the pickle names and the file lacks; `args` has its name."""
 
 
 class Archive:
@@ -69,32 +71,32 @@ class Archive:
         fd: The open file; it stays the caller's.
         nbytes: Its length.
         ahead: How many bytes may be read before they are asked for.
-        devices: Where records go that do not stay in host memory.
+        devices: The devices of records that do not stay in host memory.
     """
 
     def __init__(
         self, core: _core.Restore, fd: int, nbytes: int, ahead: int, devices: _Devices
     ) -> None:
         self.failure: Failure | None = None
-        self.is_native = False  # as far as the file says
+        self.is_native = False  # the file says that it has this machine's byte order
         self._core = core
         self._fd = fd
         self._nbytes = nbytes
         self._ahead = ahead
         self._devices = devices
         self._storages: list[torch.UntypedStorage | None] = []
-        self._waiting_nbytes = 0  # of memory that was found and not asked for yet
-        # What tensors are laid over: its record, and how long that is.
+        self._waiting_nbytes = 0  # of memory that was allocated and not asked for yet
+        # (storage, its record, the record's length) of each storage that tensors were laid over.
         self._given: list[tuple[weakref.ref[torch.UntypedStorage], str, int]] = []
 
     def load(self, map_location: Any, weights_only: bool) -> Any:
-        """What torch.load would return.
+        """Return what torch.load would return.
 
         Raises:
             RestoreFailed: A record is damaged or could not be read.
             CutShort: A record is shorter than a tensor in it.
             Missing: The file lacks a record.
-            Everything that torch.load raises behind its opening of the file.
+            Everything that torch.load raises after it has opened the file.
         """
         unpickler: Any = _weights_only_unpickler if weights_only else pickle
         quick = _cpu_storages_stay_as_they_are() and (map_location is None or _is_cpu(map_location))
@@ -102,24 +104,24 @@ class Archive:
         unpickler = SimpleNamespace(Unpickler=_unpickler(unpickler.Unpickler, self, places))
         try:
             for device in {*self._devices.values()}:
-                new_storage(1, device)  # a context, where torch has none yet
+                new_storage(1, device)  # makes torch create a context
             open_devices(self._core, numbers_of(self._devices.values()))
             self._find_memory(1)
             if self.get_record("version") not in _KNOWN_VERSIONS:
-                _ = self._torch  # knows which there are, and says so
+                _ = self._torch  # torch's reader raises for versions that it does not know
             loaded = serialization._load(self, map_location, unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
             self._find_memory(self._core.nr)
             if not self._core.wait(self._core.nr):
                 raise RestoreFailed
         finally:
             self.failure = Failure(*self._core.failure())
-            # First the threads, then the memory that they write to.
+            # The threads end before the memory that they write to is freed.
             self._core.close()
             self._storages.clear()
         return loaded
 
     def storage(self, kind: Any, key: str, numel: int) -> Any:
-        """A storage of the processor's as `_load` makes it; None if it is torch's to make."""
+        """Return a storage on the CPU as `_load` makes it, or None if torch has to make it."""
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if not isinstance(key, str) or self._core.find(name := f"data/{key}") < 0:
             return None
@@ -129,7 +131,7 @@ class Archive:
         self._note_given(name, storage)
         return _typed(wrap_storage=storage, dtype=dtype)
 
-    # ---- what `_load` calls ----
+    # ---- called by `_load` ----
 
     def has_record(self, name: str) -> bool:
         return self._core.find(name) >= 0
@@ -142,7 +144,7 @@ class Archive:
 
     def get_storage_from_record(self, name: str, nbytes: int, kind: Any) -> Any:
         storage = self._take(name)
-        if storage.nbytes() != nbytes:  # torch decides what becomes of it
+        if storage.nbytes() != nbytes:  # torch decides how to treat it
             return self._torch.get_storage_from_record(name, nbytes, kind)
         self._note_given(name, storage)
         return _Loaded(storage)
@@ -152,7 +154,7 @@ class Archive:
         return self.get_record(name).decode() if self.has_record(name) else ""
 
     def __getattr__(self, name: str) -> Any:
-        """What another torch may ask for."""
+        """Return attributes of torch's own reader, which another version of torch may ask for."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._torch, name)
@@ -163,8 +165,11 @@ class Archive:
         self._given.append((weakref.ref(storage), name, storage.nbytes()))
 
     def refuse_short(self) -> None:
-        """Raises CutShort where a storage had to grow under a tensor: with what, nobody knows.
-        torch.load's storages cannot grow."""
+        """Raise CutShort if a storage had to grow under a tensor, since its new bytes are
+        undefined.
+
+        torch.load's storages cannot grow.
+        """
         for alive, name, nbytes in self._given:
             storage = alive()
             if storage is not None and storage.nbytes() != nbytes:
@@ -176,31 +181,32 @@ class Archive:
         return torch._C.PyTorchFileReader(cast("IO[bytes]", _core.File(self._fd, self._nbytes)))
 
     def _take(self, name: str) -> torch.UntypedStorage:
-        """The record's bytes, there and checked. The caller owns them from now on."""
+        """Return the record's bytes once they are checked. The caller owns them from now on."""
         index = self._core.find(name)
         if index < 0:
             raise Missing(name)
-        reach = self._core.reach(index)  # neighbours that share a piece of the file need theirs too
+        reach = self._core.reach(index)  # neighbours in the same chunk of the file need memory too
         if reach > len(self._storages) or self._waiting_nbytes < self._ahead // 2:
             self._find_memory(reach)
         if not self._core.wait(index):
             raise RestoreFailed
         storage, self._storages[index] = self._storages[index], None
-        if storage is None:  # asked for a second time: torch keeps all but empty ones
+        if storage is None:  # a second request: torch caches all but empty ones
             return _storage_of(self._torch.get_record(name))
         self._waiting_nbytes -= storage.nbytes()
         return storage
 
     def _find_memory(self, least: int) -> None:
-        """Gives the next records their places: `least` of all, and those that may be read ahead."""
+        """Allocate memory for records: at least the first `least`, and those that may be read
+        ahead."""
         first = found = len(self._storages)
         while first < least or (first < self._core.nr and self._waiting_nbytes < self._ahead):
             sizes = self._core.sizes(first, _BATCH_BYTES)
             self._storages += give_memory(self._core, first, sizes, self._devices)
             self._waiting_nbytes += sum(sizes)
             first += len(sizes)
-        # Not after each batch: a reader that fills new memory holds the lock of this process's
-        # address space, and each further allocation would wait for it and stop the others.
+        # Not after each batch: readers that fill new memory hold the lock of this process's address
+        # space. Each further allocation would wait for them, and make other readers wait.
         if first > found:
             self._core.go(first)
 
@@ -223,7 +229,7 @@ def new_storage(nbytes: int, device: torch.device | str = "cpu") -> torch.Untype
 def give_memory(
     core: _core.Restore, first: int, sizes: list[int], devices: _Devices
 ) -> list[torch.UntypedStorage]:
-    """Gives records from `first` on memory of these sizes, where each belongs.
+    """Allocate memory of these sizes for the records from `first` on, each on its device.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError: There is none.
@@ -235,7 +241,7 @@ def give_memory(
     ]
     core.into(first, [0 if first + i in devices else s.data_ptr() for i, s in enumerate(storages)])
     on_devices = [(index, devices[index]) for index in there if index in devices]
-    # Behind the allocations: what torch gives out may still be used on its stream.
+    # After the allocations: memory that torch returns may still be in use on its stream.
     open_devices(core, numbers_of(device for _, device in on_devices))
     for index, device in on_devices:
         address = _device.address_of(storages[index - first])
@@ -248,10 +254,10 @@ def numbers_of(devices: Iterable[torch.device]) -> set[int]:
 
 
 def open_devices(core: _core.Restore, numbers: set[int]) -> None:
-    """Has what is read from now on come behind what is on the current streams of these devices.
+    """Make later copies come after the work on the current streams of these devices.
 
     Raises:
-        StillframeError: One cannot be had.
+        StillframeError: A device cannot be used.
     """
     for number in sorted(numbers):
         if why := core.device(number, _device.current_stream(number)):
@@ -259,19 +265,18 @@ def open_devices(core: _core.Restore, numbers: set[int]) -> None:
 
 
 def _own_places(everything: bool) -> Callable[[str], bool]:
-    """Which places are the processor's; with `everything`, all are."""
+    """Return a test for locations on the CPU; with `everything`, all of them are."""
     return (lambda _: True) if everything else "cpu".__eq__
 
 
 def _unpickler(base: Any, archive: Archive, own: Callable[[str], bool] | None) -> Any:
-    """torch's unpickler, with a short cut for storages of the places that are the processor's own,
-    where it may be taken.
+    """Return torch's unpickler, with a short cut for storages on the CPU where it may be taken.
 
-    `_load` asks three times for every storage whether tensors are to be fake, and where it belongs;
-    of a checkpoint of many small tensors that is a quarter of the whole load.
+    For every storage `_load` asks three times whether tensors are to be fake, and where it belongs.
+    With many small tensors that is a quarter of the whole load.
 
-    A class is in a circle with itself and lives until garbage is collected: it must not keep the
-    archive, with its threads and memory, where a Ctrl-C has kept that from being closed.
+    A class is part of a reference cycle and lives until garbage is collected. So it has only a weak
+    reference to the archive, whose threads and memory a Ctrl-C may have left open.
     """
     alive = weakref.ref(archive)
 
@@ -302,7 +307,7 @@ def _short_cut(
             if own(location) and archive.is_native:
                 storage = archive.storage(kind, key, numel)
                 if storage is not None:
-                    if storage._data_ptr():  # an empty one is made anew, as torch does
+                    if storage._data_ptr():  # torch makes an empty one anew
                         made[key] = storage
                     return storage
         return theirs(saved)
@@ -318,14 +323,14 @@ def _is_cpu(map_location: Any) -> bool:
 
 
 def _cpu_storages_stay_as_they_are() -> bool:
-    """Whether nobody has registered something else to be done with what was saved on the CPU."""
+    """Return whether nobody has registered another rule for storages that were saved on the CPU."""
     return serialization._package_registry[0][2] is serialization._cpu_deserialize
 
 
 class Shapes:
     """An archive of which only the pickle is read: every tensor is on the meta device.
 
-    Its storages know their records by the offset that torch has them note for such loads.
+    Its storages know their records by the offset that torch notes in them for such loads.
 
     Attributes:
         sizes: How long each record is.
@@ -339,19 +344,19 @@ class Shapes:
         self._records: dict[str, bytes] = {}
 
     def load(self, weights_only: bool) -> Any:
-        """As `Archive.load`."""
+        """Return the tree on the meta device; arguments and errors as for `Archive.load`."""
         unpickler = _weights_only_unpickler if weights_only else pickle
         names = [name for name in self._NAMES if self._core.find(name) >= 0]
         try:
             self._records = dict(zip(names, read(self._core, tuple(names)), strict=True))
             if self._records.get("byteorder", _BYTEORDER) != _BYTEORDER:
-                raise RestoreFailed  # its bytes need turning round
+                raise RestoreFailed  # another byte order
             return serialization._load(self, "meta", unpickler, encoding="utf-8")  # type: ignore[no-untyped-call]
         finally:
             self._core.close()
 
     def has_record(self, name: str) -> bool:
-        return name in self._records  # without .format_version torch asks for each offset
+        return name in self._records  # .format_version is left out, so torch asks for each offset
 
     def get_record(self, name: str) -> bytes:
         return self._records[name]
@@ -363,16 +368,16 @@ class Shapes:
         return index
 
     def serialization_id(self) -> str:
-        return ""  # at the file's end: not worth reading all before it
+        return ""  # it is at the file's end, behind everything else
 
 
 def record_of(tensor: torch.Tensor) -> int | None:
-    """Which record a tensor of `Shapes` lives in; None where it wraps others that do."""
+    """Return the record of a tensor of `Shapes`, or None if the tensor wraps others."""
     return tensor.untyped_storage()._checkpoint_offset
 
 
 def can(core: _core.Restore, map_location: Any) -> str | None:
-    """None where an archive can be read this way, or why it is one for torch.load."""
+    """Return None if an archive can be read this way, or why torch.load has to read it."""
     if not _load_is_as_known():
         return "this torch loads in another way"
     if core.find("constants.pkl") >= 0:
@@ -390,7 +395,7 @@ def can(core: _core.Restore, map_location: Any) -> str | None:
 
 
 def reads_no_bytes() -> bool:
-    """Whether torch.load gives tensors without the file's bytes here."""
+    """Return whether torch.load returns tensors without the file's bytes here."""
     return (
         torch._guards.detect_fake_mode(None) is not None
         or serialization._serialization_tls.skip_data
@@ -410,6 +415,6 @@ def _load_is_as_known() -> bool:
 def open_archive(
     core: _core.Restore, fd: int, nbytes: int, map_location: Any, devices: _Devices
 ) -> Archive:
-    """The archive for a load to `map_location`; as for `Archive`."""
+    """Return the archive for a load to `map_location`; arguments as for `Archive`."""
     final = map_location is None or _is_cpu(map_location) or bool(devices)
     return Archive(core, fd, nbytes, _AHEAD_BYTES if final else _DEVICE_AHEAD_BYTES, devices)

@@ -1,16 +1,16 @@
-"""How `load(into=)` fills what has a state_dict: modules, optimizers, and users' own objects.
+"""Objects with a state_dict in `load(into=)`: modules, optimizers, and users' own objects.
 
-An object whose `state_dict()` gives tensors that are its own memory is filled there, with no second
-copy of its state:
+An object whose `state_dict()` returns tensors that are its own memory is filled there, without a
+second copy of its state:
 
     plain module   tensors in place; extra state by `set_extra_state`
     optimizer      tensors in place, then `load_state_dict` with these very tensors: it keeps them
     anything else  its part of the file is loaded into new memory, then `load_state_dict`
 
-"Plain" means that torch's own `load_state_dict` would do nothing but copy tensors. A module with
-hooks or methods of its own, an optimizer without state (a fresh process), a scheduler, a scaler and
-a user's object are "anything else". torch.distributed.checkpoint and Fabric treat such objects in
-the same way: they hand them the loaded dictionary.
+"Plain" means that torch's own `load_state_dict` would only copy tensors. "Anything else" is a
+module with hooks or methods of its own, an optimizer without state (a fresh process), a scheduler,
+a scaler, or a user's object. torch.distributed.checkpoint and Fabric treat these in the same way:
+they pass them the loaded dictionary.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-# Those that may put other tensors in place of the optimizer's own.
+# Hooks that may replace the optimizer's own tensors.
 _OPTIMIZER_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks",
@@ -43,12 +43,12 @@ _OPTIMIZER_HOOKS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is called when all bytes are there.
+    """A call that is made when all bytes are there.
 
     Attributes:
-        path: Of the object in the tree.
+        path: The object's path in the tree.
         function: `load_state_dict`, or `set_extra_state`.
-        argument: What it is given.
+        argument: The function's argument.
         trees: Those parts of the argument that come from the file.
     """
 
@@ -60,20 +60,20 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """How one object is filled; it cannot be where there are problems."""
+    """How one object is filled. If there are problems, it cannot be."""
 
-    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # path, in place, as the file has it
+    pairs: tuple[tuple[str, Tensor, Tensor], ...] = ()  # path, target, the file's tensor
     calls: tuple[Call, ...] = ()
     problems: tuple[str, ...] = ()
 
 
 def is_stateful(node: object) -> bool:
-    """Whether the node can give and take a state_dict."""
+    """Return whether the node can return and load a state_dict."""
     return _has(node, "state_dict") and _has(node, "load_state_dict")
 
 
 def half_stateful(node: object) -> str:
-    """The one of the two methods that the node lacks, "" when it has both or none."""
+    """Return the one of the two methods that the node lacks, or "" when it has both or none."""
     has = {name: _has(node, name) for name in ("state_dict", "load_state_dict")}
     return next(name for name in has if not has[name]) if sum(has.values()) == 1 else ""
 
@@ -83,7 +83,7 @@ def _has(node: object, name: str) -> bool:
 
 
 def filling(path: str, node: Any, found: Any) -> Filling:
-    """Find how to fill a node with `found`, what the file has in its place."""
+    """Find how to fill a node from `found`, the file's object at the same path."""
     if not isinstance(node, (Module, Optimizer)):
         return _by_load_state_dict(path, node, found)
     if not isinstance(found, dict):
@@ -143,7 +143,7 @@ def _set_extra_state(path: str, module: Module, name: str, value: Any) -> Call:
 
 
 def _is_plain(module: Module) -> bool:
-    """Whether load_state_dict would do no more than copy, as far as the kinds of modules tell."""
+    """Return whether load_state_dict would only copy, judging by the classes of the modules."""
     return all(
         type(each).state_dict is Module.state_dict
         and type(each).load_state_dict is Module.load_state_dict
@@ -156,30 +156,33 @@ def _is_plain(module: Module) -> bool:
 
 
 def _takes_other_keys(module: Module) -> bool:
-    """Whether a part of it knows what to do with keys of another version, as BatchNorm does."""
+    """Return whether some submodule accepts keys of other versions, as BatchNorm does."""
     plain = Module._load_from_state_dict
     return any(type(each)._load_from_state_dict is not plain for each in module.modules())
 
 
 def _is_copied(target: Any, found: Any) -> bool:
-    """Whether the bytes are the target's as they are, or do not fit and are refused by shape."""
+    """Return whether the bytes can be copied unchanged, or do not fit and are refused by shape."""
     if not isinstance(target, Tensor) or not isinstance(found, Tensor):
-        return isinstance(target, Tensor)  # the file has no tensor: that is refused
+        return isinstance(target, Tensor)  # no tensor in the file: refused later
     return type(target) in _PLAIN_TENSORS and (
         target.dtype == found.dtype or target.shape != found.shape
     )
 
 
 def _is_memory(value: Any) -> bool:
-    """Whether it is a tensor over bytes; what has none is tied to nothing."""
+    """Return whether it is a tensor with bytes; one without bytes is not tied to any other."""
     return isinstance(value, Tensor) and value.layout is strided and value.numel() > 0
 
 
 def _is_tied_anew(pairs: list[tuple[str, Tensor, Tensor]]) -> bool:
-    """Whether tensors share memory here and not in the file: the last one counts, by its name."""
+    """Return whether tensors share memory here but not in the file.
+
+    The last of them by name counts then.
+    """
     places: dict[tuple[int, int], tuple[int, int]] = {}
     for _, target, found in pairs:
-        record = restore.record_of(found)  # each tensor has a storage of its own, where it has one
+        record = restore.record_of(found)  # tensors of `Shapes` share no storages, only records
         there = found.untyped_storage()._cdata if record is None else record
         here = (target.untyped_storage()._cdata, int(target.storage_offset()))
         if places.setdefault(here, place := (there, int(found.storage_offset()))) != place:
@@ -215,7 +218,7 @@ def _of_optimizer(path: str, optimizer: Optimizer, found: dict[str, Any]) -> Fil
 
 
 def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
-    """What load_state_dict would refuse the groups for; "" where it would not."""
+    """Return why load_state_dict would refuse the groups, or "" if it would not."""
     try:
         theirs = [len(group["params"]) for group in found["param_groups"]]
         if not isinstance(found["state"], dict):
@@ -234,8 +237,10 @@ def _other_groups(optimizer: Optimizer, found: dict[str, Any]) -> str:
 
 
 def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any] | None:
-    """The file's state with the optimizer's own tensors in it; None where the two differ in more
-    than values, as for an optimizer that has made no step."""
+    """Return the file's state with the optimizer's own tensors in it.
+
+    Return None where the two differ in more than values, as for an optimizer without a step.
+    """
     if not live or live.keys() != found.keys():
         return None
     state: dict[Any, Any] = {}
@@ -254,7 +259,7 @@ def _filled_in_place(live: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, A
 
 
 def _is_alike(value: Any, found: Any) -> bool:
-    """Whether both are tensors of one kind, or values without tensors in them."""
+    """Return whether both are tensors of one kind, or values without tensors in them."""
     if isinstance(value, Tensor) and isinstance(found, Tensor):
         return (
             type(value) in _PLAIN_TENSORS
